@@ -1,0 +1,1 @@
+"""Speed of Horovod against its peers, as ratios measured in the same run."""

@@ -1,0 +1,386 @@
+#!/usr/bin/env python
+"""How fast a collective is: Horovod against torch.distributed's Gloo and against Open MPI.
+
+Run by people, and with --check by whoever guards the project's promises. This process starts the
+ranks (`benchmarks.collectives_rank`), shows progress and reports; see --help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # measure this checkout, whatever else is installed
+
+from benchmarks.collectives_report import (  # noqa: E402
+    Results,
+    Run,
+    human,
+    requirements,
+    table,
+    write_csv,
+    write_plot,
+)
+
+SIZES = "4,64,1K,4K,16K,64K,256K,1M,4M,16M,100M"
+REPEATS = 5  # of the import and init sections
+LAUNCHERS = re.compile(
+    r"_?HOROVOD_|OMPI_|PMI|PRTE|SLURM_|JSM_|TORCHELASTIC_"
+    r"|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$"
+)
+
+DESCRIPTION = """\
+Compare Horovod's allreduce with torch.distributed's Gloo and with Open MPI on this machine.
+
+All contenders run in the same processes and take turns call by call, on the same rotating
+buffers, after a common barrier; OMP_NUM_THREADS is 1. A sample is the time of the slowest rank,
+a result the median of the samples. Ratios say how many times as long as ours a contender takes:
+2.00x means that we are twice as fast.
+"""
+EPILOG = """\
+examples:
+  python benchmarks/collectives.py                     2 and 4 ranks, 4 B to 100 MiB, about 2 min
+  python benchmarks/collectives.py --np 2 --sizes 64K,1M --seconds 5
+  python benchmarks/collectives.py --np 2 --check      for scripts: exit status 1 when a promise
+                                                       is missed (they are about 2 ranks)
+
+Close other programs first: numbers of a busy machine mean little. Open MPI and mpi4py come with
+`pip install horovod[bench]`; without them their column is left out.
+"""
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--np", type=ranks, nargs="+", default=[2, 4], metavar="N", help="numbers of ranks (2 4)"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=sizes,
+        default=sizes(SIZES),
+        metavar="LIST",
+        help=f"bytes, with K and M for KiB and MiB ({SIZES})",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=3.0,
+        metavar="S",
+        help="time spent on each size (3); more gives steadier medians",
+    )
+    parser.add_argument("--no-mpi", action="store_true", help="leave Open MPI out")
+    parser.add_argument(
+        "--only-allreduce", action="store_true", help="skip the import and init sections"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 when a promise is missed or not measured"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "benchmarks" / "results",
+        metavar="DIR",
+        help="where collectives.csv and collectives.png go (benchmarks/results)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=positive,
+        default=900.0,
+        metavar="S",
+        help="give up on one number of ranks after this long (900)",
+    )
+    return parser.parse_args(arguments)
+
+
+def sizes(text: str) -> list[int]:
+    found = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)([KM]?)", item.strip(), re.IGNORECASE)
+        number = int(match[1]) << {"": 0, "K": 10, "M": 20}[match[2].upper()] if match else 0
+        if number < 4 or number % 4:
+            raise argparse.ArgumentTypeError(
+                f"{item.strip()!r} is not a size: use multiples of 4 bytes such as 64, 16K or 100M"
+            )
+        found.append(number)
+    return sorted(set(found))
+
+
+def ranks(text: str) -> int:
+    if not text.isdigit() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r}: a collective needs at least 2 ranks")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return value
+
+
+# -- starting ranks ----------------------------------------------------------------------------
+
+
+def find_mpirun() -> tuple[str | None, str]:
+    """Open MPI's mpirun, or None and the reason."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return None, "mpi4py is not installed"
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    mpirun = shutil.which("mpirun", path=path)
+    if mpirun is None:
+        return None, "there is no mpirun"
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+    if "Open MPI" not in version.stdout:
+        return None, f"{mpirun} is not Open MPI's"
+    return mpirun, ""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Ours without traces of another launcher, and one thread per rank."""
+    environ = {name: v for name, v in os.environ.items() if not LAUNCHERS.match(name)}
+    paths = [str(ROOT), *filter(None, [environ.get("PYTHONPATH")])]
+    environ.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
+    environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: as fast as Gloo gets
+    return environ | more
+
+
+def torchrun_environments(size: int) -> list[dict[str, str]]:
+    """What torchrun would give to each of `size` ranks on this host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [
+        environment(
+            RANK=str(rank),
+            WORLD_SIZE=str(size),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE=str(size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        for rank in range(size)
+    ]
+
+
+@contextmanager
+def processes(
+    commands: list[tuple[list[str], dict[str, str]]], **options: object
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start them, each in a group of its own that is ended when the block is left early."""
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for command, environ in commands:
+            started.append(
+                subprocess.Popen(  # type: ignore[call-overload]
+                    command, env=environ, text=True, start_new_session=True, **options
+                )
+            )
+        yield started
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def race(size: int, options: argparse.Namespace, mpirun: str | None, advance: Callable) -> Run:
+    """All contenders on `size` ranks."""
+    with tempfile.TemporaryDirectory(prefix="horovod-benchmark-") as folder:
+        plan = {
+            "np": size,
+            "mpi": mpirun is not None,
+            "sizes": options.sizes,
+            "seconds": options.seconds,
+            "rendezvous": f"{folder}/rendezvous",
+            "result": f"{folder}/result.json",
+        }
+        program = [sys.executable, str(ROOT / "benchmarks" / "collectives_rank.py")]
+        program.append(json.dumps(plan))
+        if mpirun is None:
+            commands = [(program, environ) for environ in torchrun_environments(size)]
+        else:
+            flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+            commands = [([mpirun, "-np", str(size), *flags, *program], environment())]
+        follow(commands, Path(folder) / "output", options.timeout, advance)
+        found = json.loads(Path(plan["result"]).read_text())
+    return Run(size, {int(n): samples for n, samples in found["allreduce"].items()}, found["many"])
+
+
+def follow(
+    commands: list[tuple[list[str], dict[str, str]]],
+    output: Path,
+    timeout: float,
+    advance: Callable[[str], None],
+) -> None:
+    """Wait for the ranks, telling `advance` what they finish; SystemExit when one fails."""
+    deadline = time.monotonic() + timeout
+    with (
+        output.open("w") as sink,
+        output.open() as source,
+        processes(commands, stdout=sink, stderr=subprocess.STDOUT) as running,
+    ):
+        while True:
+            ended = [process.poll() for process in running]
+            for line in source:
+                if line.startswith("done "):
+                    advance(line.removeprefix("done ").strip())
+            if any(ended) or time.monotonic() > deadline:
+                why = "A rank failed" if any(ended) else f"No end after {timeout:g} s"
+                sys.exit(f"\n{why}. Its output:\n\n{output.read_text().strip()}")
+            if None not in ended:
+                return
+            time.sleep(0.1)
+
+
+# -- the cost of starting ----------------------------------------------------------------------
+
+IMPORT = """
+import time, torch
+begin = time.perf_counter()
+import horovod.torch
+print(time.perf_counter() - begin)
+"""
+INIT = """
+import sys, time, torch
+print("ready", flush=True)
+sys.stdin.readline()
+begin = time.perf_counter()
+import horovod.torch as hvd
+hvd.init()
+print(time.perf_counter() - begin, flush=True)
+hvd.shutdown()
+"""
+
+
+def import_cost() -> list[float]:
+    """Milliseconds that `import horovod.torch` takes after `import torch`."""
+    samples = []
+    for _ in range(REPEATS + 1):  # the first one fills the caches of files and byte code
+        command = [sys.executable, "-c", IMPORT]
+        done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=True)
+        samples.append(1000 * float(done.stdout))
+    return samples[1:]
+
+
+def init_cost() -> list[float]:
+    """Milliseconds from `import torch` done to `hvd.init()` done, on the slower of two ranks."""
+    samples = []
+    for _ in range(REPEATS):
+        commands = [([sys.executable, "-c", INIT], e) for e in torchrun_environments(2)]
+        pipe = subprocess.PIPE
+        with processes(commands, stdin=pipe, stdout=pipe) as running:
+            for process in running:
+                assert process.stdout is not None
+                if process.stdout.readline() != "ready\n":
+                    sys.exit("A rank of the init section failed before hvd.init(); see above.")
+            for process in running:
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            answers = [process.communicate(timeout=120)[0] for process in running]
+        if not all(answers):
+            sys.exit("hvd.init() failed on two local ranks; see above.")
+        samples.append(1000 * max(float(answer) for answer in answers))
+    return samples
+
+
+class Progress:
+    """A bar on standard error where that is a terminal, and nothing otherwise."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.done = 0
+        self.shown = sys.stderr.isatty()
+
+    def show(self, what: str) -> None:
+        if self.shown:
+            filled = 30 * self.done // self.total
+            bar = "#" * filled + "." * (30 - filled)
+            print(f"\r\x1b[K[{bar}] {self.done}/{self.total} {what}", end="", file=sys.stderr)
+            sys.stderr.flush()
+
+    def advance(self, what: str) -> None:
+        self.done += 1
+        self.show(what)
+
+    def clear(self) -> None:
+        if self.shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    mpirun, reason = (None, "--no-mpi was given") if options.no_mpi else find_mpirun()
+    if mpirun is None:
+        print(f"Open MPI is left out: {reason}. The ranks are started directly instead.")
+    busy = os.getloadavg()[0]
+    if busy > 0.5:
+        print(f"The machine is not idle (load {busy:.1f}): do not trust these numbers too far.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end with us
+    progress = Progress(
+        len(options.np) * (len(options.sizes) + 1) + (0 if options.only_allreduce else 2)
+    )
+    results = Results()
+    for size in options.np:
+        progress.show(f"{size} ranks")
+
+        def advance(what: str, size: int = size) -> None:
+            label = human(int(what)) if what.isdigit() else "1,000 small"
+            progress.advance(f"{size} ranks, {label}")
+
+        results.runs.append(race(size, options, mpirun, advance))
+        progress.clear()
+        print(f"\n{table(results.runs[-1])}\n", flush=True)
+    if not options.only_allreduce:
+        progress.show("import")
+        results.import_ms = import_cost()
+        progress.advance("init")
+        results.init_ms = init_cost()
+        progress.advance("done")
+    progress.clear()
+
+    options.output.mkdir(parents=True, exist_ok=True)
+    write_csv(results, options.output / "collectives.csv")
+    print(f"Written: {options.output / 'collectives.csv'}")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("No plot: matplotlib is not installed (pip install horovod[bench]).")
+    else:
+        write_plot(results, options.output / "collectives.png")
+        print(f"Written: {options.output / 'collectives.png'}")
+    print()
+
+    missed = False
+    for requirement in requirements(results):
+        word = {True: "met", False: "MISSED", None: "-"}[requirement.met]
+        print(f"{word:>7}  {requirement.text}: {requirement.found}")
+        missed |= requirement.met is not True
+    return 1 if options.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""One rank of benchmarks/collectives.py: times every contender in this process.
+
+Started by `benchmarks.collectives` under mpirun or by itself, with a plan in JSON as the only
+argument. Rank 0 prints a line per finished size for the progress bar and leaves the samples in
+the plan's result file.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import horovod.torch as hvd
+
+POOL_BYTES = 256 << 20  # rotate through this much memory, more than any cache holds,
+POOL_BUFFERS = (3, 32)  # but through no fewer and no more buffers than this
+WARM_UP = 3
+SAMPLES = (11, 2000)
+SMALL_CALLS = 1000  # of the section with many small tensors,
+SMALL_BYTES = 256  # each this big,
+SMALL_SAMPLES = 9  # and how often it is repeated
+
+
+class Contender(ABC):
+    """One library's in-place float32 sum."""
+
+    key: str
+
+    def prepare(self, buffer: torch.Tensor) -> Any:
+        """What `allreduce` takes for this buffer, made outside of the timed part."""
+        return buffer
+
+    @abstractmethod
+    def allreduce(self, prepared: Any) -> None: ...
+
+    def many(self, prepared: list[Any]) -> None:
+        """Reduce many small tensors, in the library's usual way."""
+        for item in prepared:
+            self.allreduce(item)
+
+
+class Ours(Contender):
+    key = "ours"
+
+    def allreduce(self, prepared: torch.Tensor) -> None:
+        hvd.allreduce_(prepared, op=hvd.Sum, name="benchmark")
+
+    def many(self, prepared: list[torch.Tensor]) -> None:
+        handles = [
+            hvd.allreduce_async_(item, op=hvd.Sum, name=f"benchmark.{index}")
+            for index, item in enumerate(prepared)
+        ]
+        for handle in handles:
+            hvd.synchronize(handle)
+
+
+class Gloo(Contender):
+    key = "gloo"
+
+    def allreduce(self, prepared: torch.Tensor) -> None:
+        dist.all_reduce(prepared)
+
+
+class OpenMPI(Contender):
+    key = "mpi"
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self.comm = MPI.COMM_WORLD
+        self.in_place = MPI.IN_PLACE
+        self.float = MPI.FLOAT
+        if self.comm.size != dist.get_world_size():
+            raise RuntimeError(
+                f"mpi4py sees {self.comm.size} rank(s) where mpirun started "
+                f"{dist.get_world_size()}: it uses another MPI library. Point MPI4PY_LIBMPI at "
+                f"the libmpi of the mpirun in use, or pass --no-mpi."
+            )
+
+    def prepare(self, buffer: torch.Tensor) -> list[Any]:
+        return [buffer.numpy(), self.float]
+
+    def allreduce(self, prepared: list[Any]) -> None:
+        self.comm.Allreduce(self.in_place, prepared)
+
+
+class Race:
+    """All contenders over the same buffers, call by call in turn."""
+
+    def __init__(self, contenders: list[Contender], seconds: float) -> None:
+        self.contenders = contenders
+        self.seconds = seconds
+        mpi = next((c for c in contenders if isinstance(c, OpenMPI)), None)
+        # One barrier for everybody, the tightest there is: what a contender's own barrier does
+        # to the ranks' start must not count for or against it.
+        self.barrier = mpi.comm.Barrier if mpi else dist.barrier
+
+    def allreduce(self, size: int) -> dict[str, list[float]]:
+        """Microseconds of single calls on `size` bytes."""
+        fewest, most = POOL_BUFFERS
+        buffers = [
+            torch.zeros(size // 4).fill_(0)  # touched, so that no page is missing later
+            for _ in range(max(fewest, min(most, POOL_BYTES // size)))
+        ]
+        for contender in self.contenders:
+            self._verify(contender, buffers[0])
+        prepared = {c.key: [c.prepare(buffer) for buffer in buffers] for c in self.contenders}
+
+        def call(contender: Contender, turn: int) -> None:
+            contender.allreduce(prepared[contender.key][turn % len(buffers)])
+
+        fewest, most = SAMPLES
+        return self._time(call, fewest, most)
+
+    def many(self) -> dict[str, list[float]]:
+        """Microseconds of SMALL_CALLS small tensors together."""
+        buffers = [torch.zeros(SMALL_BYTES // 4) for _ in range(SMALL_CALLS)]
+        prepared = {c.key: [c.prepare(buffer) for buffer in buffers] for c in self.contenders}
+
+        def call(contender: Contender, turn: int) -> None:
+            contender.many(prepared[contender.key])
+
+        return self._time(call, SMALL_SAMPLES, SMALL_SAMPLES)
+
+    def _verify(self, contender: Contender, buffer: torch.Tensor) -> None:
+        buffer.fill_(dist.get_rank() + 1)
+        contender.allreduce(contender.prepare(buffer))
+        expected = dist.get_world_size() * (dist.get_world_size() + 1) / 2
+        if not bool((buffer == expected).all()):
+            raise RuntimeError(f"{contender.key} gave a wrong sum for {buffer.nbytes} bytes")
+        buffer.fill_(0)
+
+    def _time(self, call: Any, fewest: int, most: int) -> dict[str, list[float]]:
+        rough = self._samples(call, WARM_UP)
+        per_round = float(rough.median(dim=1).values.sum()) / 1e6  # the same on every rank
+        samples = self._samples(call, max(fewest, min(most, int(self.seconds / per_round))))
+        rows = samples.tolist()
+        return {c.key: row for c, row in zip(self.contenders, rows, strict=True)}
+
+    def _samples(self, call: Any, count: int) -> torch.Tensor:
+        """One row per contender: microseconds of each call, on the rank that took longest."""
+        number = len(self.contenders)
+        elapsed = torch.zeros(number, count, dtype=torch.float64)
+        gc.collect()
+        gc.disable()
+        for sample in range(count):
+            for position in range(number):
+                which = (position + sample) % number  # nobody is always the first
+                self.barrier()
+                begin = time.perf_counter_ns()
+                call(self.contenders[which], sample * number + position)
+                elapsed[which, sample] = time.perf_counter_ns() - begin
+        gc.enable()
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+        return elapsed / 1000
+
+
+def main() -> None:
+    plan = json.loads(sys.argv[1])
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
+    size = plan["np"]
+    torch.set_num_threads(1)
+    hvd.init()
+    if (hvd.rank(), hvd.size()) != (rank, size):
+        raise RuntimeError(f"hvd.init() made rank {rank} of {size} {hvd.rank()} of {hvd.size()}")
+    store = dist.FileStore(plan["rendezvous"], size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    contenders: list[Contender] = [Ours(), Gloo()]
+    if plan["mpi"]:
+        contenders.append(OpenMPI())
+    race = Race(contenders, plan["seconds"])
+
+    results: dict[str, Any] = {"allreduce": {}}
+    for nbytes in plan["sizes"]:
+        results["allreduce"][nbytes] = race.allreduce(nbytes)
+        if rank == 0:
+            print("done", nbytes, flush=True)
+    results["many"] = race.many()
+    if rank == 0:
+        print("done many", flush=True)
+        Path(plan["result"]).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What every layer needs: configuration, topology, errors, authenticated messages."""

@@ -1,0 +1,97 @@
+"""Which of this host's addresses the other ranks should use.
+
+Called by `horovod.common.rendezvous` on rank 0, and by the launcher for the store that it serves.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+
+LOOPBACK = "127.0.0.1"
+_ANY_PORT = 9
+"""A port for asking the routing table; nothing is sent to it."""
+
+
+def interface_address(names: str) -> str:
+    """The address of the first interface in a comma-separated list (HOROVOD_GLOO_IFACE)."""
+    import psutil
+
+    name = names.split(",")[0].strip()
+    interfaces = psutil.net_if_addrs()
+    found = [entry.address for entry in interfaces.get(name, ()) if entry.family == socket.AF_INET]
+    found += [
+        entry.address
+        for entry in interfaces.get(name, ())
+        if entry.family == socket.AF_INET6 and "%" not in entry.address
+    ]
+    if not found:
+        known = ", ".join(sorted(interfaces))
+        raise ValueError(
+            f"HOROVOD_GLOO_IFACE={names}: this host has no interface {name!r} with an address; "
+            f"it has {known}"
+        )
+    return str(found[0])
+
+
+def resolve(name: str) -> list[str]:
+    """The addresses of a host name, IPv4 first; empty when it has none."""
+    try:
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    ordered = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in ordered))
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.split("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def is_local(address: str) -> bool:
+    """Whether this host can listen on the address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def routable_address(iface: str | None, others: Iterable[str] = ()) -> str:
+    """An address of this host that other hosts can reach; never a loopback address.
+
+    ``iface`` decides when given. Otherwise, in this order: one of ``others`` (names or addresses
+    connected with the job) that is this host itself; the address from which this host would send
+    to one of them; the host name's address.
+    """
+    if iface:
+        return interface_address(iface)
+    known = [address for name in others if name for address in resolve(name)]
+    known = [address for address in known if not is_loopback(address)]
+    candidates = [address for address in known if is_local(address)]
+    candidates += [source for address in known if (source := _source_towards(address))]
+    candidates += [address for address in resolve(socket.gethostname()) if is_local(address)]
+    for address in candidates:
+        if not is_loopback(address):
+            return address
+    raise ValueError(
+        f"cannot tell under which address other hosts reach {socket.gethostname()!r}: the name "
+        f"resolves to no address of this host other than loopback. Set HOROVOD_GLOO_IFACE to the "
+        f"network interface that connects the hosts."
+    )
+
+
+def _source_towards(address: str) -> str | None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, _ANY_PORT))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return None

@@ -1,0 +1,26 @@
+"""Hydra, the mpirun of MPICH and Intel MPI, and other launchers that speak PMI."""
+
+from __future__ import annotations
+
+from horovod.common.environments.base import Environment, Meeting, Variables
+
+
+class Hydra(Environment):
+    """PMI_RANK and PMI_SIZE; the local place is Hydra's (MPI_LOCALRANKID) or PALS's."""
+
+    name = "MPICH or Intel MPI mpirun"
+    meeting = Meeting.MPI
+    variables = Variables(
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+    )
+    job_variables = ("PMI_JOBID", "PALS_APID")
+
+    def local(self) -> tuple[int, int]:
+        pals = ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+        if not self.environ.get(self.variables.local_rank) and self.environ.get(pals[0]):
+            self._require_both(*pals)
+            return self._pair(*pals)
+        return super().local()

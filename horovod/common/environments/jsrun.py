@@ -1,0 +1,17 @@
+"""LSF's jsrun."""
+
+from __future__ import annotations
+
+from horovod.common.environments.base import Environment, Meeting, Variables
+
+
+class JSRun(Environment):
+    name = "LSF jsrun"
+    meeting = Meeting.MPI
+    variables = Variables(
+        rank="JSM_NAMESPACE_RANK",
+        size="JSM_NAMESPACE_SIZE",
+        local_rank="JSM_NAMESPACE_LOCAL_RANK",
+        local_size="JSM_NAMESPACE_LOCAL_SIZE",
+    )
+    job_variables = ("LSB_JOBID", "JSM_NAMESPACE_ID", "PMIX_NAMESPACE")

@@ -1,0 +1,17 @@
+"""MVAPICH2's mpirun_rsh and mpiexec."""
+
+from __future__ import annotations
+
+from horovod.common.environments.base import Environment, Meeting, Variables
+
+
+class MVAPICH2(Environment):
+    name = "MVAPICH2 mpirun"
+    meeting = Meeting.MPI
+    variables = Variables(
+        rank="MV2_COMM_WORLD_RANK",
+        size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    )
+    job_variables = ("MPISPAWN_MPIRUN_ID", "MPISPAWN_MPIRUN_HOST", "PMI_JOBID")

@@ -1,0 +1,33 @@
+"""torchrun, and launchers that set its variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from horovod.common.environments.base import Environment, Meeting, Variables
+
+
+class TorchRun(Environment):
+    name = "torchrun"
+    meeting = Meeting.TORCH_STORE
+    variables = Variables(
+        rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE"
+    )
+    # The restart count: a store that outlives restarts may still hold what an earlier try left.
+    job_variables = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+
+    @classmethod
+    def detects(cls, environ: Mapping[str, str]) -> bool:
+        return super().detects(environ) and bool(environ.get("LOCAL_RANK"))
+
+    @property
+    def started_by_agent(self) -> bool:
+        """Whether torchrun's own agent is the parent: then no outer launcher's word counts."""
+        return bool(self.environ.get("TORCHELASTIC_RUN_ID"))
+
+    def cross(self) -> tuple[int, int] | None:
+        if not self.environ.get("GROUP_RANK") or not self.environ.get("GROUP_WORLD_SIZE"):
+            return None
+        cross_rank, cross_size = self._pair("GROUP_RANK", "GROUP_WORLD_SIZE")
+        homogeneous = cross_size * self.local()[1] == self.claim()[1]
+        return (cross_rank, cross_size) if homogeneous else None

@@ -1,0 +1,236 @@
+"""Process sets: groups of ranks that run collectives of their own.
+
+Every binding re-exports this module's public names. The engine keeps the sets; this module holds
+the objects users handle, and checks what they ask for. Nothing here may import the engine, so a
+binding's ``init`` hands over its basics object through `_setup`.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import Any, Protocol
+
+
+class Basics(Protocol):
+    """What process sets need of the engine."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def _dynamic_process_sets(self) -> bool: ...
+    def _add_process_set(self, ranks: list[int]) -> int: ...
+    def _remove_process_set(self, process_set_id: int) -> None: ...
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]: ...
+
+
+_basics: Basics | None = None
+_registered: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
+
+
+def _is_communicator(value: object) -> bool:
+    # A communicator can only exist once mpi4py is imported, so we never import it ourselves.
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and isinstance(value, mpi.Comm)
+
+
+def _require_basics() -> Basics:
+    if _basics is None:
+        raise ValueError("Horovod is not initialised: call init() first")
+    return _basics
+
+
+class ProcessSet:
+    """Some ranks of the job, given by their ranks or as an mpi4py communicator."""
+
+    process_set_id: int | None
+    ranks: list[int] | None
+    mpi_comm: Any
+
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
+        self.process_set_id = None
+        self.ranks = None
+        self.mpi_comm = None
+        if _is_communicator(ranks_or_comm):
+            self.mpi_comm = ranks_or_comm
+            return
+        try:
+            ranks = list(ranks_or_comm)
+        except TypeError:
+            raise ValueError(
+                "a process set is made of ranks (an iterable of integers) or of an mpi4py "
+                f"communicator, not of {type(ranks_or_comm).__name__}"
+            ) from None
+        for rank in ranks:
+            if not isinstance(rank, Integral):
+                raise ValueError(f"the ranks of a process set must be integers, not {rank!r}")
+        self.ranks = sorted(int(rank) for rank in ranks)
+
+    def size(self) -> int | None:
+        """The number of ranks; None while the set is not registered."""
+        if self.process_set_id is None or self.ranks is None:
+            return None
+        return len(self.ranks)
+
+    def rank(self) -> int | None:
+        """This process's rank in the set; None while the set is not registered."""
+        if self.process_set_id is None or self.ranks is None:
+            return None
+        rank = _require_basics().rank()
+        if rank not in self.ranks:
+            raise ValueError(f"rank {rank} does not belong to {self}")
+        return self.ranks.index(rank)
+
+    def included(self) -> bool | None:
+        """Whether this process belongs to the set; None while its ranks are unknown."""
+        if self.ranks is None:
+            return None
+        return _require_basics().rank() in self.ranks
+
+    def __str__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
+            f"mpi_comm={self.mpi_comm})"
+        )
+
+    def __repr__(self) -> str:
+        return f"<horovod.{self}>"
+
+
+class _GlobalProcessSet(ProcessSet):
+    def __init__(self) -> None:
+        super().__init__([])
+        self.process_set_id = 0
+        self.ranks = None
+
+
+global_process_set = _GlobalProcessSet()
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a set while the job runs; every rank must call it with the same ranks.
+
+    Needs ``init(process_sets="dynamic")`` or HOROVOD_DYNAMIC_PROCESS_SETS=1.
+    """
+    basics = _require_basics()
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    _require_dynamic(basics)
+    if process_set.ranks is None:
+        raise NotImplementedError(
+            "a set made of an MPI communicator can only be registered by init(); give the ranks"
+        )
+    _check_ranks(process_set.ranks, basics.size(), str(process_set))
+    if process_set.ranks in basics._get_process_set_ids_and_ranks().values():
+        raise ValueError(f"the ranks {process_set.ranks} already form a registered process set")
+    _adopt(process_set, basics._add_process_set(process_set.ranks))
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Unregister a set on every rank; False for the global set and for one not registered."""
+    if process_set.process_set_id is None or process_set is global_process_set:
+        return False
+    basics = _require_basics()
+    _require_dynamic(basics)
+    if process_set.process_set_id not in basics._get_process_set_ids_and_ranks():
+        return False
+    basics._remove_process_set(process_set.process_set_id)
+    process_set.process_set_id = None
+    return True
+
+
+def _require_dynamic(basics: Basics) -> None:
+    basics.size()  # says so where the engine does not run
+    if not basics._dynamic_process_sets():
+        raise ValueError(
+            "process sets can only be added and removed after init(process_sets='dynamic') or "
+            "with HOROVOD_DYNAMIC_PROCESS_SETS=1"
+        )
+
+
+def _adopt(process_set: ProcessSet, process_set_id: int) -> None:
+    process_set.process_set_id = process_set_id
+    _registered.add(process_set)
+
+
+def _check_ranks(ranks: list[int], size: int, what: str) -> None:
+    if not ranks:
+        raise ValueError(f"{what} has no ranks")
+    if ranks[0] < 0 or ranks[-1] >= size:
+        raise ValueError(f"{what} names ranks outside [0, {size})")
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"{what} names a rank twice")
+
+
+def _check_argument(process_sets: Any, comm: Any) -> list[ProcessSet]:
+    """`init`'s list of sets, checked as far as that goes before the engine runs."""
+    if process_sets is None:
+        return []
+    chosen: list[ProcessSet] = list(process_sets)
+    for index, process_set in enumerate(chosen):
+        if not isinstance(process_set, ProcessSet):
+            raise ValueError(
+                f"process_sets[{index}] is a {type(process_set).__name__}, not a ProcessSet"
+            )
+        if process_set.mpi_comm is not None and not _is_communicator(comm):
+            raise NotImplementedError(
+                f"process_sets[{index}] is made of an MPI communicator: pass an mpi4py "
+                "communicator as comm too"
+            )
+    return chosen
+
+
+def _setup(basics: Basics, process_sets: list[ProcessSet], comm: Any) -> None:
+    """Bind the module to a running engine and register the sets given to ``init``.
+
+    All sets that can be registered are, so that ids agree with list order; the first one that
+    cannot be raises afterwards and leaves the engine running.
+    """
+    global _basics
+    _basics = basics
+    global_process_set.ranks = list(range(basics.size()))
+    global_process_set.mpi_comm = comm if _is_communicator(comm) else None
+    known = {tuple(ranks): id for id, ranks in basics._get_process_set_ids_and_ranks().items()}
+    seen = {tuple(global_process_set.ranks)}
+    problem: ValueError | None = None
+    for index, process_set in enumerate(process_sets):
+        process_set.process_set_id = None
+        try:
+            if process_set.mpi_comm is not None:
+                _register_communicators(basics, process_set, comm, known)
+            assert process_set.ranks is not None
+            what = f"process_sets[{index}] with ranks {process_set.ranks}"
+            _check_ranks(process_set.ranks, basics.size(), what)
+            key = tuple(process_set.ranks)
+            if key in seen:
+                raise ValueError(f"{what} duplicates an earlier process set or the global one")
+        except ValueError as error:
+            problem = problem or error
+            continue
+        seen.add(key)
+        if key not in known:
+            known[key] = basics._add_process_set(process_set.ranks)
+        _adopt(process_set, known[key])
+    if problem is not None:
+        raise problem
+
+
+def _register_communicators(
+    basics: Basics, process_set: ProcessSet, comm: Any, known: dict[tuple[int, ...], int]
+) -> None:
+    """Register the sets behind a communicator, which differ by rank where it comes of a split."""
+    group = process_set.mpi_comm.Get_group()
+    members = group.Translate_ranks(list(range(group.Get_size())), comm.Get_group())
+    process_set.ranks = sorted(members)
+    for ranks in sorted({tuple(ranks) for ranks in comm.allgather(process_set.ranks)}):
+        if ranks not in known:
+            known[ranks] = basics._add_process_set(list(ranks))
+
+
+def _forget() -> None:
+    """The engine stopped: no set is registered any more."""
+    for process_set in list(_registered):
+        process_set.process_set_id = None
+    _registered.clear()

@@ -1,0 +1,22 @@
+"""The reduction operators, with upstream's integer values."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ReduceOp(IntEnum):
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT

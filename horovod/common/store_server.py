@@ -1,0 +1,366 @@
+"""Serves a `MemoryStore` to the ranks of one job.
+
+The launcher starts one `StoreServer`, or rank 0 when a foreign launcher started the job. Imported
+through `horovod.common.store`. One daemon thread drives all connections without ever blocking on
+one of them: a slow, silent or hostile peer costs the others nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import itertools
+import math
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from typing import Any
+
+from horovod.common.logging import get_logger
+from horovod.common.store_memory import MemoryStore
+from horovod.common.wire import MAX_FRAME, Message, Session, WireError, check_key
+
+_RECEIVE_BYTES = 1 << 18
+_ACCEPT_PAUSE = 0.1
+"""Seconds without accepting after the process ran out of file descriptors."""
+
+_OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+class _Connection:
+    """One peer: its protocol state and the bytes it has not taken yet."""
+
+    def __init__(self, sock: socket.socket, peer: str, session: Session, deadline: float) -> None:
+        self.socket = sock
+        self.peer = peer
+        self.session = session
+        self.handshake_deadline = deadline
+        self.output: deque[memoryview] = deque()
+        self.parked: dict[int, str] = {}
+        self.events = selectors.EVENT_READ
+        self.open = True
+
+
+class StoreServer:
+    """A store reachable at ``address:port`` by whoever knows the key.
+
+    It listens on exactly the address given. Peers that do not complete the handshake within
+    ``handshake_timeout`` seconds are dropped, and of more than ``max_pending`` unfinished
+    handshakes the oldest. ``rejected`` counts the connections that were refused or broke the
+    protocol; ``store`` is the served store, for use inside the serving process.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        key: bytes,
+        port: int = 0,
+        *,
+        handshake_timeout: float = 10.0,
+        max_pending: int = 1024,
+        max_frame: int = MAX_FRAME,
+    ) -> None:
+        self._key = check_key(key)
+        self._handshake_timeout = handshake_timeout
+        self._max_pending = max_pending
+        self._max_frame = max_frame
+        self._pid = os.getpid()
+        self.store = MemoryStore()
+        self.rejected = 0
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=1024)
+        self._listener.setblocking(False)
+        self.address: str = host
+        self.port: int = self._listener.getsockname()[1]
+        self._waker_in, self._waker_out = socket.socketpair()
+        self._waker_in.setblocking(False)
+        self._waker_out.setblocking(False)
+        self._connections: set[_Connection] = set()
+        self._pending: dict[_Connection, None] = {}
+        self._parked: dict[str, dict[int, _Connection]] = {}
+        self._num_parked = 0
+        self._deadlines: list[tuple[float, int, str]] = []
+        self._tickets = itertools.count()
+        self._changed_keys: deque[str] = deque()
+        self._accept_again = math.inf
+        self._closing = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._waker_in, selectors.EVENT_READ)
+        self.store.watch(self._key_changed)
+        self._thread = threading.Thread(target=self._serve, name="horovod-store", daemon=True)
+        self._thread.start()
+        _servers.add(self)
+
+    def __repr__(self) -> str:
+        return f"StoreServer({self.address}:{self.port})"
+
+    def close(self) -> None:
+        """Stop serving and close every connection. Does nothing in a forked child."""
+        if self._closing or os.getpid() != self._pid:
+            return
+        self._closing = True
+        self._wake()
+        self._thread.join()
+
+    # Called from any thread
+
+    def _key_changed(self, key: str) -> None:
+        if threading.current_thread() is self._thread:
+            self._release(key)
+        else:
+            self._changed_keys.append(key)
+            self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._waker_out.send(b"\0")
+        except OSError:
+            pass  # full: the thread wakes anyway; closed: there is no thread left to wake
+
+    # Everything below runs in the server's thread
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing:
+                for ready, events in self._selector.select(self._next_deadline()):
+                    self._handle(ready.fileobj, ready.data, events)
+                while self._changed_keys:
+                    self._release(self._changed_keys.popleft())
+                self._expire(time.monotonic())
+        finally:
+            self._close_descriptors()
+
+    def _handle(self, fileobj: Any, connection: _Connection | None, events: int) -> None:
+        if connection is not None:
+            try:
+                self._progress(connection, events)
+            except Exception as error:  # one peer's trouble must never end the service
+                get_logger(__name__).exception("store: failed to serve %s", connection.peer)
+                self._reject(connection, repr(error))
+        elif fileobj is self._listener:
+            self._accept()
+        else:
+            try:
+                self._waker_in.recv(4096)
+            except BlockingIOError:
+                pass
+
+    def _close_descriptors(self) -> None:
+        # Also runs in a forked child, so nothing here may do more than drop descriptors.
+        self._selector.close()
+        for sock in (self._listener, self._waker_in, self._waker_out):
+            sock.close()
+        for connection in self._connections:
+            connection.socket.close()
+
+    def _next_deadline(self) -> float | None:
+        first = self._accept_again
+        if self._deadlines:
+            first = min(first, self._deadlines[0][0])
+        for connection in self._pending:  # oldest first, all with the same time allowed
+            first = min(first, connection.handshake_deadline)
+            break
+        return None if first == math.inf else max(first - time.monotonic(), 0.0)
+
+    def _expire(self, now: float) -> None:
+        if now >= self._accept_again:
+            self._accept_again = math.inf
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, ticket, key = heapq.heappop(self._deadlines)
+            connection = self._unpark(key, ticket)
+            if connection is not None:
+                self._reply(connection, {"found": False})
+        for connection in list(
+            itertools.takewhile(lambda pending: pending.handshake_deadline <= now, self._pending)
+        ):
+            self._reject(connection, "no complete handshake in time")
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, peer = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _OUT_OF_RESOURCES:
+                    raise
+                get_logger(__name__).warning("the store cannot accept connections: %s", error)
+                self._selector.unregister(self._listener)
+                self._accept_again = time.monotonic() + _ACCEPT_PAUSE
+                return
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection = _Connection(
+                sock,
+                f"{peer[0]}:{peer[1]}",
+                Session(self._key, server=True, max_frame=self._max_frame),
+                time.monotonic() + self._handshake_timeout,
+            )
+            self._connections.add(connection)
+            self._pending[connection] = None
+            self._selector.register(sock, selectors.EVENT_READ, connection)
+            if len(self._pending) > self._max_pending:
+                self._reject(next(iter(self._pending)), "too many unfinished handshakes")
+
+    def _progress(self, connection: _Connection, events: int) -> None:
+        if connection.open and events & selectors.EVENT_WRITE:
+            self._send(connection)
+        if connection.open and events & selectors.EVENT_READ:
+            self._receive(connection)
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            data = connection.socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._drop(connection, str(error))
+            return
+        session = connection.session
+        if not data:
+            if session.between_frames:
+                self._drop(connection, "closed by the peer")
+            else:
+                self._reject(connection, "closed in the middle of an exchange")
+            return
+        try:
+            messages = session.feed(data)
+        except (WireError, PermissionError) as error:
+            self._queue(connection, session.take_output())
+            self._reject(connection, str(error))
+            return
+        self._queue(connection, session.take_output())
+        if session.established:
+            self._pending.pop(connection, None)
+        for message in messages:
+            if connection.open:
+                self._answer(connection, message)
+
+    def _answer(self, connection: _Connection, message: Message) -> None:
+        header = message.header
+        operation, key = header.get("op"), header.get("key")
+        if not isinstance(key, str):
+            self._reject(connection, "a request without a key")
+        elif operation == "set":
+            self.store.set(key, message.body)
+            self._reply(connection, {})
+        elif operation in ("get", "try_get"):
+            value = self.store.try_get(key)
+            timeout = header.get("timeout", 0.0) if operation == "get" else 0.0
+            if value is None and isinstance(timeout, (int, float)) and timeout > 0:
+                self._park(connection, key, timeout)
+            else:
+                self._reply(connection, {"found": value is not None}, value or b"")
+        elif operation == "add" and isinstance(header.get("amount"), int):
+            try:
+                self._reply(connection, {"total": self.store.add(key, header["amount"])})
+            except ValueError as error:
+                self._reply(connection, {"error": str(error)})
+        elif operation == "delete":
+            self._reply(connection, {"found": self.store.delete(key)})
+        elif operation == "keys":
+            self._reply(connection, {"keys": self.store.keys(key)})
+        else:
+            self._reject(connection, f"an unknown request {operation!r}")
+
+    def _park(self, connection: _Connection, key: str, timeout: float) -> None:
+        ticket = next(self._tickets)
+        self._parked.setdefault(key, {})[ticket] = connection
+        connection.parked[ticket] = key
+        self._num_parked += 1
+        if len(self._deadlines) > 2 * self._num_parked + 64:
+            # Requests answered early leave their deadlines behind.
+            self._deadlines = [
+                entry for entry in self._deadlines if entry[1] in self._parked.get(entry[2], ())
+            ]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (time.monotonic() + timeout, ticket, key))
+
+    def _unpark(self, key: str, ticket: int) -> _Connection | None:
+        waiting = self._parked.get(key, {})
+        connection = waiting.pop(ticket, None)
+        if not waiting:
+            self._parked.pop(key, None)
+        if connection is not None:
+            self._num_parked -= 1
+            del connection.parked[ticket]
+        return connection
+
+    def _release(self, key: str) -> None:
+        value = self.store.try_get(key)
+        if value is not None:
+            for ticket in list(self._parked.get(key, ())):
+                connection = self._unpark(key, ticket)
+                if connection is not None:
+                    self._reply(connection, {"found": True}, value)
+
+    def _reply(self, connection: _Connection, header: dict[str, Any], body: bytes = b"") -> None:
+        if not connection.open:
+            return
+        try:
+            frame = connection.session.seal(header, body)
+        except ValueError as error:  # larger than a frame may be
+            frame = connection.session.seal({"error": str(error)})
+        self._queue(connection, frame)
+
+    def _queue(self, connection: _Connection, data: bytes) -> None:
+        if data:
+            connection.output.append(memoryview(data))
+            self._send(connection)
+
+    def _send(self, connection: _Connection) -> None:
+        output = connection.output
+        try:
+            while output:
+                sent = connection.socket.send(output[0])
+                if sent == len(output[0]):
+                    output.popleft()
+                else:
+                    output[0] = output[0][sent:]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._drop(connection, str(error))
+            return
+        # A peer that does not take its answers is not read either, so it cannot fill our memory.
+        events = selectors.EVENT_WRITE if output else selectors.EVENT_READ
+        if events != connection.events:
+            connection.events = events
+            self._selector.modify(connection.socket, events, connection)
+
+    def _reject(self, connection: _Connection, reason: str) -> None:
+        if connection.open:
+            self.rejected += 1
+            self._drop(connection, reason)
+
+    def _drop(self, connection: _Connection, reason: str) -> None:
+        if not connection.open:
+            return
+        connection.open = False
+        get_logger(__name__).debug("store: dropped %s: %s", connection.peer, reason)
+        self._pending.pop(connection, None)
+        self._connections.discard(connection)
+        for ticket, key in list(connection.parked.items()):
+            self._unpark(key, ticket)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+
+
+_servers: weakref.WeakSet[StoreServer] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    # The child has no serving thread. Its copies of the descriptors would keep the port and the
+    # peers' connections alive after the parent's death, so that nobody would notice it.
+    for server in list(_servers):
+        server._close_descriptors()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,337 @@
+"""Authenticated messages over a stream: the only format our control plane speaks.
+
+The store, the launcher and its workers talk through this module. It has two halves:
+`Session` is the protocol alone (bytes in, messages out, no sockets), so that the server can drive
+it from a selector and tests can attack it; `Stream` is a blocking client connection on top.
+
+Handshake, with the job's 32-byte key K and fresh 32-byte nonces a (client) and b (server):
+
+    client -> server   "HVDW" version a
+    server -> client   "HVDW" version b  HMAC(K, "server" a b)
+    client -> server   HMAC(K, "client" a b)
+
+Both sides prove that they know K over both nonces before either accepts a message, and an
+unauthenticated peer can never make us read more than these few bytes. Each direction then has
+its own key HMAC(K, "client to server" a b) or HMAC(K, "server to client" a b), and each frame is
+
+    u32 header length, u32 body length, header (a JSON object), body (raw bytes), tag (32 bytes)
+
+where tag = HMAC(direction key, u64 sequence number || everything before the tag). A replayed,
+reordered, reflected, altered or cut frame has the wrong tag and ends the connection. Nothing here
+is unpickled, ever. Content is authenticated, not encrypted.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+VERSION = 1
+KEY_BYTES = 32
+MAX_FRAME = 256 * 1024 * 1024
+"""Largest header plus body that is accepted, in bytes."""
+
+_MAGIC = b"HVDW"
+_NONCE_BYTES = 32
+_TAG_BYTES = 32
+_HELLO = _MAGIC + bytes([VERSION])
+_LENGTHS = struct.Struct("!II")
+_SEQUENCE = struct.Struct("!Q")
+_RECEIVE_BYTES = 1 << 18
+_LONGEST_WAIT = 2e6  # seconds; the operating system takes no more than 24 days
+
+
+class WireError(ConnectionError):
+    """The peer does not speak our protocol, or a frame was damaged, repeated or forged."""
+
+
+def new_key() -> bytes:
+    """A fresh random key for one job."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def encode_key(key: bytes) -> str:
+    """The key as text, for an environment variable. Never log the result."""
+    return base64.b64encode(check_key(key)).decode("ascii")
+
+
+def decode_key(text: str) -> bytes:
+    """The key from its text form; the error never repeats the text."""
+    try:
+        key = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"the job's key is not the base64 form of {KEY_BYTES} bytes") from None
+    return key
+
+
+def check_key(key: bytes) -> bytes:
+    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+        raise ValueError(f"the job's key must be {KEY_BYTES} bytes")
+    return key
+
+
+@dataclass(frozen=True)
+class Message:
+    """One frame's content."""
+
+    header: dict[str, Any]
+    body: bytes = b""
+
+
+def _mac(key: bytes, *parts: bytes | bytearray | memoryview) -> bytes:
+    mac = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        mac.update(part)
+    return mac.digest()
+
+
+class Session:
+    """The protocol of one connection, without input or output of its own.
+
+    Give received bytes to `feed`, which returns the complete messages in them; send whatever
+    `take_output` returns after construction and after every `feed`; wrap messages with `seal`.
+    Any `WireError` or `PermissionError` means: close the connection.
+    """
+
+    def __init__(self, key: bytes, *, server: bool, max_frame: int = MAX_FRAME) -> None:
+        self._key = check_key(key)
+        self._server = server
+        self._max_frame = max_frame
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._peer_nonce = b""
+        self._input = bytearray()
+        self._output = bytearray()
+        self._send_key = b""
+        self._receive_key = b""
+        self._sent = 0
+        self._received = 0
+        self.established = False
+        if not server:
+            self._output += _HELLO + self._nonce
+
+    def __repr__(self) -> str:
+        role = "server" if self._server else "client"
+        return f"Session({role}, established={self.established})"
+
+    @property
+    def between_frames(self) -> bool:
+        """Whether the peer may end the connection here without having cut a frame."""
+        return self.established and not self._input
+
+    def take_output(self) -> bytes:
+        """Handshake bytes that must be sent now."""
+        output = bytes(self._output)
+        self._output.clear()
+        return output
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Digest received bytes and return the messages they completed."""
+        self._input += data
+        if not self.established:
+            self._handshake()
+        messages = []
+        while self.established:
+            message = self._next_message()
+            if message is None:
+                break
+            messages.append(message)
+        return messages
+
+    def seal(self, header: Mapping[str, Any], body: bytes = b"") -> bytes:
+        """The frame that carries this message; frames must be sent in the order sealed."""
+        if not self.established:
+            raise WireError("no message can be sent before the handshake is complete")
+        text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+        if len(text) + len(body) > self._max_frame:
+            raise ValueError(
+                f"a message of {len(text) + len(body)} bytes is larger than the limit of "
+                f"{self._max_frame} bytes"
+            )
+        lengths = _LENGTHS.pack(len(text), len(body))
+        tag = _mac(self._send_key, _SEQUENCE.pack(self._sent), lengths, text, body)
+        self._sent += 1
+        return b"".join((lengths, text, body, tag))
+
+    def _handshake(self) -> None:
+        self._check_hello()
+        if self._server:
+            self._handshake_as_server()
+        else:
+            self._handshake_as_client()
+
+    def _check_hello(self) -> None:
+        if self._peer_nonce:
+            return
+        seen = bytes(self._input[: len(_HELLO)])
+        if seen[: len(_MAGIC)] != _MAGIC[: len(seen)]:
+            raise WireError("the peer does not speak Horovod's protocol")
+        if len(seen) == len(_HELLO) and seen != _HELLO:
+            # Our own version is the whole answer to a peer of another one: it can then say why.
+            self._output += _HELLO if self._server else b""
+            raise WireError(
+                f"the peer speaks version {seen[-1]} of Horovod's protocol and this process "
+                f"version {VERSION}: install the same Horovod everywhere"
+            )
+
+    def _handshake_as_server(self) -> None:
+        if not self._peer_nonce:
+            if len(self._input) < len(_HELLO) + _NONCE_BYTES:
+                return
+            self._peer_nonce = self._take(len(_HELLO) + _NONCE_BYTES)[len(_HELLO) :]
+            proof = self._proof(b"server")
+            self._output += _HELLO + self._nonce + proof
+        if len(self._input) < _TAG_BYTES:
+            return
+        if not hmac.compare_digest(self._take(_TAG_BYTES), self._proof(b"client")):
+            raise PermissionError("the client does not know this job's key")
+        self._establish()
+
+    def _handshake_as_client(self) -> None:
+        if len(self._input) < len(_HELLO) + _NONCE_BYTES + _TAG_BYTES:
+            return
+        reply = self._take(len(_HELLO) + _NONCE_BYTES + _TAG_BYTES)
+        self._peer_nonce = reply[len(_HELLO) : -_TAG_BYTES]
+        if not hmac.compare_digest(reply[-_TAG_BYTES:], self._proof(b"server")):
+            raise PermissionError("the server's key and this process's key differ")
+        self._output += self._proof(b"client")
+        self._establish()
+
+    def _take(self, count: int) -> bytes:
+        taken = bytes(self._input[:count])
+        del self._input[:count]
+        return taken
+
+    def _proof(self, label: bytes) -> bytes:
+        if self._server:
+            return _mac(self._key, label, self._peer_nonce, self._nonce)
+        return _mac(self._key, label, self._nonce, self._peer_nonce)
+
+    def _establish(self) -> None:
+        up, down = self._proof(b"client to server"), self._proof(b"server to client")
+        self._send_key, self._receive_key = (down, up) if self._server else (up, down)
+        self._key = b""
+        self.established = True
+
+    def _next_message(self) -> Message | None:
+        if len(self._input) < _LENGTHS.size:
+            return None
+        header_length, body_length = _LENGTHS.unpack_from(self._input)
+        if header_length + body_length > self._max_frame:
+            raise WireError(
+                f"a frame announces {header_length + body_length} bytes; the limit is "
+                f"{self._max_frame}"
+            )
+        end = _LENGTHS.size + header_length + body_length
+        if len(self._input) < end + _TAG_BYTES:
+            return None
+        with memoryview(self._input) as view:
+            expected = _mac(self._receive_key, _SEQUENCE.pack(self._received), view[:end])
+            if not hmac.compare_digest(expected, bytes(view[end : end + _TAG_BYTES])):
+                raise WireError("a frame failed authentication: damaged, repeated or forged")
+            text = bytes(view[_LENGTHS.size : _LENGTHS.size + header_length])
+            body = bytes(view[_LENGTHS.size + header_length : end])
+        del self._input[: end + _TAG_BYTES]
+        self._received += 1
+        try:
+            header = json.loads(text)
+        except (ValueError, RecursionError):
+            raise WireError("a frame's header is not JSON") from None
+        if not isinstance(header, dict):
+            raise WireError("a frame's header is not a JSON object")
+        return Message(header, body)
+
+
+class Stream:
+    """A blocking, authenticated client connection. Not thread-safe."""
+
+    def __init__(self, sock: socket.socket, session: Session, peer: str) -> None:
+        self._socket = sock
+        self._session = session
+        self._messages: list[Message] = []
+        self.peer = peer
+
+    @classmethod
+    def connect(
+        cls, address: str, port: int, key: bytes, timeout: float, max_frame: int = MAX_FRAME
+    ) -> Stream:
+        """Open and authenticate a connection, all within ``timeout`` seconds.
+
+        `PermissionError` when the server has another key, `OSError` when there is no server.
+        """
+        deadline = time.monotonic() + timeout
+        session = Session(key, server=False, max_frame=max_frame)
+        sock = socket.create_connection((address, port), timeout=max(timeout, 0.001))
+        stream = cls(sock, session, f"{address}:{port}")
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            while not session.established:
+                stream._flush(deadline)
+                stream._read(deadline)
+            stream._flush(deadline)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def send(self, header: Mapping[str, Any], body: bytes = b"", *, timeout: float) -> None:
+        self._write(self._session.seal(header, body), time.monotonic() + timeout)
+
+    def receive(self, timeout: float) -> Message:
+        """The next message; `TimeoutError` when none arrives in time."""
+        deadline = time.monotonic() + timeout
+        while not self._messages:
+            self._read(deadline)
+        return self._messages.pop(0)
+
+    def abort(self) -> None:
+        """End the connection under a thread that may be waiting in it, which then sees an error.
+
+        The descriptor stays until the stream is dropped, so that the waiting thread never works
+        on a number that meanwhile belongs to another file.
+        """
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Close this process's descriptor (a parent's or child's copy is not affected)."""
+        self._socket.close()
+
+    def __del__(self) -> None:
+        self._socket.close()
+
+    def _flush(self, deadline: float) -> None:
+        self._write(self._session.take_output(), deadline)
+
+    def _write(self, data: bytes, deadline: float) -> None:
+        if data:
+            self._limit(deadline)
+            self._socket.sendall(data)
+
+    def _read(self, deadline: float) -> None:
+        self._limit(deadline)
+        data = self._socket.recv(_RECEIVE_BYTES)
+        if not data:
+            where = "" if self._session.between_frames else " in the middle of an exchange"
+            raise ConnectionResetError(f"{self.peer} closed the connection{where}")
+        self._messages += self._session.feed(data)
+
+    def _limit(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"no answer from {self.peer} in time")
+        self._socket.settimeout(min(left, _LONGEST_WAIT))

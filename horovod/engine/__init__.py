@@ -1,0 +1,1 @@
+"""From named requests, submitted in any order, to agreed and fused collectives."""

@@ -1,0 +1,155 @@
+"""The basics every binding offers: starting and stopping, who am I, what is available.
+
+One `HorovodBasics` wraps the process's engine; a binding exports its methods as functions.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from horovod.common import process_sets as sets
+from horovod.common import util
+from horovod.common.reduce_op import ReduceOp
+from horovod.engine.runtime import runtime
+
+
+class HorovodBasics:
+    """Questions about, and control of, the engine of this process."""
+
+    Average = ReduceOp.AVERAGE
+    Sum = ReduceOp.SUM
+    Adasum = ReduceOp.ADASUM
+    Min = ReduceOp.MIN
+    Max = ReduceOp.MAX
+    Product = ReduceOp.PRODUCT
+
+    # -- life ------------------------------------------------------------------------------
+
+    def init(self, comm: Any = None, process_sets: Any = None) -> None:
+        """Start the engine, unless it runs, and register `process_sets`.
+
+        `comm`: None or an empty list for all processes that were started, ranks to choose some of
+        them, or an mpi4py communicator. `process_sets`: None, a list of `ProcessSet`, or
+        "dynamic" to allow `add_process_set` later.
+        """
+        if isinstance(process_sets, str):
+            if process_sets.lower() != "dynamic":
+                raise ValueError(
+                    f"process_sets must be a list of ProcessSet or 'dynamic', not {process_sets!r}"
+                )
+            os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+            process_sets = None
+        process_sets = sets._check_argument(process_sets, comm)
+        runtime.init(comm)
+        sets._setup(self, process_sets, comm)
+
+    def shutdown(self) -> None:
+        """Stop the engine on all ranks; does nothing where it does not run."""
+        runtime.shutdown()
+        sets._forget()
+
+    def is_initialized(self) -> bool:
+        return runtime.is_initialized()
+
+    # -- who am I --------------------------------------------------------------------------
+
+    def size(self) -> int:
+        """The number of processes of the job."""
+        return runtime.topology.size
+
+    def rank(self) -> int:
+        """This process's number in the job."""
+        return runtime.topology.rank
+
+    def local_size(self) -> int:
+        """The number of processes on this host."""
+        return runtime.topology.local_size
+
+    def local_rank(self) -> int:
+        """This process's number on its host."""
+        return runtime.topology.local_rank
+
+    def cross_size(self) -> int:
+        """The number of hosts that have a process of this local rank."""
+        return runtime.topology.cross_size
+
+    def cross_rank(self) -> int:
+        """This host's number among those that have a process of this local rank."""
+        return runtime.topology.cross_rank
+
+    def is_homogeneous(self) -> bool:
+        """Whether every host runs the same number of processes."""
+        return runtime.is_homogeneous()
+
+    # -- what is available -----------------------------------------------------------------
+
+    def mpi_built(self) -> bool:
+        return util.mpi_built()
+
+    def mpi_enabled(self) -> bool:
+        """Whether MPI carries CPU tensors."""
+        return runtime.is_initialized() and runtime.config.cpu_operations == "mpi"
+
+    def mpi_threads_supported(self) -> bool:
+        """Whether MPI may be called from several threads at once."""
+        if not runtime.is_initialized():
+            raise ValueError("Horovod is not initialised: call init() first")
+        if not self.mpi_enabled():
+            raise ValueError("this job does not use MPI, so its thread level is unknown")
+        from mpi4py import MPI
+
+        return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+    def gloo_built(self) -> bool:
+        return bool(dist.is_available() and dist.is_gloo_available())
+
+    def gloo_enabled(self) -> bool:
+        """Whether the job runs without MPI: Gloo where ranks do not share memory."""
+        return self.gloo_built() and not self.mpi_enabled()
+
+    def nccl_built(self) -> int:
+        """NCCL's version as major * 10000 + minor * 100 + patch; 0 without NCCL."""
+        if not (dist.is_available() and dist.is_nccl_available()):
+            return 0
+        major, minor, patch = torch.cuda.nccl.version()[:3]
+        return int(major) * 10000 + int(minor) * 100 + int(patch)
+
+    def ddl_built(self) -> bool:
+        return util.ddl_built()
+
+    def ccl_built(self) -> bool:
+        return util.ccl_built()
+
+    def cuda_built(self) -> bool:
+        return torch.version.cuda is not None
+
+    def rocm_built(self) -> bool:
+        return torch.version.hip is not None
+
+    # -- timeline --------------------------------------------------------------------------
+
+    def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
+        """Record what the engine does, as a Chrome trace, into `file_path`."""
+        runtime.start_timeline(file_path, mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """Finish the trace that is being recorded."""
+        runtime.stop_timeline()
+
+    # -- process sets (for horovod.common.process_sets) --------------------------------------
+
+    def _dynamic_process_sets(self) -> bool:
+        return runtime.config.dynamic_process_sets
+
+    def _add_process_set(self, ranks: list[int]) -> int:
+        return runtime.add_process_set(ranks)
+
+    def _remove_process_set(self, process_set_id: int) -> None:
+        runtime.remove_process_set(process_set_id)
+
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        return runtime.process_set_ids_and_ranks()

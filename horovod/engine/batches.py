@@ -1,0 +1,84 @@
+"""Tensor fusion: from agreed requests to batches that one collective each will do.
+
+Every rank computes the same batches from the same agreed requests. Allreduces that share dtype,
+device kind, operator and scale factors go into one buffer up to the fusion threshold; others in between
+do not end a batch, so mixed dtypes still fuse. Everything else is a batch of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from horovod.common.reduce_op import ReduceOp
+from horovod.engine.request import Kind, Request
+
+
+class Batch:
+    """Tensors for one collective. `outputs` of an allreduce may be the very tensors of `inputs`."""
+
+    __slots__ = ("buffer", "inputs", "nbytes", "outputs", "request", "requests")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request  # any one of them: they are alike in all that matters
+        self.requests: list[Request] = []  # one entry for each tensor
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        self.nbytes = 0
+        self.buffer: torch.Tensor | None = None  # filled in when the data has been packed
+
+    def add(self, request: Request, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.requests.append(request)
+        self.inputs.append(source)
+        self.outputs.append(target)
+        self.nbytes += source.nbytes
+
+
+def plan(requests: Sequence[Request], threshold: int, fuse_groups: bool) -> list[Batch]:
+    """The batches for `requests`, in the order they will run."""
+    batches: list[Batch] = []
+    open_batches: dict[tuple[object, ...], Batch] = {}
+    for request in requests:
+        if request.kind is not Kind.ALLREDUCE:
+            batches.append(Batch(request))
+            continue
+        if not fuse_groups:
+            open_batches.clear()
+        for source, target in zip(request.tensors, request.outputs, strict=True):
+            key = (
+                source.dtype,
+                source.device,
+                request.op,
+                request.prescale,
+                request.postscale,
+            )
+            batch = open_batches.get(key)
+            if batch is None or batch.nbytes + source.nbytes > threshold:
+                batch = open_batches[key] = Batch(request)
+                batches.append(batch)
+            batch.add(request, source, target)
+    return batches
+
+
+def scale_(tensor: torch.Tensor, factor: float) -> None:
+    """Multiply in place; integers are multiplied in fp64 and truncated toward zero."""
+    if factor == 1.0:
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.to(torch.float64).mul_(factor).trunc_())
+
+
+def finish_(tensor: torch.Tensor, op: ReduceOp, postscale: float, size: int) -> None:
+    """Turn a sum into what the caller asked for: average and post-scale factor."""
+    if op is not ReduceOp.AVERAGE:
+        scale_(tensor, postscale)
+    elif tensor.is_floating_point() or tensor.is_complex():
+        scale_(tensor, postscale / size)
+    elif postscale == 1.0:
+        # Exact, where multiplying by the reciprocal would be one short for some sizes.
+        tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
+    else:
+        tensor.copy_(tensor.to(torch.float64).mul_(postscale).div_(size).trunc_())

@@ -1,0 +1,300 @@
+"""A process set's queue of requests, and the rounds in which its ranks agree what to run.
+
+Ranks may submit in any order. In a *round* every rank shows the signatures at the head of its
+queue; the longest common prefix runs, fused where it can be. If there is none the ranks settle
+the matter by exchanging whole queues (`settlement`). A round needs every rank of the set, so a
+rank that has nothing to submit simply is not there yet and the others wait for it.
+
+Whoever waits for a request drives rounds in its own thread, so that a blocking call needs no
+hand-over. A background thread, started with the first asynchronous request, drives those that
+nobody waits for; it sleeps while the queue is empty. Each process set has its own channel, hence
+its own driver: sets never block each other.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.engine.batches import Batch, plan
+from horovod.engine.executor import Executor
+from horovod.engine.request import Kind, Request
+from horovod.engine.settlement import Settlement, settle
+from horovod.engine.timeline import Timeline
+from horovod.transport.base import MAX_WORDS, Group
+
+_LONGEST_PAUSE = 0.02  # seconds between rounds that settled nothing
+
+
+class Channel:
+    """One process set's operations, from submission to completion."""
+
+    def __init__(
+        self,
+        set_id: int,
+        group: Group,
+        executor: Executor,
+        timeline: Callable[[], Timeline | None],
+        change_process_sets: Callable[[Request], Any],
+        background_core: int | None = None,
+    ) -> None:
+        self.set_id = set_id
+        self.group = group
+        self.failure: HorovodInternalError | None = None
+        self._executor = executor
+        self._timeline = timeline
+        self._change_process_sets = change_process_sets
+        self._background_core = background_core
+        self._threshold = group.config.fusion_threshold
+        self._fuse_groups = not group.config.disable_group_fusion
+        self._cycle = group.config.cycle_time / 1000
+        self._queue: list[Request] = []
+        self._in_flight: dict[str, Request] = {}
+        self._unnamed: dict[Kind, int] = {}
+        self._queue_lock = threading.Lock()  # queue, names, failure: held for moments
+        self._drive_lock = threading.Lock()  # held by the thread that runs a round
+        self._pause = self._cycle
+        self._pausing = threading.Event()
+        self._settlement = Settlement()
+        self._bell = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # -- submitting ------------------------------------------------------------------------
+
+    def auto_name(self, kind: Kind) -> str:
+        """A name for an unnamed request: ranks that submit alike count alike."""
+        with self._queue_lock:
+            number = self._unnamed.get(kind, 0) + 1
+            self._unnamed[kind] = number
+        return f"noname.{number}"
+
+    def submit(self, request: Request, background: bool = True) -> Request:
+        """Queue a request. With `background` false the caller will wait for it at once."""
+        with self._queue_lock:
+            if self.failure is not None:
+                raise _copy(self.failure)
+            if request.name in self._in_flight:
+                earlier = self._in_flight[request.name]
+                raise ValueError(
+                    f"{request.name!r} was submitted at {earlier.source} and has not finished; "
+                    f"wait for it, or give this one another name"
+                )
+            self._in_flight[request.name] = request
+            self._queue.append(request)
+        timeline = self._timeline()
+        if timeline is not None:
+            timeline.negotiate_start(request.name, request.kind.value)
+        if not self._pausing.is_set():
+            self._pausing.set()
+        if background and not self._bell.is_set():
+            self._start_background()
+            self._bell.set()
+        return request
+
+    def pending(self) -> list[Request]:
+        """What has been submitted and has not run, oldest first."""
+        with self._queue_lock:
+            return list(self._queue)
+
+    # -- driving ---------------------------------------------------------------------------
+
+    def drive(self, request: Request) -> None:
+        """Run rounds until `request` is finished."""
+        while not request.finished:
+            with self._drive_lock:
+                if not request.finished:
+                    self._guarded_round()
+
+    def _start_background(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._background, name=f"horovod-set{self.set_id}", daemon=True
+            )
+            self._thread.start()
+
+    def _background(self) -> None:
+        if self._background_core is not None:
+            os.sched_setaffinity(0, {self._background_core})  # of this thread alone
+        while True:
+            self._bell.wait()
+            if self._closed:
+                return
+            time.sleep(self._cycle)  # let requests gather: one round then serves many
+            self._bell.clear()
+            while self._queue and not self._closed:
+                with self._drive_lock:
+                    if self._queue:
+                        self._guarded_round()
+
+    def _guarded_round(self) -> None:
+        try:
+            self._round()
+        except BaseException as error:
+            if isinstance(error, HorovodInternalError):
+                failure = error
+            else:
+                me = self.group.describe(self.group.rank)
+                failure = HorovodInternalError(f"{me} failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+            self.abort(failure)
+            if not isinstance(error, Exception):
+                raise
+
+    def _round(self) -> None:
+        """Agree with the other ranks on what to run next, and run it."""
+        pending = self._queue[:MAX_WORDS]
+        if not pending:
+            return
+        timeline = self._timeline()
+        if timeline is not None:
+            timeline.mark_cycle()
+        batches = plan(_before_join(pending), self._threshold, self._fuse_groups)
+        preload = self._executor.preload(batches[0]) if batches else None
+        words = b"".join([request.signature for request in pending])
+        common = self._executor.transport.agree(words, preload)
+        if common < len(pending):
+            pending = pending[:common]
+            batches = plan(_before_join(pending), self._threshold, self._fuse_groups)
+        if batches:
+            self._pause = self._cycle
+            agreed = pending if len(pending) == common else pending[:common]
+            self._run(_before_join(agreed), batches)
+        else:
+            self._settle()
+
+    def _settle(self) -> None:
+        """No common prefix: look at everybody's whole queue."""
+        self._pausing.clear()
+        queue = self.pending()
+        verdict = settle(queue, self.group, self._executor.transport, self._settlement)
+        for request, error in verdict.failed:
+            self._forget([request])
+            request.fail(error)
+        for request, result in verdict.completed:
+            self._forget([request])
+            request.complete(result)
+        if verdict.ready:
+            ready = [r if r.channel is not None else self._adopt(r) for r in verdict.ready]
+            self._run(ready, plan(ready, self._threshold, self._fuse_groups))
+        if verdict.ready or verdict.failed or verdict.completed:
+            self._pause = self._cycle
+        elif self._pausing.wait(self._pause):
+            self._pause = self._cycle
+        else:
+            self._pause = min(max(2 * self._pause, 0.001), _LONGEST_PAUSE)
+
+    def _adopt(self, request: Request) -> Request:
+        request.channel = self
+        return request
+
+    def _run(self, requests: Sequence[Request], batches: Sequence[Batch]) -> None:
+        self._forget(requests)
+        timeline = self._timeline()
+        if timeline is None and len(batches) == 1 and len(requests) == 1:
+            self._run_batch(batches[0])
+            if not requests[0].finished:
+                requests[0].complete(requests[0].outputs)
+            return
+        if timeline is not None:
+            for request in requests:
+                timeline.negotiate_end(request.name, request.kind.value)
+                timeline.start(request.name, request.kind.value)
+        left = {id(request): len(request.tensors) for request in requests}
+        for batch in batches:
+            self._run_batch(batch)
+            for request in batch.requests or (batch.request,):
+                left[id(request)] -= 1
+                if left[id(request)] <= 0 and not request.finished:
+                    request.complete(request.outputs)
+        for request in requests:
+            if not request.finished:  # a group of no tensors
+                request.complete(request.outputs)
+            if timeline is not None:
+                tensor = request.tensors[0] if request.tensors else None
+                if tensor is None:
+                    timeline.end(request.name)
+                else:
+                    timeline.end(request.name, tensor.dtype, tensor.shape)
+
+    def _run_batch(self, batch: Batch) -> None:
+        try:
+            if batch.request.kind is Kind.PROCESS_SET:
+                batch.request.complete(self._change_process_sets(batch.request))
+            else:
+                self._executor.run(batch)
+        except BaseException as error:
+            reason = error if isinstance(error, HorovodInternalError) else None
+            if reason is None:
+                me = self.group.describe(self.group.rank)
+                reason = HorovodInternalError(
+                    f"{me} failed in {batch.request.name!r} ({batch.request.source}): "
+                    f"{type(error).__name__}: {error}"
+                )
+                reason.__cause__ = error
+            for request in {id(r): r for r in (*batch.requests, batch.request)}.values():
+                request.fail(reason)
+            if isinstance(error, Exception):
+                raise reason from error.__cause__
+            raise
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        with self._queue_lock:
+            if self._queue[: len(requests)] == requests:
+                del self._queue[: len(requests)]
+            else:
+                gone = {id(request) for request in requests}
+                self._queue = [r for r in self._queue if id(r) not in gone]
+            for request in requests:
+                self._in_flight.pop(request.name, None)
+
+    # -- ending ----------------------------------------------------------------------------
+
+    def abort(self, error: HorovodInternalError) -> None:
+        """Fail everything here, and everything that other ranks do together with us."""
+        with self._queue_lock:
+            if self.failure is None:
+                self.failure = error
+            pending, self._queue = self._queue, []
+            self._in_flight.clear()
+        self._executor.abort(str(error))
+        for request in pending:
+            request.fail(error)
+        self._pausing.set()
+
+    def close(self, error: HorovodInternalError) -> None:
+        """Stop: pending requests fail with `error`, the background thread ends."""
+        with self._queue_lock:
+            if self.failure is None:
+                self.failure = error
+            pending, self._queue = self._queue, []
+            self._in_flight.clear()
+        self._closed = True
+        self._bell.set()
+        self._pausing.set()
+        for request in pending:
+            request.fail(error)
+        self._executor.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def after_fork_in_child(self) -> None:
+        self._executor.after_fork_in_child()
+
+
+def _before_join(requests: list[Request]) -> list[Request]:
+    for index, request in enumerate(requests):
+        if request.kind is Kind.JOIN:
+            return requests[:index]
+    return requests
+
+
+def _copy(error: HorovodInternalError) -> HorovodInternalError:
+    copy = type(error)(*error.args)
+    copy.__dict__.update(error.__dict__)
+    copy.__cause__ = error.__cause__
+    return copy

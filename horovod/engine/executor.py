@@ -1,0 +1,267 @@
+"""Running agreed batches over a channel's transports. Called by the channel, in one thread at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.reduce_op import ReduceOp
+from horovod.engine.adasum import adasum_
+from horovod.engine.batches import Batch, finish_, scale_
+from horovod.engine.request import Kind, Request
+from horovod.engine.timeline import Timeline
+from horovod.transport.base import Transport
+
+DeviceTransports = Callable[[torch.device], Transport]
+
+
+class Executor:
+    """Does the collectives of one process set and completes the requests."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        for_device: DeviceTransports,
+        timeline: Callable[[], Timeline | None],
+    ) -> None:
+        self.transport = transport
+        self._for_device = for_device
+        self._device_transports: dict[torch.device, Transport] = {}
+        self._streams: dict[torch.device, Any] = {}
+        self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._timeline = timeline
+        self.rank = transport.rank
+        self.size = transport.size
+
+    def close(self) -> None:
+        for transport in (*self._device_transports.values(), self.transport):
+            transport.close()
+
+    def abort(self, reason: str) -> None:
+        for transport in (*self._device_transports.values(), self.transport):
+            transport.abort(reason)
+
+    def after_fork_in_child(self) -> None:
+        for transport in (*self._device_transports.values(), self.transport):
+            transport.after_fork_in_child()
+
+    # -- packing ---------------------------------------------------------------------------
+
+    def pack(self, batch: Batch) -> torch.Tensor:
+        """Bring a batch's input into the one flat buffer that will be reduced."""
+        if batch.buffer is not None:
+            return batch.buffer
+        prescale = batch.request.prescale
+        if len(batch.inputs) == 1:
+            source, target = batch.inputs[0], batch.outputs[0]
+            buffer = target if target.dim() == 1 else target.view(-1)
+            if source is not target:
+                target.copy_(source)
+        else:
+            buffer = self._fusion_buffer(batch.inputs)
+            with self._activity(batch, "MEMCPY_IN_FUSION_BUFFER"):
+                torch.cat([tensor.view(-1) for tensor in batch.inputs], out=buffer)
+        if prescale != 1.0:
+            scale_(buffer, prescale)
+        batch.buffer = buffer
+        return buffer
+
+    def preload(self, batch: Batch) -> torch.Tensor | None:
+        """What may be sent along with the agreement: nothing that changes a caller's tensor."""
+        request = batch.request
+        if request.kind is not Kind.ALLREDUCE or request.op is ReduceOp.ADASUM:
+            return None
+        if batch.inputs[0].device.type != "cpu":
+            return None
+        if request.prescale != 1.0 and len(batch.inputs) == 1:
+            return None
+        return self.pack(batch)
+
+    def _fusion_buffer(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        count = sum(tensor.numel() for tensor in tensors)
+        key = (tensors[0].dtype, tensors[0].device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < count:
+            buffer = torch.empty(count, dtype=key[0], device=key[1])
+            self._buffers[key] = buffer
+        return buffer[:count]
+
+    # -- running ---------------------------------------------------------------------------
+
+    def run(self, batch: Batch) -> None:
+        request = batch.request
+        kind = request.kind
+        if kind is Kind.ALLREDUCE:
+            self._allreduce(batch)
+        elif kind is Kind.BARRIER:
+            request.complete(None)
+        else:
+            device = request.tensors[0].device
+            with self._on_device(device, [request]) as transport:
+                _RUN[kind](self, request, transport)
+
+    def _allreduce(self, batch: Batch) -> None:
+        request = batch.request
+        device = batch.inputs[0].device
+        if device.type == "cpu":
+            self._reduce_batch(batch, request, self.transport)
+        else:
+            with self._on_device(device, batch.requests) as transport:
+                self._reduce_batch(batch, request, transport)
+
+    def _reduce_batch(self, batch: Batch, request: Request, transport: Transport) -> None:
+        if request.op is ReduceOp.ADASUM:
+            self._adasum(batch, transport)
+            return
+        buffer = self.pack(batch)
+        op = request.op
+        with self._activity(batch, f"{transport.name}_ALLREDUCE"):
+            transport.allreduce(buffer, ReduceOp.SUM if op is ReduceOp.AVERAGE else op)
+        if op is ReduceOp.AVERAGE or request.postscale != 1.0:
+            finish_(buffer, op, request.postscale, self.size)
+        if len(batch.outputs) > 1:
+            with self._activity(batch, "MEMCPY_OUT_FUSION_BUFFER"):
+                parts = buffer.split([output.numel() for output in batch.outputs])
+                flat = [output.view(-1) for output in batch.outputs]
+                torch._foreach_copy_(flat, list(parts))
+
+    def _adasum(self, batch: Batch, transport: Transport) -> None:
+        outputs = []
+        for source, target in zip(batch.inputs, batch.outputs, strict=True):
+            if source is not target:
+                target.copy_(source)
+            outputs.append(target.view(-1))
+            scale_(outputs[-1], batch.request.prescale)
+        with self._activity(batch, f"{transport.name}_ADASUM_ALLREDUCE"):
+            adasum_(outputs, transport)
+        for output in outputs:
+            scale_(output, batch.request.postscale)
+
+    def _broadcast(self, request: Request, transport: Transport) -> None:
+        source, target = request.tensors[0], request.outputs[0]
+        if source is not target and self.rank == request.detail:
+            target.copy_(source)
+        transport.broadcast(target.view(-1), request.detail)
+        request.complete(target)
+
+    def _allgather(self, request: Request, transport: Transport) -> None:
+        rows = self._gather_numbers([tensor.shape[0] for tensor in request.tensors])
+        results = []
+        for index, tensor in enumerate(request.tensors):
+            row = tensor[0].numel() if tensor.shape[0] else _row_size(tensor)
+            counts = [ranks_rows[index] * row for ranks_rows in rows]
+            total = sum(ranks_rows[index] for ranks_rows in rows)
+            output = tensor.new_empty((total, *tensor.shape[1:]))
+            transport.allgather(tensor.reshape(-1), output.view(-1), counts)
+            results.append(output)
+        request.complete(results)
+
+    def _alltoall(self, request: Request, transport: Transport) -> None:
+        tensor, splits = request.tensors[0], request.detail
+        everyone = self._gather_numbers(splits)
+        received = [ranks_splits[self.rank] for ranks_splits in everyone]
+        row = _row_size(tensor)
+        output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        source = tensor.reshape(-1)[: sum(splits) * row]
+        transport.alltoall(
+            source, output.view(-1), [n * row for n in splits], [n * row for n in received]
+        )
+        request.complete((output, received))
+
+    def _reducescatter(self, request: Request, transport: Transport) -> None:
+        op = request.op
+        plain = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+        results = []
+        for tensor in request.tensors:
+            row = _row_size(tensor)
+            each, extra = divmod(tensor.shape[0], self.size)
+            rows = [each + (rank < extra) for rank in range(self.size)]
+            output = tensor.new_empty((rows[self.rank], *tensor.shape[1:]))
+            source = tensor.reshape(-1).clone()
+            scale_(source, request.prescale)
+            transport.reduce_scatter(source, output.view(-1), [n * row for n in rows], plain)
+            finish_(output, op, request.postscale, self.size)
+            results.append(output)
+        request.complete(results)
+
+    def _gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Everybody's list of (equally many) integers."""
+        source = torch.tensor(numbers, dtype=torch.int64)
+        output = torch.empty(len(numbers) * self.size, dtype=torch.int64)
+        self.transport.allgather(source, output, [len(numbers)] * self.size)
+        result: list[list[int]] = output.view(self.size, len(numbers)).tolist()
+        return result
+
+    # -- devices ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _on_device(
+        self, device: torch.device, requests: Sequence[Request]
+    ) -> Iterator[Transport]:
+        """The transport for `device`, on a stream of ours that runs after the callers' work.
+
+        On leaving, the host has waited for the device, so a finished handle means finished work.
+        """
+        if device.type == "cpu":
+            yield self.transport
+            return
+        module = torch.get_device_module(device)
+        transport = self._device_transports.get(device)
+        if transport is None:
+            with self._activity_named(requests[0].name, f"INIT_{device.type.upper()}"):
+                transport = self._device_transports[device] = self._for_device(device)
+            self._streams[device] = module.Stream(device)
+        stream = self._streams[device]
+        with module.device(device), module.stream(stream):
+            for request in requests:
+                if request.event is not None:
+                    stream.wait_event(request.event)
+            yield transport
+            stream.synchronize()
+
+    # -- timeline --------------------------------------------------------------------------
+
+    def _activity(self, batch: Batch, activity: str) -> contextlib.AbstractContextManager[Any]:
+        return self._activity_named(batch.request.name, activity)
+
+    def _activity_named(self, name: str, activity: str) -> contextlib.AbstractContextManager[Any]:
+        timeline = self._timeline()
+        return _NOTHING if timeline is None else timeline.activity(name, activity)
+
+
+_NOTHING = contextlib.nullcontext()
+
+_RUN: dict[Kind, Callable[[Executor, Request, Transport], None]] = {
+    Kind.BROADCAST: Executor._broadcast,
+    Kind.ALLGATHER: Executor._allgather,
+    Kind.ALLTOALL: Executor._alltoall,
+    Kind.REDUCESCATTER: Executor._reducescatter,
+}
+
+
+def _row_size(tensor: torch.Tensor) -> int:
+    """Elements of one index of the first dimension, also where there is none."""
+    size = 1
+    for extent in tensor.shape[1:]:
+        size *= extent
+    return size
+
+
+def identity_like(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
+    """What a joined rank contributes: the value that changes nothing."""
+    if op is ReduceOp.PRODUCT:
+        return 1
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        if dtype is torch.bool:
+            return op is ReduceOp.MIN
+        if dtype.is_floating_point:
+            return float("inf") if op is ReduceOp.MIN else float("-inf")
+        if dtype.is_complex:
+            raise HorovodInternalError(f"{op.name} is not defined for {dtype}")
+        limits = torch.iinfo(dtype)
+        return limits.max if op is ReduceOp.MIN else limits.min
+    return 0

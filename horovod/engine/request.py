@@ -1,0 +1,176 @@
+"""One named operation waiting to run: what the engine's queues hold and the caller's handle to it.
+
+A request's *signature*, 64 bits over everything that must be equal on all ranks, is what ranks
+compare to agree on what to run next.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from enum import Enum
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.reduce_op import ReduceOp
+
+if TYPE_CHECKING:
+    from horovod.engine.channel import Channel
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+
+
+class Kind(str, Enum):
+    """What a request does; the value begins its name on the wire."""
+
+    ALLREDUCE = "allreduce"
+    ALLGATHER = "allgather"
+    BROADCAST = "broadcast"
+    ALLTOALL = "alltoall"
+    REDUCESCATTER = "reducescatter"
+    BARRIER = "barrier"
+    JOIN = "join"
+    PROCESS_SET = "process_set"
+
+
+# First dimensions may differ between ranks.
+_RAGGED = (Kind.ALLGATHER, Kind.ALLTOALL)
+
+
+class Request:
+    """An operation in a channel's queue. Callers hold it as their handle."""
+
+    __slots__ = (
+        "channel",
+        "detail",
+        "event",
+        "failure",
+        "finished",
+        "kind",
+        "name",
+        "op",
+        "outputs",
+        "place",
+        "postscale",
+        "prescale",
+        "result",
+        "signature",
+        "submitted",
+        "tensors",
+        "waiting",
+    )
+
+    def __init__(
+        self,
+        channel: Channel,
+        kind: Kind,
+        name: str,
+        signature: bytes,
+        tensors: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor] = (),
+        op: ReduceOp = ReduceOp.SUM,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        detail: Any = None,
+    ) -> None:
+        self.channel = channel
+        self.kind = kind
+        self.name = name
+        self.signature = signature
+        self.tensors = tensors
+        self.outputs = outputs
+        self.op = op
+        self.prescale = prescale
+        self.postscale = postscale
+        self.detail = detail  # root of a broadcast, splits of an alltoall, plan of a process set
+        self.event: Any = None  # device work that must be done before ours may start
+        self.finished = False
+        self.waiting = False
+        self.failure: BaseException | None = None
+        self.result: Any = None
+        self.place = _caller()
+        self.submitted = time.monotonic()
+
+    def done(self) -> bool:
+        """Whether the result, or the failure, is there."""
+        return self.finished
+
+    def wait(self) -> Any:
+        """The result, waiting for it; raises what went wrong."""
+        if not self.finished:
+            self.waiting = True
+            self.channel.drive(self)
+        if self.failure is not None:
+            raise self.failure
+        return self.result
+
+    def complete(self, result: Any) -> None:
+        self.result = result
+        self.finished = True
+
+    def fail(self, error: BaseException) -> None:
+        if not self.finished:
+            # Each handle raises an error of its own: tracebacks pile up on a shared one.
+            self.failure = type(error)(*error.args) if isinstance(error, RuntimeError) else error
+            if isinstance(error, HorovodInternalError):
+                self.failure.__dict__.update(error.__dict__)
+                self.failure.__cause__ = error.__cause__
+            self.finished = True
+
+    @property
+    def source(self) -> str:
+        """The user's line that submitted this, as file:line."""
+        return f"{self.place[0]}:{self.place[1]}"
+
+    def describe(self) -> dict[str, Any]:
+        """Everything another rank needs to compare this request, or to run it with zeros."""
+        return {
+            "kind": self.kind.value,
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors],
+            "shapes": [list(tensor.shape) for tensor in self.tensors],
+            "device": self.tensors[0].device.type if self.tensors else "cpu",
+            "op": int(self.op),
+            "prescale": self.prescale,
+            "postscale": self.postscale,
+            "root": self.detail if self.kind is Kind.BROADCAST else None,
+            "detail": self.detail if self.kind is Kind.PROCESS_SET else None,
+            "source": self.source,
+            "waiting": self.waiting,
+        }
+
+
+def signature_of(
+    kind: Kind,
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    op: int = 0,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    detail: Any = None,
+) -> bytes:
+    """64 bits over all that the ranks must agree on."""
+    ragged = kind in _RAGGED
+    forms = [
+        (
+            str(tensor.dtype),
+            tensor.device.type,
+            tensor.dim(),
+            tuple(tensor.shape[1:]) if ragged else tuple(tensor.shape),
+        )
+        for tensor in tensors
+    ]
+    text = repr((kind.value, name, forms, int(op), prescale, postscale, detail))
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+
+def _caller() -> tuple[str, int]:
+    """File and line of the innermost frame outside this package."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

@@ -1,0 +1,123 @@
+"""Noticing requests that some ranks wait for and others never submitted.
+
+One thread per process looks at the channels now and then (a quarter of the warning time), so an
+idle process costs nothing and transports know nothing of stalls. A rank that has waited too long
+puts what it waits for, and the line of the user's code that submitted it, into the job's store;
+the lowest of these ranks tells people who is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.logging import get_logger
+from horovod.engine.channel import Channel
+
+logger = get_logger(__name__)
+
+_NAMES_SHOWN = 6
+
+
+class StallInspector:
+    """Watches channels from its own thread until `stop`."""
+
+    def __init__(
+        self, channels: Callable[[], Iterable[Channel]], warn_after: float, shut_down_after: float
+    ) -> None:
+        self._channels = channels
+        self._warn_after = warn_after
+        self._shut_down_after = shut_down_after
+        if 0 < shut_down_after < warn_after:
+            logger.warning(
+                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS (%g) is less than "
+                "HOROVOD_STALL_CHECK_TIME_SECONDS (%g) and is ignored",
+                shut_down_after,
+                warn_after,
+            )
+            self._shut_down_after = 0
+        self._reported: dict[int, float] = {}  # set id -> when we last spoke of it
+        self._posted: set[int] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="horovod-stall", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(max(0.05, self._warn_after / 4)):
+            for channel in list(self._channels()):
+                try:
+                    self._inspect(channel)
+                except (OSError, TimeoutError) as error:  # the store is gone: the job is ending
+                    logger.debug("stall check failed: %s", error)
+
+    def _inspect(self, channel: Channel) -> None:
+        now = time.monotonic()
+        stalled = [r for r in channel.pending() if now - r.submitted > self._warn_after]
+        key = f"stall/{channel.group.rank}"
+        if not stalled:
+            if channel.set_id in self._posted:
+                self._posted.discard(channel.set_id)
+                self._reported.pop(channel.set_id, None)
+                channel.group.store.delete(key)
+            return
+        waited = now - stalled[0].submitted
+        report = {"tensors": {r.name: r.source for r in stalled}}
+        channel.group.store.set(key, json.dumps(report).encode())
+        self._posted.add(channel.set_id)
+        last = self._reported.get(channel.set_id, 0.0)
+        fatal = 0 < self._shut_down_after < waited
+        if not fatal and now - last < self._warn_after:
+            return
+        reports = self._reports(channel)
+        self._reported[channel.set_id] = now
+        text = describe(channel, reports, waited)
+        if fatal:
+            logger.error("%s\nShutting down after %g s, as configured.", text, waited)
+            channel.abort(HorovodInternalError(f"stalled for {waited:.1f} s: {text}"))
+        elif min(reports) == channel.group.rank:
+            logger.warning("%s", text)
+
+    def _reports(self, channel: Channel) -> dict[int, dict[str, Any]]:
+        reports = {}
+        for rank in range(channel.group.size):
+            data = channel.group.store.try_get(f"stall/{rank}")
+            if data is not None:
+                reports[rank] = json.loads(data)
+        return reports
+
+
+def describe(channel: Channel, reports: dict[int, dict[str, Any]], waited: float) -> str:
+    """Who waits for what since when and where, and who is missing."""
+    group = channel.group
+    sources: dict[str, dict[int, str]] = {}
+    for rank, report in reports.items():
+        for name, source in report["tensors"].items():
+            sources.setdefault(name, {})[rank] = source
+    missing: dict[int, list[str]] = {}
+    for name, holders in sources.items():
+        for rank in range(group.size):
+            if rank not in holders:
+                missing.setdefault(rank, []).append(name)
+    lines = [
+        f"Some ranks have waited {waited:.1f} s for operations that others have not submitted. "
+        f"The others may be dead, stopped, busy, or running other operations. Missing ranks:"
+    ]
+    for rank, names in sorted(missing.items()):
+        lines.append(f"{group.global_ranks[rank]}: [{_listed(names)}]")
+    lines.append("Waiting ranks:")
+    for rank, report in sorted(reports.items()):
+        places = [f"{name} ({source})" for name, source in report["tensors"].items()]
+        lines.append(f"{group.global_ranks[rank]}: {_listed(places)}")
+    return "\n".join(lines)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (" ..." if len(names) > _NAMES_SHOWN else "")

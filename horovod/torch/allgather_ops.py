@@ -1,0 +1,127 @@
+"""allgather in all its forms.
+
+Exported to users by `horovod.torch.mpi_ops`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.reduce_op import Average
+from horovod.engine.request import Request
+from horovod.engine.runtime import runtime
+from horovod.torch import handles
+from horovod.torch.allreduce_ops import allreduce, grouped_allreduce
+from horovod.torch.arguments import (
+    backward_name,
+    check_group,
+    is_differentiable,
+    movement_input,
+    needs_gradient,
+    set_id,
+)
+
+Tensor = torch.Tensor
+
+
+def allgather(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Concatenate the ranks' tensors along the first dimension. Differentiable.
+
+    The first dimension may differ between ranks, and be zero.
+    """
+    if needs_gradient(tensor):
+        return HorovodAllgather.apply(tensor, name, process_set)
+    return start_allgather([tensor], name, process_set).wait()[0]
+
+
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start an allgather; returns a handle for `poll` and `synchronize`."""
+    return handles.hand_out(start_allgather([tensor], name, process_set), handles.first)
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, ...]:
+    """Gather several tensors as one operation. Differentiable."""
+    tensors = check_group(tensors)
+    if needs_gradient(*tensors):
+        return HorovodGroupedAllgather.apply(name, process_set, *tensors)
+    return tuple(start_allgather(tensors, name, process_set).wait())
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start gathering several tensors as one operation; returns one handle."""
+    request = start_allgather(check_group(tensors), name, process_set)
+    return handles.hand_out(request, tuple)
+
+
+class HorovodAllgather(torch.autograd.Function):
+    """allgather; the gradient is averaged over the ranks, and each gets its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
+        gathered = start_allgather([tensor], name, process_set).wait()[0]
+        ctx.rows = tensor.shape[0]
+        ctx.arguments = backward_name(name), process_set
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        name, process_set = ctx.arguments
+        averaged = allreduce(gradient, name=name, op=Average, process_set=process_set)
+        (first_row,) = _first_rows([ctx.rows], name, process_set)
+        return averaged.narrow(0, first_row, ctx.rows), None, None
+
+
+class HorovodGroupedAllgather(torch.autograd.Function):
+    """grouped_allgather; gradients as of `HorovodAllgather`, reduced as one group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        gathered = start_allgather(tensors, name, process_set).wait()
+        ctx.differentiable = [is_differentiable(tensor) for tensor in tensors]
+        ctx.rows = [tensor.shape[0] for tensor in tensors if is_differentiable(tensor)]
+        ctx.arguments = backward_name(name), process_set
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        name, process_set = ctx.arguments
+        chosen = list(itertools.compress(gradients, ctx.differentiable))
+        averaged = grouped_allreduce(chosen, name=name, op=Average, process_set=process_set)
+        places = zip(averaged, _first_rows(ctx.rows, name, process_set), ctx.rows, strict=True)
+        mine = (gradient.narrow(0, first, rows) for gradient, first, rows in places)
+        return None, None, *(next(mine) if yes else None for yes in ctx.differentiable)
+
+
+def start_allgather(
+    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet
+) -> Request:
+    """Enqueue an allgather of one tensor or a group."""
+    sources = [movement_input(tensor) for tensor in tensors]
+    return runtime.allgather(sources, name, set_id(process_set))
+
+
+def _first_rows(rows: list[int], name: str | None, process_set: ProcessSet) -> list[int]:
+    """Where this rank's rows begin in each gathered tensor."""
+    name = None if name is None else f"{name}.rows"
+    table = allgather(torch.tensor([rows]), name=name, process_set=process_set)
+    rank = process_set.rank()
+    return [int(first) for first in table[:rank].sum(dim=0)]

@@ -1,0 +1,335 @@
+"""allreduce in all its forms.
+
+Exported to users by `horovod.torch.mpi_ops`. The blocking in-place form is the hot path: it does
+nothing but check its arguments and wait for the engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.reduce_op import Adasum, ReduceOp
+from horovod.common.util import resolve_reduce_op
+from horovod.engine.request import Request
+from horovod.engine.runtime import runtime
+from horovod.torch import handles
+from horovod.torch.arguments import (
+    backward_name,
+    check_group,
+    check_writable,
+    is_differentiable,
+    needs_gradient,
+    reduction_input,
+    set_id,
+    write_back,
+)
+from horovod.torch.compression import Compression, Compressor
+
+Tensor = torch.Tensor
+
+
+# -- allreduce: one tensor ------------------------------------------------------------------
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Reduce a tensor over all ranks into a new one. Differentiable."""
+    op = resolve_reduce_op(op, average)
+    compressed, context = compression.compress(tensor)
+    reduced = _allreduce(compressed, name, op, prescale_factor, postscale_factor, process_set)
+    return compression.decompress(reduced, context)
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start reducing a tensor into a new one; returns a handle for `poll` and `synchronize`."""
+    op = resolve_reduce_op(op, average)
+    request = _start([tensor], name, op, prescale_factor, postscale_factor, process_set)
+    return handles.hand_out(request, handles.first)
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Reduce a tensor over all ranks in place."""
+    op = resolve_reduce_op(op, average)
+    buffer = reduction_input(tensor, op, prescale_factor != 1.0 or postscale_factor != 1.0)
+    if buffer is not tensor:
+        check_writable(tensor)
+    if op is Adasum:
+        _check_adasum(process_set)
+    # set_id() spelled out: this is the path that benchmarks measure.
+    process_set_id = process_set.process_set_id
+    if process_set_id is None:
+        process_set_id = set_id(process_set)
+    buffers = [buffer]
+    runtime.allreduce(
+        buffers, buffers, name, op, prescale_factor, postscale_factor, process_set_id
+    ).wait()
+    if buffer is not tensor:
+        write_back(tensor, buffer)
+    return tensor
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start reducing a tensor in place; returns a handle for `poll` and `synchronize`."""
+    op = resolve_reduce_op(op, average)
+    request, finish = _start_in_place(
+        [tensor], name, op, prescale_factor, postscale_factor, process_set
+    )
+    return handles.hand_out(request, lambda result: finish(result)[0])
+
+
+# -- allreduce: groups ----------------------------------------------------------------------
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Reduce several tensors as one operation into new ones. Differentiable."""
+    op = resolve_reduce_op(op, average)
+    compressed = [compression.compress(tensor) for tensor in check_group(tensors)]
+    reduced = _grouped_allreduce(
+        [tensor for tensor, _ in compressed],
+        name,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+    )
+    return [
+        compression.decompress(tensor, context)
+        for tensor, (_, context) in zip(reduced, compressed, strict=True)
+    ]
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start reducing several tensors as one operation into new ones; returns one handle."""
+    op = resolve_reduce_op(op, average)
+    request = _start(check_group(tensors), name, op, prescale_factor, postscale_factor, process_set)
+    return handles.hand_out(request, tuple)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, ...]:
+    """Reduce several tensors as one operation in place."""
+    op = resolve_reduce_op(op, average)
+    request, finish = _start_in_place(
+        check_group(tensors), name, op, prescale_factor, postscale_factor, process_set
+    )
+    return finish(request.wait())
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start reducing several tensors as one operation in place; returns one handle."""
+    op = resolve_reduce_op(op, average)
+    request, finish = _start_in_place(
+        check_group(tensors), name, op, prescale_factor, postscale_factor, process_set
+    )
+    return handles.hand_out(request, finish)
+
+
+# -- autograd -------------------------------------------------------------------------------
+
+
+class HorovodAllreduce(torch.autograd.Function):
+    """allreduce; its gradient is reduced with the same operator and factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        average: bool | None,
+        name: str | None,
+        op: ReduceOp | None,
+        prescale_factor: float,
+        postscale_factor: float,
+        process_set: ProcessSet,
+    ) -> Tensor:
+        op = resolve_reduce_op(op, average)
+        ctx.arguments = backward_name(name), op, prescale_factor, postscale_factor, process_set
+        request = _start([tensor], name, op, prescale_factor, postscale_factor, process_set)
+        return request.wait()[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _allreduce(gradient, *ctx.arguments), None, None, None, None, None, None
+
+
+class HorovodGroupedAllreduce(torch.autograd.Function):
+    """grouped_allreduce; the gradients are reduced as one group too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        average: bool | None,
+        name: str | None,
+        op: ReduceOp | None,
+        prescale_factor: float,
+        postscale_factor: float,
+        process_set: ProcessSet,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        op = resolve_reduce_op(op, average)
+        ctx.arguments = backward_name(name), op, prescale_factor, postscale_factor, process_set
+        ctx.differentiable = [is_differentiable(tensor) for tensor in tensors]
+        request = _start(tensors, name, op, prescale_factor, postscale_factor, process_set)
+        return tuple(request.wait())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        chosen = list(itertools.compress(gradients, ctx.differentiable))
+        reduced = iter(_grouped_allreduce(chosen, *ctx.arguments))
+        return (None,) * 6 + tuple(next(reduced) if yes else None for yes in ctx.differentiable)
+
+
+# -- what all forms share -------------------------------------------------------------------
+
+
+def _start(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> Request:
+    """Enqueue an allreduce into new tensors."""
+    scaled = prescale_factor != 1.0 or postscale_factor != 1.0
+    sources = [reduction_input(tensor, op, scaled) for tensor in tensors]
+    if op is Adasum:
+        _check_adasum(process_set)
+    process_set_id = set_id(process_set)
+    outputs = [torch.empty_like(source) for source in sources]
+    return runtime.allreduce(
+        sources, outputs, name, op, prescale_factor, postscale_factor, process_set_id
+    )
+
+
+def _start_in_place(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> tuple[Request, Callable[[Any], tuple[Tensor, ...]]]:
+    """Enqueue an allreduce in place; also what turns its result into the caller's tensors."""
+    scaled = prescale_factor != 1.0 or postscale_factor != 1.0
+    buffers = [reduction_input(tensor, op, scaled) for tensor in tensors]
+    copies = [pair for pair in zip(tensors, buffers, strict=True) if pair[0] is not pair[1]]
+    for tensor, _ in copies:
+        check_writable(tensor)
+    if op is Adasum:
+        _check_adasum(process_set)
+    request = runtime.allreduce(
+        buffers, buffers, name, op, prescale_factor, postscale_factor, set_id(process_set)
+    )
+
+    def finish(_: Any) -> tuple[Tensor, ...]:
+        for tensor, buffer in copies:
+            write_back(tensor, buffer)
+        return tuple(tensors)
+
+    return request, finish
+
+
+def _allreduce(
+    tensor: Tensor,
+    name: str | None,
+    op: ReduceOp,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> Tensor:
+    """Blocking and differentiable; autograd takes part only where a gradient is asked for."""
+    if needs_gradient(tensor):
+        return HorovodAllreduce.apply(
+            tensor, None, name, op, prescale_factor, postscale_factor, process_set
+        )
+    request = _start([tensor], name, op, prescale_factor, postscale_factor, process_set)
+    return request.wait()[0]
+
+
+def _grouped_allreduce(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> Sequence[Tensor]:
+    if needs_gradient(*tensors):
+        return HorovodGroupedAllreduce.apply(
+            None, name, op, prescale_factor, postscale_factor, process_set, *tensors
+        )
+    return _start(tensors, name, op, prescale_factor, postscale_factor, process_set).wait()
+
+
+def _check_adasum(process_set: ProcessSet) -> None:
+    if process_set is not global_process_set:
+        raise NotImplementedError("Adasum works on the global process set only")

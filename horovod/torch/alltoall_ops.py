@@ -1,0 +1,96 @@
+"""alltoall in all its forms.
+
+Exported to users by `horovod.torch.mpi_ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.request import Request
+from horovod.engine.runtime import runtime
+from horovod.torch import handles
+from horovod.torch.arguments import (
+    backward_name,
+    check_splits,
+    movement_input,
+    needs_gradient,
+    set_id,
+)
+
+Tensor = torch.Tensor
+Splits = Tensor | Sequence[int] | None
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Send `splits[i]` rows of the tensor to rank i, and concatenate what the ranks sent us.
+
+    Without `splits` every rank gets an equal part and the result is a tensor; with them it comes
+    with the numbers of rows received from each rank. Differentiable.
+    """
+    if needs_gradient(tensor):
+        output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)
+    else:
+        request, finish = _start(tensor, splits, name, process_set)
+        output, received = finish(request.wait())
+    return output if splits is None else (output, received)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start an alltoall; `synchronize` gives the output and the received splits."""
+    return handles.hand_out(*_start(tensor, splits, name, process_set))
+
+
+class HorovodAlltoall(torch.autograd.Function):
+    """alltoall; the gradients travel back the way the rows came."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet
+    ) -> tuple[Tensor, Tensor]:
+        request, finish = _start(tensor, splits, name, process_set)
+        output, received = finish(request.wait())
+        ctx.rows = tensor.shape[0]
+        ctx.received = received
+        ctx.arguments = backward_name(name), process_set
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        name, process_set = ctx.arguments
+        returned, _ = alltoall(gradient, ctx.received, name, process_set)
+        unsent = ctx.rows - returned.shape[0]
+        if unsent:
+            returned = torch.cat([returned, returned.new_zeros(unsent, *returned.shape[1:])])
+        return returned, None, None, None
+
+
+def _start(
+    tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet
+) -> tuple[Request, Callable[[Any], tuple[Tensor, Tensor]]]:
+    """Enqueue an alltoall; also what makes tensors of its result."""
+    source = movement_input(tensor)
+    rows = (None if splits is None else check_splits(splits)) or None
+    request = runtime.alltoall(source, rows, name, set_id(process_set))
+    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
+
+    def finish(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
+        output, received = result
+        return output, torch.tensor(received, dtype=torch.int32, device=device)
+
+    return request, finish

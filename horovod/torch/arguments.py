@@ -1,0 +1,164 @@
+"""Checks of what users pass to the collectives, before anything is enqueued.
+
+The collectives call these first, so that a wrong argument raises a ValueError on the rank that
+passed it, uses up no automatic name and leaves nothing behind. What depends on the state of the
+engine (names in flight, membership, roots, splits) is checked by the engine.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet
+from horovod.common.reduce_op import ReduceOp
+
+FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+INTEGER = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+COMPLEX = frozenset({torch.complex64, torch.complex128})
+MOVABLE = FLOATING | INTEGER | COMPLEX | {torch.bool}
+
+REDUCIBLE = {
+    ReduceOp.AVERAGE: FLOATING | INTEGER | COMPLEX,
+    ReduceOp.SUM: MOVABLE,
+    ReduceOp.ADASUM: FLOATING,
+    ReduceOp.MIN: FLOATING | INTEGER | {torch.bool},
+    ReduceOp.MAX: FLOATING | INTEGER | {torch.bool},
+    ReduceOp.PRODUCT: FLOATING | INTEGER | {torch.bool},
+}
+
+
+def reduction_input(tensor: torch.Tensor, op: ReduceOp, scaled: bool = False) -> torch.Tensor:
+    """`tensor` as the engine takes it: contiguous, of a type that `op` is defined for.
+
+    The same object where it already is so; a detached alias where it requires a gradient; a copy
+    where it is not contiguous.
+    """
+    try:
+        if tensor.dtype in REDUCIBLE[op] and not (scaled and tensor.dtype is torch.bool):
+            if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+                return tensor.detach() if tensor.requires_grad else tensor
+            return plain_copy(tensor)
+    except (AttributeError, RuntimeError):
+        pass  # not a dense tensor: said below
+    raise _reduction_error(tensor, op, scaled)
+
+
+def _reduction_error(tensor: Any, op: ReduceOp, scaled: bool) -> ValueError:
+    problem = _not_a_dense_tensor(tensor)
+    if problem:
+        return ValueError(problem)
+    if scaled and tensor.dtype is torch.bool:
+        return ValueError("prescale_factor and postscale_factor do not apply to torch.bool")
+    return ValueError(f"{op.name.capitalize()} is not defined for tensors of type {tensor.dtype}")
+
+
+def movement_input(tensor: torch.Tensor) -> torch.Tensor:
+    """Like `reduction_input`, for collectives that only move data."""
+    try:
+        if tensor.dtype in MOVABLE:
+            if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+                return tensor.detach() if tensor.requires_grad else tensor
+            return plain_copy(tensor)
+    except (AttributeError, RuntimeError):
+        pass
+    raise ValueError(
+        _not_a_dense_tensor(tensor) or f"tensors of type {tensor.dtype} cannot be sent"
+    )
+
+
+def _not_a_dense_tensor(tensor: Any) -> str | None:
+    if not isinstance(tensor, torch.Tensor):
+        return f"expected a torch.Tensor, not {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return (
+            f"expected a dense tensor, not one with layout {tensor.layout}; "
+            "sparse_allreduce_async takes sparse COO tensors"
+        )
+    return None
+
+
+def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy without lazy conjugation or negation."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach())
+
+
+def check_writable(tensor: torch.Tensor) -> None:
+    """Refuse a result that cannot be written back because elements share memory."""
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise ValueError(
+            "the tensor's elements share memory (it was expanded), so it cannot be changed in "
+            "place: pass tensor.contiguous()"
+        )
+
+
+def write_back(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Bring the result of an in-place operation from the engine's buffer into the user's tensor."""
+    if tensor.data_ptr() != buffer.data_ptr():
+        tensor.detach().copy_(buffer)
+
+
+def needs_gradient(*tensors: torch.Tensor) -> bool:
+    """Whether autograd has to record an operation on these tensors."""
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+    )
+
+
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def check_group(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A group of tensors for one grouped operation."""
+    if isinstance(tensors, torch.Tensor):
+        raise ValueError("a grouped operation takes a list of tensors, not one tensor")
+    tensors = list(tensors)
+    if not tensors:
+        raise ValueError("a grouped operation needs at least one tensor")
+    devices = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise HorovodInternalError(
+            f"the tensors of a group must be on one device; these are on {names}"
+        )
+    return tensors
+
+
+def check_splits(splits: Any) -> list[int]:
+    """`alltoall`'s splits as integers; empty means equal parts."""
+    if isinstance(splits, torch.Tensor):
+        if splits.dtype is not torch.int32:
+            raise ValueError(f"splits must be of type torch.int32, not {splits.dtype}")
+        if splits.dim() > 1:
+            raise ValueError(f"splits must have one dimension, not {splits.dim()}")
+        return [int(rows) for rows in splits.reshape(-1).tolist()]
+    try:
+        return [operator.index(rows) for rows in splits]
+    except TypeError:
+        raise ValueError(f"splits must be integers, one for each rank, not {splits!r}") from None
+
+
+def set_id(process_set: ProcessSet) -> int:
+    """The id of a registered process set."""
+    if process_set.process_set_id is None:
+        raise ValueError(f"{process_set} is not registered")
+    return process_set.process_set_id
+
+
+def set_size(process_set: ProcessSet) -> int:
+    """The number of ranks of a registered process set."""
+    size = process_set.size()
+    if size is None:
+        raise ValueError(f"{process_set} is not registered")
+    return size
+
+
+def backward_name(name: str | None) -> str | None:
+    """The name of the collective that carries the gradient of the one called `name`."""
+    return None if name is None else f"{name}.grad"

@@ -1,0 +1,114 @@
+"""broadcast in all its forms.
+
+Exported to users by `horovod.torch.mpi_ops`. `root_rank` is always a rank of the whole job, also
+within a process set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.reduce_op import Average
+from horovod.engine.runtime import runtime
+from horovod.torch import handles
+from horovod.torch.allreduce_ops import allreduce
+from horovod.torch.arguments import (
+    backward_name,
+    check_writable,
+    movement_input,
+    needs_gradient,
+    set_id,
+    write_back,
+)
+
+Tensor = torch.Tensor
+
+
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """The root's tensor as a new one on every rank. Differentiable."""
+    if needs_gradient(tensor):
+        return HorovodBroadcast.apply(tensor, root_rank, name, process_set)
+    return _broadcast(tensor, root_rank, name, process_set)
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start a broadcast into a new tensor; returns a handle for `poll` and `synchronize`."""
+    source = movement_input(tensor)
+    output = torch.empty_like(source)
+    request = runtime.broadcast(source, output, root_rank, name, set_id(process_set))
+    return handles.hand_out(request, lambda _: output)
+
+
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Overwrite the tensor with the root's."""
+    buffer = movement_input(tensor)
+    if buffer is not tensor:
+        check_writable(tensor)
+    runtime.broadcast(buffer, buffer, root_rank, name, set_id(process_set)).wait()
+    if buffer is not tensor:
+        write_back(tensor, buffer)
+    return tensor
+
+
+def broadcast_async_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start overwriting the tensor with the root's; returns a handle."""
+    buffer = movement_input(tensor)
+    if buffer is not tensor:
+        check_writable(tensor)
+    request = runtime.broadcast(buffer, buffer, root_rank, name, set_id(process_set))
+
+    def finish(_: Any) -> Tensor:
+        if buffer is not tensor:
+            write_back(tensor, buffer)
+        return tensor
+
+    return handles.hand_out(request, finish)
+
+
+class HorovodBroadcast(torch.autograd.Function):
+    """broadcast; the root's gradient is the average of all, everybody else's is zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> Tensor:
+        ctx.arguments = root_rank, backward_name(name), process_set
+        return _broadcast(tensor, root_rank, name, process_set)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        root_rank, name, process_set = ctx.arguments
+        averaged = allreduce(gradient, name=name, op=Average, process_set=process_set)
+        if runtime.topology.rank != root_rank:
+            averaged = torch.zeros_like(averaged)
+        return averaged, None, None, None
+
+
+def _broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
+    source = movement_input(tensor)
+    output = torch.empty_like(source)
+    runtime.broadcast(source, output, root_rank, name, set_id(process_set)).wait()
+    return output

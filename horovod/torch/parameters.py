@@ -1,0 +1,184 @@
+"""Making every rank's model and optimizer equal to the root's.
+
+Exported to users by `horovod.torch.functions`. For an optimizer the root describes its state
+(which parameter has which entries, with the shape and type of every tensor) and the others build
+the same, so no optimizer step is needed to bring state into being.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from horovod.engine.runtime import runtime
+from horovod.torch.broadcast_ops import broadcast_async_
+from horovod.torch.handles import synchronize
+from horovod.torch.objects import allgather_object, broadcast_object
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class _TensorForm:
+    """Stands for a tensor in the root's description."""
+
+    name: str  # of the broadcast that brings its content
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    beside_parameter: bool  # on its parameter's device, or on the CPU
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Overwrite parameters with the root's, in place.
+
+    `params`: a dict of tensors such as ``model.state_dict()``, or a list of tensors or of
+    ``(name, tensor)`` tuples such as ``list(model.named_parameters())``.
+    """
+    if isinstance(params, Mapping):
+        named = sorted(params.items())
+    elif isinstance(params, list):
+        named = [param if isinstance(param, tuple) else (None, param) for param in params]
+    else:
+        raise ValueError(
+            f"params must be a dict or a list of parameters, not {type(params).__name__}"
+        )
+    for name, tensor in named:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"the parameter {name!r} is a {type(tensor).__name__}, not a tensor: send such "
+                "values with broadcast_object"
+            )
+    for handle in [broadcast_async_(tensor, root_rank, name) for name, tensor in named]:
+        synchronize(handle)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give every rank the root's optimizer state and options (learning rates, ...).
+
+    The Python types of options are kept. `model` is accepted for compatibility; it is not needed.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "the state of torch.optim.LBFGS cannot be broadcast: it depends on the closure"
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    is_root = runtime.topology.rank == root_rank
+    tensors: dict[str, Tensor] = {}
+    description = _describe(optimizer, parameters, tensors) if is_root else None
+    description = broadcast_object(description, root_rank, "optimizer_state")
+    _check_same_structure(optimizer, description, root_rank)
+    if not is_root:
+        _rebuild(optimizer, parameters, description, tensors)
+    broadcast_parameters(tensors, root_rank)
+
+
+def _describe(
+    optimizer: torch.optim.Optimizer, parameters: list[Tensor], tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """The root's state and options with forms in place of tensors, which go into `tensors`."""
+    places = {parameter: place for place, parameter in enumerate(parameters)}
+    occurrences: Counter[str] = Counter()
+
+    def describe(name: str, value: Any, device: torch.device) -> Any:
+        def form_of(tensor: Tensor) -> _TensorForm:
+            occurrences[name] += 1
+            unique = f"{name}.{occurrences[name]}"
+            tensors[unique] = tensor
+            shape = tuple(tensor.shape)
+            return _TensorForm(unique, shape, tensor.dtype, tensor.device == device)
+
+        return _replace(value, Tensor, form_of)
+
+    state = {
+        places[parameter]: {
+            name: describe(str(name), value, parameter.device) for name, value in entries.items()
+        }
+        for parameter, entries in optimizer.state.items()
+        if parameter in places
+    }
+    groups = [
+        {
+            name: describe(f"param_groups.{name}", value, _device(group))
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "groups": groups, "shapes": _shapes(optimizer)}
+
+
+def _shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
+    """The shapes of the parameters, by group: what ranks must have in common."""
+    return [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _device(group: dict[str, Any]) -> torch.device:
+    return next((p.device for p in group["params"]), torch.device("cpu"))
+
+
+def _check_same_structure(
+    optimizer: torch.optim.Optimizer, description: dict[str, Any], root_rank: int
+) -> None:
+    """Raise on all ranks if one rank's optimizer holds other parameters than the root's."""
+    agree = allgather_object(_shapes(optimizer) == description["shapes"], "optimizer_state.agree")
+    different = [rank for rank, same in enumerate(agree) if not same]
+    if different:
+        raise ValueError(
+            f"the optimizers of rank(s) {different} and of rank {root_rank} have different "
+            "parameters or parameter groups"
+        )
+
+
+def _rebuild(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[Tensor],
+    description: dict[str, Any],
+    tensors: dict[str, Tensor],
+) -> None:
+    """Give `optimizer` the described state; its tensors go into `tensors`, to be filled."""
+
+    def rebuild(value: Any, current: Any, device: torch.device) -> Any:
+        def tensor_of(form: _TensorForm) -> Tensor:
+            tensor = current
+            if (
+                not isinstance(current, Tensor)
+                or current.shape != form.shape
+                or current.dtype != form.dtype
+            ):
+                place = device if form.beside_parameter else torch.device("cpu")
+                tensor = torch.zeros(form.shape, dtype=form.dtype, device=place)
+            tensors[form.name] = tensor
+            return tensor
+
+        return _replace(value, _TensorForm, tensor_of)
+
+    old_state = dict(optimizer.state)
+    optimizer.state.clear()
+    for place, entries in description["state"].items():
+        parameter = parameters[place]
+        old = old_state.get(parameter, {})
+        optimizer.state[parameter] = {
+            name: rebuild(value, old.get(name), parameter.device) for name, value in entries.items()
+        }
+    for group, options in zip(optimizer.param_groups, description["groups"], strict=True):
+        for name in [name for name in group if name != "params" and name not in options]:
+            del group[name]
+        for name, value in options.items():
+            group[name] = rebuild(value, group.get(name), _device(group))
+
+
+def _replace(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
+    """`value` with everything of type `kind` in it replaced, also inside lists, tuples, dicts."""
+    if isinstance(value, kind):
+        return replacement(value)
+    if type(value) is dict:
+        return {key: _replace(item, kind, replacement) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replace(item, kind, replacement) for item in value)
+    return value

@@ -1,0 +1,177 @@
+"""reducescatter in all its forms.
+
+Exported to users by `horovod.torch.mpi_ops`. Rows are dealt out as evenly as possible, the first
+ranks getting one more where they do not divide.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.reduce_op import Average, ReduceOp, Sum
+from horovod.common.util import resolve_reduce_op
+from horovod.engine.request import Request
+from horovod.engine.runtime import runtime
+from horovod.torch import handles
+from horovod.torch.allgather_ops import allgather, grouped_allgather
+from horovod.torch.arguments import (
+    backward_name,
+    check_group,
+    is_differentiable,
+    needs_gradient,
+    reduction_input,
+    set_id,
+    set_size,
+)
+from horovod.torch.compression import Compression, Compressor
+
+Tensor = torch.Tensor
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Reduce a tensor over all ranks and keep this rank's rows. Differentiable."""
+    compressed, context = compression.compress(tensor)
+    arguments = name, op, process_set, prescale_factor, postscale_factor
+    if needs_gradient(compressed):
+        reduced = HorovodReducescatter.apply(compressed, *arguments)
+    else:
+        reduced = _start([compressed], *arguments).wait()[0]
+    return compression.decompress(reduced, context)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start a reducescatter; returns a handle for `poll` and `synchronize`."""
+    request = _start([tensor], name, op, process_set, prescale_factor, postscale_factor)
+    return handles.hand_out(request, handles.first)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Reduce and scatter several tensors as one operation. Differentiable."""
+    pairs = [compression.compress(tensor) for tensor in check_group(tensors)]
+    compressed = [tensor for tensor, _ in pairs]
+    arguments = name, op, process_set, prescale_factor, postscale_factor
+    if needs_gradient(*compressed):
+        reduced = HorovodGroupedReducescatter.apply(*arguments, *compressed)
+    else:
+        reduced = _start(compressed, *arguments).wait()
+    return [
+        compression.decompress(tensor, context)
+        for tensor, (_, context) in zip(reduced, pairs, strict=True)
+    ]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start reducing and scattering several tensors as one operation; returns one handle."""
+    request = _start(check_group(tensors), name, op, process_set, prescale_factor, postscale_factor)
+    return handles.hand_out(request, tuple)
+
+
+class HorovodReducescatter(torch.autograd.Function):
+    """reducescatter; the gradient is gathered and scaled as `_gradient_factor` says."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
+        reduced = _start([tensor], name, *arguments).wait()[0]
+        ctx.arguments = backward_name(name), arguments
+        return reduced
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        name, arguments = ctx.arguments
+        gathered = allgather(gradient, name=name, process_set=arguments[1])
+        return gathered * _gradient_factor(*arguments), None, None, None, None, None
+
+
+class HorovodGroupedReducescatter(torch.autograd.Function):
+    """grouped_reducescatter; the gradients are gathered as one group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str | None,
+        op: ReduceOp,
+        process_set: ProcessSet,
+        prescale_factor: float,
+        postscale_factor: float,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        arguments = op, process_set, prescale_factor, postscale_factor
+        reduced = _start(tensors, name, *arguments).wait()
+        ctx.differentiable = [is_differentiable(tensor) for tensor in tensors]
+        ctx.arguments = backward_name(name), arguments
+        return tuple(reduced)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        name, arguments = ctx.arguments
+        factor = _gradient_factor(*arguments)
+        chosen = list(itertools.compress(gradients, ctx.differentiable))
+        gathered = iter(grouped_allgather(chosen, name=name, process_set=arguments[1]))
+        scaled = (next(gathered) * factor if yes else None for yes in ctx.differentiable)
+        return None, None, None, None, None, *scaled
+
+
+def _gradient_factor(
+    op: ReduceOp, process_set: ProcessSet, prescale_factor: float, postscale_factor: float
+) -> float:
+    """Upstream's convention: a Sum counts once for every rank of the set."""
+    factor = prescale_factor * postscale_factor
+    return factor * set_size(process_set) if op == Sum else factor
+
+
+def _start(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    process_set: ProcessSet,
+    prescale_factor: float,
+    postscale_factor: float,
+) -> Request:
+    """Enqueue a reducescatter of one tensor or a group."""
+    op = resolve_reduce_op(op, None)
+    if op is not Average and op is not Sum:
+        raise HorovodInternalError(f"reducescatter takes Average or Sum, not {op.name}")
+    scaled = prescale_factor != 1.0 or postscale_factor != 1.0
+    sources = [reduction_input(tensor, op, scaled) for tensor in tensors]
+    for source in sources:
+        if source.dim() == 0:
+            raise ValueError("reducescatter needs a tensor of at least one dimension")
+    return runtime.reducescatter(
+        sources, name, op, prescale_factor, postscale_factor, set_id(process_set)
+    )

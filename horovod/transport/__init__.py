@@ -1,0 +1,1 @@
+"""Moving bytes between ranks. Knows nothing of tensor names, frameworks or readiness."""

@@ -1,0 +1,143 @@
+"""The seam between the engine and whatever moves the bytes.
+
+A transport connects the ranks of one group (the world, or one process set). Every method except
+`abort` is collective: all ranks call the same methods in the same order, from one thread at a
+time. Tensors are flat (one dimension) and contiguous. Ranks are ranks in the group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from horovod.common.config import Config
+from horovod.common.reduce_op import ReduceOp
+from horovod.common.store import Store
+
+WORD = 8  # bytes of one word of `agree`
+MAX_WORDS = 512  # the most words one call of `agree` takes
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a transport is built from: who we are in the group and where to meet the others."""
+
+    rank: int
+    size: int
+    global_ranks: tuple[int, ...]  # group rank -> world rank, for messages to people
+    store: Store  # already prefixed: no other group or generation uses these keys
+    config: Config
+
+    def describe(self, rank: int) -> str:
+        return f"rank {self.global_ranks[rank]}"
+
+
+class Transport(ABC):
+    """Collectives among the ranks of one group.
+
+    Failures raise `HorovodInternalError` (`PeerLostError` when a rank is gone, naming it). After
+    a failure the transport is broken for good: every later call raises too, and only `close` is
+    left to do.
+    """
+
+    name: ClassVar[str]  # for people, and the timeline's phases: "SHM", "GLOO", "NCCL", "MPI", ...
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.rank = group.rank
+        self.size = group.size
+
+    # -- agreement -------------------------------------------------------------------------
+
+    def agree(self, words: bytes, preload: torch.Tensor | None = None) -> int:
+        """How many leading 8-byte words are the same on all ranks.
+
+        At most MAX_WORDS words; ranks may bring different numbers of them. `preload` is the
+        tensor that the caller will hand to the very next `allreduce` in case *all* words agree
+        on all ranks (and all brought equally many): a transport may send its content along.
+        Passing it is a hint, and never an obligation to make that call.
+        """
+        return agree_by_minimum(self, words)
+
+    # -- data ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Reduce `tensor` over all ranks, in place. SUM, MIN, MAX or PRODUCT.
+
+        Bitwise the same result on every rank. fp16 and bf16 accumulate in fp32 where the
+        transport does the arithmetic itself. bool: SUM and MAX are "or", PRODUCT and MIN "and".
+        """
+
+    @abstractmethod
+    def reduce_scatter(
+        self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
+    ) -> None:
+        """Reduce `source`, made of `size` slices of `counts` elements; `output` gets ours.
+
+        `source` may be overwritten.
+        """
+
+    @abstractmethod
+    def allgather(
+        self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]
+    ) -> None:
+        """Concatenate every rank's `source` of `counts[rank]` elements into `output`."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Copy the root's `tensor` into everybody's, in place."""
+
+    @abstractmethod
+    def alltoall(
+        self,
+        source: torch.Tensor,
+        output: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+    ) -> None:
+        """Send slice i of `source` to rank i; `output` is what the ranks sent us, in rank order."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+
+    # -- life ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Make this and all later calls fail, here and on the other ranks. Any thread may call.
+
+        Returns at once; a call blocked in another thread raises soon after.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Not collective; safe to call twice and after a failure."""
+
+    def after_fork_in_child(self) -> None:
+        """Drop descriptors that a forked child inherited; it never uses the transport."""
+
+
+def agree_by_minimum(transport: Transport, words: bytes) -> int:
+    """`Transport.agree` by one MIN-allreduce of every word and its complement.
+
+    A word is common where min(w) == ~min(~w), i.e. minimum and maximum coincide. Cost grows with
+    the logarithm of the number of ranks, unlike gathering all headers at one of them.
+    """
+    count = len(words) // WORD
+    probe = torch.zeros(2 * (MAX_WORDS + 1), dtype=torch.int64)
+    mine = probe[: MAX_WORDS + 1]
+    mine[0] = count
+    if count:
+        mine[1 : 1 + count] = torch.frombuffer(bytearray(words), dtype=torch.int64)
+    torch.bitwise_not(mine, out=probe[MAX_WORDS + 1 :])
+    transport.allreduce(probe, ReduceOp.MIN)
+    lowest, highest = probe[: MAX_WORDS + 1], ~probe[MAX_WORDS + 1 :]
+    common = int(lowest[0])  # the fewest words any rank brought
+    different = (lowest[1 : 1 + common] != highest[1 : 1 + common]).nonzero()
+    return int(different[0]) if len(different) else common

@@ -1,0 +1,95 @@
+"""How the ranks of a group tell each other why it broke.
+
+A rank whose connections break knows that something went wrong, but not what: the peer at the other
+end may have died, or may have closed its end because yet another rank died. So whoever fails
+posts the reason in the group's store before it closes its connections, and whoever sees a
+connection break looks there first. The store may be gone as well (rank 0 often serves it), so
+nothing here waits for it long. Called by the Gloo, MPI and hierarchical transports.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from horovod.common.exceptions import HorovodInternalError, PeerLostError
+from horovod.transport.base import Group
+
+T = TypeVar("T")
+
+_PATIENCE = 2.0  # seconds that a store may take to answer before it counts as gone
+_KEY = "failure"
+
+
+def again(failure: HorovodInternalError) -> HorovodInternalError:
+    """A fresh exception equal to `failure`: one that was raised before carries its traceback."""
+    if isinstance(failure, PeerLostError):
+        return PeerLostError(str(failure), failure.ranks)
+    return type(failure)(*failure.args)
+
+
+class FailureBoard:
+    """The first failure of the group, kept in its store."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.unreachable = False  # the store did not answer: its host may be what we lost
+
+    def post(self, failure: HorovodInternalError) -> None:
+        """Leave the reason for the others, unless there is one already."""
+        lost = list(failure.ranks) if isinstance(failure, PeerLostError) else []
+        record = {"rank": self._group.rank, "reason": str(failure), "lost": lost}
+
+        def put() -> None:
+            if self._group.store.try_get(_KEY) is None:
+                self._group.store.set(_KEY, json.dumps(record).encode())
+
+        self._ask(put)
+
+    def look(self) -> HorovodInternalError | None:
+        """What another rank posted, as the error to raise here."""
+        found = self._ask(lambda: self._group.store.try_get(_KEY))
+        if found is None:
+            return None
+        record = json.loads(found)
+        if record["lost"]:
+            return PeerLostError(record["reason"], record["lost"])
+        if record["rank"] == self._group.rank:
+            return HorovodInternalError(record["reason"])
+        who = self._group.describe(record["rank"])
+        return HorovodInternalError(f"{who} ended the communication: {record['reason']}")
+
+    def say_goodbye(self) -> None:
+        """Leave word that this rank closes its connections on purpose."""
+        self._ask(lambda: self._group.store.set(f"closed/{self._group.rank}", b""))
+
+    def said_goodbye(self, rank: int) -> bool:
+        return self._ask(lambda: self._group.store.try_get(f"closed/{rank}")) is not None
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """The store's answer; None when it has none or takes too long.
+
+        On a thread of its own: the calling thread's connection may be in the middle of another
+        request (we can be called from anywhere), and a silent server must not hold us up.
+        """
+        if self.unreachable:
+            return None
+        answers: list[T] = []
+
+        def run() -> None:
+            try:
+                answers.append(question())
+            except Exception:  # any kind of store, any kind of failure: it cannot tell us
+                self.unreachable = True
+
+        thread = threading.Thread(target=run, name="hvd-failure-board", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is shutting down
+            return None
+        thread.join(_PATIENCE)
+        if thread.is_alive():
+            self.unreachable = True
+        return answers[0] if answers else None

@@ -1,0 +1,181 @@
+"""Handing memory, doorbells and process handles between the ranks of one host.
+
+Every rank creates an anonymous memory file and an eventfd, opens a pidfd of itself, and passes
+the three to rank 0 of the group, which hands everybody everything. Descriptors travel over an
+abstract Unix socket: no name in the file system, so nothing is left after a crash, nothing for
+another user to open, and the size of /dev/shm does not matter. Both ends check that the other
+one is the same user and knows the token that the job's store gave out.
+
+If any rank cannot take part (another host, another namespace, a system without memfd), all ranks
+raise `SharedMemoryUnavailable` with the reason. Called by the shared-memory transport.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+
+from horovod.transport.base import Group
+
+_DESCRIPTORS = 3  # of one rank: memory, doorbell, process
+_PER_MESSAGE = 80  # ranks in one message: the kernel takes at most 253 descriptors
+_ANNOUNCE_LIMIT = 4096
+
+
+class SharedMemoryUnavailable(Exception):
+    """The ranks of this group cannot share memory; says why. Raised on all of them alike."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank's memory, doorbell (eventfd), process handle (pidfd) and pid as we see them."""
+
+    memory: mmap.mmap
+    doorbell: int
+    process: int
+    pid: int
+
+    def close(self) -> None:
+        os.close(self.doorbell)
+        os.close(self.process)
+
+
+def share(group: Group, nbytes: int, timeout: float) -> list[Member]:
+    """Create this rank's segment of `nbytes` and return every rank's, in rank order."""
+    verdict, members = b"", None
+    try:
+        members = _exchange(group, nbytes, timeout)
+    except (OSError, TimeoutError, AttributeError, ValueError) as error:
+        verdict = f"{group.describe(group.rank)}: {error or type(error).__name__}".encode()
+    group.store.set(f"shm/verdict/{group.rank}", verdict)
+    verdicts = [group.store.get(f"shm/verdict/{rank}", timeout) for rank in range(group.size)]
+    complaint = next((text for text in verdicts if text), None)
+    if complaint is not None or members is None:
+        for member in members or ():
+            member.close()
+        raise SharedMemoryUnavailable((complaint or verdict).decode())
+    return members
+
+
+def _exchange(group: Group, nbytes: int, timeout: float) -> list[Member]:
+    if sys.platform != "linux":
+        raise OSError(f"shared memory needs Linux, this is {sys.platform}")
+    with contextlib.ExitStack() as stack:
+        memory = os.memfd_create("horovod", os.MFD_CLOEXEC)
+        stack.callback(os.close, memory)
+        os.ftruncate(memory, nbytes)
+        doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        stack.callback(os.close, doorbell)
+        process = os.pidfd_open(os.getpid())
+        stack.callback(os.close, process)
+        mine = (memory, doorbell, process)
+        if group.rank == 0:
+            everyone, pids = _host(group, mine, timeout, stack)
+        else:
+            everyone, pids = _visit(group, mine, timeout, stack)
+        members = []
+        for (memory, doorbell, process), pid in zip(everyone, pids, strict=True):
+            size = os.fstat(memory).st_size
+            if size != nbytes:
+                raise ValueError(f"a segment of {size} bytes arrived where {nbytes} were due")
+            members.append(
+                Member(mmap.mmap(memory, nbytes), os.dup(doorbell), os.dup(process), pid)
+            )
+        return members
+
+
+def _host(
+    group: Group, mine: tuple[int, ...], timeout: float, stack: contextlib.ExitStack
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Rank 0: collect everybody's descriptors, then hand all of them to everybody."""
+    name, token = f"\0horovod-{secrets.token_hex(16)}", secrets.token_hex(16)
+    everyone: list[tuple[int, ...]] = [mine] + [()] * (group.size - 1)
+    pids = [os.getpid()] + [0] * (group.size - 1)
+    guests: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.settimeout(timeout)
+        listener.bind(name)
+        listener.listen(group.size)
+        invitation = {"name": name[1:], "token": token, "pid": os.getpid()}
+        group.store.set("shm/host", json.dumps(invitation).encode())
+        while len(guests) < group.size - 1:
+            if any(group.store.try_get(f"shm/verdict/{r}") for r in range(1, group.size)):
+                raise OSError("another rank could not connect")
+            listener.settimeout(min(timeout, 0.5))
+            try:
+                guest, _ = listener.accept()
+            except TimeoutError:
+                timeout -= 0.5
+                if timeout <= 0:
+                    missing = [r for r in range(1, group.size) if r not in guests]
+                    raise TimeoutError(f"ranks {missing} did not come") from None
+                continue
+            stack.callback(guest.close)
+            guest.settimeout(max(timeout, 0.5))
+            pid = _check_user(guest)
+            text, fds = _receive(guest, _DESCRIPTORS, stack)
+            announcement = json.loads(text)
+            if not secrets.compare_digest(str(announcement["token"]), token):
+                continue
+            rank = int(announcement["rank"])
+            everyone[rank], pids[rank], guests[rank] = tuple(fds), pid, guest
+    for guest in guests.values():
+        for start in range(0, group.size, _PER_MESSAGE):
+            part = everyone[start : start + _PER_MESSAGE]
+            text = json.dumps(pids[start : start + _PER_MESSAGE]).encode()
+            socket.send_fds(guest, [text], [fd for fds in part for fd in fds])
+    return everyone, pids
+
+
+def _visit(
+    group: Group, mine: tuple[int, ...], timeout: float, stack: contextlib.ExitStack
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Other ranks: bring ours to rank 0 and take everybody's home."""
+    invitation = json.loads(group.store.get("shm/host", timeout))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as home:
+        home.settimeout(timeout)
+        home.connect("\0" + invitation["name"])
+        _check_user(home)
+        announcement = {"rank": group.rank, "token": invitation["token"]}
+        socket.send_fds(home, [json.dumps(announcement).encode()], list(mine))
+        everyone: list[tuple[int, ...]] = []
+        pids: list[int] = []
+        while len(everyone) < group.size:
+            part = min(_PER_MESSAGE, group.size - len(everyone))
+            text, fds = _receive(home, part * _DESCRIPTORS, stack)
+            pids += json.loads(text)
+            everyone += [tuple(fds[i : i + 3]) for i in range(0, len(fds), _DESCRIPTORS)]
+    return everyone, pids
+
+
+def _receive(
+    channel: socket.socket, count: int, stack: contextlib.ExitStack
+) -> tuple[bytes, list[int]]:
+    space = socket.CMSG_SPACE(count * array.array("i").itemsize)
+    text, ancillary, _, _ = channel.recvmsg(_ANNOUNCE_LIMIT, space, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    for fd in fds:
+        stack.callback(os.close, fd)
+    if not text or len(fds) != count:
+        raise OSError(f"{len(fds)} of {count} descriptors arrived")
+    return text, list(fds)
+
+
+def _check_user(channel: socket.socket) -> int:
+    """The other end's pid; refuses another user's process."""
+    data = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", data)
+    if uid != os.getuid():
+        raise PermissionError(f"process {pid} of user {uid} wanted to join")
+    return int(pid)

@@ -1,0 +1,632 @@
+"""Collectives among the ranks of one host through shared memory.
+
+Each rank owns a segment (see `segments`) that all others map: a control page, two exchange slots
+and two staging areas. Ranks advance in *steps*: a rank publishes by writing its step number into
+its control page and waits until the others' numbers have reached its own. A waiter spins for some
+tens of microseconds and then blocks on its doorbell together with the process handles of the others,
+so a dead peer wakes it at once; a publisher rings only the doorbells of ranks that sleep.
+
+Three ways to move data, by size:
+
+- up to INLINE bytes travel in the exchange slot itself: one step, every rank reads all slots. Two
+  slots alternate, so no second step is needed before the next exchange: whoever writes slot k+2
+  has seen everybody publish k+1, that is, finish reading k.
+- larger tensors are read from and written to the peers' own memory with one copy (`peer_memory`):
+  for allreduce each rank reads its slice of everybody's tensor block by block, reduces it while it
+  is in cache, and pushes the result into everybody's tensor. Two steps in all.
+- where the kernel forbids that, they are staged chunk by chunk through the staging areas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import select
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from horovod.common.exceptions import HorovodInternalError, PeerLostError
+from horovod.common.reduce_op import ReduceOp
+from horovod.transport.arithmetic import COMBINE, needs_wide, reduce_into
+from horovod.transport.base import MAX_WORDS, WORD, Group, Transport
+from horovod.transport.peer_memory import PeerMemory, allow_peers
+from horovod.transport.segments import Member, share
+
+INLINE = 32 * 1024  # bytes of payload in an exchange slot
+BLOCK = 512 * 1024  # bytes reduced at a time: stays in the second-level cache
+STAGE = 2 * 1024 * 1024  # bytes of one staging area
+
+# Control page: words, a cache line apart where different ranks write at different times.
+_STEP, _SLEEPING, _STATE = 0, 8, 16
+_REASON_AT, _REASON_LIMIT = 1024, 3000
+_RUNNING, _CLOSED, _ABORTED = 0, 1, 2
+
+# Exchange slot: [pointer][nbytes][number of word bytes][words][payload]
+_CONTROL = 4096
+_HEADER = 3 * WORD
+_WORDS_AT = _HEADER
+_PAYLOAD_AT = 8192
+_SLOT = _PAYLOAD_AT + INLINE
+_STAGES_AT = _CONTROL + 2 * _SLOT
+_SEGMENT = _STAGES_AT + 2 * STAGE
+assert _WORDS_AT + WORD * MAX_WORDS <= _PAYLOAD_AT
+
+_SPIN_ROUNDS = 600  # about 50 microseconds
+_SAFETY_WAKE_MS = 500  # a sleeper looks again this often even if nobody rings
+_LEAVE_SECONDS = 0.3  # how long a failing rank waits for the others to keep off its memory
+
+# Stores become visible in order on x86. Elsewhere a lock's atomics order them.
+_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64", "i686")
+_fence_lock = threading.Lock()
+
+
+def _fence() -> None:
+    """A full memory barrier: taking a lock is the only one Python has."""
+    _fence_lock.acquire()
+    _fence_lock.release()
+
+
+class _Exposed(NamedTuple):
+    """What the ranks showed each other in one exchange."""
+
+    slot: int  # offset of the slot in every segment
+    pointers: list[int]
+    sizes: list[int]
+
+
+class SharedMemoryTransport(Transport):
+    """The transport of ranks on one host. Raises `SharedMemoryUnavailable` when it cannot be."""
+
+    name = "SHM"
+
+    def __init__(self, group: Group, peer_memory: bool = True) -> None:
+        super().__init__(group)
+        self._members: list[Member] = share(group, _SEGMENT, group.config.start_timeout)
+        memories = [member.memory for member in self._members]
+        self._memories = memories
+        self._control = [memoryview(memory)[:_CONTROL].cast("Q") for memory in memories]
+        self._mine = self._control[self.rank]
+        self._addresses = [
+            ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories
+        ]
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        self._other_control = [self._control[rank] for rank in self._others]
+        self._doorbells = [self._members[rank].doorbell for rank in self._others]
+        self._poll = select.poll()
+        self._poll.register(self._members[self.rank].doorbell, select.POLLIN)
+        self._process_of = {self._members[rank].process: rank for rank in self._others}
+        for process in self._process_of:
+            self._poll.register(process, select.POLLIN)
+        self._spin_rounds = _SPIN_ROUNDS if self.size <= (os.cpu_count() or 1) else 1
+        self._step = 0
+        self._exchanges = 0
+        self._exposed_at = 0
+        self._slot = 0
+        self._preloaded: torch.Tensor | None = None
+        self._views: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
+        self._failure: HorovodInternalError | None = None
+        self._closed = False
+        self._peers: list[PeerMemory | None] = [None] * self.size
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self.peer_memory = self._try_peer_memory(wanted=peer_memory)
+
+    # -- steps -----------------------------------------------------------------------------
+
+    def _publish(self) -> int:
+        self._step = step = self._step + 1
+        if not _ORDERED_STORES:
+            _fence()
+        self._mine[_STEP] = step
+        _fence()  # our step must be visible before we look whether anybody sleeps
+        for control, doorbell in zip(self._other_control, self._doorbells, strict=True):
+            if control[_SLEEPING]:
+                os.eventfd_write(doorbell, 1)
+        return step
+
+    def _await(self, step: int) -> None:
+        """Wait until every rank has published `step`."""
+        for control in self._other_control:
+            rounds = self._spin_rounds
+            while control[_STEP] < step:
+                rounds -= 1
+                if rounds <= 0:
+                    self._sleep_until(step)
+                    break
+        if not _ORDERED_STORES:
+            _fence()
+
+    def _sleep_until(self, step: int) -> None:
+        self._mine[_SLEEPING] = 1
+        try:
+            while True:
+                _fence()  # our flag must be visible before we look at the steps
+                behind = [r for r in self._others if self._control[r][_STEP] < step]
+                if not behind:
+                    return
+                self._check_states(behind)
+                for descriptor, _ in self._poll.poll(_SAFETY_WAKE_MS):
+                    rank = self._process_of.get(descriptor)
+                    if rank is None:
+                        with contextlib.suppress(BlockingIOError):
+                            os.eventfd_read(descriptor)
+                    elif self._control[rank][_STEP] < step:
+                        raise self._lost(rank)
+        finally:
+            self._mine[_SLEEPING] = 0
+
+    def _step_together(self) -> None:
+        self._await(self._publish())
+
+    def _check_states(self, behind: Sequence[int]) -> None:
+        """Raise if a rank has aborted, or one that we wait for has left."""
+        for rank in range(self.size):
+            state = self._control[rank][_STATE]
+            if state == _ABORTED:
+                raise HorovodInternalError(self._reason_of(rank))
+            if state == _CLOSED and rank in behind:
+                who = self.group.describe(rank)
+                raise PeerLostError(f"{who} has shut down Horovod", [rank])
+
+    def _lost(self, rank: int) -> PeerLostError:
+        pid = self._members[rank].pid
+        return PeerLostError(
+            f"{self.group.describe(rank)} (pid {pid} on this host) has died", [rank]
+        )
+
+    def _reason_of(self, rank: int) -> str:
+        memory = self._memories[rank]
+        (length,) = struct.unpack_from("Q", memory, _REASON_AT)
+        start = _REASON_AT + WORD
+        return bytes(memory[start : start + length]).decode(errors="replace")
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Run one collective; a failure breaks the transport for everybody."""
+        self._check_usable()
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+
+    def _fail(self, error: BaseException, touched: torch.Tensor | None = None) -> None:
+        """Tell everybody that this rank failed with `error`, and raise what the caller gets.
+
+        `touched` is memory that peers may be writing to. Before control goes back to the caller
+        all of them must have left the collective; if one cannot say so (it is stopped), the
+        memory is kept from being reused for the rest of the process's life.
+        """
+        self._failure = failure = self._as_failure(error)
+        self._set_state(_ABORTED, str(failure))
+        if touched is not None and touched.nbytes > INLINE:
+            # A peer writes only after it saw everybody expose, and we are waiting for somebody.
+            passed = all(control[_STEP] >= self._exposed_at for control in self._other_control)
+            if passed and not self._others_left():
+                _kept_alive.append(touched)
+        if failure is not error and isinstance(error, Exception):
+            raise failure from error
+
+    def _as_failure(self, error: BaseException) -> HorovodInternalError:
+        if isinstance(error, HorovodInternalError):
+            return error
+        if isinstance(error, OSError):
+            # A peer's memory vanished under us. The process handle follows its memory in death.
+            handles = list(self._process_of)
+            for process in select.select(handles, [], [], _LEAVE_SECONDS)[0]:
+                return self._lost(self._process_of[process])
+            try:
+                self._check_states(self._others)
+            except HorovodInternalError as reason:
+                return reason
+        me = self.group.describe(self.rank)
+        return HorovodInternalError(f"{me} failed in a collective: {type(error).__name__}: {error}")
+
+    def _is_dead(self, rank: int) -> bool:
+        return bool(select.select([self._members[rank].process], [], [], 0)[0])
+
+    def _others_left(self) -> bool:
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        waiting = list(self._others)
+        while True:
+            waiting = [
+                rank
+                for rank in waiting
+                if self._control[rank][_STATE] == _RUNNING and not self._is_dead(rank)
+            ]
+            if not waiting or time.monotonic() > deadline:
+                return not waiting
+            time.sleep(0.001)
+
+    # -- exchange --------------------------------------------------------------------------
+
+    def _expose(self, source: torch.Tensor | None, words: bytes = b"") -> int:
+        """Show `words` and a tensor to all ranks; returns the slot once everybody has done so."""
+        self._exchanges += 1
+        slot = _CONTROL + (self._exchanges & 1) * _SLOT
+        pointer = nbytes = 0
+        if source is not None:
+            pointer, nbytes = source.data_ptr(), source.nbytes
+            if 0 < nbytes <= INLINE:
+                ctypes.memmove(self._addresses[self.rank] + slot + _PAYLOAD_AT, pointer, nbytes)
+        header = struct.pack("3Q", pointer, nbytes, len(words))
+        self._memories[self.rank][slot : slot + _HEADER + len(words)] = header + words
+        self._exposed_at = step = self._publish()
+        self._await(step)
+        return slot
+
+    def _exposed(self, slot: int) -> _Exposed:
+        pointers, sizes = [], []
+        for memory in self._memories:
+            pointer, nbytes = struct.unpack_from("2Q", memory, slot)
+            pointers.append(pointer)
+            sizes.append(nbytes)
+        return _Exposed(slot, pointers, sizes)
+
+    def agree(self, words: bytes, preload: torch.Tensor | None = None) -> int:
+        self._check_usable()
+        try:
+            self._preloaded = None
+            self._slot = slot = self._expose(preload, words)
+            start, stop = slot + 2 * WORD, slot + _HEADER + len(words)
+            memories = self._memories
+            mine = memories[self.rank][start:stop]
+            for rank in self._others:
+                if memories[rank][start:stop] != mine:
+                    return self._common_words(slot)
+            self._preloaded = preload
+            return len(words) // WORD
+        except BaseException as error:
+            self._fail(error, preload)
+            raise
+
+    def _common_words(self, slot: int) -> int:
+        everyone = []
+        for memory in self._memories:
+            (length,) = struct.unpack_from("Q", memory, slot + 2 * WORD)
+            start = slot + _WORDS_AT
+            everyone.append(bytes(memory[start : start + length]))
+        common = min(len(words) for words in everyone) // WORD
+        for index in range(common):
+            at = slice(index * WORD, (index + 1) * WORD)
+            if any(words[at] != everyone[0][at] for words in everyone):
+                return index
+        return common
+
+    def _inline_views(self, slot: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        key = (slot, dtype, count)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= 256:
+                self._views.clear()
+            offset = slot + _PAYLOAD_AT
+            views = self._views[key] = [
+                torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+                for memory in self._memories
+            ]
+        return views
+
+    # -- reductions ------------------------------------------------------------------------
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        self._check_usable()
+        try:
+            slot = self._slot if self._preloaded is tensor else self._expose(tensor)
+            self._preloaded = None
+            nbytes = tensor.nbytes
+            if nbytes == 0:
+                return
+            if nbytes <= INLINE:
+                reduce_into(tensor, self._inline_views(slot, tensor.dtype, tensor.numel()), op)
+            elif self.peer_memory:
+                self._allreduce_pushing(tensor, op, self._exposed(slot).pointers)
+            else:
+                self._allreduce_staged(tensor, op)
+        except BaseException as error:
+            self._fail(error, tensor)
+            raise
+
+    def _allreduce_pushing(
+        self, tensor: torch.Tensor, op: ReduceOp, pointers: Sequence[int]
+    ) -> None:
+        lo, hi = _slice_of(tensor, self.rank, self.size)
+        width = tensor.element_size()
+        base = tensor.data_ptr()
+        for start, count in _blocks(lo, hi, BLOCK // width):
+            at, nbytes = start * width, count * width
+            own = tensor[start : start + count]
+            self._reduce_block(own, own, op, pointers, at, nbytes)
+            if any(control[_STATE] for control in self._other_control):
+                self._check_states(())
+            for rank in self._others:
+                self._peer(rank).write(base + at, pointers[rank] + at, nbytes)
+        self._step_together()
+
+    def _reduce_block(
+        self,
+        own: torch.Tensor,
+        output: torch.Tensor,
+        op: ReduceOp,
+        pointers: Sequence[int],
+        at: int,
+        nbytes: int,
+    ) -> None:
+        """output = everybody's block at byte offset `at`; `own` is this rank's."""
+        combine, count, dtype = COMBINE[op], own.numel(), own.dtype
+        wide = needs_wide(dtype, op, self.size)
+        total: torch.Tensor | None = None
+        for rank in range(self.size):
+            if rank == self.rank:
+                operand = own
+            else:
+                first = total is None
+                operand = self._scratch_for(dtype, 0 if first else 1)[:count]
+                self._peer(rank).read(operand.data_ptr(), pointers[rank] + at, nbytes)
+            if total is None:
+                total = operand.float() if wide else operand
+            elif wide:
+                combine(total, operand, out=total)
+            else:
+                # Partial sums stay in scratch until our own block has been used.
+                target = output if rank >= self.rank else total
+                combine(total, operand, out=target)
+                total = target
+        assert total is not None
+        if total is not output:
+            output.copy_(total)
+
+    def reduce_scatter(
+        self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
+    ) -> None:
+        with self._guard():
+            slot = self._expose(source)
+            self._preloaded = None
+            lo = sum(counts[: self.rank])
+            hi = lo + counts[self.rank]
+            if source.nbytes <= INLINE:
+                if hi > lo:
+                    views = self._inline_views(slot, source.dtype, source.numel())
+                    reduce_into(output, [view[lo:hi] for view in views], op)
+            elif self.peer_memory:
+                pointers = self._exposed(slot).pointers
+                width = source.element_size()
+                for start, count in _blocks(lo, hi, BLOCK // width):
+                    own = source[start : start + count]
+                    target = output[start - lo : start - lo + count]
+                    self._reduce_block(own, target, op, pointers, start * width, count * width)
+                self._step_together()
+            else:
+                for area, start, count in self._staged_chunks(source.numel(), source.dtype):
+                    area[self.rank][:count].copy_(source[start : start + count])
+                    self._step_together()
+                    first, last = max(lo, start), min(hi, start + count)
+                    if first < last:
+                        parts = [view[first - start : last - start] for view in area]
+                        reduce_into(output[first - lo : last - lo], parts, op)
+                self._step_together()
+
+    def _allreduce_staged(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        for area, start, count in self._staged_chunks(tensor.numel(), tensor.dtype):
+            chunk = tensor[start : start + count]
+            area[self.rank][:count].copy_(chunk)
+            self._step_together()
+            lo, hi = _slice_of(chunk, self.rank, self.size)
+            if lo < hi:
+                # Nobody else reads our area at our own slice, so the result may go there.
+                reduce_into(area[self.rank][lo:hi], [view[lo:hi] for view in area], op)
+            self._step_together()
+            for rank, view in enumerate(area):
+                lo, hi = _slice_of(chunk, rank, self.size)
+                chunk[lo:hi].copy_(view[lo:hi])
+        self._step_together()
+
+    def _staged_chunks(
+        self, count: int, dtype: torch.dtype
+    ) -> Iterator[tuple[list[torch.Tensor], int, int]]:
+        """The staging areas of all ranks, alternating, with the piece of the tensor they are for."""
+        room = STAGE // dtype.itemsize
+        areas = [
+            [
+                torch.frombuffer(
+                    memory, dtype=dtype, count=room, offset=_STAGES_AT + half * STAGE
+                )
+                for memory in self._memories
+            ]
+            for half in (0, 1)
+        ]
+        for index, start in enumerate(range(0, count, room)):
+            yield areas[index & 1], start, min(room, count - start)
+
+    # -- moving ----------------------------------------------------------------------------
+
+    def allgather(
+        self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]
+    ) -> None:
+        with self._guard():
+            slot = self._expose(source)
+            width, at = source.element_size(), output.data_ptr()
+            reads = []
+            for rank, count in enumerate(counts):
+                reads.append((rank, 0, at, count * width))
+                at += count * width
+            self._pull(slot, source, reads)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        with self._guard():
+            source = tensor if self.rank == root else tensor[:0]
+            slot = self._expose(source)
+            reads = []
+            if self.rank != root:
+                reads.append((root, 0, tensor.data_ptr(), tensor.nbytes))
+            self._pull(slot, source, reads)
+
+    def alltoall(
+        self,
+        source: torch.Tensor,
+        output: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+    ) -> None:
+        with self._guard():
+            width, offsets, total = source.element_size(), [], 0
+            for count in send_counts:
+                offsets.append(total * width)
+                total += count
+            slot = self._expose(source, struct.pack(f"{self.size}Q", *offsets))
+            mine = slot + _WORDS_AT + self.rank * WORD  # where a rank's words say our slice is
+            reads, at = [], output.data_ptr()
+            for rank, count in enumerate(receive_counts):
+                (offset,) = struct.unpack_from("Q", self._memories[rank], mine)
+                reads.append((rank, offset, at, count * width))
+                at += count * width
+            self._pull(slot, source, reads)
+
+    def _pull(
+        self, slot: int, source: torch.Tensor, reads: Sequence[tuple[int, int, int, int]]
+    ) -> None:
+        """Do all reads (rank, offset in its source, to address, bytes) of what was exposed."""
+        self._preloaded = None
+        exposed = self._exposed(slot)
+        largest = max(exposed.sizes)
+        if largest > INLINE and not self.peer_memory:
+            self._pull_staged(source, largest, reads)
+            return
+        for rank, offset, target, nbytes in reads:
+            if nbytes == 0:
+                continue
+            if rank == self.rank:
+                ctypes.memmove(target, source.data_ptr() + offset, nbytes)
+            elif exposed.sizes[rank] <= INLINE:
+                place = self._addresses[rank] + slot + _PAYLOAD_AT
+                ctypes.memmove(target, place + offset, nbytes)
+            else:
+                self._peer(rank).read(target, exposed.pointers[rank] + offset, nbytes)
+        if largest > INLINE:
+            self._step_together()
+
+    def _pull_staged(
+        self, source: torch.Tensor, largest: int, reads: Sequence[tuple[int, int, int, int]]
+    ) -> None:
+        for index, start in enumerate(range(0, largest, STAGE)):
+            stage = _STAGES_AT + (index & 1) * STAGE
+            nbytes = min(STAGE, source.nbytes - start)
+            if nbytes > 0:
+                mine = self._addresses[self.rank] + stage
+                ctypes.memmove(mine, source.data_ptr() + start, nbytes)
+            self._step_together()
+            for rank, offset, target, length in reads:
+                first = max(offset, start)
+                last = min(offset + length, start + STAGE)
+                if first < last:
+                    place = self._addresses[rank] + stage + first - start
+                    ctypes.memmove(target + first - offset, place, last - first)
+        self._step_together()
+
+    def barrier(self) -> None:
+        with self._guard():
+            self._preloaded = None
+            self._step_together()
+
+    # -- peers' memory ---------------------------------------------------------------------
+
+    def _peer(self, rank: int) -> PeerMemory:
+        peer = self._peers[rank]
+        if peer is None:
+            peer = self._peers[rank] = PeerMemory(self._members[rank].pid)
+        return peer
+
+    def _scratch_for(self, dtype: torch.dtype, index: int) -> torch.Tensor:
+        scratch = self._scratch.get(dtype)
+        if scratch is None:
+            scratch = torch.empty(2 * (BLOCK // dtype.itemsize), dtype=dtype)
+            self._scratch[dtype] = scratch
+        half = scratch.numel() // 2
+        return scratch[index * half : (index + 1) * half]
+
+    def _try_peer_memory(self, wanted: bool) -> bool:
+        """Whether every rank can read and write every other's memory, found by doing it."""
+        with self._guard():
+            allow_peers(self._members[rank].pid for rank in self._others)
+            # One word to be read (a secret of this process) and one that peers write into.
+            secret = int.from_bytes(os.urandom(7), "little")
+            probe = torch.tensor([secret] + [0] * self.size, dtype=torch.int64)
+            slot = self._expose(probe)  # small, so also inline: what a true read must show
+            works = wanted and os.environ.get("HOROVOD_SHM_PEER_MEMORY", "1") != "0"
+            shown = self._inline_views(slot, torch.int64, 1 + self.size)
+            pointers = self._exposed(slot).pointers
+            seen = torch.zeros(1, dtype=torch.int64)
+            try:
+                for rank in self._others if works else ():
+                    self._peer(rank).read(seen.data_ptr(), pointers[rank], WORD)
+                    if int(seen) != int(shown[rank][0]):
+                        raise OSError("read the memory of another process")
+                    self._peer(rank).write(
+                        seen.data_ptr(), pointers[rank] + (1 + self.rank) * WORD, WORD
+                    )
+            except OSError:
+                works = False
+            self._step_together()
+            for rank in self._others:
+                works = works and int(probe[1 + rank]) == secret
+            slot = self._expose(torch.tensor([int(works)]))
+            return all(int(view[0]) for view in self._inline_views(slot, torch.int64, 1))
+
+    # -- life ------------------------------------------------------------------------------
+
+    def _set_state(self, state: int, reason: str = "") -> None:
+        if self._mine[_STATE] != _RUNNING:
+            return
+        text = reason.encode()[:_REASON_LIMIT]
+        self._memories[self.rank][_REASON_AT : _REASON_AT + WORD + len(text)] = (
+            struct.pack("Q", len(text)) + text
+        )
+        _fence()
+        self._mine[_STATE] = state
+        _fence()
+        for member in self._members:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(member.doorbell, 1)
+
+    def abort(self, reason: str) -> None:
+        if not self._closed:
+            self._set_state(_ABORTED, reason)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._set_state(_CLOSED)
+        self._closed = True
+        self._failure = self._failure or HorovodInternalError("Horovod has been shut down")
+        for member in self._members:
+            member.close()
+
+    def after_fork_in_child(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for member in self._members:
+                member.close()
+
+
+_kept_alive: list[torch.Tensor] = []
+
+
+def _slice_of(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
+    """Rank's share of a flat tensor, cut at cache lines."""
+    count, line = tensor.numel(), max(1, 64 // tensor.element_size())
+    share = -(-count // (size * line)) * line
+    return min(count, rank * share), min(count, (rank + 1) * share)
+
+
+def _blocks(lo: int, hi: int, most: int) -> Iterator[tuple[int, int]]:
+    for start in range(lo, hi, most):
+        yield start, min(most, hi - start)

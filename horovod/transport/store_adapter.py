@@ -1,0 +1,56 @@
+"""Our store as a `torch.distributed.Store`, so that process groups meet over the authenticated one.
+
+torch's own TCPStore answers anybody who reaches its port. Called by the process-group transports.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed
+
+from horovod.common.store import Store
+
+
+class TorchStore(torch.distributed.Store):
+    """Keys and values of `store`; whoever waits gives up `timeout` seconds after the creation.
+
+    One deadline for all calls together: a process group that meets its peers makes many.
+    """
+
+    def __init__(self, store: Store, timeout: float) -> None:
+        super().__init__()
+        self._store = store
+        self._deadline = time.monotonic() + timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, _encode(value))
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key, self._left())
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._store.try_get(key) is not None for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        limit = self._left() if timeout is None else min(self._left(), timeout.total_seconds())
+        deadline = time.monotonic() + limit
+        for key in keys:
+            self._store.get(key, max(deadline - time.monotonic(), 0))
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete(key)
+
+    def num_keys(self) -> int:
+        return len(self._store.keys(""))
+
+    def _left(self) -> float:
+        return max(self._deadline - time.monotonic(), 0)
+
+
+def _encode(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

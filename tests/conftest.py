@@ -1,0 +1,33 @@
+"""Fixtures for the whole suite: pools of ranks that live as long as the test session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import RankPool
+
+
+def _pool(size: int) -> Iterator[RankPool]:
+    pool = RankPool(size)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def pool2() -> Iterator[RankPool]:
+    """Two ranks that have called `hvd.init()`."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def pool3() -> Iterator[RankPool]:
+    """Three ranks that have called `hvd.init()`."""
+    yield from _pool(3)
+
+
+@pytest.fixture(scope="session")
+def pool4() -> Iterator[RankPool]:
+    """Four ranks that have called `hvd.init()`."""
+    yield from _pool(4)

@@ -1,0 +1,376 @@
+"""The timeline's files: their events, that they are always loadable, and how they merge."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from horovod.engine import timeline
+from horovod.engine.timeline import Timeline, load, merge, path_of_rank
+
+
+def read(path: str | Path) -> list[dict]:
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def one_allreduce(recorder: Timeline, name: str) -> None:
+    recorder.negotiate_start(name, "allreduce")
+    recorder.rank_ready(name, 0)
+    recorder.rank_ready(name, 1)
+    recorder.negotiate_end(name, "allreduce")
+    recorder.start(name, "allreduce")
+    with recorder.activity(name, "MEMCPY_IN_FUSION_BUFFER"):
+        pass
+    recorder.activity_start(name, "GLOO_ALLREDUCE")
+    recorder.activity_end(name)
+    recorder.end(name, "float32", (2, 3))
+
+
+def test_one_collective_has_upstreams_events(tmp_path):
+    recorder = Timeline(str(tmp_path / "t.json"), rank=0)
+    one_allreduce(recorder, "grad.0")
+    recorder.close()
+    events = read(tmp_path / "t.json")
+    start, sort, name, name_sort, *rest = events
+    assert (start["ph"], start["name"], start["pid"]) == ("M", "process_name", 0)
+    assert isinstance(start["args"]["start_time_since_epoch_in_micros"], int)
+    assert (sort["ph"], sort["name"], sort["pid"]) == ("M", "process_sort_index", 0)
+    assert name == {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "grad.0"}}
+    assert (name_sort["name"], name_sort["args"]) == ("process_sort_index", {"sort_index": 1})
+    assert [(event["ph"], event.get("name")) for event in rest] == [
+        ("B", "NEGOTIATE_ALLREDUCE"),
+        ("X", "0"),
+        ("X", "1"),
+        ("E", None),
+        ("B", "ALLREDUCE"),
+        ("B", "MEMCPY_IN_FUSION_BUFFER"),
+        ("E", None),
+        ("B", "GLOO_ALLREDUCE"),
+        ("E", None),
+        ("E", None),
+    ]
+    assert {event["pid"] for event in rest} == {1}
+    assert all(event["dur"] == 0 for event in rest if event["ph"] == "X")
+    assert rest[-1]["args"] == {"dtype": "float32", "shape": "[2, 3]"}
+    stamps = [event["ts"] for event in rest]
+    assert stamps == sorted(stamps)
+    assert all(isinstance(stamp, int) and stamp >= 0 for stamp in stamps)
+
+
+def test_each_tensor_is_a_process_of_its_own(tmp_path):
+    recorder = Timeline(str(tmp_path / "t.json"), rank=0)
+    for name in ("a", "b", "a"):
+        one_allreduce(recorder, name)
+    recorder.close()
+    named = [e for e in read(tmp_path / "t.json") if e.get("name") == "process_name" and e["pid"]]
+    assert [(event["pid"], event["args"]["name"]) for event in named] == [(1, "a"), (2, "b")]
+
+
+def test_an_activity_ends_when_it_fails(tmp_path):
+    recorder = Timeline(str(tmp_path / "t.json"), rank=0)
+    with pytest.raises(KeyError), recorder.activity("a", "QUEUE"):
+        raise KeyError
+    recorder.close()
+    assert [event["ph"] for event in read(tmp_path / "t.json")[4:]] == ["B", "E"]
+
+
+def test_an_end_without_result_and_a_torch_dtype(tmp_path):
+    torch = pytest.importorskip("torch")
+    recorder = Timeline(str(tmp_path / "t.json"), rank=0)
+    recorder.end("a")
+    recorder.end("a", torch.bfloat16, torch.Size([]))
+    recorder.close()
+    without, with_result = read(tmp_path / "t.json")[4:]
+    assert "args" not in without
+    assert with_result["args"] == {"dtype": "bfloat16", "shape": "[]"}
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_cycles_are_marked_only_when_asked_for(tmp_path, wanted):
+    recorder = Timeline(str(tmp_path / "t.json"), rank=0, mark_cycles=wanted)
+    recorder.mark_cycle()
+    recorder.close()
+    marks = [event for event in read(tmp_path / "t.json") if event["ph"] == "i"]
+    assert [(mark["name"], mark["s"]) for mark in marks] == [("CYCLE_START", "g")] * wanted
+
+
+@pytest.mark.parametrize(
+    ("path", "rank", "expected"),
+    [
+        ("/a.b/run.json", 0, "/a.b/run.json"),
+        ("/a.b/run.json", 12, "/a.b/run.rank12.json"),
+        ("/a.b/run", 1, "/a.b/run.rank1"),
+    ],
+)
+def test_the_file_of_a_rank(path, rank, expected):
+    assert path_of_rank(path, rank) == expected
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.text(max_size=300), min_size=1, max_size=40))
+def test_any_name_survives_and_the_file_is_complete_after_every_event(tmp_path_factory, names):
+    path = tmp_path_factory.mktemp("names") / "t.json"
+    recorder = Timeline(str(path), rank=0)
+    for count, name in enumerate(names, 1):
+        recorder.start(name, "broadcast")
+        events = read(path)
+        assert sum(event["ph"] == "B" for event in events) == count
+    recorder.close()
+    named = [e["args"]["name"] for e in events if e["name"] == "process_name" and e["pid"]]
+    assert named == list(dict.fromkeys(names))
+
+
+def test_a_name_longer_than_a_page(tmp_path):
+    recorder = Timeline(str(tmp_path / "t.json"), rank=0)
+    one_allreduce(recorder, "x" * 10_000)
+    recorder.close()
+    assert read(tmp_path / "t.json")[2]["args"]["name"] == "x" * 10_000
+
+
+def test_no_event_straddles_a_page(tmp_path):
+    recorder = Timeline(str(tmp_path / "t.json"), rank=0)
+    for index in range(300):
+        one_allreduce(recorder, f"tensor {index % 7}")
+    recorder.close()
+    data = (tmp_path / "t.json").read_bytes()
+    assert len(data) > 20 * timeline.PAGE
+    for cut in range(timeline.PAGE, len(data), timeline.PAGE):
+        (tmp_path / "cut.json").write_bytes(data[:cut])
+        assert load(str(tmp_path / "cut.json"))
+
+
+def test_threads_do_not_tear_each_others_events(tmp_path):
+    recorder = Timeline(str(tmp_path / "t.json"), rank=0, mark_cycles=True)
+
+    def record(index: int) -> None:
+        for _ in range(200):
+            one_allreduce(recorder, f"thread {index}")
+            recorder.mark_cycle()
+
+    threads = [threading.Thread(target=record, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recorder.close()
+    events = read(tmp_path / "t.json")
+    assert len(events) == 2 + 4 * 2 + 4 * 200 * 11
+    timed = [event["ts"] for event in events if "ts" in event]
+    assert timed == sorted(timed)
+
+
+def test_events_after_close_are_dropped(tmp_path):
+    recorder = Timeline(str(tmp_path / "t.json"), rank=0)
+    recorder.close()
+    before = (tmp_path / "t.json").read_bytes()
+    one_allreduce(recorder, "late")
+    recorder.close()
+    assert (tmp_path / "t.json").read_bytes() == before
+
+
+ENDLESS = """
+import sys
+from horovod.engine.timeline import Timeline
+recorder = Timeline(sys.argv[1], rank=0)
+for index in range(10**9):
+    with recorder.activity(f"tensor {index % 100}", "QUEUE"):
+        pass
+    if index == 500:
+        print("running", flush=True)
+"""
+
+
+def test_a_killed_rank_leaves_a_loadable_file(tmp_path):
+    path = tmp_path / "t.json"
+    for _ in range(3):
+        command = [sys.executable, "-c", ENDLESS, str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "running\n"
+            threading.Event().wait(random.uniform(0, 0.02))  # a different point each time
+            process.kill()
+        assert len(load(str(path))) > 1000
+
+
+# -- a failing disk --------------------------------------------------------------------------
+
+
+class Collector(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    """What the timeline warned of, however the loggers above it are set up."""
+    collector = Collector()
+    timeline.log.addHandler(collector)
+    yield collector.messages
+    timeline.log.removeHandler(collector)
+
+
+def test_a_missing_folder_is_reported_once_and_breaks_nothing(tmp_path, warnings):
+    recorder = Timeline(str(tmp_path / "absent" / "t.json"), rank=3)
+    one_allreduce(recorder, "a")
+    recorder.close()
+    (message,) = warnings
+    assert "t.rank3.json" in message
+    assert "No such file" in message
+
+
+def test_a_full_device_is_reported_once_and_breaks_nothing(warnings):
+    recorder = Timeline("/dev/full", rank=0)
+    one_allreduce(recorder, "a")
+    recorder.mark_cycle()
+    recorder.close()
+    (message,) = warnings
+    assert "No space left" in message
+
+
+def test_what_was_recorded_before_the_disk_filled_up_stays(tmp_path, warnings):
+    path = tmp_path / "t.json"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    recorder = Timeline(str(path), rank=0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        for _ in range(100):
+            one_allreduce(recorder, "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    one_allreduce(recorder, "a")
+    assert len(warnings) == 1
+    assert len(read(path)) > 50
+    assert os.path.getsize(path) <= 10_000
+
+
+# -- merging ---------------------------------------------------------------------------------
+
+
+def write_trace(path: Path, started: int, stamps: list[int], rank: int | None) -> str:
+    arguments: dict[str, int] = {"start_time_since_epoch_in_micros": started}
+    if rank is not None:
+        arguments["rank"] = rank
+    events: list[dict] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": arguments},
+        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "grad"}},
+        {"name": "process_sort_index", "ph": "M", "pid": 1, "args": {"sort_index": 1}},
+        {"ph": "i", "name": "CYCLE_START", "ts": 0, "s": "g"},
+    ]
+    events += [{"ph": "B", "name": "ALLREDUCE", "ts": stamp, "pid": 1} for stamp in stamps]
+    path.write_text(json.dumps(events))
+    return str(path)
+
+
+def test_merge_puts_ranks_on_one_clock_and_in_ranges_of_their_own(tmp_path):
+    late = write_trace(tmp_path / "a.json", 1_000_500, [10, 20], rank=1)
+    early = write_trace(tmp_path / "b.json", 1_000_000, [10], rank=0)
+    merge([late, early], str(tmp_path / "out.json"))
+    events = read(tmp_path / "out.json")
+    assert [(e["pid"], e["ts"]) for e in events if e["ph"] == "B"] == [(1, 10), (3, 510), (3, 520)]
+    assert [(e["pid"], e["ts"], e["s"]) for e in events if e["ph"] == "i"] == [
+        (0, 0, "p"),
+        (2, 500, "p"),
+    ]
+    assert {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"} == {
+        0: "rank 0",
+        1: "rank 0: grad",
+        2: "rank 1",
+        3: "rank 1: grad",
+    }
+    starts = [
+        e["args"][timeline.START_TIME] for e in events if timeline.START_TIME in e.get("args", {})
+    ]
+    assert starts == [1_000_000, 1_000_000]
+    orders = [
+        (e["pid"], e["args"]["sort_index"]) for e in events if e["name"] == "process_sort_index"
+    ]
+    assert orders == [(1, 1), (3, 3)]
+
+
+def test_merge_of_real_files_keeps_every_event(tmp_path):
+    base = str(tmp_path / "run.json")
+    for rank in range(3):
+        recorder = Timeline(base, rank, mark_cycles=True)
+        recorder.mark_cycle()
+        one_allreduce(recorder, "a")
+        recorder.close()
+    paths = [path_of_rank(base, rank) for rank in range(3)]
+    merge(paths, str(tmp_path / "all.json"))
+    merged = read(tmp_path / "all.json")
+    assert len(merged) == sum(len(read(path)) for path in paths)
+    for rank in range(3):
+        assert sum(e.get("args", {}).get("name") == f"rank {rank}: a" for e in merged) == 1
+
+
+def test_merge_takes_the_rank_from_the_name_or_the_position_in_older_files(tmp_path):
+    paths = [
+        write_trace(tmp_path / "run.json", 0, [1], rank=None),
+        write_trace(tmp_path / "run.rank7.json", 0, [1], rank=None),
+    ]
+    merge(paths, str(tmp_path / "out.json"))
+    names = {e["args"].get("name") for e in read(tmp_path / "out.json") if e["ph"] == "M"}
+    assert {"rank 0: grad", "rank 7: grad"} <= names
+
+
+def test_merge_refuses_what_makes_no_sense(tmp_path):
+    good = write_trace(tmp_path / "good.json", 0, [], rank=0)
+    twin = write_trace(tmp_path / "twin.json", 0, [], rank=0)
+    (tmp_path / "object.json").write_text('{"a": 1}')
+    (tmp_path / "foreign.json").write_text('[{"ph": "B", "ts": 1, "pid": 0}]')
+    (tmp_path / "text.json").write_text("hello")
+    out = str(tmp_path / "out.json")
+    for files, target, complaint in [
+        ([], out, "no timeline"),
+        ([good], good, "both an input and the output"),
+        ([good, twin], out, "both of rank 0"),
+        ([str(tmp_path / "object.json")], out, "not a timeline"),
+        ([str(tmp_path / "text.json")], out, "not a timeline"),
+        ([str(tmp_path / "foreign.json")], out, "not written by Horovod"),
+    ]:
+        with pytest.raises(ValueError, match=complaint):
+            merge(files, target)
+    assert not os.path.exists(out)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-W", "error", "-m", "horovod.engine.timeline", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_merge_command(tmp_path):
+    source = write_trace(tmp_path / "run.json", 5, [1], rank=0)
+    out = str(tmp_path / "out.json")
+    done = command("merge", out, source)
+    assert done.returncode == 0, done.stderr
+    assert "perfetto" in done.stdout
+    assert len(read(out)) == 5
+
+
+def test_the_merge_command_says_what_is_wrong(tmp_path):
+    done = command("merge", str(tmp_path / "out.json"), str(tmp_path / "absent.json"))
+    assert done.returncode == 1
+    assert "absent.json" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_commands_help_teaches_how_to_record_and_view():
+    for arguments in (["--help"], ["merge", "--help"]):
+        text = command(*arguments).stdout
+        assert "HOROVOD_TIMELINE" in text
+        assert "ui.perfetto.dev" in text

@@ -1,0 +1,101 @@
+"""The example that `make train` runs: it learns, resumes, and says when it fails."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from tests.ranks import clean_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _train(tmp_path: Path, *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    environ = clean_environment() | {"PYTHONPATH": str(ROOT)}
+    launcher = [sys.executable, "-m", "horovod.runner", "-np", str(ranks)] if ranks > 1 else []
+    return subprocess.run(
+        [
+            *launcher,
+            sys.executable,
+            str(ROOT / "examples" / "pytorch" / "digits.py"),
+            "--checkpoint",
+            str(tmp_path / "folder" / "model.pt"),
+            *options,
+        ],
+        env=environ,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def _final_accuracy(done: subprocess.CompletedProcess[str]) -> float:
+    found = re.findall(r"final test accuracy: ([\d.]+)%", done.stdout)
+    assert len(found) == 1, done.stdout + done.stderr  # rank 0 alone says it
+    return float(found[0]) / 100
+
+
+def test_two_processes_learn_the_digits(tmp_path: Path):
+    done = _train(tmp_path, "--target-accuracy", "0.95")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert _final_accuracy(done) >= 0.95
+    assert "epoch 1/" not in done.stderr  # no bar where nobody watches
+    assert os.listdir(tmp_path / "folder") == ["model.pt"]
+    assert torch.load(tmp_path / "folder" / "model.pt")["epoch"] == 12
+
+
+def test_training_resumes_with_another_number_of_processes(tmp_path: Path):
+    assert _train(tmp_path, "--epochs", "1").returncode == 0
+    done = _train(tmp_path, "--epochs", "2", "--resume", ranks=1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "from epoch 2" in done.stdout
+    assert "epoch  1:" not in done.stdout
+    assert "epoch  2:" in done.stdout
+
+
+def test_missing_the_target_fails_the_job(tmp_path: Path):
+    done = _train(tmp_path, "--epochs", "0", "--target-accuracy", "0.9")
+    assert done.returncode != 0
+    assert "below the target" in done.stderr
+
+
+@pytest.fixture
+def idx_folder(tmp_path: Path) -> Path:
+    """scikit-learn's digits in MNIST's format, half of the files gzipped."""
+    digits = load_digits()
+    images, labels = (digits.images * 15).astype(np.uint8), digits.target.astype(np.uint8)
+    folder = tmp_path / "idx"
+    folder.mkdir()
+    for prefix, part in (("train", slice(0, 1500)), ("t10k", slice(1500, None))):
+        for kind, data in (("images-idx3", images[part]), ("labels-idx1", labels[part])):
+            header = bytes([0, 0, 8, data.ndim]) + np.array(data.shape, ">u4").tobytes()
+            content = header + data.tobytes()
+            if prefix == "train":
+                (folder / f"{prefix}-{kind}-ubyte").write_bytes(content)
+            else:
+                (folder / f"{prefix}-{kind}-ubyte.gz").write_bytes(gzip.compress(content))
+    return folder
+
+
+def test_idx_files_are_read(tmp_path: Path, idx_folder: Path):
+    done = _train(tmp_path, "--data-dir", str(idx_folder), "--epochs", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "training on 1500 images" in done.stdout
+    assert _final_accuracy(done) > 0.8
+
+
+def test_a_folder_without_the_files_is_named(tmp_path: Path):
+    done = _train(tmp_path, "--data-dir", str(tmp_path))
+    assert done.returncode != 0
+    assert "has neither train-images-idx3-ubyte nor" in done.stderr

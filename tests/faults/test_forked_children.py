@@ -1,0 +1,84 @@
+"""Forked children, such as DataLoader workers, never touch the engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import horovod.torch as hvd
+from tests.faults import TRANSPORTS
+from tests.ranks import run_ranks
+
+
+def _total(value: float) -> float:
+    return hvd.allreduce(torch.tensor([value]), name="total", op=hvd.Sum).item()
+
+
+def _child_tries(rank: int, size: int) -> tuple[str, list[float]]:
+    hvd.init()
+    before = _total(1)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            _total(1)
+            message = "no error"
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+        os.write(writer, message.encode())
+        os._exit(0)
+    during = _total(2)
+    os.waitpid(child, 0)
+    message = os.read(reader, 4096).decode()
+    return message, [before, during, _total(3)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_forked_child_gets_a_clear_error_and_disturbs_nobody(transport: str):
+    for message, totals in run_ranks(_child_tries, 2, env=TRANSPORTS[transport]):
+        assert message.startswith("HorovodInternalError"), message
+        assert "fork" in message
+        assert totals == [2, 4, 6]
+
+
+def _child_leaves(rank: int, size: int, by: str) -> list[float]:
+    hvd.init()
+    totals = [_total(1)]
+    child = os.fork()
+    if child == 0:
+        if by == "shutdown":
+            hvd.shutdown()
+            os._exit(0)
+        sys.exit(0)  # through the exit handlers that the child inherited
+    try:
+        totals.append(_total(2))
+    finally:
+        _, status = os.waitpid(child, 0)
+    assert status == 0
+    return [*totals, _total(3)]
+
+
+@pytest.mark.parametrize("by", ["shutdown", "exit"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_child_that_ends_ends_only_itself(transport: str, by: str):
+    assert run_ranks(_child_leaves, 2, by, env=TRANSPORTS[transport]) == [[2, 4, 6]] * 2
+
+
+def _train_with_workers(rank: int, size: int) -> list[float]:
+    hvd.init()
+    data = TensorDataset(torch.arange(32.0))
+    totals = []
+    for _ in range(2):
+        for (batch,) in DataLoader(data, batch_size=8, num_workers=2):
+            totals.append(_total(batch.sum().item()))
+    return totals
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_data_loader_workers_live_beside_collectives(transport: str):
+    expected = [2.0 * sum(range(start, start + 8)) for start in (0, 8, 16, 24)] * 2
+    assert run_ranks(_train_with_workers, 2, env=TRANSPORTS[transport]) == [expected] * 2

@@ -1,0 +1,66 @@
+"""Shutting down and starting again, many times in one process, costs nothing that stays."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import pytest
+import torch
+
+import horovod.torch as hvd
+from tests.faults import TRANSPORTS
+from tests.ranks import run_ranks
+
+MEBIBYTE = 1 << 20
+
+
+def _holdings() -> dict[str, int]:
+    with open("/proc/self/maps") as maps:
+        mappings = sum(1 for line in maps if "memfd:" in line)
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "shared mappings": mappings,
+    }
+
+
+def _cycles(rank: int, size: int, number: int) -> tuple[dict[str, int], dict[str, int], float]:
+    settled: dict[str, int] = {}
+    memory = 0
+    for cycle in range(number):
+        hvd.init()
+        assert (hvd.rank(), hvd.size()) == (rank, size)
+        total = hvd.allreduce(torch.full((1000,), float(cycle)), name="a", op=hvd.Sum)
+        assert total[0].item() == cycle * size
+        gathered = hvd.allgather(torch.full((rank + 1,), rank), name="b")
+        assert len(gathered) == size * (size + 1) // 2
+        handles = [hvd.allreduce_async(torch.ones(10), name=f"c{i}") for i in range(5)]
+        assert all(hvd.synchronize(h)[0].item() == 1 for h in handles)
+        hvd.shutdown()
+        if cycle == number // 5:  # what is made once has been made
+            settled, memory = _holdings(), psutil.Process().memory_info().rss
+    grown = (psutil.Process().memory_info().rss - memory) / MEBIBYTE
+    return settled, _holdings(), grown
+
+
+@pytest.mark.parametrize(("transport", "number"), [("shm", 100), ("gloo", 20)])
+def test_cycles_of_init_and_shutdown(transport: str, number: int):
+    for settled, final, grown in run_ranks(
+        _cycles, 2, number, env=TRANSPORTS[transport], timeout=240
+    ):
+        assert final == settled
+        assert grown < 16, f"{grown:.0f} MiB more after {number} cycles"
+
+
+def _repeated(rank: int, size: int) -> list[bool]:
+    states = [hvd.is_initialized()]
+    for call in (hvd.init, hvd.init, hvd.shutdown, hvd.shutdown, hvd.init):
+        call()
+        states.append(hvd.is_initialized())
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+    return states
+
+
+def test_init_and_shutdown_may_be_repeated():
+    assert run_ranks(_repeated, 2) == [[False, True, True, False, False, True]] * 2
