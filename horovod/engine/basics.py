@@ -92,7 +92,10 @@ class HorovodBasics:
 
     def mpi_enabled(self) -> bool:
         """Whether MPI carries CPU tensors."""
-        return runtime.is_initialized() and runtime.config.cpu_operations == "mpi"
+        if not runtime.is_initialized():
+            return False
+        config = runtime.config
+        return (config.cpu_operations or config.controller) == "mpi"
 
     def mpi_threads_supported(self) -> bool:
         """Whether MPI may be called from several threads at once."""
@@ -115,7 +118,7 @@ class HorovodBasics:
         """NCCL's version as major * 10000 + minor * 100 + patch; 0 without NCCL."""
         if not (dist.is_available() and dist.is_nccl_available()):
             return 0
-        major, minor, patch = torch.cuda.nccl.version()[:3]
+        major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
         return int(major) * 10000 + int(minor) * 100 + int(patch)
 
     def ddl_built(self) -> bool:

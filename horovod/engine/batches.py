@@ -1,8 +1,8 @@
 """Tensor fusion: from agreed requests to batches that one collective each will do.
 
 Every rank computes the same batches from the same agreed requests. Allreduces that share dtype,
-device kind, operator and scale factors go into one buffer up to the fusion threshold; others in between
-do not end a batch, so mixed dtypes still fuse. Everything else is a batch of its own.
+device, operator and scale factors go into one buffer up to the fusion threshold; others in
+between do not end a batch, so mixed dtypes still fuse. Everything else is a batch of its own.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Batch:
 
 def plan(requests: Sequence[Request], threshold: int, fuse_groups: bool) -> list[Batch]:
     """The batches for `requests`, in the order they will run."""
+    if len(requests) == 1 and len(requests[0].tensors) <= 1:
+        return [_single(requests[0])]
     batches: list[Batch] = []
     open_batches: dict[tuple[object, ...], Batch] = {}
     for request in requests:
@@ -59,6 +61,13 @@ def plan(requests: Sequence[Request], threshold: int, fuse_groups: bool) -> list
                 batches.append(batch)
             batch.add(request, source, target)
     return batches
+
+
+def _single(request: Request) -> Batch:
+    batch = Batch(request)
+    if request.kind is Kind.ALLREDUCE and request.tensors:
+        batch.add(request, request.tensors[0], request.outputs[0])
+    return batch
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:

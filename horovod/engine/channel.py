@@ -21,10 +21,9 @@ from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.batches import Batch, plan
-from horovod.engine.executor import Executor
+from horovod.engine.executor import Executor, Trace
 from horovod.engine.request import Kind, Request
 from horovod.engine.settlement import Settlement, settle
-from horovod.engine.timeline import Timeline
 from horovod.transport.base import MAX_WORDS, Group
 
 _LONGEST_PAUSE = 0.02  # seconds between rounds that settled nothing
@@ -38,7 +37,7 @@ class Channel:
         set_id: int,
         group: Group,
         executor: Executor,
-        timeline: Callable[[], Timeline | None],
+        trace: Trace,
         change_process_sets: Callable[[Request], Any],
         background_core: int | None = None,
     ) -> None:
@@ -46,7 +45,7 @@ class Channel:
         self.group = group
         self.failure: HorovodInternalError | None = None
         self._executor = executor
-        self._timeline = timeline
+        self._trace = trace
         self._change_process_sets = change_process_sets
         self._background_core = background_core
         self._threshold = group.config.fusion_threshold
@@ -86,7 +85,7 @@ class Channel:
                 )
             self._in_flight[request.name] = request
             self._queue.append(request)
-        timeline = self._timeline()
+        timeline = self._trace.timeline
         if timeline is not None:
             timeline.negotiate_start(request.name, request.kind.value)
         if not self._pausing.is_set():
@@ -150,7 +149,7 @@ class Channel:
         pending = self._queue[:MAX_WORDS]
         if not pending:
             return
-        timeline = self._timeline()
+        timeline = self._trace.timeline
         if timeline is not None:
             timeline.mark_cycle()
         batches = plan(_before_join(pending), self._threshold, self._fuse_groups)
@@ -181,9 +180,7 @@ class Channel:
         if verdict.ready:
             ready = [r if r.channel is not None else self._adopt(r) for r in verdict.ready]
             self._run(ready, plan(ready, self._threshold, self._fuse_groups))
-        if verdict.ready or verdict.failed or verdict.completed:
-            self._pause = self._cycle
-        elif self._pausing.wait(self._pause):
+        if verdict.ready or verdict.failed or verdict.completed or self._pausing.wait(self._pause):
             self._pause = self._cycle
         else:
             self._pause = min(max(2 * self._pause, 0.001), _LONGEST_PAUSE)
@@ -194,7 +191,7 @@ class Channel:
 
     def _run(self, requests: Sequence[Request], batches: Sequence[Batch]) -> None:
         self._forget(requests)
-        timeline = self._timeline()
+        timeline = self._trace.timeline
         if timeline is None and len(batches) == 1 and len(requests) == 1:
             self._run_batch(batches[0])
             if not requests[0].finished:

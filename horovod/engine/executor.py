@@ -1,9 +1,10 @@
-"""Running agreed batches over a channel's transports. Called by the channel, in one thread at a time."""
+"""Running agreed batches over a channel's transports. The channel calls it, one thread at a time."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ from horovod.transport.base import Transport
 DeviceTransports = Callable[[torch.device], Transport]
 
 
+@dataclass
+class Trace:
+    """Where a job's timeline is while one is being recorded."""
+
+    timeline: Timeline | None = None
+
+
 class Executor:
     """Does the collectives of one process set and completes the requests."""
 
@@ -26,14 +34,14 @@ class Executor:
         self,
         transport: Transport,
         for_device: DeviceTransports,
-        timeline: Callable[[], Timeline | None],
+        trace: Trace,
     ) -> None:
         self.transport = transport
         self._for_device = for_device
         self._device_transports: dict[torch.device, Transport] = {}
         self._streams: dict[torch.device, Any] = {}
         self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._timeline = timeline
+        self._trace = trace
         self.rank = transport.rank
         self.size = transport.size
 
@@ -119,13 +127,17 @@ class Executor:
             return
         buffer = self.pack(batch)
         op = request.op
-        with self._activity(batch, f"{transport.name}_ALLREDUCE"):
-            transport.allreduce(buffer, ReduceOp.SUM if op is ReduceOp.AVERAGE else op)
+        plain = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+        if self._trace.timeline is None:  # spelled out: the hot path
+            transport.allreduce(buffer, plain)
+        else:
+            with self._activity(batch, f"{transport.name}_ALLREDUCE"):
+                transport.allreduce(buffer, plain)
         if op is ReduceOp.AVERAGE or request.postscale != 1.0:
             finish_(buffer, op, request.postscale, self.size)
         if len(batch.outputs) > 1:
             with self._activity(batch, "MEMCPY_OUT_FUSION_BUFFER"):
-                parts = buffer.split([output.numel() for output in batch.outputs])
+                parts = torch.split_with_sizes(buffer, [o.numel() for o in batch.outputs])
                 flat = [output.view(-1) for output in batch.outputs]
                 torch._foreach_copy_(flat, list(parts))
 
@@ -199,9 +211,7 @@ class Executor:
     # -- devices ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _on_device(
-        self, device: torch.device, requests: Sequence[Request]
-    ) -> Iterator[Transport]:
+    def _on_device(self, device: torch.device, requests: Sequence[Request]) -> Iterator[Transport]:
         """The transport for `device`, on a stream of ours that runs after the callers' work.
 
         On leaving, the host has waited for the device, so a finished handle means finished work.
@@ -229,7 +239,7 @@ class Executor:
         return self._activity_named(batch.request.name, activity)
 
     def _activity_named(self, name: str, activity: str) -> contextlib.AbstractContextManager[Any]:
-        timeline = self._timeline()
+        timeline = self._trace.timeline
         return _NOTHING if timeline is None else timeline.activity(name, activity)
 
 

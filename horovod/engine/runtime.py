@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from horovod.common import environments, rendezvous
+from horovod.common import communicator, environments, rendezvous
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger, set_rank
@@ -22,7 +22,7 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
 from horovod.engine.channel import Channel
-from horovod.engine.executor import Executor
+from horovod.engine.executor import Executor, Trace
 from horovod.engine.request import Kind, Request, signature_of
 from horovod.engine.stall import StallInspector
 from horovod.engine.timeline import Timeline, path_of_rank
@@ -50,7 +50,7 @@ class _Job:
         self.free_ids: list[int] = []
         self.next_id = WORLD
         self.generation = 0  # of process sets: makes their keys in the store unique
-        self.timeline: Timeline | None = None
+        self.trace = Trace()
         self.inspector: StallInspector | None = None
 
 
@@ -81,7 +81,9 @@ class Runtime:
         self._job = job
         try:
             if config.timeline and config.timeline.upper() != "DYNAMIC":
-                job.timeline = Timeline(config.timeline, topology.rank, config.timeline_mark_cycles)
+                job.trace.timeline = Timeline(
+                    config.timeline, topology.rank, config.timeline_mark_cycles
+                )
             self._open_set(job, tuple(range(topology.size)))
             if not config.stall_check_disable and topology.size > 1:
                 job.inspector = StallInspector(
@@ -103,8 +105,8 @@ class Runtime:
         error = HorovodInternalError("Horovod has been shut down")
         for channel in reversed(list(job.channels.values())):
             channel.close(error)
-        if job.timeline is not None:
-            job.timeline.close()
+        if job.trace.timeline is not None:
+            job.trace.timeline.close()
         self._signatures.clear()
 
     def is_initialized(self) -> bool:
@@ -180,7 +182,7 @@ class Runtime:
         action, *numbers = request.detail
         if action == "add":
             return self._open_set(job, tuple(numbers))
-        (set_id,) = numbers
+        set_id: int = numbers[0]
         if job.sets.pop(set_id, None) is not None:
             job.free_ids.append(set_id)
         channel = job.channels.pop(set_id, None)
@@ -215,10 +217,10 @@ class Runtime:
         executor = Executor(
             transport,
             lambda device: select.for_device(group, transport, device),
-            lambda: job.timeline,
+            job.trace,
         )
         core = _core_of_background(job.config, job.topology)
-        return Channel(set_id, group, executor, lambda: job.timeline, self._apply_change, core)
+        return Channel(set_id, group, executor, job.trace, self._apply_change, core)
 
     def _channel(self, set_id: int) -> Channel:
         job = self._job
@@ -244,16 +246,16 @@ class Runtime:
             raise ValueError(
                 "the timeline was not enabled: set HOROVOD_TIMELINE=DYNAMIC before init()"
             )
-        if job.timeline is not None:
-            if job.timeline.path == path_of_rank(path, job.topology.rank):
+        if job.trace.timeline is not None:
+            if job.trace.timeline.path == path_of_rank(path, job.topology.rank):
                 return
-            job.timeline.close()
-        job.timeline = Timeline(path, job.topology.rank, mark_cycles)
+            job.trace.timeline.close()
+        job.trace.timeline = Timeline(path, job.topology.rank, mark_cycles)
 
     def stop_timeline(self) -> None:
         """Finish the file; a later `start_timeline` may begin another."""
         job = self._running()
-        timeline, job.timeline = job.timeline, None
+        timeline, job.trace.timeline = job.trace.timeline, None
         if timeline is None:
             logger.info("the timeline is not running")
         else:
@@ -278,7 +280,7 @@ class Runtime:
             return full, signature_of(kind, full, tensors, op, prescale, postscale, detail)
         if len(tensors) == 1:
             tensor = tensors[0]
-            key = (
+            key: tuple[Any, ...] = (
                 kind,
                 name,
                 tensor.dtype,
@@ -372,9 +374,7 @@ class Runtime:
             )
         root = ranks.index(root_rank)
         full, signature = self._named(channel, Kind.BROADCAST, name, [tensor], detail=root)
-        request = Request(
-            channel, Kind.BROADCAST, full, signature, [tensor], [output], detail=root
-        )
+        request = Request(channel, Kind.BROADCAST, full, signature, [tensor], [output], detail=root)
         return self._submit(channel, request, [tensor], background)
 
     def alltoall(
@@ -438,7 +438,7 @@ def _meet(comm: Any, config: Config) -> tuple[Topology, Store]:
             raise ValueError(
                 f"comm must be None, a list of ranks or an mpi4py communicator, not {comm!r}"
             )
-        return rendezvous.connect_by_communicator(comm, config)
+        return communicator.connect(comm, config)
     environment = environments.detect()
     topology = environment.topology()
     store = rendezvous.connect(environment, config)

@@ -1,4 +1,4 @@
-"""Agreeing when queues differ: every rank sees every rank's whole queue and reaches the same verdict.
+"""Agreeing when queues differ: all ranks see all whole queues and reach the same verdict.
 
 Used by a channel's round when the queues have no common beginning: ranks submitted in different
 orders, the same name means different things, or somebody has joined. Slower than a round (it moves
@@ -141,8 +141,7 @@ def _sort_out(
 def _stand_in(name: str, entry: Entry) -> Request:
     """A request of a rank that has joined: it contributes what changes nothing."""
     op = ReduceOp(entry["op"])
-    module = torch.get_device_module(entry["device"]) if entry["device"] != "cpu" else None
-    device = torch.device(entry["device"], module.current_device() if module else None)
+    device = torch.device(entry["device"])  # of other kinds than "cpu": the current one
     tensors = []
     for dtype_name, shape in zip(entry["dtypes"], entry["shapes"], strict=True):
         dtype = getattr(torch, dtype_name)
@@ -163,12 +162,12 @@ def _stand_in(name: str, entry: Entry) -> Request:
 
 def _mismatch(name: str, entries: Mapping[int, Entry], group: Group) -> str:
     """Which field differs, and who has which value from which line of their code."""
+    what, values = "request", {rank: e["signature"] for rank, e in entries.items()}
     for key, word in _FIELDS.items():
-        values = {rank: _shown(key, entry) for rank, entry in entries.items()}
-        if len(set(values.values())) > 1:
+        shown = {rank: _shown(key, entry) for rank, entry in entries.items()}
+        if len(set(shown.values())) > 1:
+            what, values = word, shown
             break
-    else:
-        word, values = "request", {rank: e["signature"] for rank, e in entries.items()}
     groups: dict[str, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
@@ -177,7 +176,7 @@ def _mismatch(name: str, entries: Mapping[int, Entry], group: Group) -> str:
         who = ", ".join(str(group.global_ranks[rank]) for rank in ranks[:6])
         more = " ..." if len(ranks) > 6 else ""
         parts.append(f"{value} on rank {who}{more} ({entries[ranks[0]]['source']})")
-    return f"{name!r}: mismatched {word} between ranks: " + "; ".join(parts)
+    return f"{name!r}: mismatched {what} between ranks: " + "; ".join(parts)
 
 
 def _shown(key: str, entry: Entry) -> str:

@@ -27,7 +27,8 @@ class Source:
 
     rank: int
     stream: str  # "stdout" or "stderr"
-    _in_progress: bool = field(default=False, repr=False)  # its last line ended in \r
+    returned: bool = field(default=False, init=False)  # its last line ended in \r
+    drawn: bool = field(default=False, init=False)  # something ended in \r since the last \n
 
     @property
     def prefix(self) -> bytes:
@@ -66,22 +67,22 @@ class Console:
         out = bytearray()
         bar_before = self._bar
         for line in lines:
-            if line.end == b"\r":
+            source.returned = line.end == b"\r"
+            if source.returned:
+                source.drawn |= bool(line.text)
                 if line.text and on_terminal:
                     self._set_bar(source, line.text)
                 elif line.text.strip():
                     out += self._format(source, line.text)
-            else:
-                shown = line.text
-                if self._owns_bar(source):
-                    assert self._bar is not None
-                    if source._in_progress and not line.text:  # "\r\n": what was drawn stays
-                        shown = self._bar[1]
-                    self._bar = None
-                if shown or not source._in_progress:
-                    out += self._format(source, shown)
-            source._in_progress = line.end == b"\r" and (bool(line.text) or source._in_progress)
-        if on_terminal and pending and (source._in_progress or self._owns_bar(source)):
+                continue
+            shown = line.text
+            if self._bar is not None and self._bar[0] is source:
+                shown = shown or self._bar[1]  # "\r\n": what was drawn stays
+                self._bar = None
+            if shown or not source.drawn:
+                out += self._format(source, shown)
+            source.drawn = False
+        if on_terminal and pending and source.returned:
             self._set_bar(source, pending)
         if out or self._bar is not bar_before:
             self._write(source.stream, bytes(out))
@@ -105,9 +106,6 @@ class Console:
             source, text = self._bar
             self._bar = None
             self._write(source.stream, self._format(source, text))
-
-    def _owns_bar(self, source: Source) -> bool:
-        return self._bar is not None and self._bar[0] is source
 
     def _set_bar(self, source: Source, text: bytes) -> None:
         if self._bar is not None and self._bar[0].rank < source.rank:

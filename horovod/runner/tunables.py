@@ -70,12 +70,15 @@ TUNABLES = (
         _TUNE,
         "--hierarchical-allreduce",
         "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        help="Reduce inside hosts first, then between them (default: where there are several hosts "
+        "and some run several processes).",
         opposite="--no-hierarchical-allreduce",
     ),
     Tunable(
         _TUNE,
         "--hierarchical-allgather",
         "HOROVOD_HIERARCHICAL_ALLGATHER",
+        help="The same for allgather.",
         opposite="--no-hierarchical-allgather",
     ),
     Tunable(
@@ -164,7 +167,7 @@ def _add_switch(section: argparse._ArgumentGroup, row: Tunable) -> None:
         dest=row.env,
         action="store_const",
         const="0",
-        help=argparse.SUPPRESS if row.hide_opposite else "The opposite.",
+        help=argparse.SUPPRESS if row.hide_opposite else f"The opposite of {row.flag}.",
     )
 
 

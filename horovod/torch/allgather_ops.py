@@ -38,7 +38,7 @@ def allgather(
     """
     if needs_gradient(tensor):
         return HorovodAllgather.apply(tensor, name, process_set)
-    return start_allgather([tensor], name, process_set).wait()[0]
+    return start_allgather([tensor], name, process_set, False).wait()[0]
 
 
 def allgather_async(
@@ -57,7 +57,7 @@ def grouped_allgather(
     tensors = check_group(tensors)
     if needs_gradient(*tensors):
         return HorovodGroupedAllgather.apply(name, process_set, *tensors)
-    return tuple(start_allgather(tensors, name, process_set).wait())
+    return tuple(start_allgather(tensors, name, process_set, False).wait())
 
 
 def grouped_allgather_async(
@@ -75,7 +75,7 @@ class HorovodAllgather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
-        gathered = start_allgather([tensor], name, process_set).wait()[0]
+        gathered = start_allgather([tensor], name, process_set, False).wait()[0]
         ctx.rows = tensor.shape[0]
         ctx.arguments = backward_name(name), process_set
         return gathered
@@ -95,7 +95,7 @@ class HorovodGroupedAllgather(torch.autograd.Function):
     def forward(
         ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        gathered = start_allgather(tensors, name, process_set).wait()
+        gathered = start_allgather(tensors, name, process_set, False).wait()
         ctx.differentiable = [is_differentiable(tensor) for tensor in tensors]
         ctx.rows = [tensor.shape[0] for tensor in tensors if is_differentiable(tensor)]
         ctx.arguments = backward_name(name), process_set
@@ -112,11 +112,14 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 
 
 def start_allgather(
-    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet
+    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, background: bool = True
 ) -> Request:
-    """Enqueue an allgather of one tensor or a group."""
+    """Enqueue an allgather of one tensor or a group.
+
+    Without `background` the caller waits at once.
+    """
     sources = [movement_input(tensor) for tensor in tensors]
-    return runtime.allgather(sources, name, set_id(process_set))
+    return runtime.allgather(sources, name, set_id(process_set), background)
 
 
 def _first_rows(rows: list[int], name: str | None, process_set: ProcessSet) -> list[int]:

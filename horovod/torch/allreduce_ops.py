@@ -90,7 +90,7 @@ def allreduce_(
         process_set_id = set_id(process_set)
     buffers = [buffer]
     runtime.allreduce(
-        buffers, buffers, name, op, prescale_factor, postscale_factor, process_set_id
+        buffers, buffers, name, op, prescale_factor, postscale_factor, process_set_id, False
     ).wait()
     if buffer is not tensor:
         write_back(tensor, buffer)
@@ -171,7 +171,7 @@ def grouped_allreduce_(
     """Reduce several tensors as one operation in place."""
     op = resolve_reduce_op(op, average)
     request, finish = _start_in_place(
-        check_group(tensors), name, op, prescale_factor, postscale_factor, process_set
+        check_group(tensors), name, op, prescale_factor, postscale_factor, process_set, False
     )
     return finish(request.wait())
 
@@ -212,7 +212,7 @@ class HorovodAllreduce(torch.autograd.Function):
     ) -> Tensor:
         op = resolve_reduce_op(op, average)
         ctx.arguments = backward_name(name), op, prescale_factor, postscale_factor, process_set
-        request = _start([tensor], name, op, prescale_factor, postscale_factor, process_set)
+        request = _start([tensor], name, op, prescale_factor, postscale_factor, process_set, False)
         return request.wait()[0]
 
     @staticmethod
@@ -237,7 +237,7 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
         op = resolve_reduce_op(op, average)
         ctx.arguments = backward_name(name), op, prescale_factor, postscale_factor, process_set
         ctx.differentiable = [is_differentiable(tensor) for tensor in tensors]
-        request = _start(tensors, name, op, prescale_factor, postscale_factor, process_set)
+        request = _start(tensors, name, op, prescale_factor, postscale_factor, process_set, False)
         return tuple(request.wait())
 
     @staticmethod
@@ -257,8 +257,9 @@ def _start(
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
+    background: bool = True,
 ) -> Request:
-    """Enqueue an allreduce into new tensors."""
+    """Enqueue an allreduce into new tensors; without `background` the caller waits at once."""
     scaled = prescale_factor != 1.0 or postscale_factor != 1.0
     sources = [reduction_input(tensor, op, scaled) for tensor in tensors]
     if op is Adasum:
@@ -266,7 +267,7 @@ def _start(
     process_set_id = set_id(process_set)
     outputs = [torch.empty_like(source) for source in sources]
     return runtime.allreduce(
-        sources, outputs, name, op, prescale_factor, postscale_factor, process_set_id
+        sources, outputs, name, op, prescale_factor, postscale_factor, process_set_id, background
     )
 
 
@@ -277,6 +278,7 @@ def _start_in_place(
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
+    background: bool = True,
 ) -> tuple[Request, Callable[[Any], tuple[Tensor, ...]]]:
     """Enqueue an allreduce in place; also what turns its result into the caller's tensors."""
     scaled = prescale_factor != 1.0 or postscale_factor != 1.0
@@ -287,7 +289,14 @@ def _start_in_place(
     if op is Adasum:
         _check_adasum(process_set)
     request = runtime.allreduce(
-        buffers, buffers, name, op, prescale_factor, postscale_factor, set_id(process_set)
+        buffers,
+        buffers,
+        name,
+        op,
+        prescale_factor,
+        postscale_factor,
+        set_id(process_set),
+        background,
     )
 
     def finish(_: Any) -> tuple[Tensor, ...]:
@@ -311,7 +320,7 @@ def _allreduce(
         return HorovodAllreduce.apply(
             tensor, None, name, op, prescale_factor, postscale_factor, process_set
         )
-    request = _start([tensor], name, op, prescale_factor, postscale_factor, process_set)
+    request = _start([tensor], name, op, prescale_factor, postscale_factor, process_set, False)
     return request.wait()[0]
 
 
@@ -327,7 +336,8 @@ def _grouped_allreduce(
         return HorovodGroupedAllreduce.apply(
             None, name, op, prescale_factor, postscale_factor, process_set, *tensors
         )
-    return _start(tensors, name, op, prescale_factor, postscale_factor, process_set).wait()
+    request = _start(tensors, name, op, prescale_factor, postscale_factor, process_set, False)
+    return request.wait()
 
 
 def _check_adasum(process_set: ProcessSet) -> None:

@@ -40,7 +40,7 @@ def alltoall(
     if needs_gradient(tensor):
         output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)
     else:
-        request, finish = _start(tensor, splits, name, process_set)
+        request, finish = _start(tensor, splits, name, process_set, False)
         output, received = finish(request.wait())
     return output if splits is None else (output, received)
 
@@ -62,7 +62,7 @@ class HorovodAlltoall(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet
     ) -> tuple[Tensor, Tensor]:
-        request, finish = _start(tensor, splits, name, process_set)
+        request, finish = _start(tensor, splits, name, process_set, False)
         output, received = finish(request.wait())
         ctx.rows = tensor.shape[0]
         ctx.received = received
@@ -81,12 +81,19 @@ class HorovodAlltoall(torch.autograd.Function):
 
 
 def _start(
-    tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet
+    tensor: Tensor,
+    splits: Splits,
+    name: str | None,
+    process_set: ProcessSet,
+    background: bool = True,
 ) -> tuple[Request, Callable[[Any], tuple[Tensor, Tensor]]]:
-    """Enqueue an alltoall; also what makes tensors of its result."""
+    """Enqueue an alltoall; also what makes tensors of its result.
+
+    Without `background` the caller waits at once.
+    """
     source = movement_input(tensor)
     rows = (None if splits is None else check_splits(splits)) or None
-    request = runtime.alltoall(source, rows, name, set_id(process_set))
+    request = runtime.alltoall(source, rows, name, set_id(process_set), background)
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
 
     def finish(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ def broadcast_(
     buffer = movement_input(tensor)
     if buffer is not tensor:
         check_writable(tensor)
-    runtime.broadcast(buffer, buffer, root_rank, name, set_id(process_set)).wait()
+    runtime.broadcast(buffer, buffer, root_rank, name, set_id(process_set), False).wait()
     if buffer is not tensor:
         write_back(tensor, buffer)
     return tensor
@@ -110,5 +110,5 @@ class HorovodBroadcast(torch.autograd.Function):
 def _broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
     source = movement_input(tensor)
     output = torch.empty_like(source)
-    runtime.broadcast(source, output, root_rank, name, set_id(process_set)).wait()
+    runtime.broadcast(source, output, root_rank, name, set_id(process_set), False).wait()
     return output

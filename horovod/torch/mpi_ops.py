@@ -106,12 +106,12 @@ def join(device: int = -1) -> int:
     rank that joined last. `device` is accepted for compatibility: neutral elements are made where
     the others' tensors are.
     """
-    return int(runtime.join().wait())
+    return int(runtime.join(background=False).wait())
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of the set has called it."""
-    runtime.barrier(set_id(process_set)).wait()
+    runtime.barrier(set_id(process_set), background=False).wait()
 
 
 __all__ = [

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.common.util import resolve_reduce_op
@@ -49,7 +48,7 @@ def reducescatter(
     if needs_gradient(compressed):
         reduced = HorovodReducescatter.apply(compressed, *arguments)
     else:
-        reduced = _start([compressed], *arguments).wait()[0]
+        reduced = _start([compressed], *arguments, background=False).wait()[0]
     return compression.decompress(reduced, context)
 
 
@@ -82,7 +81,7 @@ def grouped_reducescatter(
     if needs_gradient(*compressed):
         reduced = HorovodGroupedReducescatter.apply(*arguments, *compressed)
     else:
-        reduced = _start(compressed, *arguments).wait()
+        reduced = _start(compressed, *arguments, background=False).wait()
     return [
         compression.decompress(tensor, context)
         for tensor, (_, context) in zip(reduced, pairs, strict=True)
@@ -107,7 +106,7 @@ class HorovodReducescatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
-        reduced = _start([tensor], name, *arguments).wait()[0]
+        reduced = _start([tensor], name, *arguments, background=False).wait()[0]
         ctx.arguments = backward_name(name), arguments
         return reduced
 
@@ -132,7 +131,7 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         arguments = op, process_set, prescale_factor, postscale_factor
-        reduced = _start(tensors, name, *arguments).wait()
+        reduced = _start(tensors, name, *arguments, background=False).wait()
         ctx.differentiable = [is_differentiable(tensor) for tensor in tensors]
         ctx.arguments = backward_name(name), arguments
         return tuple(reduced)
@@ -162,16 +161,15 @@ def _start(
     process_set: ProcessSet,
     prescale_factor: float,
     postscale_factor: float,
+    background: bool = True,
 ) -> Request:
-    """Enqueue a reducescatter of one tensor or a group."""
+    """Enqueue a reducescatter of one tensor or a group.
+
+    Without `background` the caller waits at once.
+    """
     op = resolve_reduce_op(op, None)
-    if op is not Average and op is not Sum:
-        raise HorovodInternalError(f"reducescatter takes Average or Sum, not {op.name}")
     scaled = prescale_factor != 1.0 or postscale_factor != 1.0
     sources = [reduction_input(tensor, op, scaled) for tensor in tensors]
-    for source in sources:
-        if source.dim() == 0:
-            raise ValueError("reducescatter needs a tensor of at least one dimension")
     return runtime.reducescatter(
-        sources, name, op, prescale_factor, postscale_factor, set_id(process_set)
+        sources, name, op, prescale_factor, postscale_factor, set_id(process_set), background
     )

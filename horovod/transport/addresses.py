@@ -74,9 +74,7 @@ def choose_address(mine: Place, everyone: Sequence[Place]) -> str:
     )
 
 
-def _neighbours(
-    candidate: ipaddress.IPv4Interface | ipaddress.IPv6Interface, place: Place
-) -> bool:
+def _neighbours(candidate: ipaddress.IPv4Interface | ipaddress.IPv6Interface, place: Place) -> bool:
     theirs = [ipaddress.ip_interface(text) for text in place.networks]
     return any(t.network == candidate.network and t.ip != candidate.ip for t in theirs) and not any(
         t.ip == candidate.ip for t in theirs

@@ -83,9 +83,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def allgather(
-        self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]
-    ) -> None:
+    def allgather(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]) -> None:
         """Concatenate every rank's `source` of `counts[rank]` elements into `output`."""
 
     @abstractmethod
@@ -119,7 +117,7 @@ class Transport(ABC):
     def close(self) -> None:
         """Release everything. Not collective; safe to call twice and after a failure."""
 
-    def after_fork_in_child(self) -> None:
+    def after_fork_in_child(self) -> None:  # noqa: B027 (most transports hold nothing)
         """Drop descriptors that a forked child inherited; it never uses the transport."""
 
 

@@ -2,11 +2,12 @@
 
 Gloo keeps its sockets to itself and offers no way to wake a thread that waits for a live peer. But
 they are descriptors of this process: found in its descriptor table and recognised by their end
-points (our listening port, the listening ports of the peers), they can be shut down, which wakes
-the waiting thread here and at the peer, drained on the way out, and dropped in a forked child.
+points (our listening port, the listening ports of the peers), they can be watched, shut down, which
+wakes the waiting thread here and at the peer, drained on the way out, and dropped in a forked child.
 
-A descriptor that the engine closed in the meantime may by now be another file. So each is known by
-its inode, and looked at through a duplicate: what the duplicate is cannot change under us.
+A descriptor that the engine closed in the meantime may by now be another file. So we work on
+duplicates (called links): what they are cannot change under us, and the connection lasts as long
+as ours does. The engine's own descriptor is told by its inode. Called by the Gloo transport.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import os
 import select
 import socket
 import stat
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 Endpoint = tuple[str, int]  # address, port
@@ -26,6 +28,9 @@ Endpoint = tuple[str, int]  # address, port
 _KEEPALIVE_IDLE = 30  # seconds of silence before the kernel asks whether the peer's host is there
 _KEEPALIVE_INTERVAL = 10
 _KEEPALIVE_PROBES = 3
+
+# Where the system cannot tell (no POLLRDHUP), only a failed connection counts.
+_CLOSED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
 @dataclass(frozen=True)
@@ -44,26 +49,6 @@ class Connection:
             return found
         found.close()
         return None
-
-    def is_dead(self) -> bool:
-        """Whether it is closed here, or shut at the other end with nothing left to read."""
-        found = self.open()
-        if found is None:
-            return True
-        with found:
-            try:
-                return not found.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return False
-            except OSError:
-                return True
-
-    def shut_down(self, how: int = socket.SHUT_RDWR) -> None:
-        """End it here and at the peer; whoever waits for it wakes up."""
-        found = self.open()
-        if found is not None:
-            with found, contextlib.suppress(OSError):
-                found.shutdown(how)
 
     def prepare(self) -> None:
         """Keep it from started programs, and notice the loss of the peer's host or network."""
@@ -108,6 +93,51 @@ def tcp_connections() -> list[Connection]:
         if connection is not None:
             found.append(connection)
     return found
+
+
+def is_dead(link: socket.socket) -> bool:
+    """Whether the peer has closed its end, or the connection has failed."""
+    poll = select.poll()
+    poll.register(link, _CLOSED)
+    return bool(poll.poll(0))
+
+
+def shut_down(link: socket.socket, how: int = socket.SHUT_RDWR) -> None:
+    """End the connection here and at the peer; whoever waits for it wakes up."""
+    with contextlib.suppress(OSError):
+        link.shutdown(how)
+
+
+class Watch:
+    """Calls `on_dead(rank)` as soon as the connection to that rank is closed from the other side.
+
+    A collective waits for one peer at a time and would not see that another one is gone. The
+    watching thread sleeps in the kernel otherwise.
+    """
+
+    def __init__(self, links: Mapping[int, socket.socket], on_dead: Callable[[int], None]) -> None:
+        self._on_dead = on_dead
+        self._ranks = {link.fileno(): rank for rank, link in links.items()}
+        self._stop, self._stopped = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="hvd-connections", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._stopped, select.POLLIN)
+        for descriptor in self._ranks:
+            poll.register(descriptor, _CLOSED)
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == self._stopped.fileno():
+                    return
+                poll.unregister(descriptor)
+                self._on_dead(self._ranks[descriptor])
+
+    def close(self) -> None:
+        self._stop.close()
+        self._thread.join()
+        self._stopped.close()
 
 
 def drain(sockets: Iterable[socket.socket], seconds: float) -> None:

@@ -35,6 +35,7 @@ class FailureBoard:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self._gone: set[int] = set()
         self.unreachable = False  # the store did not answer: its host may be what we lost
 
     def post(self, failure: HorovodInternalError) -> None:
@@ -66,7 +67,10 @@ class FailureBoard:
         self._ask(lambda: self._group.store.set(f"closed/{self._group.rank}", b""))
 
     def said_goodbye(self, rank: int) -> bool:
-        return self._ask(lambda: self._group.store.try_get(f"closed/{rank}")) is not None
+        if rank not in self._gone:  # at the end of a job all leave: ask for all of them at once
+            keys = self._ask(lambda: self._group.store.keys("closed/")) or []
+            self._gone.update(int(key.rpartition("/")[2]) for key in keys)
+        return rank in self._gone
 
     def _ask(self, question: Callable[[], T]) -> T | None:
         """The store's answer; None when it has none or takes too long.

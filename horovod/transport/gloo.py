@@ -9,7 +9,8 @@ afterwards a rank may wait for the others for hours (rank 0 writes a checkpoint)
 When a connection breaks, somebody has died, aborted or closed. Who and why comes, in this order,
 from what was posted in the store (`failures`), from which connections are dead and which processes
 of this host are, and from the address in Gloo's message. Then our own connections are shut down
-(`connections`), so that the news reaches everybody whoever they wait for.
+(`connections`), so that the news reaches everybody whoever they wait for: a thread watches all
+connections, because a collective waits for one peer at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +32,15 @@ import torch.distributed
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.transport.addresses import Place, choose_address
 from horovod.transport.base import Group
-from horovod.transport.connections import Connection, Endpoint, drain, tcp_connections
+from horovod.transport.connections import (
+    Connection,
+    Endpoint,
+    Watch,
+    drain,
+    is_dead,
+    shut_down,
+    tcp_connections,
+)
 from horovod.transport.failures import FailureBoard, again
 from horovod.transport.pairwise import PairwiseTransport
 from horovod.transport.store_adapter import TorchStore
@@ -55,7 +65,9 @@ class GlooTransport(PairwiseTransport):
         self._stopping = threading.Lock()
         self._process_group: Any = None
         self._listener: Connection | None = None
-        self._connections: dict[int, Connection] = {}
+        self._connections: list[Connection] = []
+        self._links: dict[int, socket.socket] = {}  # rank -> our duplicate of its connection
+        self._watch: Watch | None = None
         self._places: list[Place] = []
         self._endpoints: dict[Endpoint, int] = {}  # of the peers' ends of our connections
         self._patience = timedelta(seconds=group.config.gloo_timeout_seconds)
@@ -135,14 +147,18 @@ class GlooTransport(PairwiseTransport):
         everyones = [json.loads(text) for text in self._tell_all(json.dumps(ends))]
         for rank in self._peers:
             if rank in dialled:
-                self._connections[rank] = dialled[rank]
+                connection = dialled[rank]
             else:
                 theirs = everyones[rank][str(self.rank)]
-                self._connections[rank] = accepted[(theirs[0], theirs[1])]
-        for rank, connection in self._connections.items():
+                connection = accepted[(theirs[0], theirs[1])]
+            link = connection.open()
+            if link is None or connection.remote is None:
+                raise OSError(f"{self.group.describe(rank)} closed its connection at once")
             connection.prepare()
-            assert connection.remote is not None
+            self._connections.append(connection)
+            self._links[rank] = link
             self._endpoints[connection.remote] = rank
+        self._watch = Watch(self._links, self._on_dead)
 
     def _tell_all(self, text: str) -> list[str]:
         """Every rank's text, over the new connections."""
@@ -187,7 +203,7 @@ class GlooTransport(PairwiseTransport):
             return self._failure
         me = self.group.describe(self.rank)
         if not isinstance(error, RuntimeError) or not any(
-            connection.is_dead() for connection in self._connections.values()
+            is_dead(link) for link in self._links.values()
         ):
             return HorovodInternalError(
                 f"{me} failed in a collective: {type(error).__name__}: {error}"
@@ -195,9 +211,14 @@ class GlooTransport(PairwiseTransport):
         posted = self._board.look()
         return posted if posted is not None else self._lost(str(error))
 
-    def _lost(self, message: str) -> PeerLostError:
+    def _on_dead(self, rank: int) -> None:
+        """The other end of a connection closed, whether or not anybody here waits for it."""
+        if self._failure is None and not self._board.said_goodbye(rank):
+            self._stop(self._board.look() or self._lost())
+
+    def _lost(self, message: str = "") -> PeerLostError:
         """Nobody said why: find out whose end of the connection is gone."""
-        broken = [rank for rank, c in self._connections.items() if c.is_dead()]
+        broken = [rank for rank, link in self._links.items() if is_dead(link)]
         named = _ADDRESS.search(message)
         first = self._endpoints.get((named[1], int(named[2]))) if named else None
         dead = [rank for rank in broken if self._has_died(rank)]
@@ -234,8 +255,8 @@ class GlooTransport(PairwiseTransport):
                 return
             self._failure = failure
         self._board.post(failure)
-        for connection in self._connections.values():
-            connection.shut_down()
+        for link in self._links.values():
+            shut_down(link)
 
     def abort(self, reason: str) -> None:
         self._stop(HorovodInternalError(reason))
@@ -259,20 +280,19 @@ class GlooTransport(PairwiseTransport):
 
     def _close_now(self) -> None:
         """Let go of the group; what is on its way to the others still arrives."""
-        leaving = [found for c in self._connections.values() if (found := c.open()) is not None]
-        for connection in self._connections.values():
-            connection.shut_down(how=1)  # SHUT_WR: no more from us
+        if self._watch is not None:
+            self._watch.close()
+        for link in self._links.values():
+            shut_down(link, socket.SHUT_WR)
         self._process_group = None  # closes Gloo's descriptors and ends its threads
-        drain(leaving, _LEAVE_SECONDS)
-        self._connections.clear()
+        drain(self._links.values(), _LEAVE_SECONDS)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def after_fork_in_child(self) -> None:
-        for connection in self._connections.values():
+        for connection in [*self._connections, *([self._listener] if self._listener else [])]:
             connection.drop_in_child()
-        if self._listener is not None:
-            self._listener.drop_in_child()
-        self._connections.clear()
+        for link in self._links.values():
+            link.close()
         self._closed = True
         self._failure = HorovodInternalError("a forked child takes no part in collectives")
         # Its destructor would wait for threads that the child does not have.

@@ -3,7 +3,7 @@
 Each rank owns a segment (see `segments`) that all others map: a control page, two exchange slots
 and two staging areas. Ranks advance in *steps*: a rank publishes by writing its step number into
 its control page and waits until the others' numbers have reached its own. A waiter spins for some
-tens of microseconds and then blocks on its doorbell together with the process handles of the others,
+tens of microseconds, then blocks on its doorbell together with the process handles of the others,
 so a dead peer wakes it at once; a publisher rings only the doorbells of ranks that sleep.
 
 Three ways to move data, by size:
@@ -98,7 +98,9 @@ class SharedMemoryTransport(Transport):
         ]
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._other_control = [self._control[rank] for rank in self._others]
-        self._doorbells = [self._members[rank].doorbell for rank in self._others]
+        self._neighbours = [
+            (self._control[rank], self._members[rank].doorbell) for rank in self._others
+        ]
         self._poll = select.poll()
         self._poll.register(self._members[self.rank].doorbell, select.POLLIN)
         self._process_of = {self._members[rank].process: rank for rank in self._others}
@@ -125,7 +127,7 @@ class SharedMemoryTransport(Transport):
             _fence()
         self._mine[_STEP] = step
         _fence()  # our step must be visible before we look whether anybody sleeps
-        for control, doorbell in zip(self._other_control, self._doorbells, strict=True):
+        for control, doorbell in self._neighbours:
             if control[_SLEEPING]:
                 os.eventfd_write(doorbell, 1)
         return step
@@ -433,13 +435,11 @@ class SharedMemoryTransport(Transport):
     def _staged_chunks(
         self, count: int, dtype: torch.dtype
     ) -> Iterator[tuple[list[torch.Tensor], int, int]]:
-        """The staging areas of all ranks, alternating, with the piece of the tensor they are for."""
+        """The staging areas of all ranks, alternating, with the piece they are to hold."""
         room = STAGE // dtype.itemsize
         areas = [
             [
-                torch.frombuffer(
-                    memory, dtype=dtype, count=room, offset=_STAGES_AT + half * STAGE
-                )
+                torch.frombuffer(memory, dtype=dtype, count=room, offset=_STAGES_AT + half * STAGE)
                 for memory in self._memories
             ]
             for half in (0, 1)
@@ -449,9 +449,7 @@ class SharedMemoryTransport(Transport):
 
     # -- moving ----------------------------------------------------------------------------
 
-    def allgather(
-        self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]
-    ) -> None:
+    def allgather(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]) -> None:
         with self._guard():
             slot = self._expose(source)
             width, at = source.element_size(), output.data_ptr()

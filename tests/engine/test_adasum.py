@@ -18,6 +18,7 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import MemoryStore, PrefixStore, StoreClient
 from horovod.engine.adasum import BLOCK, adasum_, segments_of_slice
 from horovod.transport.base import Group, Transport
+from horovod.transport.gloo import GlooTransport
 from horovod.transport.shared_memory import SharedMemoryTransport
 from tests.ranks import run_ranks
 
@@ -267,7 +268,9 @@ def test_segments_of_a_slice():
 REAL_LENGTHS = [1000, 3, 0, 70_000, 1]
 
 
-def rank_of_adasum(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def rank_of_adasum(
+    rank: int, size: int, kind: type[Transport], dtype: torch.dtype
+) -> list[torch.Tensor]:
     environ = os.environ
     store = StoreClient(
         environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
@@ -276,7 +279,7 @@ def rank_of_adasum(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tenso
         timeout=30,
     )
     prefixed = PrefixStore(store, "adasum/")
-    transport = SharedMemoryTransport(Group(rank, size, tuple(range(size)), prefixed, Config()))
+    transport = kind(Group(rank, size, tuple(range(size)), prefixed, Config()))
     tensors = random_inputs(size, REAL_LENGTHS, dtype)[rank]
     try:
         adasum_(tensors, transport)
@@ -288,5 +291,7 @@ def rank_of_adasum(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tenso
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_on_real_ranks(size, dtype):
-    check(random_inputs(size, REAL_LENGTHS, dtype), run_ranks(rank_of_adasum, size, dtype))
+@pytest.mark.parametrize("kind", [SharedMemoryTransport, GlooTransport])
+def test_on_real_ranks(kind, size, dtype):
+    results = run_ranks(rank_of_adasum, size, kind, dtype)
+    check(random_inputs(size, REAL_LENGTHS, dtype), results)

@@ -1,0 +1,298 @@
+"""Collectives of several hosts: one transport inside each host, another between hosts.
+
+The data of a collective is cut into *lanes*. Lane i is carried by the rank with local index i on every
+host: it gathers or reduces its part inside the host, exchanges it with the carriers of the same
+lane on the other hosts, and shares the result inside the host. With as many lanes as the smallest
+host has ranks, all of them keep the network busy and each byte crosses it once per host, not once
+per rank. Small tensors use one lane: fewer messages. Ranks beyond the lanes (hosts of different
+sizes) carry nothing. Called by the transport selection.
+
+A rank's own alltoall has no such shortcut between hosts: there it goes straight from rank to
+rank, over the flat transport, which also takes over what HOROVOD_HIERARCHICAL_ALLREDUCE=0 and
+HOROVOD_HIERARCHICAL_ALLGATHER=0 switch off.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from horovod.common.exceptions import HorovodInternalError, PeerLostError
+from horovod.common.reduce_op import ReduceOp
+from horovod.transport.base import Group, Transport
+from horovod.transport.failures import FailureBoard, again
+from horovod.transport.pairwise import as_bytes, offsets_of, split_evenly
+
+ONE_LANE = 64 * 1024  # bytes up to which one lane is used
+
+
+class HierarchicalTransport(Transport):
+    """`local` joins the ranks of this host, `flat` all ranks.
+
+    `hosts` lists the group's ranks host by host; a rank's place in its host's list is its local
+    index and its rank in `local`. `cross` joins the ranks of our local index on all hosts, in the
+    order of `hosts`; None exactly where some host has no rank of that index. This transport
+    owns the three: it closes and aborts them.
+    """
+
+    name = "HIERARCHICAL"
+
+    def __init__(
+        self,
+        group: Group,
+        local: Transport,
+        cross: Transport | None,
+        hosts: Sequence[Sequence[int]],
+        flat: Transport,
+    ) -> None:
+        super().__init__(group)
+        self.local = local
+        self.cross = cross
+        self.flat = flat
+        self.hosts = [tuple(ranks) for ranks in hosts]
+        self._host = next(i for i, ranks in enumerate(self.hosts) if self.rank in ranks)
+        self._neighbours = self.hosts[self._host]
+        self._index = self._neighbours.index(self.rank)
+        self._most_lanes = min(len(ranks) for ranks in self.hosts)
+        self._check_layout()
+        self._parts = [part for part in (local, cross, flat) if part is not None]
+        self._board = FailureBoard(group)
+        self._failure: HorovodInternalError | None = None
+        self._stopping = threading.Lock()
+        self._closed = False
+
+    def _check_layout(self) -> None:
+        if sorted(rank for ranks in self.hosts for rank in ranks) != list(range(self.size)):
+            raise ValueError(f"hosts {self.hosts} do not list every rank of {self.size} once")
+        if (self.local.rank, self.local.size) != (self._index, len(self._neighbours)):
+            raise ValueError("the local transport does not join the ranks of this host in order")
+        carries = self._index < self._most_lanes
+        expected = (self._host, len(self.hosts)) if carries else None
+        found = None if self.cross is None else (self.cross.rank, self.cross.size)
+        if found != expected:
+            raise ValueError(f"the cross transport joins {found}, expected {expected}")
+        if (self.flat.rank, self.flat.size) != (self.rank, self.size):
+            raise ValueError("the flat transport does not join all ranks in order")
+
+    # -- collectives -----------------------------------------------------------------------
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        with self._guard():
+            if self.group.config.hierarchical_allreduce is False:
+                self.flat.allreduce(tensor, op)
+                return
+            if not tensor.numel():
+                return
+            counts = self._lane_counts(tensor.numel(), self._lanes(tensor.nbytes))
+            mine = tensor.new_empty(counts[self._index])
+            self.local.reduce_scatter(tensor, mine, counts, op)
+            if self.cross is not None and mine.numel():
+                self.cross.allreduce(mine, op)
+            self.local.allgather(mine, tensor, counts)
+
+    def reduce_scatter(
+        self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
+    ) -> None:
+        """Every lane has a portion of what belongs to each host; carriers end with their host's."""
+        with self._guard():
+            if self.group.config.hierarchical_allreduce is False:
+                self.flat.reduce_scatter(source, output, counts, op)
+                return
+            lanes = self._lanes(source.nbytes)
+            blocks = self._block_counts(counts)
+            portions = [split_evenly(block, lanes) for block in blocks]  # [host][lane]
+            pieces = self._by_host(source, counts, portions)
+            per_lane = [sum(portion[lane] for portion in portions) for lane in range(lanes)]
+            mine = source.new_empty(per_lane[self._index] if self._index < lanes else 0)
+            arranged = torch.cat([host[lane] for lane in range(lanes) for host in pieces])
+            self.local.reduce_scatter(arranged, mine, self._padded(per_lane), op)
+            share = [portion[self._index] if self._index < lanes else 0 for portion in portions]
+            reduced = source.new_empty(share[self._host])
+            if self.cross is not None and mine.numel():
+                self.cross.reduce_scatter(mine, reduced, share, op)
+            # Our host's block now lies on the carriers, one portion each; deliver it.
+            owners = [counts[rank] for rank in self._neighbours]
+            carriers = self._padded(portions[self._host])
+            self.local.alltoall(
+                reduced,
+                output,
+                _overlaps(carriers, owners)[self._index],
+                [row[self._index] for row in _overlaps(carriers, owners)],
+            )
+
+    def allgather(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]) -> None:
+        with self._guard():
+            if self.group.config.hierarchical_allgather is False:
+                self.flat.allgather(source, output, counts)
+                return
+            lanes = self._lanes(output.nbytes)
+            blocks = self._block_counts(counts)
+            portions = [split_evenly(block, lanes) for block in blocks]
+            ours = source.new_empty(blocks[self._host])
+            self.local.allgather(source, ours, [counts[rank] for rank in self._neighbours])
+            per_lane = [sum(portion[lane] for portion in portions) for lane in range(lanes)]
+            mine = source.new_empty(per_lane[self._index] if self._index < lanes else 0)
+            if self.cross is not None and mine.numel():
+                portion = ours.split(portions[self._host])[self._index]
+                self.cross.allgather(portion, mine, [p[self._index] for p in portions])
+            arranged = source.new_empty(sum(per_lane))
+            self.local.allgather(mine, arranged, self._padded(per_lane))
+            by_lane = [
+                lane.split([portion[index] for portion in portions])
+                for index, lane in enumerate(arranged.split(per_lane))
+            ]
+            targets = output.split(list(counts))
+            for host, ranks in enumerate(self.hosts):
+                block = torch.cat([lane[host] for lane in by_lane])
+                for rank, part in zip(
+                    ranks, block.split([counts[rank] for rank in ranks]), strict=True
+                ):
+                    targets[rank].copy_(part)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        with self._guard():
+            if not tensor.numel():
+                return
+            data = as_bytes(tensor)
+            origin = next(i for i, ranks in enumerate(self.hosts) if root in ranks)
+            if self._host == origin:
+                self.local.broadcast(data, self._neighbours.index(root))
+            counts = self._lane_counts(data.numel(), self._lanes(data.numel()))
+            lane = data.split(counts)[self._index]
+            if self.cross is not None and lane.numel():
+                self.cross.broadcast(lane, origin)
+            if self._host != origin:
+                self.local.allgather(lane.clone(), data, counts)
+
+    def alltoall(
+        self,
+        source: torch.Tensor,
+        output: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+    ) -> None:
+        """Inside the host by the local transport, the rest straight from rank to rank."""
+        with self._guard():
+            leaving = source.split(list(send_counts))
+            arriving = output.split(list(receive_counts))
+            near, far = list(self._neighbours), set(range(self.size)) - set(self._neighbours)
+            sent = torch.cat([leaving[rank] for rank in near])
+            got = output.new_empty(sum(receive_counts[rank] for rank in near))
+            received = [receive_counts[rank] for rank in near]
+            self.local.alltoall(sent, got, [send_counts[rank] for rank in near], received)
+            for rank, part in zip(near, got.split(received), strict=True):
+                arriving[rank].copy_(part)
+            outward = [count if r in far else 0 for r, count in enumerate(send_counts)]
+            inward = [count if r in far else 0 for r, count in enumerate(receive_counts)]
+            sent = torch.cat([source[:0], *(leaving[rank] for rank in sorted(far))])
+            got = output.new_empty(sum(inward))
+            self.flat.alltoall(sent, got, outward, inward)
+            for rank, part in enumerate(got.split(inward)):
+                if rank in far:
+                    arriving[rank].copy_(part)
+
+    def barrier(self) -> None:
+        with self._guard():
+            self.local.barrier()
+            if self._index == 0 and self.cross is not None:
+                self.cross.barrier()
+            self.local.barrier()
+
+    # -- layout ----------------------------------------------------------------------------
+
+    def _lanes(self, nbytes: int) -> int:
+        return 1 if nbytes <= ONE_LANE else self._most_lanes
+
+    def _padded(self, per_lane: Sequence[int]) -> list[int]:
+        """Counts for the ranks of this host: nothing for those beyond the lanes."""
+        return [*per_lane, *[0] * (len(self._neighbours) - len(per_lane))]
+
+    def _lane_counts(self, count: int, lanes: int) -> list[int]:
+        return self._padded(split_evenly(count, lanes))
+
+    def _block_counts(self, counts: Sequence[int]) -> list[int]:
+        return [sum(counts[rank] for rank in ranks) for ranks in self.hosts]
+
+    def _by_host(
+        self, source: torch.Tensor, counts: Sequence[int], portions: Sequence[Sequence[int]]
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """`source`, in rank order, as portions [host][lane]."""
+        slices = source.split(list(counts))
+        return [
+            torch.cat([slices[rank] for rank in ranks]).split(list(portion))
+            for ranks, portion in zip(self.hosts, portions, strict=True)
+        ]
+
+    # -- failure and the end ---------------------------------------------------------------
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        if self._failure is not None:
+            raise again(self._failure)
+        try:
+            yield
+        except BaseException as error:
+            self._stop(self._explain(error))
+            if self._failure is not None and isinstance(error, Exception):
+                raise again(self._failure) from error
+            raise
+
+    def _explain(self, error: BaseException) -> HorovodInternalError:
+        """The same in terms of the whole group; what another rank posted knows better."""
+        if isinstance(error, PeerLostError):
+            return PeerLostError(str(error), self._ranks_named_by(error))
+        posted = self._board.look()
+        if posted is not None:
+            return posted
+        if isinstance(error, HorovodInternalError):
+            return error
+        me = self.group.describe(self.rank)
+        return HorovodInternalError(f"{me} failed in a collective: {type(error).__name__}: {error}")
+
+    def _ranks_named_by(self, error: PeerLostError) -> list[int]:
+        """Ranks of the part that noticed, as ranks of the group."""
+        for part in self._parts:
+            named = [part.group.global_ranks[r] for r in error.ranks if r < part.size]
+            if all(f"rank {rank} " in f"{error} " for rank in named):
+                return [self.group.global_ranks.index(rank) for rank in named]
+        return []
+
+    def _stop(self, failure: HorovodInternalError) -> None:
+        with self._stopping:
+            if self._failure is not None:
+                return
+            self._failure = failure
+        self._board.post(failure)
+        for part in self._parts:
+            part.abort(str(failure))
+
+    def abort(self, reason: str) -> None:
+        self._stop(HorovodInternalError(reason))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._failure is None:
+            self._failure = HorovodInternalError("Horovod has been shut down")
+        for part in self._parts:
+            part.close()
+
+    def after_fork_in_child(self) -> None:
+        for part in self._parts:
+            part.after_fork_in_child()
+
+
+def _overlaps(left: Sequence[int], right: Sequence[int]) -> list[list[int]]:
+    """How many elements slice i of one division shares with slice j of another of the same data."""
+    starts, ends = offsets_of(left), offsets_of(right)
+    return [
+        [
+            max(0, min(start + count, begin + length) - max(start, begin))
+            for begin, length in zip(ends, right, strict=True)
+        ]
+        for start, count in zip(starts, left, strict=True)
+    ]

@@ -1,0 +1,140 @@
+"""What every store does, in one process and over the network."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from horovod.common.store import MemoryStore, PrefixStore, Store, StoreClient, StoreServer
+from horovod.common.wire import new_key
+
+LONG = 60.0
+SHORT = 0.05
+KEY = new_key()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[StoreServer]:
+    server = StoreServer("127.0.0.1", KEY)
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["memory", "client", "prefix of memory", "prefix of client"])
+def store(request: pytest.FixtureRequest, server: StoreServer) -> Iterator[Store]:
+    for key in server.store.keys(""):
+        server.store.delete(key)
+    inner: Store = MemoryStore()
+    if "client" in request.param:
+        inner = StoreClient(server.address, server.port, KEY, LONG)
+    yield PrefixStore(inner, "part") if "prefix" in request.param else inner
+    inner.close()
+
+
+def test_set_get_replace(store: Store) -> None:
+    store.set("a", b"1")
+    assert store.get("a", LONG) == b"1"
+    store.set("a", b"")
+    assert store.get("a", LONG) == b""
+    assert store.try_get("a") == b""
+
+
+def test_missing_key(store: Store) -> None:
+    assert store.try_get("missing") is None
+    with pytest.raises(TimeoutError, match="missing"):
+        store.get("missing", SHORT)
+    with pytest.raises(TimeoutError, match="missing"):
+        store.get("missing", 0)
+
+
+def test_get_waits_until_set(store: Store) -> None:
+    values: list[bytes] = []
+    thread = threading.Thread(target=lambda: values.append(store.get("late", LONG)))
+    thread.start()
+    store.set("late", b"value")
+    thread.join(LONG)
+    assert values == [b"value"]
+
+
+def test_get_waits_for_a_counter(store: Store) -> None:
+    values: list[bytes] = []
+    thread = threading.Thread(target=lambda: values.append(store.get("late", LONG)))
+    thread.start()
+    store.add("late", 3)
+    thread.join(LONG)
+    assert values == [b"3"]
+
+
+def test_add(store: Store) -> None:
+    assert store.add("n", 5) == 5
+    assert store.add("n", -7) == -2
+    assert store.get("n", LONG) == b"-2"
+    store.set("n", b"40")
+    assert store.add("n", 2) == 42
+    store.set("n", b"text")
+    with pytest.raises(ValueError, match="not a counter"):
+        store.add("n", 1)
+    assert store.get("n", LONG) == b"text", "the store goes on working"
+
+
+def test_add_is_atomic(store: Store) -> None:
+    seen: list[int] = []
+
+    def count() -> None:
+        for _ in range(50):
+            seen.append(store.add("n", 1))
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    assert sorted(seen) == list(range(1, 201))
+
+
+def test_delete(store: Store) -> None:
+    store.set("a", b"1")
+    assert store.delete("a") is True
+    assert store.delete("a") is False
+    assert store.try_get("a") is None
+
+
+def test_keys(store: Store) -> None:
+    for key in ("b/2", "b/1", "a", "ü/\n\0😀"):
+        store.set(key, b"")
+    assert store.keys("") == ["a", "b/1", "b/2", "ü/\n\0😀"]
+    assert store.keys("b/") == ["b/1", "b/2"]
+    assert store.keys("c") == []
+
+
+def test_large_value(store: Store) -> None:
+    value = os.urandom(1 << 20) * 8
+    store.set("large", value)
+    assert store.get("large", LONG) == value
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(st.dictionaries(st.text(max_size=20), st.binary(max_size=50), max_size=5), st.text())
+def test_behaves_like_a_dictionary(
+    store: Store, content: dict[str, bytes], prefix: str
+) -> None:
+    for key in store.keys(""):
+        store.delete(key)
+    for key, value in content.items():
+        store.set(key, value)
+    assert store.keys(prefix) == sorted(key for key in content if key.startswith(prefix))
+    assert {key: store.get(key, LONG) for key in content} == content
+
+
+def test_prefixes_do_not_meet(server: StoreServer) -> None:
+    memory = MemoryStore()
+    one, two = PrefixStore(memory, "1"), PrefixStore(memory, "12")
+    one.set("2/x", b"one")
+    assert two.keys("") == []
+    assert two.try_get("x") is None
+    assert memory.keys("") == ["1/2/x"]
