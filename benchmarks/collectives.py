@@ -53,7 +53,7 @@ a result the median of the samples. Ratios say how many times as long as ours a 
 """
 EPILOG = """\
 examples:
-  python benchmarks/collectives.py                     2 and 4 ranks, 4 B to 100 MiB, about 2 min
+  python benchmarks/collectives.py                     2 and 4 ranks, 4 B to 100 MiB, a few minutes
   python benchmarks/collectives.py --np 2 --sizes 64K,1M --seconds 5
   python benchmarks/collectives.py --np 2 --check      for scripts: exit status 1 when a promise
                                                        is missed (they are about 2 ranks)

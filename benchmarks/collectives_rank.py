@@ -27,7 +27,7 @@ WARM_UP = 3
 SAMPLES = (11, 2000)
 SMALL_CALLS = 1000  # of the section with many small tensors,
 SMALL_BYTES = 256  # each this big,
-SMALL_SAMPLES = 9  # and how often it is repeated
+SMALL_SAMPLES = (5, 25)  # and how often it is repeated
 
 
 class Contender(ABC):
@@ -118,8 +118,7 @@ class Race:
         def call(contender: Contender, turn: int) -> None:
             contender.allreduce(prepared[contender.key][turn % len(buffers)])
 
-        fewest, most = SAMPLES
-        return self._time(call, fewest, most)
+        return self._time(call, *SAMPLES)
 
     def many(self) -> dict[str, list[float]]:
         """Microseconds of SMALL_CALLS small tensors together."""
@@ -129,7 +128,7 @@ class Race:
         def call(contender: Contender, turn: int) -> None:
             contender.many(prepared[contender.key])
 
-        return self._time(call, SMALL_SAMPLES, SMALL_SAMPLES)
+        return self._time(call, *SMALL_SAMPLES)
 
     def _verify(self, contender: Contender, buffer: torch.Tensor) -> None:
         buffer.fill_(dist.get_rank() + 1)

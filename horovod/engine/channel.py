@@ -20,13 +20,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.engine.batches import Batch, plan
+from horovod.common.reduce_op import ReduceOp
+from horovod.engine.batches import Batch, finish_, plan, scale_
 from horovod.engine.executor import Executor, Trace
 from horovod.engine.request import Kind, Request
 from horovod.engine.settlement import Settlement, settle
+from horovod.engine.timeline import Timeline
 from horovod.transport.base import MAX_WORDS, Group
 
 _LONGEST_PAUSE = 0.02  # seconds between rounds that settled nothing
+_LONGEST_GOODBYE = 5.0  # seconds that shutting down waits for a round in progress
 
 
 class Channel:
@@ -106,7 +109,7 @@ class Channel:
         """Run rounds until `request` is finished."""
         while not request.finished:
             with self._drive_lock:
-                if not request.finished:
+                if not request.finished and self._queue:
                     self._guarded_round()
 
     def _start_background(self) -> None:
@@ -147,11 +150,12 @@ class Channel:
     def _round(self) -> None:
         """Agree with the other ranks on what to run next, and run it."""
         pending = self._queue[:MAX_WORDS]
-        if not pending:
-            return
         timeline = self._trace.timeline
         if timeline is not None:
             timeline.mark_cycle()
+        elif len(pending) == 1 and pending[0].plain:
+            self._round_of_one(pending[0])
+            return
         batches = plan(_before_join(pending), self._threshold, self._fuse_groups)
         preload = self._executor.preload(batches[0]) if batches else None
         words = b"".join([request.signature for request in pending])
@@ -161,10 +165,31 @@ class Channel:
             batches = plan(_before_join(pending), self._threshold, self._fuse_groups)
         if batches:
             self._pause = self._cycle
-            agreed = pending if len(pending) == common else pending[:common]
-            self._run(_before_join(agreed), batches)
+            self._run(_before_join(pending), batches)
         else:
             self._settle()
+
+    def _round_of_one(self, request: Request) -> None:
+        """The same for one tensor in host memory, with as few steps as Python allows."""
+        transport, output = self._executor.transport, request.outputs[0]
+        if request.tensors[0] is not output:
+            output.copy_(request.tensors[0])
+        buffer = output if output.dim() == 1 else output.view(-1)
+        if transport.agree(request.signature, buffer) == 0:
+            self._settle()
+            return
+        op = request.op
+        if op is ReduceOp.AVERAGE:
+            transport.allreduce(buffer, ReduceOp.SUM)
+            finish_(buffer, op, request.postscale, transport.size)
+        else:
+            transport.allreduce(buffer, op)
+            scale_(buffer, request.postscale)
+        with self._queue_lock:
+            if self._queue:  # empty if another thread aborted meanwhile
+                del self._queue[0]  # nobody else removes, so it is still the first
+            self._in_flight.pop(request.name, None)
+        request.complete(request.outputs)
 
     def _settle(self) -> None:
         """No common prefix: look at everybody's whole queue."""
@@ -190,54 +215,40 @@ class Channel:
         return request
 
     def _run(self, requests: Sequence[Request], batches: Sequence[Batch]) -> None:
-        self._forget(requests)
+        """Run agreed requests. Each stays in the queue until its result is there."""
         timeline = self._trace.timeline
-        if timeline is None and len(batches) == 1 and len(requests) == 1:
-            self._run_batch(batches[0])
-            if not requests[0].finished:
-                requests[0].complete(requests[0].outputs)
-            return
         if timeline is not None:
             for request in requests:
                 timeline.negotiate_end(request.name, request.kind.value)
                 timeline.start(request.name, request.kind.value)
         left = {id(request): len(request.tensors) for request in requests}
         for batch in batches:
-            self._run_batch(batch)
+            result = self._run_batch(batch)
+            done = []
             for request in batch.requests or (batch.request,):
                 left[id(request)] -= 1
-                if left[id(request)] <= 0 and not request.finished:
-                    request.complete(request.outputs)
-        for request in requests:
-            if not request.finished:  # a group of no tensors
-                request.complete(request.outputs)
-            if timeline is not None:
-                tensor = request.tensors[0] if request.tensors else None
-                if tensor is None:
-                    timeline.end(request.name)
-                else:
-                    timeline.end(request.name, tensor.dtype, tensor.shape)
+                if left[id(request)] <= 0 or not batch.requests:
+                    done.append(request)
+                    if timeline is not None:
+                        _end_in(timeline, request)
+            self._forget(done)
+            for request in done:
+                request.complete(request.outputs if batch.requests else result)
 
-    def _run_batch(self, batch: Batch) -> None:
+    def _run_batch(self, batch: Batch) -> Any:
+        request = batch.request
         try:
-            if batch.request.kind is Kind.PROCESS_SET:
-                batch.request.complete(self._change_process_sets(batch.request))
-            else:
-                self._executor.run(batch)
-        except BaseException as error:
-            reason = error if isinstance(error, HorovodInternalError) else None
-            if reason is None:
-                me = self.group.describe(self.group.rank)
-                reason = HorovodInternalError(
-                    f"{me} failed in {batch.request.name!r} ({batch.request.source}): "
-                    f"{type(error).__name__}: {error}"
-                )
-                reason.__cause__ = error
-            for request in {id(r): r for r in (*batch.requests, batch.request)}.values():
-                request.fail(reason)
-            if isinstance(error, Exception):
-                raise reason from error.__cause__
+            if request.kind is Kind.PROCESS_SET:
+                return self._change_process_sets(request)
+            return self._executor.run(batch)
+        except HorovodInternalError:
             raise
+        except Exception as error:
+            me = self.group.describe(self.group.rank)
+            raise HorovodInternalError(
+                f"{me} failed in {request.name!r} ({request.source}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _forget(self, requests: Sequence[Request]) -> None:
         with self._queue_lock:
@@ -275,9 +286,13 @@ class Channel:
         self._pausing.set()
         for request in pending:
             request.fail(error)
+        if not self._drive_lock.acquire(blocking=False):
+            # Another thread is in a round: wake it, and let go of nothing under its feet.
+            self._executor.abort(f"{self.group.describe(self.group.rank)} has shut down Horovod")
+            self._drive_lock.acquire(timeout=_LONGEST_GOODBYE)
         self._executor.close()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
+            self._thread.join(timeout=_LONGEST_GOODBYE)
 
     def after_fork_in_child(self) -> None:
         self._executor.after_fork_in_child()
@@ -288,6 +303,13 @@ def _before_join(requests: list[Request]) -> list[Request]:
         if request.kind is Kind.JOIN:
             return requests[:index]
     return requests
+
+
+def _end_in(timeline: Timeline, request: Request) -> None:
+    if request.tensors:
+        timeline.end(request.name, request.tensors[0].dtype, request.tensors[0].shape)
+    else:
+        timeline.end(request.name)
 
 
 def _copy(error: HorovodInternalError) -> HorovodInternalError:

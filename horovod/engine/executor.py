@@ -1,4 +1,4 @@
-"""Running agreed batches over a channel's transports. The channel calls it, one thread at a time."""
+"""Running agreed batches over transports. Called by a channel, in one thread at a time."""
 
 from __future__ import annotations
 
@@ -100,26 +100,18 @@ class Executor:
 
     # -- running ---------------------------------------------------------------------------
 
-    def run(self, batch: Batch) -> None:
+    def run(self, batch: Batch) -> Any:
+        """Do the batch's collective. The result, unless it went into the requests' outputs."""
         request = batch.request
-        kind = request.kind
-        if kind is Kind.ALLREDUCE:
-            self._allreduce(batch)
-        elif kind is Kind.BARRIER:
-            request.complete(None)
-        else:
-            device = request.tensors[0].device
-            with self._on_device(device, [request]) as transport:
-                _RUN[kind](self, request, transport)
-
-    def _allreduce(self, batch: Batch) -> None:
-        request = batch.request
-        device = batch.inputs[0].device
-        if device.type == "cpu":
-            self._reduce_batch(batch, request, self.transport)
-        else:
-            with self._on_device(device, batch.requests) as transport:
-                self._reduce_batch(batch, request, transport)
+        if request.kind is Kind.BARRIER:
+            return None  # that all ranks agreed to run it is all there is to it
+        if not request.tensors:
+            return []
+        with self._on_device(request.tensors[0].device, batch.requests or [request]) as transport:
+            if request.kind is Kind.ALLREDUCE:
+                return self._reduce_batch(batch, request, transport)
+            with self._activity(batch, f"{transport.name}_{request.kind.name}"):
+                return _RUN[request.kind](self, request, transport)
 
     def _reduce_batch(self, batch: Batch, request: Request, transport: Transport) -> None:
         if request.op is ReduceOp.ADASUM:
@@ -128,11 +120,8 @@ class Executor:
         buffer = self.pack(batch)
         op = request.op
         plain = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
-        if self._trace.timeline is None:  # spelled out: the hot path
+        with self._activity(batch, f"{transport.name}_ALLREDUCE"):
             transport.allreduce(buffer, plain)
-        else:
-            with self._activity(batch, f"{transport.name}_ALLREDUCE"):
-                transport.allreduce(buffer, plain)
         if op is ReduceOp.AVERAGE or request.postscale != 1.0:
             finish_(buffer, op, request.postscale, self.size)
         if len(batch.outputs) > 1:
@@ -153,14 +142,14 @@ class Executor:
         for output in outputs:
             scale_(output, batch.request.postscale)
 
-    def _broadcast(self, request: Request, transport: Transport) -> None:
+    def _broadcast(self, request: Request, transport: Transport) -> torch.Tensor:
         source, target = request.tensors[0], request.outputs[0]
         if source is not target and self.rank == request.detail:
             target.copy_(source)
         transport.broadcast(target.view(-1), request.detail)
-        request.complete(target)
+        return target
 
-    def _allgather(self, request: Request, transport: Transport) -> None:
+    def _allgather(self, request: Request, transport: Transport) -> list[torch.Tensor]:
         rows = self._gather_numbers([tensor.shape[0] for tensor in request.tensors])
         results = []
         for index, tensor in enumerate(request.tensors):
@@ -170,9 +159,9 @@ class Executor:
             output = tensor.new_empty((total, *tensor.shape[1:]))
             transport.allgather(tensor.reshape(-1), output.view(-1), counts)
             results.append(output)
-        request.complete(results)
+        return results
 
-    def _alltoall(self, request: Request, transport: Transport) -> None:
+    def _alltoall(self, request: Request, transport: Transport) -> tuple[torch.Tensor, list[int]]:
         tensor, splits = request.tensors[0], request.detail
         everyone = self._gather_numbers(splits)
         received = [ranks_splits[self.rank] for ranks_splits in everyone]
@@ -182,9 +171,9 @@ class Executor:
         transport.alltoall(
             source, output.view(-1), [n * row for n in splits], [n * row for n in received]
         )
-        request.complete((output, received))
+        return output, received
 
-    def _reducescatter(self, request: Request, transport: Transport) -> None:
+    def _reducescatter(self, request: Request, transport: Transport) -> list[torch.Tensor]:
         op = request.op
         plain = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
         results = []
@@ -198,7 +187,7 @@ class Executor:
             transport.reduce_scatter(source, output.view(-1), [n * row for n in rows], plain)
             finish_(output, op, request.postscale, self.size)
             results.append(output)
-        request.complete(results)
+        return results
 
     def _gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Everybody's list of (equally many) integers."""
@@ -245,7 +234,7 @@ class Executor:
 
 _NOTHING = contextlib.nullcontext()
 
-_RUN: dict[Kind, Callable[[Executor, Request, Transport], None]] = {
+_RUN: dict[Kind, Callable[[Executor, Request, Transport], Any]] = {
     Kind.BROADCAST: Executor._broadcast,
     Kind.ALLGATHER: Executor._allgather,
     Kind.ALLTOALL: Executor._alltoall,

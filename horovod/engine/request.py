@@ -56,6 +56,7 @@ class Request:
         "op",
         "outputs",
         "place",
+        "plain",
         "postscale",
         "prescale",
         "result",
@@ -88,6 +89,14 @@ class Request:
         self.prescale = prescale
         self.postscale = postscale
         self.detail = detail  # root of a broadcast, splits of an alltoall, plan of a process set
+        # One tensor in host memory that may be shown to the others as it is.
+        self.plain = (
+            kind is Kind.ALLREDUCE
+            and len(tensors) == 1
+            and prescale == 1.0
+            and op is not ReduceOp.ADASUM
+            and tensors[0].is_cpu
+        )
         self.event: Any = None  # device work that must be done before ours may start
         self.finished = False
         self.waiting = False

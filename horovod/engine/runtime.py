@@ -308,7 +308,7 @@ class Runtime:
     def _submit(
         self, channel: Channel, request: Request, tensors: Sequence[torch.Tensor], background: bool
     ) -> Request:
-        if tensors and tensors[0].device.type != "cpu":
+        if tensors and not tensors[0].is_cpu:
             module = torch.get_device_module(tensors[0].device)
             request.event = module.Event()
             request.event.record(module.current_stream(tensors[0].device))
@@ -330,7 +330,8 @@ class Runtime:
         `background` false promises that the caller waits at once, which saves waking a thread.
         """
         channel = self._channel(process_set_id)
-        _check_one_device(tensors)
+        if len(tensors) > 1:
+            _check_one_device(tensors)
         full, signature = self._named(
             channel, Kind.ALLREDUCE, name, tensors, op, prescale, postscale
         )

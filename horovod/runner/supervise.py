@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from horovod.runner.console import Console, Source
-from horovod.runner.lines import LineSplitter
+from horovod.runner.lines import Line, LineSplitter
 from horovod.runner.report import Exit, Outcome, Tail, first_to_fail
 from horovod.runner.workers import Workers, kill_groups
 
@@ -110,12 +110,14 @@ class Supervisor:
         else:
             lines = stream.splitter.finish()
             self._selector.unregister(stream.fd)
-        if stream.source.stream == "stderr":
-            stream.tail.add(lines)
-        self._console.show(stream.source, lines, stream.splitter.pending)
+        self._show(stream, lines)
         if self._console.broken:
             self._stop(FAILURE_GRACE)
         return bool(data)
+
+    def _show(self, stream: _Stream, lines: list[Line]) -> None:
+        stream.tail.add(lines)
+        self._console.show(stream.source, lines, stream.splitter.pending)
 
     def _drain(self) -> None:
         """Read what is left, without waiting for a foreign process that may hold a pipe."""
@@ -124,7 +126,7 @@ class Supervisor:
                 os.set_blocking(fd, False)
                 while self._forward(stream):
                     pass
-                self._console.show(stream.source, stream.splitter.finish())
+                self._show(stream, stream.splitter.finish())
 
     # -- workers ---------------------------------------------------------------------------
 

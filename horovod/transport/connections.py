@@ -2,8 +2,9 @@
 
 Gloo keeps its sockets to itself and offers no way to wake a thread that waits for a live peer. But
 they are descriptors of this process: found in its descriptor table and recognised by their end
-points (our listening port, the listening ports of the peers), they can be watched, shut down, which
-wakes the waiting thread here and at the peer, drained on the way out, and dropped in a forked child.
+points (our listening port, the listening ports of the peers), they can be watched, shut down
+(which wakes the waiting thread here and at the peer), drained on the way out, and dropped in a
+forked child.
 
 A descriptor that the engine closed in the meantime may by now be another file. So we work on
 duplicates (called links): what they are cannot change under us, and the connection lasts as long

@@ -20,7 +20,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -42,8 +42,10 @@ from horovod.transport.connections import (
     tcp_connections,
 )
 from horovod.transport.failures import FailureBoard, again
-from horovod.transport.pairwise import PairwiseTransport
+from horovod.transport.pairwise import PairwiseTransport, cut
 from horovod.transport.store_adapter import TorchStore
+
+_gloo: Any = torch.distributed.ProcessGroupGloo  # its type stub lacks most of what it has
 
 _FOREVER = timedelta(days=3650)
 _LEAVE_SECONDS = 1.0  # how long a closing rank lets the others finish what they read from it
@@ -58,6 +60,7 @@ class GlooTransport(PairwiseTransport):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
+        self.on_failure: Callable[[HorovodInternalError], object] | None = None  # from any thread
         self._board = FailureBoard(group)
         self._failure: HorovodInternalError | None = None
         self._closed = False
@@ -88,14 +91,12 @@ class GlooTransport(PairwiseTransport):
     def _connect(self) -> None:
         self._places = self._meet()
         device, self._listener = self._listen()
-        options = torch.distributed.ProcessGroupGloo._Options()
+        options = _gloo._Options()
         options._devices = [device]
         options._timeout = self._patience
         options._threads = 1  # unused: sends and receives run on the device's own thread
         store = TorchStore(self.group.store, self.group.config.gloo_timeout_seconds)
-        self._process_group = torch.distributed.ProcessGroupGloo(
-            store, self.rank, self.size, options
-        )
+        self._process_group = _gloo(store, self.rank, self.size, options)
         self._find_connections()
 
     def _meet(self) -> list[Place]:
@@ -116,10 +117,10 @@ class GlooTransport(PairwiseTransport):
             before = {each.inode for each in tcp_connections()}
             interface = self.group.config.gloo_iface
             if interface:
-                device = torch.distributed.ProcessGroupGloo.create_device(interface=interface)
+                device = _gloo.create_device(interface=interface, lazy_init=False)
             else:
                 address = choose_address(self._places[self.rank], self._places)
-                device = torch.distributed.ProcessGroupGloo.create_device(hostname=address)
+                device = _gloo.create_device(hostname=address, lazy_init=False)
             found = [c for c in tcp_connections() if c.remote is None and c.inode not in before]
             if len(found) == 1:
                 found[0].prepare()
@@ -165,7 +166,7 @@ class GlooTransport(PairwiseTransport):
         mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         counts = [int(c) for c in self._exchange(torch.tensor([mine.numel()]))]
         output = torch.empty(sum(counts), dtype=torch.uint8)
-        slices = output.split(counts)
+        slices = cut(output, counts)
         slices[self.rank].copy_(mine)
         self._gather_slices(slices)
         return [bytes(each.tolist()).decode() for each in slices]
@@ -190,8 +191,7 @@ class GlooTransport(PairwiseTransport):
             try:
                 yield
             except BaseException as error:
-                failure = self._explain(error)
-                self._stop(failure)
+                failure = self._stop(self._explain(error))
                 if isinstance(error, Exception):
                     raise again(failure) from error
                 raise
@@ -248,15 +248,18 @@ class GlooTransport(PairwiseTransport):
             return f"{who} has shut down Horovod"
         return f"{who} has died or was cut off: its connection is closed"
 
-    def _stop(self, failure: HorovodInternalError) -> None:
-        """Break the transport for everybody, for this reason. From any thread."""
+    def _stop(self, failure: HorovodInternalError) -> HorovodInternalError:
+        """Break the transport for everybody; returns the reason, which may be an earlier one."""
         with self._stopping:
             if self._failure is not None:
-                return
+                return self._failure
             self._failure = failure
         self._board.post(failure)
         for link in self._links.values():
             shut_down(link)
+        if self.on_failure is not None:
+            self.on_failure(failure)
+        return failure
 
     def abort(self, reason: str) -> None:
         self._stop(HorovodInternalError(reason))

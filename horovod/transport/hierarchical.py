@@ -1,11 +1,11 @@
 """Collectives of several hosts: one transport inside each host, another between hosts.
 
-The data of a collective is cut into *lanes*. Lane i is carried by the rank with local index i on every
-host: it gathers or reduces its part inside the host, exchanges it with the carriers of the same
-lane on the other hosts, and shares the result inside the host. With as many lanes as the smallest
-host has ranks, all of them keep the network busy and each byte crosses it once per host, not once
-per rank. Small tensors use one lane: fewer messages. Ranks beyond the lanes (hosts of different
-sizes) carry nothing. Called by the transport selection.
+The data of a collective is cut into *lanes*. Lane i is carried by the rank with local index i on
+every host: it gathers or reduces its part inside the host, exchanges it with the carriers of the
+same lane on the other hosts, and shares the result inside the host. With as many lanes as the
+smallest host has ranks, all of them keep the network busy, and each byte crosses it once per host,
+not once per rank. Small tensors use one lane: fewer messages. Ranks beyond the lanes (hosts of
+different sizes) carry nothing. Called by the transport selection.
 
 A rank's own alltoall has no such shortcut between hosts: there it goes straight from rank to
 rank, over the flat transport, which also takes over what HOROVOD_HIERARCHICAL_ALLREDUCE=0 and
@@ -15,16 +15,22 @@ HOROVOD_HIERARCHICAL_ALLGATHER=0 switch off.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.base import Group, Transport
+from horovod.transport.base import WORD, Group, Transport
 from horovod.transport.failures import FailureBoard, again
-from horovod.transport.pairwise import as_bytes, offsets_of, split_evenly
+from horovod.transport.gloo import GlooTransport
+from horovod.transport.pairwise import as_bytes, cut, offsets_of, split_evenly
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ONE_LANE = 64 * 1024  # bytes up to which one lane is used
 
@@ -63,6 +69,8 @@ class HierarchicalTransport(Transport):
         self._failure: HorovodInternalError | None = None
         self._stopping = threading.Lock()
         self._closed = False
+        for part in self._parts:
+            self._listen_to(part)
 
     def _check_layout(self) -> None:
         if sorted(rank for ranks in self.hosts for rank in ranks) != list(range(self.size)):
@@ -79,19 +87,31 @@ class HierarchicalTransport(Transport):
 
     # -- collectives -----------------------------------------------------------------------
 
+    def agree(self, words: bytes, preload: torch.Tensor | None = None) -> int:
+        """What the ranks of a host have in common, one of them compares with the other hosts."""
+        with self._guard():
+            if self.group.config.hierarchical_allreduce is False:
+                return self._do(self.flat.agree, words)
+            common = self._do(self.local.agree, words)
+            if self._index == 0 and self.cross is not None:
+                common = self._do(self.cross.agree, words[: common * WORD])
+            verdict = torch.tensor([common])
+            self._do(self.local.broadcast, verdict, 0)
+            return int(verdict)
+
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         with self._guard():
             if self.group.config.hierarchical_allreduce is False:
-                self.flat.allreduce(tensor, op)
+                self._do(self.flat.allreduce, tensor, op)
                 return
             if not tensor.numel():
                 return
             counts = self._lane_counts(tensor.numel(), self._lanes(tensor.nbytes))
             mine = tensor.new_empty(counts[self._index])
-            self.local.reduce_scatter(tensor, mine, counts, op)
+            self._do(self.local.reduce_scatter, tensor, mine, counts, op)
             if self.cross is not None and mine.numel():
-                self.cross.allreduce(mine, op)
-            self.local.allgather(mine, tensor, counts)
+                self._do(self.cross.allreduce, mine, op)
+            self._do(self.local.allgather, mine, tensor, counts)
 
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
@@ -99,7 +119,7 @@ class HierarchicalTransport(Transport):
         """Every lane has a portion of what belongs to each host; carriers end with their host's."""
         with self._guard():
             if self.group.config.hierarchical_allreduce is False:
-                self.flat.reduce_scatter(source, output, counts, op)
+                self._do(self.flat.reduce_scatter, source, output, counts, op)
                 return
             lanes = self._lanes(source.nbytes)
             blocks = self._block_counts(counts)
@@ -108,15 +128,16 @@ class HierarchicalTransport(Transport):
             per_lane = [sum(portion[lane] for portion in portions) for lane in range(lanes)]
             mine = source.new_empty(per_lane[self._index] if self._index < lanes else 0)
             arranged = torch.cat([host[lane] for lane in range(lanes) for host in pieces])
-            self.local.reduce_scatter(arranged, mine, self._padded(per_lane), op)
+            self._do(self.local.reduce_scatter, arranged, mine, self._padded(per_lane), op)
             share = [portion[self._index] if self._index < lanes else 0 for portion in portions]
             reduced = source.new_empty(share[self._host])
             if self.cross is not None and mine.numel():
-                self.cross.reduce_scatter(mine, reduced, share, op)
+                self._do(self.cross.reduce_scatter, mine, reduced, share, op)
             # Our host's block now lies on the carriers, one portion each; deliver it.
             owners = [counts[rank] for rank in self._neighbours]
             carriers = self._padded(portions[self._host])
-            self.local.alltoall(
+            self._do(
+                self.local.alltoall,
                 reduced,
                 output,
                 _overlaps(carriers, owners)[self._index],
@@ -126,29 +147,31 @@ class HierarchicalTransport(Transport):
     def allgather(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]) -> None:
         with self._guard():
             if self.group.config.hierarchical_allgather is False:
-                self.flat.allgather(source, output, counts)
+                self._do(self.flat.allgather, source, output, counts)
                 return
             lanes = self._lanes(output.nbytes)
             blocks = self._block_counts(counts)
             portions = [split_evenly(block, lanes) for block in blocks]
             ours = source.new_empty(blocks[self._host])
-            self.local.allgather(source, ours, [counts[rank] for rank in self._neighbours])
+            self._do(
+                self.local.allgather, source, ours, [counts[rank] for rank in self._neighbours]
+            )
             per_lane = [sum(portion[lane] for portion in portions) for lane in range(lanes)]
             mine = source.new_empty(per_lane[self._index] if self._index < lanes else 0)
             if self.cross is not None and mine.numel():
-                portion = ours.split(portions[self._host])[self._index]
-                self.cross.allgather(portion, mine, [p[self._index] for p in portions])
+                portion = cut(ours, portions[self._host])[self._index]
+                self._do(self.cross.allgather, portion, mine, [p[self._index] for p in portions])
             arranged = source.new_empty(sum(per_lane))
-            self.local.allgather(mine, arranged, self._padded(per_lane))
+            self._do(self.local.allgather, mine, arranged, self._padded(per_lane))
             by_lane = [
-                lane.split([portion[index] for portion in portions])
-                for index, lane in enumerate(arranged.split(per_lane))
+                cut(lane, [portion[index] for portion in portions])
+                for index, lane in enumerate(cut(arranged, per_lane))
             ]
-            targets = output.split(list(counts))
+            targets = cut(output, counts)
             for host, ranks in enumerate(self.hosts):
                 block = torch.cat([lane[host] for lane in by_lane])
                 for rank, part in zip(
-                    ranks, block.split([counts[rank] for rank in ranks]), strict=True
+                    ranks, cut(block, [counts[rank] for rank in ranks]), strict=True
                 ):
                     targets[rank].copy_(part)
 
@@ -159,13 +182,13 @@ class HierarchicalTransport(Transport):
             data = as_bytes(tensor)
             origin = next(i for i, ranks in enumerate(self.hosts) if root in ranks)
             if self._host == origin:
-                self.local.broadcast(data, self._neighbours.index(root))
+                self._do(self.local.broadcast, data, self._neighbours.index(root))
             counts = self._lane_counts(data.numel(), self._lanes(data.numel()))
-            lane = data.split(counts)[self._index]
+            lane = cut(data, counts)[self._index]
             if self.cross is not None and lane.numel():
-                self.cross.broadcast(lane, origin)
+                self._do(self.cross.broadcast, lane, origin)
             if self._host != origin:
-                self.local.allgather(lane.clone(), data, counts)
+                self._do(self.local.allgather, lane.clone(), data, counts)
 
     def alltoall(
         self,
@@ -176,30 +199,30 @@ class HierarchicalTransport(Transport):
     ) -> None:
         """Inside the host by the local transport, the rest straight from rank to rank."""
         with self._guard():
-            leaving = source.split(list(send_counts))
-            arriving = output.split(list(receive_counts))
+            leaving = cut(source, send_counts)
+            arriving = cut(output, receive_counts)
             near, far = list(self._neighbours), set(range(self.size)) - set(self._neighbours)
             sent = torch.cat([leaving[rank] for rank in near])
             got = output.new_empty(sum(receive_counts[rank] for rank in near))
             received = [receive_counts[rank] for rank in near]
-            self.local.alltoall(sent, got, [send_counts[rank] for rank in near], received)
-            for rank, part in zip(near, got.split(received), strict=True):
+            self._do(self.local.alltoall, sent, got, [send_counts[rank] for rank in near], received)
+            for rank, part in zip(near, cut(got, received), strict=True):
                 arriving[rank].copy_(part)
             outward = [count if r in far else 0 for r, count in enumerate(send_counts)]
             inward = [count if r in far else 0 for r, count in enumerate(receive_counts)]
             sent = torch.cat([source[:0], *(leaving[rank] for rank in sorted(far))])
             got = output.new_empty(sum(inward))
-            self.flat.alltoall(sent, got, outward, inward)
-            for rank, part in enumerate(got.split(inward)):
+            self._do(self.flat.alltoall, sent, got, outward, inward)
+            for rank, part in enumerate(cut(got, inward)):
                 if rank in far:
                     arriving[rank].copy_(part)
 
     def barrier(self) -> None:
         with self._guard():
-            self.local.barrier()
+            self._do(self.local.barrier)
             if self._index == 0 and self.cross is not None:
-                self.cross.barrier()
-            self.local.barrier()
+                self._do(self.cross.barrier)
+            self._do(self.local.barrier)
 
     # -- layout ----------------------------------------------------------------------------
 
@@ -218,11 +241,11 @@ class HierarchicalTransport(Transport):
 
     def _by_host(
         self, source: torch.Tensor, counts: Sequence[int], portions: Sequence[Sequence[int]]
-    ) -> list[tuple[torch.Tensor, ...]]:
+    ) -> list[list[torch.Tensor]]:
         """`source`, in rank order, as portions [host][lane]."""
-        slices = source.split(list(counts))
+        slices = cut(source, counts)
         return [
-            torch.cat([slices[rank] for rank in ranks]).split(list(portion))
+            cut(torch.cat([slices[rank] for rank in ranks]), portion)
             for ranks, portion in zip(self.hosts, portions, strict=True)
         ]
 
@@ -235,15 +258,15 @@ class HierarchicalTransport(Transport):
         try:
             yield
         except BaseException as error:
-            self._stop(self._explain(error))
-            if self._failure is not None and isinstance(error, Exception):
-                raise again(self._failure) from error
+            failure = self._stop(self._explain(error))
+            if isinstance(error, Exception):
+                raise again(failure) from error
             raise
 
     def _explain(self, error: BaseException) -> HorovodInternalError:
-        """The same in terms of the whole group; what another rank posted knows better."""
+        """What to tell the caller and the others; what another rank posted knows better."""
         if isinstance(error, PeerLostError):
-            return PeerLostError(str(error), self._ranks_named_by(error))
+            return error
         posted = self._board.look()
         if posted is not None:
             return posted
@@ -252,22 +275,37 @@ class HierarchicalTransport(Transport):
         me = self.group.describe(self.rank)
         return HorovodInternalError(f"{me} failed in a collective: {type(error).__name__}: {error}")
 
-    def _ranks_named_by(self, error: PeerLostError) -> list[int]:
-        """Ranks of the part that noticed, as ranks of the group."""
-        for part in self._parts:
-            named = [part.group.global_ranks[r] for r in error.ranks if r < part.size]
-            if all(f"rank {rank} " in f"{error} " for rank in named):
-                return [self.group.global_ranks.index(rank) for rank in named]
-        return []
+    def _do(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a collective of one of the parts; its errors then speak of ranks of our group."""
+        try:
+            return method(*args, **kwargs)
+        except HorovodInternalError as error:
+            part = cast(Transport, cast(MethodType, method).__self__)
+            raise self._translated(part, error) from error
 
-    def _stop(self, failure: HorovodInternalError) -> None:
+    def _translated(self, part: Transport, error: HorovodInternalError) -> HorovodInternalError:
+        if not isinstance(error, PeerLostError):
+            return error
+        world = [part.group.global_ranks[rank] for rank in error.ranks]
+        return PeerLostError(str(error), [self.group.global_ranks.index(rank) for rank in world])
+
+    def _listen_to(self, part: Transport) -> None:
+        """Hear of a failure at once, even while this rank waits in another of the parts."""
+        if isinstance(part, GlooTransport):
+            part.on_failure = lambda failure: self._stop(
+                self._explain(self._translated(part, failure))
+            )
+
+    def _stop(self, failure: HorovodInternalError) -> HorovodInternalError:
+        """Break the transport for everybody; returns the reason, which may be an earlier one."""
         with self._stopping:
             if self._failure is not None:
-                return
+                return self._failure
             self._failure = failure
         self._board.post(failure)
         for part in self._parts:
             part.abort(str(failure))
+        return failure
 
     def abort(self, reason: str) -> None:
         self._stop(HorovodInternalError(reason))

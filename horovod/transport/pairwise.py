@@ -43,6 +43,12 @@ def offsets_of(counts: Sequence[int]) -> list[int]:
     return [0, *accumulate(counts)][:-1]
 
 
+def cut(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """The consecutive slices of `tensor` with these many elements each."""
+    starts = offsets_of(counts)
+    return [tensor[s : s + count] for s, count in zip(starts, counts, strict=True)]
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
@@ -105,7 +111,7 @@ class PairwiseTransport(Transport):
                 reduce_into(tensor, self._exchange(tensor), op)
                 return
             counts = split_evenly(tensor.numel(), self.size)
-            slices = tensor.split(counts)
+            slices = cut(tensor, counts)
             self._reduce_slices(slices, slices[self.rank], op)
             self._gather_slices(slices)
 
@@ -113,11 +119,11 @@ class PairwiseTransport(Transport):
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
     ) -> None:
         with self._guard():
-            self._reduce_slices(source.split(list(counts)), output, op)
+            self._reduce_slices(cut(source, counts), output, op)
 
     def allgather(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]) -> None:
         with self._guard():
-            slices = output.split(list(counts))
+            slices = cut(output, counts)
             _copy(source, slices[self.rank])
             self._gather_slices(slices)
 
@@ -142,8 +148,8 @@ class PairwiseTransport(Transport):
         receive_counts: Sequence[int],
     ) -> None:
         with self._guard():
-            leaving = source.split(list(send_counts))
-            arriving = output.split(list(receive_counts))
+            leaving = cut(source, send_counts)
+            arriving = cut(output, receive_counts)
             pending: list[Any] = []
             for peer in reversed(self._peers):
                 pending.extend(self._receive_long(arriving[peer], peer))

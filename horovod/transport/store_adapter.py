@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-import torch.distributed
+from torch._C._distributed_c10d import Store as _TorchStore  # typed, unlike torch.distributed.Store
 
 from horovod.common.store import Store
 
 
-class TorchStore(torch.distributed.Store):
+class TorchStore(_TorchStore):
     """Keys and values of `store`; whoever waits gives up `timeout` seconds after the creation.
 
     One deadline for all calls together: a process group that meets its peers makes many.

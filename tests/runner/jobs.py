@@ -34,7 +34,8 @@ def run(
         env=environment(env),
         cwd=cwd,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="backslashreplace",
         timeout=HANG,
         check=False,
     )

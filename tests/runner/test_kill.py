@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -50,9 +51,11 @@ def test_one_failing_rank_ends_the_trees_of_the_others(tmp_path: Path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     program = (
-        f"import os\nif os.environ['RANK'] == '1':\n    open({str(fifo)!r}).read()\n    os._exit(5)\n"
-        + STUBBORN
-    )
+        "import os\n"
+        "if os.environ['RANK'] == '1':\n"
+        f"    open({str(fifo)!r}).read()\n"
+        "    os._exit(5)\n"
+    ) + STUBBORN
     with started(3, program) as job:
         pids = job.wait_for_pids(6)
         fifo.write_text("fail now")
@@ -145,8 +148,6 @@ def test_what_workers_leave_behind_ends_with_the_job():
 
 def test_a_pipe_held_by_a_stranger_does_not_hold_up_the_end(tmp_path: Path):
     """A process outside the job may hold a worker's stdout, sent to it over a socket."""
-    import socket
-
     path = str(tmp_path / "socket")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
@@ -169,9 +170,11 @@ def test_a_pipe_held_by_a_stranger_does_not_hold_up_the_end(tmp_path: Path):
         assert stdout == "[0]<stdout>:last words\n"
 
 
+CHATTY = "import os\nprint('pid', os.getpid())\nwhile True:\n    print('more output ' * 100)\n"
+
+
 def test_a_reader_that_goes_away_ends_the_job():
-    program = "import os\nprint('pid', os.getpid())\nwhile True:\n    print('more output ' * 100)\n"
-    with started(2, program) as job:
+    with started(2, CHATTY) as job:
         pids = job.wait_for_pids(2)
         assert job.process.stdout is not None
         job.process.stdout.close()
@@ -181,8 +184,7 @@ def test_a_reader_that_goes_away_ends_the_job():
 
 
 def test_a_signal_is_obeyed_while_nobody_reads_the_output():
-    program = "import os\nprint('pid', os.getpid())\nwhile True:\n    print('more output ' * 100)\n"
-    with started(1, program) as job:
+    with started(1, CHATTY) as job:
         (pid,) = job.wait_for_pids(1)
         job.process.send_signal(signal.SIGTERM)  # its stdout is full, or soon will be
         assert job.gone(pid)

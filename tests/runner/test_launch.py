@@ -174,7 +174,7 @@ def test_workers_get_no_descriptor_but_their_own():
         "print({'fds': sorted(held)})\n"
     )
     done = run_python(3, program)
-    assert dumped(done.stdout) == dict.fromkeys(range(3), {"fds": [0, 1, 2]})
+    assert dumped(done.stdout) == {rank: {"fds": [0, 1, 2]} for rank in range(3)}
 
 
 def test_output_comes_by_line_with_a_prefix_and_the_last_one_too():
@@ -306,7 +306,7 @@ def test_a_rank_that_ends_early_and_well_stops_nobody(tmp_path: Path):
         (None, "./no/such/path", 127, "command not found: './no/such/path'"),
         (0o644, "train.py", 126, "did you mean 'python train.py'?"),
         (0o755, "train.py", 127, "did you mean 'python train.py'?"),
-        (0o755, "script", 127, "did you mean './script'?"),
+        (0o755, "my-own-script", 127, "did you mean './my-own-script'?"),
         (0o644, "./data.txt", 126, "'./data.txt' is not executable"),
         (0o755, "./noformat", 126, "Exec format error"),
     ],
