@@ -38,8 +38,9 @@ from benchmarks.collectives_report import (  # noqa: E402
 
 SIZES = "4,64,1K,4K,16K,64K,256K,1M,4M,16M,100M"
 REPEATS = 5  # of the import and init sections
-LAUNCHERS = re.compile(
-    r"_?HOROVOD_|OMPI_|PMI|PRTE|SLURM_|JSM_|TORCHELASTIC_"
+LAUNCHERS = re.compile(  # who a process is; knobs such as HOROVOD_CPU_OPERATIONS stay
+    r"_HOROVOD_|HOROVOD_(RANK|SIZE|LOCAL_|CROSS_|HOSTNAME|GLOO_RENDEZVOUS_|CONTROLLER)"
+    r"|OMPI_COMM_|PMI|PRTE_|SLURM_|JSM_|TORCHELASTIC_"
     r"|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$"
 )
 
@@ -208,7 +209,12 @@ def processes(
             process.wait()
 
 
-def race(size: int, options: argparse.Namespace, mpirun: str | None, advance: Callable) -> Run:
+def race(
+    size: int,
+    options: argparse.Namespace,
+    mpirun: str | None,
+    advance: Callable[[str], None],
+) -> Run:
     """All contenders on `size` ranks."""
     with tempfile.TemporaryDirectory(prefix="horovod-benchmark-") as folder:
         plan = {

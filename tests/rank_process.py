@@ -113,7 +113,9 @@ def _main(
     try:
         function, arguments = pickle.loads(payload)
         connection.send_bytes(pickle.dumps(("result", function(*arguments))))
-    except Exception:
+    except SystemExit:
+        raise
+    except BaseException:  # pytest's own failures are no Exceptions
         connection.send_bytes(pickle.dumps(("error", traceback.format_exc())))
     # A process of multiprocessing leaves without these; a user's script does not.
     atexit._run_exitfuncs()

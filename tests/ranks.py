@@ -309,5 +309,7 @@ def _serve_pool(rank: int, size: int) -> None:
         try:
             function, arguments = pickle.loads(question)
             answer(("result", function(*arguments)))
-        except Exception:
+        except SystemExit:
+            raise
+        except BaseException:  # pytest's own failures are no Exceptions
             answer(("error", traceback.format_exc()))

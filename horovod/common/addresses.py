@@ -11,7 +11,9 @@ from collections.abc import Iterable
 
 LOOPBACK = "127.0.0.1"
 _ANY_PORT = 9
-"""A port for asking the routing table; nothing is sent to it."""
+_ANYBODY = "192.0.2.1"
+"""A port, and an address reserved for documentation, for asking the routing table: nothing is sent
+to them."""
 
 
 def interface_address(names: str) -> str:
@@ -68,7 +70,7 @@ def routable_address(iface: str | None, others: Iterable[str] = ()) -> str:
 
     ``iface`` decides when given. Otherwise, in this order: one of ``others`` (names or addresses
     connected with the job) that is this host itself; the address from which this host would send
-    to one of them; the host name's address.
+    to one of them; the host name's address; the address from which it would send to anybody.
     """
     if iface:
         return interface_address(iface)
@@ -77,13 +79,14 @@ def routable_address(iface: str | None, others: Iterable[str] = ()) -> str:
     candidates = [address for address in known if is_local(address)]
     candidates += [source for address in known if (source := _source_towards(address))]
     candidates += [address for address in resolve(socket.gethostname()) if is_local(address)]
+    candidates += [source for source in (_source_towards(_ANYBODY),) if source]
     for address in candidates:
         if not is_loopback(address):
             return address
     raise ValueError(
         f"cannot tell under which address other hosts reach {socket.gethostname()!r}: the name "
-        f"resolves to no address of this host other than loopback. Set HOROVOD_GLOO_IFACE to the "
-        f"network interface that connects the hosts."
+        f"resolves to no address of this host other than loopback, and there is no default route. "
+        f"Set HOROVOD_GLOO_IFACE to the network interface that connects the hosts."
     )
 
 

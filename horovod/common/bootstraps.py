@@ -76,6 +76,7 @@ class LocalSocket(Bootstrap):
         self._rank = rank
         self._size = size
         self._listener: socket.socket | None = None
+        self._finished = False
 
     def publish(self, offer: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -102,10 +103,10 @@ class LocalSocket(Bootstrap):
     def _hand_out(self, listener: socket.socket, offer: str) -> None:
         served: set[int] = set()
         with listener:
-            while len(served) < self._size - 1:
+            while len(served) < self._size - 1 and not self._finished:
                 try:
                     peer, _ = listener.accept()
-                except OSError:  # nobody came in time, or `finish` closed it
+                except OSError:  # nobody came in time
                     return
                 with peer, contextlib.suppress(OSError, ValueError):
                     peer.settimeout(1.0)
@@ -138,9 +139,10 @@ class LocalSocket(Bootstrap):
             return _check_offer(text.decode())
 
     def finish(self) -> None:
-        if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
+        self._finished = True
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as waker:
+            waker.settimeout(1.0)
+            waker.connect(self._name)  # the thread that accepts sees that it is over
 
     def forget_after_fork(self) -> None:
         if self._listener is not None:
@@ -221,6 +223,10 @@ class TorchStore(Bootstrap):
             return _check_offer(self._store.get(self._key).decode())
         except (RuntimeError, ValueError) as error:  # torch's DistStoreError is a RuntimeError
             raise TimeoutError(f"rank 0 has not written to torch's TCPStore ({error})") from error
+
+    def finish(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.delete_key(self._key)  # the key of the job need not lie there any longer
 
 
 class MpiBroadcast(Bootstrap):

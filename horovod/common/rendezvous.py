@@ -109,6 +109,19 @@ def _launchers_offer(environ: Mapping[str, str]) -> _Offer:
     return _Offer(environ[STORE_ADDRESS], int(port), decode_key(environ[SECRET_KEY]))
 
 
+class _Closing:
+    """Takes rank 0's offer away: once, and never from a forked child."""
+
+    def __init__(self, bootstrap: Bootstrap) -> None:
+        self._bootstrap = bootstrap
+        self._pid = os.getpid()
+        self._done = threading.Lock()
+
+    def __call__(self) -> None:
+        if os.getpid() == self._pid and self._done.acquire(blocking=False):
+            self._bootstrap.finish()
+
+
 class _Host:
     """One meeting in which rank 0 is the host."""
 
@@ -155,23 +168,24 @@ class _Host:
             if isinstance(error, TimeoutError):
                 raise self._failure(bootstrap, error) from error
             raise
-        atexit.register(_finish_in_parent, bootstrap, os.getpid())
+        closing = _Closing(bootstrap)
+        atexit.register(closing)
         threading.Thread(
             target=self._finish_when_met,
-            args=(server, bootstrap),
+            args=(server, closing),
             name="horovod-rendezvous",
             daemon=True,
         ).start()
         return server, bootstrap
 
-    def _finish_when_met(self, server: StoreServer, bootstrap: Bootstrap) -> None:
+    def _finish_when_met(self, server: StoreServer, closing: _Closing) -> None:
         deadline = time.monotonic() + self._config.start_timeout
         try:
             for rank in range(1, self._topology.size):
                 server.store.get(f"{_MET}/{rank}", deadline - time.monotonic())
         except TimeoutError:
             pass  # whoever waits for the missing rank reports it
-        bootstrap.finish()
+        closing()
 
     def _join(self, deadline: float) -> Store:
         bootstrap = self._bootstrap()
@@ -282,8 +296,3 @@ class _Host:
             f"init(), and that this host can connect to rank 0's; a slow start needs a larger "
             f"HOROVOD_START_TIMEOUT."
         )
-
-
-def _finish_in_parent(bootstrap: Bootstrap, pid: int) -> None:
-    if os.getpid() == pid:
-        bootstrap.finish()

@@ -90,7 +90,7 @@ class Channel:
             self._queue.append(request)
         timeline = self._trace.timeline
         if timeline is not None:
-            timeline.negotiate_start(request.name, request.kind.value)
+            timeline.negotiate_start(request.name, request.label)
         if not self._pausing.is_set():
             self._pausing.set()
         if background and not self._bell.is_set():
@@ -219,8 +219,8 @@ class Channel:
         timeline = self._trace.timeline
         if timeline is not None:
             for request in requests:
-                timeline.negotiate_end(request.name, request.kind.value)
-                timeline.start(request.name, request.kind.value)
+                timeline.negotiate_end(request.name, request.label)
+                timeline.start(request.name, request.label)
         left = {id(request): len(request.tensors) for request in requests}
         for batch in batches:
             result = self._run_batch(batch)
@@ -286,11 +286,14 @@ class Channel:
         self._pausing.set()
         for request in pending:
             request.fail(error)
-        if not self._drive_lock.acquire(blocking=False):
+        alone = self._drive_lock.acquire(blocking=False)
+        if not alone:
             # Another thread is in a round: wake it, and let go of nothing under its feet.
             self._executor.abort(f"{self.group.describe(self.group.rank)} has shut down Horovod")
-            self._drive_lock.acquire(timeout=_LONGEST_GOODBYE)
+            alone = self._drive_lock.acquire(timeout=_LONGEST_GOODBYE)
         self._executor.close()
+        if alone:
+            self._drive_lock.release()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_LONGEST_GOODBYE)
 

@@ -132,6 +132,11 @@ class Request:
             self.finished = True
 
     @property
+    def label(self) -> str:
+        """The kind as the timeline calls it."""
+        return "adasum" if self.op is ReduceOp.ADASUM else self.kind.value
+
+    @property
     def source(self) -> str:
         """The user's line that submitted this, as file:line."""
         return f"{self.place[0]}:{self.place[1]}"

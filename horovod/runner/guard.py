@@ -28,10 +28,12 @@ import json
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
-from typing import Any
+
+TYPE_CHECKING = False  # as in typing, whose import would take longer than our start
+if TYPE_CHECKING:
+    from typing import Any
 
 ORPHAN_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL when the launcher is gone."""
@@ -56,15 +58,14 @@ class Guard:
         self._cleaning = False
         self._input = b""
         self._selector = selectors.DefaultSelector()
-        self._waker, waker = socket.socketpair()
-        for end in (self._waker, waker):
-            end.setblocking(False)
-        self._waker_out = waker
-        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        self._wakeup, waker = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        os.set_blocking(waker, False)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: self.stop(LEFTOVER_GRACE))
-        self._selector.register(self._waker, selectors.EVENT_READ, self._drain_waker)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._wake)
         self._selector.register(0, selectors.EVENT_READ, self._read_commands)
         self._watch_parent(parent)
 
@@ -198,12 +199,8 @@ class Guard:
         for line in lines:
             self.stop(json.loads(line)["stop"])
 
-    def _drain_waker(self) -> None:
-        try:
-            while self._waker.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
+    def _wake(self) -> None:
+        os.read(self._wakeup, 1 << 12)  # a signal came; the loop looks for what it changed
 
 
 def _emit(event: dict[str, Any]) -> None:

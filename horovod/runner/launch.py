@@ -19,7 +19,6 @@ import horovod
 from horovod.common.store import StoreServer
 from horovod.common.wire import new_key
 from horovod.runner.arguments import parse_args
-from horovod.runner.check_build import check_build
 from horovod.runner.console import Console
 from horovod.runner.hosts import Slot, plan_slots
 from horovod.runner.report import describe_failure, exit_status
@@ -54,6 +53,8 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         print(horovod.__version__)
         return 0
     if options.check_build:
+        from horovod.runner.check_build import check_build  # rarely needed, so not at every start
+
         print(check_build(verbose=options.verbose))
         return 0
     console = Console(timestamps=options.prefix_timestamp)

@@ -5,12 +5,12 @@ whose result MPI defines the same way on every rank. The rest (half precision, w
 know; minimum and maximum of floating-point numbers, where its treatment of NaN depends on the order
 of the operands; very large tensors) goes through the sends and receives of `pairwise`.
 
-A blocking MPI call cannot be interrupted, and burns a core while it waits. So each collective begins
-with a non-blocking barrier, polled ever more slowly while the others are busy elsewhere: there
-a rank can be woken by `abort`, its own or another's (seen in the group's store), and notices ranks
-of its host that died. Only what then runs at once is left to MPI. (`mpirun` itself usually ends
-the whole job when a rank dies.) A rank that was woken leaves its barrier unfinished; MPI cannot
-take it back, which is why nothing but ending the process is left to do with that communicator.
+A blocking MPI call cannot be interrupted, and burns a core while it waits. So each collective
+begins with a non-blocking barrier, polled ever more slowly while the others are busy elsewhere:
+there a rank can be woken by `abort`, its own or another's (seen in the group's store), and notices
+ranks of its host that died. Only what then runs at once is left to MPI. (`mpirun` itself usually
+ends the whole job when a rank dies.) A rank that was woken leaves its barrier unfinished; MPI
+cannot take it back, so nothing but ending the process is left to do with that communicator.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def communicator_of(group: Group) -> MPI.Intracomm:
 class MpiTransport(PairwiseTransport):
     """The transport of ranks in one MPI job. `comm` has exactly the group's ranks, in order.
 
-    It works on a duplicate of `comm`, which stays its owner's.
+    The communicator is handed over: nobody else uses it, and `close` frees it.
     """
 
     name = "MPI"
@@ -91,14 +91,13 @@ class MpiTransport(PairwiseTransport):
                 "MPI was initialised without support for calls from more than one thread; "
                 "initialise it with MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE"
             )
-        self._comm: Any = comm.Dup()
+        self._comm: Any = comm
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         here = Place.here()
         places = self._comm.allgather((here.pids, here.pid))
         self._pids = {r: pid for r, (where, pid) in enumerate(places) if where == here.pids}
         self._board = FailureBoard(group)
         self._failure: HorovodInternalError | None = None
-        self._waiting = False
 
     # -- collectives of MPI ----------------------------------------------------------------
 
@@ -208,13 +207,12 @@ class MpiTransport(PairwiseTransport):
         if self._failure is None:
             self._failure = HorovodInternalError("Horovod has been shut down")
             self._board.say_goodbye()
-        # The communicator is not freed: that is collective, and others may have failed. MPI
-        # releases it when the process ends.
+            self._comm.Free()  # after a failure it may have unfinished business, and is left
 
 
 def _buffer(tensor: torch.Tensor) -> Any:
     """The tensor's memory as mpi4py takes it; numpy knows too few types to be in between."""
-    return MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
 def _is_alive(pid: int) -> bool:

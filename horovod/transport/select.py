@@ -131,7 +131,7 @@ def _subgroup(group: Group, members: Sequence[int], prefix: str) -> Group:
 
 
 def _gloo(group: Group) -> Transport:
-    from horovod.transport.process_group import GlooTransport
+    from horovod.transport.gloo import GlooTransport
 
     return GlooTransport(dataclasses.replace(group, store=PrefixStore(group.store, "gloo/")))
 

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.common import wire
@@ -37,7 +37,8 @@ def open_pair(key: bytes = KEY, **options: Any) -> tuple[Session, Session]:
     return client, server
 
 
-@given(st.lists(st.tuples(HEADERS, st.binary(max_size=300)), max_size=5), st.data())
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(HEADERS, st.binary(max_size=300)), max_size=3), st.data())
 def test_messages_survive_any_fragmentation(
     messages: list[tuple[dict[str, Any], bytes]], data: st.DataObject
 ) -> None:
@@ -72,7 +73,7 @@ def test_both_directions_and_empty_body() -> None:
 def test_client_notices_another_key_and_does_not_prove_its_own() -> None:
     client, server = Session(KEY, server=False), Session(new_key(), server=True)
     server.feed(client.take_output())
-    with pytest.raises(PermissionError, match="keys? differ"):
+    with pytest.raises(PermissionError, match="key differ"):
         client.feed(server.take_output())
     assert client.take_output() == b""
     assert not client.established

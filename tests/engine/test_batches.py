@@ -75,9 +75,7 @@ def test_integers_scale_in_double_precision_and_truncate(values, factor):
 def test_integer_average_is_exact_division_toward_zero(values, size):
     tensor = torch.tensor(values, dtype=torch.int64)
     finish_(tensor, ReduceOp.AVERAGE, 1.0, size)
-    assert tensor.tolist() == [
-        abs(value) // size * (1 if value >= 0 else -1) for value in values
-    ]
+    assert tensor.tolist() == [abs(value) // size * (1 if value >= 0 else -1) for value in values]
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,7 @@ def join_with(op_name: str, dtype_name: str) -> tuple[int, list[float]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16"])
 @pytest.mark.parametrize("op", ["SUM", "AVERAGE", "MIN", "MAX", "PRODUCT"])
-def test_joined_ranks_contribute_what_changes_nothing(
-    pool3: RankPool, op: str, dtype: str
-) -> None:
+def test_joined_ranks_contribute_what_changes_nothing(pool3: RankPool, op: str, dtype: str) -> None:
     present = [[2, 3, 4], [3, 4], [4]]  # who still takes part in batch 0, 1, 2
     combine = {
         "SUM": sum,
@@ -146,7 +144,9 @@ def test_joined_ranks_contribute_what_changes_nothing(
     outcomes = pool3.run(join_with, op, dtype)
     assert [last for last, _ in outcomes] == [2, 2, 2]
     for rank, (_, seen) in enumerate(outcomes):
-        assert seen == pytest.approx(expected[: rank + 1], rel=1e-2 if dtype == "bfloat16" else 1e-6)
+        assert seen == pytest.approx(
+            expected[: rank + 1], rel=1e-2 if dtype == "bfloat16" else 1e-6
+        )
 
 
 def two_sets_at_once() -> list[float]:

@@ -46,7 +46,8 @@ def _one_after_another(rank: int, size: int, choice: random.Random) -> None:
         root = choice.randrange(size)
         assert hvd.broadcast(torch.full((elements,), rank), root, name="c")[0].item() == root
     elif kind == "alltoall":
-        result, _ = hvd.alltoall(torch.full((size * 50,), rank), torch.tensor([50] * size), "d")
+        splits = torch.tensor([50] * size, dtype=torch.int32)
+        result, _ = hvd.alltoall(torch.full((size * 50,), rank), splits, name="d")
         assert result[-1].item() == size - 1
     else:
         result = hvd.reducescatter(torch.ones(size * 100), name="e", op=hvd.Sum)

@@ -101,7 +101,8 @@ def test_the_timeline_of_a_killed_rank_can_be_loaded(tmp_path: Path):
     assert len(files) == 2
     for file in files:
         events = json.loads(file.read_text())
-        names = {e["args"]["name"] for e in events if e["name"] == "process_name" and e["pid"]}
+        titles = [e for e in events if e.get("name") == "process_name" and e["pid"]]
+        names = {e["args"]["name"] for e in titles}
         assert any("step 19" in name for name in names)
         phases = {e.get("name") for e in events}
         assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= phases

@@ -59,9 +59,13 @@ def _one_never_comes(rank: int, size: int) -> str:
     tell("in place")
     if rank == LATE:
         listen()
-    with pytest.raises(HorovodInternalError) as caught:
+    try:
         hvd.allreduce(torch.ones(3), name="x")
-    return str(caught.value)
+        # The late rank may still find what the others brought before they gave up.
+        hvd.allreduce(torch.ones(3), name="y")
+    except HorovodInternalError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -51,8 +51,8 @@ def _many(count: int) -> bool:
     return all(float(hvd.synchronize(handles[n])) == 2.0 * n for n in range(count))
 
 
-def test_ten_thousand_requests_in_opposite_orders(pool2: RankPool):
-    assert pool2.run(_many, 10_000, timeout=120) == [True, True]
+def test_many_requests_in_opposite_orders(pool2: RankPool):
+    assert pool2.run(_many, 2_000) == [True, True]
 
 
 def _same_order(count: int) -> float:

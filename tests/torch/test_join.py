@@ -67,7 +67,9 @@ def _scaled_and_grouped() -> list[float] | None:
         hvd.join()
         return None
     pair = [torch.ones(2), torch.ones(3, dtype=torch.float64)]
-    group = hvd.grouped_allreduce(pair, op=hvd.Sum, prescale_factor=3.0, postscale_factor=0.5)
+    group = hvd.grouped_allreduce(
+        pair, name="pair", op=hvd.Sum, prescale_factor=3.0, postscale_factor=0.5
+    )
     handle = hvd.allreduce_async_(torch.ones(1), name="async", op=hvd.Sum)
     totals = [float(tensor.sum()) for tensor in group]
     totals.append(float(hvd.synchronize(handle)))
@@ -126,6 +128,21 @@ def _last(order: list[int]) -> int:
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
 def test_the_last_to_join_is_known_to_all(pool3: RankPool, order: list[int]):
     assert pool3.run(_last, order) == [order[-1]] * 3
+
+
+def _unnamed(repetitions: int) -> list[float]:
+    """Automatic names agree again after a join, though ranks have used different numbers."""
+    seen = []
+    for repetition in range(repetitions):
+        for _ in range(hvd.rank() * (repetition + 1)):
+            hvd.allreduce(torch.ones(1))
+        hvd.join()
+        seen.append(float(hvd.allreduce(torch.ones(1), op=hvd.Sum)))
+    return seen
+
+
+def test_unnamed_operations_around_a_join(pool3: RankPool):
+    assert pool3.run(_unnamed, 3, timeout=20) == [[3.0] * 3] * 3
 
 
 def _all_at_once() -> tuple[int, int]:

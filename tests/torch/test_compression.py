@@ -1,0 +1,83 @@
+"""Compression of what travels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import horovod.torch as hvd
+from horovod.torch.compression import Compressor, FP16Compressor, NoneCompressor
+from tests.ranks import RankPool
+
+NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", sorted(NARROW))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_floating_point_tensors_travel_narrow(name: str, dtype: torch.dtype):
+    compressor = getattr(hvd.Compression, name)
+    compressed, context = compressor.compress(torch.tensor([1.5, -2.25], dtype=dtype))
+    assert compressed.dtype is NARROW[name]
+    restored = compressor.decompress(compressed, context)
+    assert restored.dtype is dtype
+    assert restored.tolist() == [1.5, -2.25]
+
+
+@pytest.mark.parametrize("name", sorted(NARROW))
+def test_other_tensors_travel_as_they_are(name: str):
+    compressor = getattr(hvd.Compression, name)
+    tensor = torch.tensor([1, 2])
+    compressed, context = compressor.compress(tensor)
+    assert compressed is tensor
+    assert compressor.decompress(compressed, context) is tensor
+
+
+def test_no_compression():
+    tensor = torch.ones(2)
+    assert hvd.Compression.none is NoneCompressor
+    assert hvd.Compression.fp16 is FP16Compressor
+    assert NoneCompressor.compress(tensor) == (tensor, None)
+    assert NoneCompressor.decompress(tensor, None) is tensor
+
+
+def test_a_compressor_must_say_how():
+    with pytest.raises(NotImplementedError):
+        Compressor.compress(torch.ones(1))
+    with pytest.raises(NotImplementedError):
+        Compressor.decompress(torch.ones(1), None)
+
+
+class _Halves(Compressor):
+    """A user's own: sends half of every number."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor / 2, 2.0
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return tensor * ctx
+
+
+def _with(compression: type[Compressor]) -> list[torch.Tensor]:
+    tensor = torch.tensor([1.0, 2.0, 3.0 + hvd.rank()])
+    options = {"compression": compression, "op": hvd.Sum}
+    return [
+        hvd.allreduce(tensor, **options),
+        *hvd.grouped_allreduce([tensor, tensor.double()], **options),
+        hvd.reducescatter(tensor, **options),
+        *hvd.grouped_reducescatter([tensor], **options),
+    ]
+
+
+@pytest.mark.parametrize(
+    "compression", [hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16, _Halves]
+)
+def test_collectives_take_a_compressor(pool2: RankPool, compression: type[Compressor]):
+    whole = torch.tensor([2.0, 4.0, 7.0])
+    for rank, (one, first, second, *scattered) in enumerate(pool2.run(_with, compression)):
+        assert torch.equal(one, whole)
+        assert torch.equal(first, whole)
+        assert torch.equal(second, whole.double())
+        for part in scattered:
+            assert torch.equal(part, whole[:2] if rank == 0 else whole[2:])

@@ -1,0 +1,120 @@
+"""Python objects and model parameters between ranks."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import horovod.torch as hvd
+from tests.ranks import RankPool
+
+
+def _broadcast_object(objects: list[Any], root: int, name: str | None) -> tuple[Any, bool]:
+    mine = objects[hvd.rank()]
+    received = hvd.broadcast_object(mine, root, name)
+    return received, received is mine
+
+
+@pytest.mark.parametrize("name", [None, "settings"])
+@pytest.mark.parametrize("root", [0, 2])
+def test_broadcast_object_of_differing_types(pool3: RankPool, name: str | None, root: int):
+    objects: list[Any] = [{"lr": 0.1, "betas": (0.9, 0.99)}, None, [1, "two", {3}]]
+    for rank, (received, same) in enumerate(pool3.run(_broadcast_object, objects, root, name)):
+        assert received == objects[root]
+        assert type(received) is type(objects[root])
+        assert same == (rank == root)
+
+
+def _large_object() -> int:
+    received = hvd.broadcast_object(b"x" * 3_000_000 if hvd.rank() == 0 else None)
+    return len(received)
+
+
+def test_a_large_object(pool2: RankPool):
+    assert pool2.run(_large_object) == [3_000_000] * 2
+
+
+def _functions() -> list[int]:
+    offset = 10 * (hvd.rank() + 1)
+    functions = hvd.allgather_object(lambda value: value + offset)
+    return [function(1) for function in functions]
+
+
+def test_allgather_object(pool3: RankPool):
+    assert pool3.run(_functions) == [[11, 21, 31]] * 3
+
+
+def _uneven_objects() -> list[int]:
+    return [len(text) for text in hvd.allgather_object("x" * (100_000 * hvd.rank()), name="long")]
+
+
+def test_objects_of_different_sizes(pool3: RankPool):
+    assert pool3.run(_uneven_objects) == [[0, 100_000, 200_000]] * 3
+
+
+def _unpicklable() -> tuple[str, str, list[int]]:
+    bad = threading.Lock() if hvd.rank() == 1 else None
+    with pytest.raises((TypeError, ValueError)) as gathering:
+        hvd.allgather_object(bad)
+    with pytest.raises((TypeError, ValueError)) as sending:
+        hvd.broadcast_object(bad, 1)
+    return str(gathering.value), str(sending.value), hvd.allgather_object(hvd.rank())
+
+
+def test_an_object_that_cannot_be_pickled_raises_everywhere(pool2: RankPool):
+    for rank, (gathering, sending, after) in enumerate(pool2.run(_unpicklable)):
+        assert ("pickle '_thread.lock'" if rank == 1 else "rank 1") in gathering
+        assert ("pickle '_thread.lock'" if rank == 1 else "rank 1") in sending
+        assert after == [0, 1]
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(100 + hvd.rank())
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 2)
+    )
+    model[1].running_mean.fill_(hvd.rank())
+    model[1].num_batches_tracked.fill_(hvd.rank())
+    return model
+
+
+def _parameters(form: str, root: int) -> list[list[float]]:
+    model = _model()
+    if form == "state_dict":
+        hvd.broadcast_parameters(model.state_dict(), root)
+    elif form == "named":
+        hvd.broadcast_parameters(list(model.named_parameters()), root)
+    elif form == "transposed":
+        model[3].weight.data = model[3].weight.data.t().contiguous().t()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=root)
+    else:
+        hvd.broadcast_parameters(list(model.parameters()), root)
+    assert all(p.requires_grad and p.is_leaf for p in model.parameters())
+    tensors = model.parameters() if form in ("named", "unnamed") else model.state_dict().values()
+    return [tensor.flatten().tolist() for tensor in tensors]
+
+
+@pytest.mark.parametrize("form", ["state_dict", "named", "unnamed", "transposed"])
+@pytest.mark.parametrize("root", [0, 1])
+def test_broadcast_parameters(pool2: RankPool, form: str, root: int):
+    results = pool2.run(_parameters, form, root)
+    assert results[0] == results[1]
+    assert results[0] == pool2.run(_parameters_of_root, form)[root]
+
+
+def _parameters_of_root(form: str) -> list[list[float]]:
+    model = _model()
+    tensors = model.parameters() if form in ("named", "unnamed") else model.state_dict().values()
+    return [tensor.flatten().tolist() for tensor in tensors]
+
+
+def _nothing_to_send() -> None:
+    hvd.broadcast_parameters({}, 0)
+    hvd.broadcast_parameters([], 0)
+
+
+def test_no_parameters(pool2: RankPool):
+    assert pool2.run(_nothing_to_send) == [None, None]

@@ -1,0 +1,178 @@
+"""broadcast_optimizer_state for every optimizer of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import horovod.torch as hvd
+from tests.ranks import RankPool
+
+# Options that bring as much state as possible into being.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True, "dampening": 0},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Adam": {"amsgrad": True, "betas": (0.8, 0.9)},
+    "AdamW": {"weight_decay": 0.3},
+    "ASGD": {"lambd": 0.01},
+}
+OPTIMIZERS = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and name not in ("Optimizer", "LBFGS")
+)
+
+
+def _make(name: str, lr: float) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    if name == "SparseAdam":
+        layer = torch.nn.Embedding(4, 3, sparse=True)
+        parameters = [layer.weight]
+    else:
+        # Two dimensions each: Muon takes nothing else. The last one is frozen.
+        parameters = [torch.nn.Parameter(torch.randn(4, 3)) for _ in range(3)]
+        parameters[2].requires_grad_(name in ("Muon",))
+    optimizer = getattr(torch.optim, name)(parameters, lr=lr, **OPTIONS.get(name, {}))
+    return parameters, optimizer
+
+
+def _train(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        optimizer.zero_grad()
+        for number, parameter in enumerate(parameters):
+            if not parameter.requires_grad:
+                continue
+            gradient = torch.full_like(parameter, 0.5 + number + step + hvd.rank())
+            is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+            parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
+        optimizer.step()
+
+
+def _plain(value: Any) -> Any:
+    """Something that compares by value, types included."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.flatten().tolist()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [_plain(item) for item in value]
+    return type(value).__name__, value
+
+
+def _broadcast(name: str, trained: list[bool]) -> tuple[Any, Any, bool]:
+    """The optimizer's state before and after, and whether parameters were left alone."""
+    parameters, optimizer = _make(name, lr=0.1 * (hvd.rank() + 1))
+    if trained[hvd.rank()]:
+        _train(parameters, optimizer)
+    values = [parameter.detach().clone() for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters]
+    before = _plain(optimizer.state_dict())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    untouched = all(
+        torch.equal(parameter, value) and parameter.grad is gradient
+        for parameter, value, gradient in zip(parameters, values, gradients, strict=True)
+    )
+    return before, _plain(optimizer.state_dict()), untouched
+
+
+@pytest.mark.parametrize("trained", [[True, False], [False, True], [True, True], [False, False]])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_rank_gets_the_roots_state(pool2: RankPool, name: str, trained: list[bool]):
+    root, other = pool2.run(_broadcast, name, trained)
+    assert root[0] == root[1]
+    assert other[1] == root[1]
+    assert root[2]
+    assert other[2]
+    if trained[0]:
+        assert root[1]["state"]
+
+
+def _train_on(name: str) -> list[Any]:
+    """A rank that resumed from a checkpoint and one that did not train alike afterwards."""
+    parameters, optimizer = _make(name, lr=0.1)
+    if hvd.rank() == 0:
+        _train(parameters, optimizer)
+    hvd.broadcast_parameters([p.data for p in parameters], 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return [parameter.tolist() for parameter in parameters]
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "SparseAdam"])
+def test_training_goes_on_alike(pool2: RankPool, name: str):
+    first, second = pool2.run(_train_on, name)
+    assert first == second
+
+
+def _options() -> list[Any]:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    root = hvd.rank() == 0
+    optimizer = torch.optim.Adam(
+        [
+            {"params": parameters[:1], "lr": 0.5 if root else 1},
+            {"params": parameters[1:], "betas": (0.5, 0.6) if root else (0.1, 0.2)},
+        ],
+        lr=torch.tensor(0.25) if root else 3,
+        amsgrad=root,
+    )
+    if root:
+        optimizer.param_groups[0]["note"] = ["any", {"thing": True}]
+    else:
+        optimizer.param_groups[1]["extra"] = 3
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    return [_plain({k: v for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
+
+
+def test_options_keep_their_types(pool2: RankPool):
+    first, second = pool2.run(_options)
+    assert first == second
+    assert first[0]["lr"] == ("float", 0.5)
+    assert first[0]["note"] == ("list", [("str", "any"), {"thing": ("bool", True)}])
+    assert first[1]["betas"] == ("tuple", [("float", 0.5), ("float", 0.6)])
+    assert first[1]["lr"] == ("torch.float32", (), [0.25])
+    assert first[1]["amsgrad"] == ("bool", True)
+    assert "extra" not in first[1]
+
+
+def _keeps_identity() -> bool:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    parameter.grad = torch.full((2,), float(hvd.rank()))
+    optimizer.step()
+    buffer = optimizer.state[parameter]["momentum_buffer"]
+    hvd.broadcast_optimizer_state(optimizer, 1)
+    same = optimizer.state[parameter]["momentum_buffer"] is buffer
+    return same and buffer.tolist() == [1.0, 1.0]
+
+
+def test_tensors_that_fit_are_filled_in_place(pool2: RankPool):
+    assert pool2.run(_keeps_identity) == [True, True]
+
+
+def _lbfgs() -> bool:
+    optimizer = torch.optim.LBFGS([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match="LBFGS"):
+        hvd.broadcast_optimizer_state(optimizer, 0)
+    return True
+
+
+def test_lbfgs_is_refused(pool2: RankPool):
+    assert pool2.run(_lbfgs) == [True, True]
+
+
+def _different_parameters() -> float:
+    parameter = torch.nn.Parameter(torch.ones(2 + hvd.rank()))
+    with pytest.raises(ValueError, match=r"rank\(s\) \[1\]"):
+        hvd.broadcast_optimizer_state(torch.optim.SGD([parameter], lr=0.1), 0)
+    return float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
+
+
+def test_optimizers_of_different_models_raise_everywhere(pool2: RankPool):
+    assert pool2.run(_different_parameters) == [2.0, 2.0]

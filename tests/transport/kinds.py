@@ -1,0 +1,120 @@
+"""Every transport under test, built the way the engine would, but with chosen hosts."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from horovod.common.config import Config
+from horovod.common.store import PrefixStore, Store
+from horovod.common.store_client import StoreClient
+from horovod.transport import hierarchical, pairwise
+from horovod.transport.base import Group, Transport
+from horovod.transport.gloo import GlooTransport
+from horovod.transport.hierarchical import HierarchicalTransport
+from horovod.transport.shared_memory import SharedMemoryTransport
+from horovod.transport.single import SingleTransport
+from horovod.transport.staged import StagedTransport
+
+WORLD = 10  # ranks of the world begin here, so that they differ from ranks of the group
+
+Builder = Callable[[Group], Transport]
+
+
+@dataclass(frozen=True)
+class Kind:
+    size: int
+    build: Builder
+
+
+def connect() -> Store:
+    """The job's store, from the variables that every rank of a test has."""
+    return StoreClient(
+        os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
+        int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]),
+        base64.b64decode(os.environ["_HOROVOD_SECRET_KEY"]),
+        timeout=30,
+    )
+
+
+def whole_group(rank: int, size: int, store: Store, config: Config | None = None) -> Group:
+    return Group(rank, size, tuple(range(WORLD, WORLD + size)), store, config or Config())
+
+
+def build(kind: str, rank: int, store: Store) -> Transport:
+    return KINDS[kind].build(whole_group(rank, KINDS[kind].size, store))
+
+
+def small_pieces(build: Builder) -> Builder:
+    """With limits so low that tensors of a test cross all of them."""
+
+    def built(group: Group) -> Transport:
+        pairwise.PIECE = 64 * 1024
+        pairwise.MESSAGE = 100_000
+        hierarchical.ONE_LANE = 1000
+        return build(group)
+
+    return built
+
+
+def _part(group: Group, members: Sequence[int], name: str) -> Group:
+    return replace(
+        group,
+        rank=list(members).index(group.rank),
+        size=len(members),
+        global_ranks=tuple(group.global_ranks[rank] for rank in members),
+        store=PrefixStore(group.store, name),
+    )
+
+
+def on_hosts(inside: Builder, hosts: Sequence[Sequence[int]], **knobs: bool) -> Builder:
+    """A hierarchical transport over simulated hosts."""
+
+    def built(group: Group) -> Transport:
+        group = replace(group, config=replace(group.config, **knobs))
+        host = next(ranks for ranks in hosts if group.rank in ranks)
+        index = host.index(group.rank)
+        neighbours = _part(group, host, f"inside-{host[0]}")
+        local = inside(neighbours) if len(host) > 1 else SingleTransport(neighbours)
+        cross = None
+        if index < min(len(ranks) for ranks in hosts):
+            lane = [ranks[index] for ranks in hosts]
+            cross = GlooTransport(_part(group, lane, f"lane-{index}"))
+        flat = GlooTransport(_part(group, range(group.size), "flat"))
+        return HierarchicalTransport(group, local, cross, hosts, flat)
+
+    return built
+
+
+def staged(group: Group) -> Transport:
+    return StagedTransport(group, GlooTransport(_part(group, range(group.size), "host")))
+
+
+def shared_memory_staged(group: Group) -> Transport:
+    return SharedMemoryTransport(group, peer_memory=False)
+
+
+KINDS: dict[str, Kind] = {
+    "single": Kind(1, SingleTransport),
+    "shm": Kind(3, SharedMemoryTransport),
+    "shm without peer memory": Kind(3, shared_memory_staged),
+    "gloo": Kind(2, GlooTransport),
+    "gloo in small pieces": Kind(3, small_pieces(GlooTransport)),
+    "staged": Kind(2, staged),
+    "hierarchical, gloo, 2+2": Kind(4, small_pieces(on_hosts(GlooTransport, [[0, 1], [2, 3]]))),
+    "hierarchical, shm, 2+2 mixed": Kind(
+        4, small_pieces(on_hosts(SharedMemoryTransport, [[0, 2], [3, 1]]))
+    ),
+    "hierarchical, shm, 2+1": Kind(3, on_hosts(SharedMemoryTransport, [[0, 1], [2]])),
+    "hierarchical switched off": Kind(
+        3,
+        on_hosts(
+            SharedMemoryTransport,
+            [[0, 2], [1]],
+            hierarchical_allreduce=False,
+            hierarchical_allgather=False,
+        ),
+    ),
+}

@@ -1,0 +1,92 @@
+"""Run by `mpirun` from test_contract: one rank of an MPI job."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from mpi4py import MPI
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.reduce_op import ReduceOp
+from horovod.common.store import PrefixStore
+from horovod.transport import pairwise
+from horovod.transport.base import Group
+from horovod.transport.mpi import MpiTransport, communicator_of
+from tests.transport import cases
+from tests.transport.kinds import WORLD, connect, whole_group
+
+world = MPI.COMM_WORLD
+
+
+def contract() -> None:
+    """Rank 0 generates cases and hands them out; all run them and report to it."""
+    pairwise.MESSAGE = 1 << 20  # so that large cases take the paths of very large tensors
+    store = connect()
+    group = whole_group(world.rank, world.size, store)
+    transport = MpiTransport(group, world.Dup())
+
+    def run(case: cases.Case) -> tuple[str, str]:
+        try:
+            return cases.run(transport, case), ""
+        except AssertionError as error:
+            return "", f"rank {world.rank}: {error}"
+
+    if world.rank == 0:
+
+        @settings(
+            max_examples=80,
+            deadline=None,
+            database=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        )
+        @given(cases.cases(world.size))
+        def collectives_are_right(case: cases.Case) -> None:
+            world.bcast(case)
+            results = world.gather(run(case))
+            assert not any(error for _, error in results), results
+            assert len({result for result, _ in results}) == 1, "the ranks have different bits"
+
+        try:
+            collectives_are_right()
+        finally:
+            world.bcast(None)
+    else:
+        while (case := world.bcast(None)) is not None:
+            world.gather(run(case))
+    transport.close()
+    transport.close()
+
+    # A communicator of some ranks only, made without the others, and many lives of it.
+    if world.rank < 2:
+        for turn in range(20):
+            pair = Group(world.rank, 2, (0, 1), PrefixStore(store, f"pair{turn}"), group.config)
+            transport = MpiTransport(pair, communicator_of(pair))
+            tensor = torch.tensor([world.rank + 1])
+            transport.allreduce(tensor, ReduceOp.SUM)
+            assert tensor.item() == 3
+            transport.close()
+
+
+def abort() -> None:
+    """Rank 0 aborts while rank 1 waits with it for rank 2, which never comes."""
+    store = connect()
+    transport = MpiTransport(whole_group(world.rank, world.size, store), world.Dup())
+    if world.rank == 2:
+        store.get("done/0", 60), store.get("done/1", 60)
+    else:
+        if world.rank == 0:
+            threading.Timer(0.3, transport.abort, ["no more"]).start()
+        try:
+            transport.allreduce(torch.ones(5), ReduceOp.SUM)
+        except HorovodInternalError as error:
+            print(f"rank {WORLD + world.rank}: {error}", flush=True)
+        store.set(f"done/{world.rank}", b"")
+    transport.close()
+    world.Abort(0)  # what is left unfinished cannot be finalised
+
+
+if __name__ == "__main__":
+    {"contract": contract, "abort": abort}[sys.argv[1]]()
