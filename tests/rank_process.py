@@ -106,6 +106,7 @@ def _main(
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.environ.clear()
     os.environ.update(environ)
+    multiprocessing.set_start_method(None, force=True)  # a script's default, not the fork server
     tempfile.tempdir = None  # the fork server may have looked it up already
 
     torch = importlib.import_module("torch")

@@ -43,7 +43,7 @@ Segment = tuple[int, int, int]  # tensor index, and begin and end of its part of
 def adasum_(tensors: Sequence[torch.Tensor], transport: Transport) -> None:
     """Replace `tensors` by their Adasum over all ranks of `transport`, in place.
 
-    Flat, contiguous CPU tensors of one floating dtype, with the same shapes on all ranks. The
+    Flat, contiguous tensors of one floating dtype and device, with the same shapes on all ranks. The
     order of ranks in the tree is fixed; where their number is not a power of two, the odd one of
     a level passes to the next unchanged.
     """
@@ -100,7 +100,7 @@ def combine_tree(
         ]
         # Per pair and tensor: a.b, |a|^2, |b|^2. All ranks take part in the sum, also those
         # whose slice is empty.
-        products = torch.zeros(len(pairs), num_tensors, 3, dtype=torch.float64)
+        products = rows.new_zeros((len(pairs), num_tensors, 3), dtype=torch.float64)
         for pair, (a, b) in zip(products, pairs, strict=True):
             for index, first, last in segments:
                 add_products(pair[index], a[first:last], b[first:last])

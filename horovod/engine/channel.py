@@ -128,6 +128,8 @@ class Channel:
                 return
             time.sleep(self._cycle)  # let requests gather: one round then serves many
             self._bell.clear()
+            if self._closed:  # close() rang while we slept, and we have just silenced it
+                return
             while self._queue and not self._closed:
                 with self._drive_lock:
                     if self._queue:
@@ -201,6 +203,10 @@ class Channel:
             request.fail(error)
         for request, result in verdict.completed:
             self._forget([request])
+            # A join has ended and nothing is in flight anywhere: ranks that had joined have used
+            # fewer automatic names than the others, so all begin anew.
+            with self._queue_lock:
+                self._unnamed.clear()
             request.complete(result)
         if verdict.ready:
             ready = [r if r.channel is not None else self._adopt(r) for r in verdict.ready]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.runtime import runtime
 from horovod.torch.broadcast_ops import broadcast_async_
 from horovod.torch.handles import synchronize
@@ -46,14 +47,24 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         raise ValueError(
             f"params must be a dict or a list of parameters, not {type(params).__name__}"
         )
+    names = Counter(name for name, _ in named if name is not None)
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise ValueError(
                 f"the parameter {name!r} is a {type(tensor).__name__}, not a tensor: send such "
                 "values with broadcast_object"
             )
-    for handle in [broadcast_async_(tensor, root_rank, name) for name, tensor in named]:
-        synchronize(handle)
+        if names[name] > 1:
+            raise ValueError(f"{names[name]} parameters are called {name!r}")
+    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
+    failure = None
+    for handle in handles:
+        try:
+            synchronize(handle)
+        except HorovodInternalError as error:
+            failure = failure or error  # but wait for all: none may be left in flight
+    if failure is not None:
+        raise failure
 
 
 def broadcast_optimizer_state(

@@ -2,8 +2,8 @@
 
 MPI's own collectives are used where they do the whole job: counts below 2^31, types and operators
 whose result MPI defines the same way on every rank. The rest (half precision, which MPI does not
-know; minimum and maximum of floating-point numbers, where its treatment of NaN depends on the order
-of the operands; very large tensors) goes through the sends and receives of `pairwise`.
+know; 8- and 16-bit integers, whose sums Open MPI's vector code saturates; minimum and maximum of
+floating-point numbers, where NaN depends on the order of operands; very large tensors) goes through the sends and receives of `pairwise`.
 
 A blocking MPI call cannot be interrupted, and burns a core while it waits. So each collective
 begins with a non-blocking barrier, polled ever more slowly while the others are busy elsewhere:
@@ -38,9 +38,6 @@ _LOOK_SECONDS = 0.5  # how often a long wait looks whether the others are well
 
 _TYPES = {
     torch.bool: MPI.C_BOOL,
-    torch.uint8: MPI.UINT8_T,
-    torch.int8: MPI.INT8_T,
-    torch.int16: MPI.INT16_T,
     torch.int32: MPI.INT32_T,
     torch.int64: MPI.INT64_T,
     torch.float32: MPI.FLOAT,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import Group, Transport
 
@@ -28,27 +29,28 @@ class StagedTransport(Transport):
             raise ValueError("the host transport joins other ranks than the group has")
         self.host = host
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._closed = False
 
     def agree(self, words: bytes, preload: torch.Tensor | None = None) -> int:
-        return self.host.agree(words)
+        return self._host().agree(words)
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         for piece in self._pieces(tensor):
             staged = self._staged(piece)
             staged.copy_(piece)
-            self.host.allreduce(staged, op)
+            self._host().allreduce(staged, op)
             piece.copy_(staged)
 
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
     ) -> None:
         result = torch.empty_like(output, device="cpu")
-        self.host.reduce_scatter(source.to("cpu", copy=True), result, counts, op)
+        self._host().reduce_scatter(source.to("cpu", copy=True), result, counts, op)
         output.copy_(result)
 
     def allgather(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]) -> None:
         result = torch.empty_like(output, device="cpu")
-        self.host.allgather(source.cpu(), result, counts)
+        self._host().allgather(source.cpu(), result, counts)
         output.copy_(result)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
@@ -56,7 +58,7 @@ class StagedTransport(Transport):
             staged = self._staged(piece)
             if self.rank == root:
                 staged.copy_(piece)
-            self.host.broadcast(staged, root)
+            self._host().broadcast(staged, root)
             if self.rank != root:
                 piece.copy_(staged)
 
@@ -68,17 +70,23 @@ class StagedTransport(Transport):
         receive_counts: Sequence[int],
     ) -> None:
         result = torch.empty_like(output, device="cpu")
-        self.host.alltoall(source.cpu(), result, send_counts, receive_counts)
+        self._host().alltoall(source.cpu(), result, send_counts, receive_counts)
         output.copy_(result)
 
     def barrier(self) -> None:
-        self.host.barrier()
+        self._host().barrier()
 
     def abort(self, reason: str) -> None:
         self.host.abort(reason)
 
     def close(self) -> None:
+        self._closed = True
         self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _host(self) -> Transport:
+        if self._closed:
+            raise HorovodInternalError("Horovod has been shut down")
+        return self.host
 
     def _pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         step = PIECE // tensor.element_size()

@@ -73,7 +73,8 @@ def _train_with_workers(rank: int, size: int) -> list[float]:
     data = TensorDataset(torch.arange(32.0))
     totals = []
     for _ in range(2):
-        for (batch,) in DataLoader(data, batch_size=8, num_workers=2):
+        loader = DataLoader(data, batch_size=8, num_workers=2, multiprocessing_context="fork")
+        for (batch,) in loader:
             totals.append(_total(batch.sum().item()))
     return totals
 

@@ -13,17 +13,18 @@ import pytest
 
 from tests.runner.jobs import HANG, Job, command, environment, run_python, started
 
-# A worker with a child, and a grandchild that has left the session and been orphaned.
+# A worker with a child, and a grandchild that has left the session and been orphaned. They share
+# one stdout, so each announces itself in a single write.
 FAMILY = """
 import os, signal, subprocess, sys, time
-CHILD = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"
+CHILD = "import os, signal; os.write(1, b'pid %d\\\\n' % os.getpid()); signal.pause()"
 DAEMON = '''
 import os, signal
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         {prepare}
-        print('pid', os.getpid(), flush=True)
+        os.write(1, b'pid %d\\\\n' % os.getpid())
         while True:
             signal.pause()
     os._exit(0)
@@ -32,7 +33,7 @@ os.wait()
 def family(prepare="pass"):
     subprocess.Popen([sys.executable, "-c", CHILD])
     subprocess.run([sys.executable, "-c", DAEMON.format(prepare=prepare)])
-    print("pid", os.getpid())
+    os.write(1, b"pid %d\\n" % os.getpid())
 """
 PATIENT = FAMILY + "family()\nsignal.pause()\n"
 STUBBORN = FAMILY + (

@@ -32,7 +32,7 @@ def _gather(form: str, by_rank: list[Case], name: str | None) -> torch.Tensor:
     form=st.sampled_from(sorted(FORMS)),
     name=st.none() | st.text(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_rows_of_all_ranks(pool3: RankPool, rows, shape, dtype, layout, form, name):
     by_rank = [Case(dtype, (count, *shape), layout, seed=7) for count in rows]
     expected = torch.cat([case.tensor(rank) for rank, case in enumerate(by_rank)])
@@ -55,7 +55,7 @@ def _gather_group(form: str, by_rank: list[list[Case]]) -> list[torch.Tensor]:
     ),
     form=st.sampled_from(sorted(GROUP_FORMS)),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_group_of_tensors_of_any_types(pool3: RankPool, members, form):
     by_rank = [
         [

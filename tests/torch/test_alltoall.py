@@ -32,7 +32,7 @@ def _exchange(
     form=st.sampled_from(["list", "tensor", "async list", "async tensor"]),
     name=st.none() | st.text(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_uneven_splits(pool3: RankPool, splits, unsent, shape, dtype, layout, form, name):
     by_rank = [Case(dtype, (sum(rows) + unsent, *shape), layout, seed=5) for rows in splits]
     sent = [case.tensor(rank).split([*splits[rank], unsent]) for rank, case in enumerate(by_rank)]

@@ -118,3 +118,26 @@ def _nothing_to_send() -> None:
 
 def test_no_parameters(pool2: RankPool):
     assert pool2.run(_nothing_to_send) == [None, None]
+
+
+def _differing_models() -> float:
+    parameters = {f"p{n}": torch.ones(n + 1) for n in range(4)}
+    parameters["p2"] = torch.ones(3 + hvd.rank())
+    for _ in range(2):  # nothing of the first attempt is left in flight
+        with pytest.raises(hvd.HorovodInternalError, match="p2"):
+            hvd.broadcast_parameters(parameters, 0)
+    return float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
+
+
+def test_models_that_differ_raise_everywhere(pool2: RankPool):
+    assert pool2.run(_differing_models) == [2.0, 2.0]
+
+
+def _twice() -> float:
+    with pytest.raises(ValueError, match="'a'"):
+        hvd.broadcast_parameters([("a", torch.ones(1)), ("a", torch.ones(1))], 0)
+    return float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
+
+
+def test_parameters_of_the_same_name(pool2: RankPool):
+    assert pool2.run(_twice) == [2.0, 2.0]

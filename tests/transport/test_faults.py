@@ -1,0 +1,198 @@
+"""Every transport: what the others see when a rank dies, aborts, leaves or never comes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.reduce_op import ReduceOp
+from horovod.common.store import PrefixStore
+from horovod.transport.base import Transport
+from horovod.transport.gloo import GlooTransport
+from tests.rank_process import listen
+from tests.ranks import Ranks, run_ranks, start_ranks, tell
+from tests.transport.kinds import KINDS, WORLD, build, connect, whole_group
+
+COUNTS = [3, 300_000]  # elements: a tensor that travels with its announcement, and one in pieces
+SEVERAL = [kind for kind in KINDS if KINDS[kind].size > 1]
+DIES_HOW = ["alone", "with a forked child living on"]
+
+
+def blocked_call(transport: Transport, count: int) -> tuple[str, Any, str, str]:
+    """Wait for a rank that does not come; what was raised, and what a second call raises."""
+    tell("waiting")
+    tensor = torch.ones(count)
+    with pytest.raises(HorovodInternalError) as first:
+        transport.allreduce(tensor, ReduceOp.SUM)
+    with pytest.raises(HorovodInternalError) as second:
+        transport.barrier()
+    transport.close()
+    transport.close()
+    error = first.value
+    return type(error).__name__, getattr(error, "ranks", None), str(error), str(second.value)
+
+
+def wait_for_victim(rank: int, size: int, kind: str, count: int, victim: int, how: str) -> Any:
+    transport = build(kind, rank, connect())
+    transport.barrier()
+    if rank != victim:
+        return blocked_call(transport, count)
+    if how != "alone" and os.fork() == 0:
+        transport.after_fork_in_child()
+        signal.pause()
+    tell("waiting")
+    if listen() == b"close":
+        transport.close()
+        if kind == "staged":
+            transport.host.close()  # the engine's, in earnest
+    return None
+
+
+def until_waiting(ranks: Ranks, size: int, victim: int) -> None:
+    for rank in range(size):
+        assert ranks.heard(rank) == "waiting"
+        if rank != victim:
+            ranks.wait_until_blocked(rank)
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize("how", DIES_HOW)
+@pytest.mark.parametrize("count", COUNTS)
+def test_killed_rank_is_named_on_every_other(kind: str, how: str, count: int) -> None:
+    size = KINDS[kind].size
+    victim = size - 1
+    with start_ranks(wait_for_victim, size, kind, count, victim, how) as ranks:
+        until_waiting(ranks, size, victim)
+        ranks.signal(victim, signal.SIGKILL)
+        outcomes = ranks.wait(20)
+    for outcome in outcomes[:victim]:
+        assert outcome.error is None, outcome.describe()
+        name, lost, message, again = outcome.result
+        assert name == "PeerLostError", outcome.describe()
+        assert tuple(lost) == (victim,)
+        assert f"rank {WORLD + victim} " in message
+        assert f"rank {WORLD + victim} " in again
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_leaving_rank_is_named(kind: str) -> None:
+    size = KINDS[kind].size
+    with start_ranks(wait_for_victim, size, kind, 3, 0, "alone") as ranks:
+        until_waiting(ranks, size, 0)
+        ranks.say(b"close")
+        outcomes = ranks.wait(20)
+    for outcome in outcomes[1:]:
+        assert outcome.error is None, outcome.describe()
+        assert f"rank {WORLD} " in outcome.result[2]
+        assert "shut down" in outcome.result[2], outcome.describe()
+
+
+def aborting(rank: int, size: int, kind: str, count: int) -> Any:
+    """Rank 0 aborts from another thread; the last rank never comes, and must not be needed."""
+    transport = build(kind, rank, connect())
+    transport.barrier()
+    if rank == size - 1:
+        tell("waiting")
+        listen()
+        transport.close()
+        return None
+    if rank == 0:
+        threading.Thread(target=lambda: (listen(), transport.abort("enough")), daemon=True).start()
+    return blocked_call(transport, count)
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize("count", COUNTS)
+def test_abort_wakes_everybody(kind: str, count: int) -> None:
+    size = KINDS[kind].size
+    with start_ranks(aborting, size, kind, count) as ranks:
+        until_waiting(ranks, size, size - 1)
+        ranks.say()
+        outcomes = ranks.wait(20)
+    for outcome in outcomes[: size - 1]:
+        assert outcome.error is None, outcome.describe()
+        assert "enough" in outcome.result[2], outcome.describe()
+
+
+def close_early(rank: int, size: int) -> list[int]:
+    """Many lives of a transport; whoever is ready first leaves at once."""
+    store = connect()
+    held = []
+    for life in range(100):
+        group = whole_group(rank, size, PrefixStore(store, str(life)))
+        transport = GlooTransport(group)
+        tensor = torch.full((40_000,), float(rank))
+        transport.allreduce(tensor, ReduceOp.SUM)
+        assert tensor[-1] == sum(range(size))
+        transport.close()
+        with pytest.raises(HorovodInternalError, match="shut down"):
+            transport.barrier()
+        held.append(len(os.listdir("/proc/self/fd")) + 1000 * len(os.listdir("/proc/self/task")))
+    return held
+
+
+def test_gloo_lives_and_closes_many_times() -> None:
+    for held in run_ranks(close_early, 3, timeout=120):
+        assert max(held[-20:]) <= max(held[:20]), "descriptors or threads are leaking"
+
+
+def one_missing(rank: int, size: int) -> str:
+    if rank == size - 1:
+        return ""
+    group = whole_group(rank, size, connect())
+    config = type(group.config)(gloo_timeout_seconds=0.5)
+    with pytest.raises(HorovodInternalError) as caught:
+        GlooTransport(whole_group(rank, size, group.store, config))
+    return str(caught.value)
+
+
+def test_gloo_gives_up_connecting() -> None:
+    messages = run_ranks(one_missing, 3)[:2]
+    for message in messages:
+        assert "HOROVOD_GLOO_TIMEOUT_SECONDS=0.5" in message
+        assert "HOROVOD_GLOO_IFACE" in message
+
+
+def in_a_thread(function: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+def closing_while_busy(rank: int, size: int) -> str:
+    """`close` during a call of another thread ends that call."""
+    transport = GlooTransport(whole_group(rank, size, connect()))
+    transport.barrier()
+    if rank == 1:
+        tell("waiting")
+        listen()
+        return ""
+    raised: list[str] = []
+
+    def call() -> None:
+        with pytest.raises(HorovodInternalError) as caught:
+            transport.barrier()
+        raised.append(str(caught.value))
+
+    thread = in_a_thread(call)
+    while not transport._calls.locked():
+        pass
+    transport.close()
+    thread.join()
+    return raised[0]
+
+
+def test_close_ends_a_call_of_another_thread() -> None:
+    with start_ranks(closing_while_busy, 2) as ranks:
+        assert ranks.heard(1) == "waiting"
+        (outcome,) = ranks.wait(20, ranks=[0])
+        ranks.say()
+    assert outcome.error is None, outcome.describe()
+    assert "shut down during a collective" in outcome.result
