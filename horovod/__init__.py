@@ -1,3 +1,3 @@
-"""Distributed training with one small API. Scripts use a binding: ``import horovod.torch as hvd``."""
+"""Distributed training with one small API: ``import horovod.torch as hvd`` in a script."""
 
 __version__ = "0.29.0"

@@ -43,9 +43,9 @@ Segment = tuple[int, int, int]  # tensor index, and begin and end of its part of
 def adasum_(tensors: Sequence[torch.Tensor], transport: Transport) -> None:
     """Replace `tensors` by their Adasum over all ranks of `transport`, in place.
 
-    Flat, contiguous tensors of one floating dtype and device, with the same shapes on all ranks. The
-    order of ranks in the tree is fixed; where their number is not a power of two, the odd one of
-    a level passes to the next unchanged.
+    Flat, contiguous tensors of one floating dtype and device, with the same shapes on all ranks.
+    The order of ranks in the tree is fixed; where their number is not a power of two, the odd one
+    of a level passes to the next unchanged.
     """
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1 or not dtypes <= WORK_DTYPES.keys():

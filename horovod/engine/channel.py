@@ -28,6 +28,7 @@ from horovod.engine.settlement import Settlement, settle
 from horovod.engine.timeline import Timeline
 from horovod.transport.base import MAX_WORDS, Group
 
+_LONGEST_GATHERING = 5  # cycles that the background thread waits while requests keep coming
 _LONGEST_PAUSE = 0.02  # seconds between rounds that settled nothing
 _LONGEST_GOODBYE = 5.0  # seconds that shutting down waits for a round in progress
 
@@ -113,27 +114,36 @@ class Channel:
                     self._guarded_round()
 
     def _start_background(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._background, name=f"horovod-set{self.set_id}", daemon=True
-            )
-            self._thread.start()
+        with self._queue_lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._background, name=f"horovod-set{self.set_id}", daemon=True
+                )
+                self._thread.start()
 
     def _background(self) -> None:
         if self._background_core is not None:
             os.sched_setaffinity(0, {self._background_core})  # of this thread alone
-        while True:
+        while not self._is_closed():
             self._bell.wait()
-            if self._closed:
-                return
-            time.sleep(self._cycle)  # let requests gather: one round then serves many
+            if self._queue:
+                self._let_gather()
             self._bell.clear()
-            if self._closed:  # close() rang while we slept, and we have just silenced it
-                return
-            while self._queue and not self._closed:
+            while self._queue and not self._is_closed():
                 with self._drive_lock:
                     if self._queue:
                         self._guarded_round()
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _let_gather(self) -> None:
+        """Wait while requests keep coming: one round then serves many, and disturbs nobody."""
+        for _ in range(_LONGEST_GATHERING):
+            before = len(self._queue)
+            time.sleep(self._cycle)
+            if len(self._queue) <= before or self._closed:
+                return
 
     def _guarded_round(self) -> None:
         try:
@@ -195,6 +205,7 @@ class Channel:
 
     def _settle(self) -> None:
         """No common prefix: look at everybody's whole queue."""
+        began = time.monotonic()
         self._pausing.clear()
         queue = self.pending()
         verdict = settle(queue, self.group, self._executor.transport, self._settlement)
@@ -211,8 +222,12 @@ class Channel:
         if verdict.ready:
             ready = [r if r.channel is not None else self._adopt(r) for r in verdict.ready]
             self._run(ready, plan(ready, self._threshold, self._fuse_groups))
-        if verdict.ready or verdict.failed or verdict.completed or self._pausing.wait(self._pause):
+        if verdict.ready or verdict.failed or verdict.completed:
             self._pause = self._cycle
+        elif self._pausing.wait(self._pause):
+            self._pause = self._cycle
+            # Somebody is submitting. The longer the queues, the longer we let them grow.
+            time.sleep(min(time.monotonic() - began, _LONGEST_PAUSE))
         else:
             self._pause = min(max(2 * self._pause, 0.001), _LONGEST_PAUSE)
 

@@ -154,7 +154,6 @@ class Request:
             "root": self.detail if self.kind is Kind.BROADCAST else None,
             "detail": self.detail if self.kind is Kind.PROCESS_SET else None,
             "source": self.source,
-            "waiting": self.waiting,
         }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -33,7 +34,19 @@ _FIELDS = {  # what a mismatch message compares, in the order people want to kno
     "detail": "ranks",
 }
 
-Entry = dict[str, Any]
+JOIN = f"{Kind.JOIN.value}.noname"
+
+Queue = dict[str, tuple[str, bool]]  # name -> signature, and whether somebody waits for it
+Entry = dict[str, Any]  # a request's description
+
+
+class Finding(Enum):
+    """What comparing the queues tells about a name."""
+
+    READY = "all ranks have submitted it alike"
+    STOOD_IN_FOR = "the others have joined"
+    MISMATCHED = "ranks mean different things by it"
+    CROSSED = "ranks wait for it as different operations"
 
 
 @dataclass
@@ -57,28 +70,27 @@ def settle(
     queue: Sequence[Request], group: Group, transport: Transport, memory: Settlement
 ) -> Verdict:
     """Exchange queues and decide. Collective over the group."""
-    mine = [{"name": r.name, "signature": r.signature.hex(), **r.describe()} for r in queue]
-    queues: list[dict[str, Entry]] = [
-        {entry["name"]: entry for entry in json.loads(text)}
+    mine = [(request.name, request.signature.hex(), request.waiting) for request in queue]
+    queues: list[Queue] = [
+        {name: (signature, waiting) for name, signature, waiting in json.loads(text)}
         for text in gather_texts(json.dumps(mine).encode(), transport)
     ]
     own = {request.name: request for request in queue}
-    joined = {
-        rank
-        for rank, entries in enumerate(queues)
-        if any(entry["kind"] == Kind.JOIN.value for entry in entries.values())
-    }
+    joined = {rank for rank, names in enumerate(queues) if JOIN in names}
     if joined - memory.joined:
         memory.last_joined = max(joined - memory.joined)
     memory.joined = joined
-    verdict = Verdict()
-    if len(joined) == group.size and all(len(entries) == 1 for entries in queues):
-        (request,) = own.values()
-        verdict.completed.append((request, group.global_ranks[memory.last_joined]))
+    if len(joined) == group.size and all(len(names) == 1 for names in queues):
         memory.joined = set()
-        return verdict
-    _sort_out(queues, own, joined, group, verdict)
-    return verdict
+        return Verdict(completed=[(own[JOIN], group.global_ranks[memory.last_joined])])
+    findings = _compare(queues, joined)
+    obscure = {name for name, finding in findings.items() if finding is not Finding.READY}
+    if not obscure:
+        return Verdict(ready=[own[name] for name in findings])
+    described = {name: own[name].describe() for name in own if name in obscure}
+    texts = gather_texts(json.dumps(described).encode(), transport)
+    descriptions = [json.loads(text) for text in texts]
+    return _judge(findings, descriptions, own, group)
 
 
 def gather_texts(text: bytes, transport: Transport) -> list[bytes]:
@@ -97,45 +109,75 @@ def gather_texts(text: bytes, transport: Transport) -> list[bytes]:
     return texts
 
 
-def _sort_out(
-    queues: Sequence[Mapping[str, Entry]],
-    own: Mapping[str, Request],
-    joined: set[int],
-    group: Group,
-    verdict: Verdict,
-) -> None:
-    """Decide on every name that all ranks have submitted, or joined without."""
-    guide = min((rank for rank in range(group.size) if rank not in joined), default=0)
+def _compare(queues: Sequence[Queue], joined: set[int]) -> dict[str, Finding]:
+    """What is to be said of every name that is not simply to be waited for, in running order."""
+    ranks = range(len(queues))
+    guide = min((rank for rank in ranks if rank not in joined), default=0)
     names = dict(queues[guide])  # its order; then what only joined ranks still have
-    for entries in queues:
-        for name, entry in entries.items():
+    for queue in queues:
+        for name, entry in queue.items():
             names.setdefault(name, entry)
-    for name, example in names.items():
-        if example["kind"] == Kind.JOIN.value:
+    crossed = _crossed_names(queues)
+    findings: dict[str, Finding] = {}
+    for name in names:
+        if name == JOIN:
             continue
-        holders = [rank for rank in range(group.size) if name in queues[rank]]
-        absent = [rank for rank in range(group.size) if name not in queues[rank]]
-        if not set(absent) <= joined:
-            error = _crossed_kinds(name, queues, group)
-            if error is not None:
-                _fail_all(error, name.partition(".")[2], own, verdict)
+        holders = [queue[name] for queue in queues if name in queue]
+        absent = {rank for rank in ranks if name not in queues[rank]}
+        if not absent <= joined:
+            if name in crossed:
+                findings[name] = Finding.CROSSED
+        elif len({signature for signature, _ in holders}) > 1:
+            findings[name] = Finding.MISMATCHED
+        else:
+            findings[name] = Finding.STOOD_IN_FOR if absent else Finding.READY
+    return findings
+
+
+def _crossed_names(queues: Sequence[Queue]) -> set[str]:
+    """Names that all ranks wait for, but as different operations: nobody can ever go on."""
+    waited = [
+        {_label(name): name for name, (_, waiting) in queue.items() if waiting} for queue in queues
+    ]
+    common = set(waited[0]).intersection(*waited[1:])
+    return {names[label] for label in common for names in waited}
+
+
+def _judge(
+    findings: Mapping[str, Finding],
+    descriptions: Sequence[Mapping[str, Entry]],
+    own: Mapping[str, Request],
+    group: Group,
+) -> Verdict:
+    verdict = Verdict()
+    for name, finding in findings.items():
+        request = own.get(name)
+        entries = {rank: known[name] for rank, known in enumerate(descriptions) if name in known}
+        if finding is Finding.READY:
+            verdict.ready.append(own[name])
             continue
-        held = {rank: queues[rank][name] for rank in holders}
-        error = None
-        if len({entry["signature"] for entry in held.values()}) > 1:
-            error = HorovodInternalError(_mismatch(name, held, group))
-        elif absent and example["kind"] not in _REDUCTIONS:
-            who = ", ".join(group.describe(rank) for rank in absent)
-            error = HorovodInternalError(
+        if finding is Finding.STOOD_IN_FOR and name.partition(".")[0] in _REDUCTIONS:
+            verdict.ready.append(request or _stand_in(name, next(iter(entries.values()))))
+            continue
+        if request is None:
+            continue
+        if finding is Finding.MISMATCHED:
+            message = _mismatch(name, entries, group)
+        elif finding is Finding.CROSSED:
+            message = _crossing(_label(name), descriptions, group)
+        else:
+            who = ", ".join(group.describe(r) for r in range(group.size) if r not in entries)
+            message = (
                 f"{name!r} cannot run: {who} has joined, and only allreduce and barrier go on "
                 f"while a rank has joined"
             )
-        request = own.get(name)
-        if error is not None:
-            if request is not None:
-                verdict.failed.append((request, error))
-        else:
-            verdict.ready.append(request or _stand_in(name, example))
+        verdict.failed.append((request, HorovodInternalError(message)))
+    return verdict
+
+
+def _label(name: str) -> str:
+    """The user's part of a name on the wire."""
+    return name.partition(".")[2]
 
 
 def _stand_in(name: str, entry: Entry) -> Request:
@@ -151,7 +193,7 @@ def _stand_in(name: str, entry: Entry) -> Request:
         None,  # type: ignore[arg-type]  # the channel adopts it
         Kind(entry["kind"]),
         name,
-        bytes.fromhex(entry["signature"]),
+        b"",  # never compared: it has been agreed on
         tensors,
         tensors,
         op,
@@ -162,7 +204,7 @@ def _stand_in(name: str, entry: Entry) -> Request:
 
 def _mismatch(name: str, entries: Mapping[int, Entry], group: Group) -> str:
     """Which field differs, and who has which value from which line of their code."""
-    what, values = "request", {rank: e["signature"] for rank, e in entries.items()}
+    what, values = "request", {rank: str(entry) for rank, entry in entries.items()}
     for key, word in _FIELDS.items():
         shown = {rank: _shown(key, entry) for rank, entry in entries.items()}
         if len(set(shown.values())) > 1:
@@ -191,31 +233,9 @@ def _shown(key: str, entry: Entry) -> str:
     return str(value)
 
 
-def _crossed_kinds(
-    name: str, queues: Sequence[Mapping[str, Entry]], group: Group
-) -> HorovodInternalError | None:
-    """All ranks wait for the same user's name, but as different operations: that is a deadlock."""
-    label = name.partition(".")[2]
-    waited: dict[int, Entry] = {}
-    for rank, entries in enumerate(queues):
-        for other, entry in entries.items():
-            if entry["waiting"] and other.partition(".")[2] == label:
-                waited[rank] = entry
-    if len(waited) < group.size:
-        return None
-    parts = [
-        f"{entry['kind']} on rank {group.global_ranks[rank]} ({entry['source']})"
-        for rank, entry in waited.items()
-    ]
-    return HorovodInternalError(
-        f"{label!r}: mismatched operation between ranks: " + "; ".join(parts)
-    )
-
-
-def _fail_all(
-    error: HorovodInternalError, label: str, own: Mapping[str, Request], verdict: Verdict
-) -> None:
-    already = {id(request) for request, _ in verdict.failed}
-    for name, request in own.items():
-        if name.partition(".")[2] == label and request.waiting and id(request) not in already:
-            verdict.failed.append((request, error))
+def _crossing(label: str, descriptions: Sequence[Mapping[str, Entry]], group: Group) -> str:
+    parts = []
+    for rank, known in enumerate(descriptions):
+        entry = next(entry for name, entry in known.items() if _label(name) == label)
+        parts.append(f"{entry['kind']} on rank {group.global_ranks[rank]} ({entry['source']})")
+    return f"{label!r}: mismatched operation between ranks: " + "; ".join(parts)

@@ -29,8 +29,8 @@ import psutil
 import torch
 import torch.distributed
 
+from horovod.common.addresses import interface_address
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
-from horovod.transport.addresses import Place, choose_address
 from horovod.transport.base import Group
 from horovod.transport.connections import (
     Connection,
@@ -43,6 +43,7 @@ from horovod.transport.connections import (
 )
 from horovod.transport.failures import FailureBoard, again
 from horovod.transport.pairwise import PairwiseTransport, cut
+from horovod.transport.places import Place, choose_address
 from horovod.transport.store_adapter import TorchStore
 
 _gloo: Any = torch.distributed.ProcessGroupGloo  # its type stub lacks most of what it has
@@ -95,8 +96,8 @@ class GlooTransport(PairwiseTransport):
         options._devices = [device]
         options._timeout = self._patience
         options._threads = 1  # unused: sends and receives run on the device's own thread
-        store = TorchStore(self.group.store, self.group.config.gloo_timeout_seconds)
-        self._process_group = _gloo(store, self.rank, self.size, options)
+        self._store = TorchStore(self.group.store, self.group.config.gloo_timeout_seconds)
+        self._process_group = _gloo(self._store, self.rank, self.size, options)
         self._find_connections()
 
     def _meet(self) -> list[Place]:
@@ -113,14 +114,14 @@ class GlooTransport(PairwiseTransport):
 
     def _listen(self) -> tuple[Any, Connection]:
         """A Gloo device, and its listening socket."""
+        interface = self.group.config.gloo_iface
+        if interface:
+            address = interface_address(interface)
+        else:
+            address = choose_address(self._places[self.rank], self._places)
         for _ in range(5):
             before = {each.inode for each in tcp_connections()}
-            interface = self.group.config.gloo_iface
-            if interface:
-                device = _gloo.create_device(interface=interface, lazy_init=False)
-            else:
-                address = choose_address(self._places[self.rank], self._places)
-                device = _gloo.create_device(hostname=address, lazy_init=False)
+            device = _gloo.create_device(hostname=address, lazy_init=False)
             found = [c for c in tcp_connections() if c.remote is None and c.inode not in before]
             if len(found) == 1:
                 found[0].prepare()

@@ -264,9 +264,10 @@ class HierarchicalTransport(Transport):
             raise
 
     def _explain(self, error: BaseException) -> HorovodInternalError:
-        """What to tell the caller and the others; what another rank posted knows better."""
-        if isinstance(error, PeerLostError):
-            return error
+        """What to tell the caller and the others.
+
+        What another rank posted knows better: a part only sees that somebody has left it.
+        """
         posted = self._board.look()
         if posted is not None:
             return posted

@@ -1,9 +1,10 @@
 """Collectives over MPI, through mpi4py. For `--mpi`, `mpirun` and fabrics that only MPI speaks.
 
 MPI's own collectives are used where they do the whole job: counts below 2^31, types and operators
-whose result MPI defines the same way on every rank. The rest (half precision, which MPI does not
-know; 8- and 16-bit integers, whose sums Open MPI's vector code saturates; minimum and maximum of
-floating-point numbers, where NaN depends on the order of operands; very large tensors) goes through the sends and receives of `pairwise`.
+whose result MPI defines the same way on every rank. The rest goes through the sends and receives
+of `pairwise`: half precision, which MPI does not know; 8- and 16-bit integers, whose sums Open
+MPI's vector code saturates; minimum and maximum of floating-point numbers, where NaN depends on the
+order of operands; very large tensors.
 
 A blocking MPI call cannot be interrupted, and burns a core while it waits. So each collective
 begins with a non-blocking barrier, polled ever more slowly while the others are busy elsewhere:
@@ -26,10 +27,10 @@ from mpi4py import MPI
 
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.addresses import Place
 from horovod.transport.base import Group, agree_by_minimum
 from horovod.transport.failures import FailureBoard, again
 from horovod.transport.pairwise import MESSAGE, PairwiseTransport, as_bytes, offsets_of
+from horovod.transport.places import Place
 
 _TAG = 1
 _SPIN_SECONDS = 200e-6  # polled without a break for this long: the usual wait is shorter

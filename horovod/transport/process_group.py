@@ -67,9 +67,9 @@ class DeviceTransport(Transport):
         self._closed = False
         options = made.Options()
         options._timeout = _FOREVER
-        store = TorchStore(group.store, group.config.gloo_timeout_seconds)
+        self._store = TorchStore(group.store, group.config.gloo_timeout_seconds)
         with _environment(self.settings):
-            self._process_group: Any = made(store, self.rank, self.size, options)
+            self._process_group: Any = made(self._store, self.rank, self.size, options)
         try:
             self.barrier()  # connects now, while everybody is here
         except BaseException:

@@ -16,7 +16,9 @@ from horovod.common.store import Store
 class TorchStore(_TorchStore):
     """Keys and values of `store`; whoever waits gives up `timeout` seconds after the creation.
 
-    One deadline for all calls together: a process group that meets its peers makes many.
+    One deadline for all calls together: a process group that meets its peers makes many. Whoever
+    gives it to torch keeps it: torch holds its own half of the object only, which cannot answer.
+    Methods have the names under which torch's C++ code looks for them.
     """
 
     def __init__(self, store: Store, timeout: float) -> None:
@@ -42,10 +44,10 @@ class TorchStore(_TorchStore):
         for key in keys:
             self._store.get(key, max(deadline - time.monotonic(), 0))
 
-    def delete_key(self, key: str) -> bool:
+    def deleteKey(self, key: str) -> bool:
         return self._store.delete(key)
 
-    def num_keys(self) -> int:
+    def getNumKeys(self) -> int:
         return len(self._store.keys(""))
 
     def _left(self) -> float:

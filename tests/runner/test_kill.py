@@ -139,9 +139,15 @@ def test_ctrl_c_in_the_terminal_reaches_the_launcher_only():
     assert done.stdout.count("{'foreground': True}") == 2
 
 
-def test_what_workers_leave_behind_ends_with_the_job():
-    with started(2, FAMILY + "family()\n") as job:
+def test_what_workers_leave_behind_ends_with_the_job(tmp_path: Path):
+    fifos = [tmp_path / "0", tmp_path / "1"]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    wait = f"open(os.path.join({str(tmp_path)!r}, os.environ['RANK'])).read()\n"
+    with started(2, FAMILY + "family()\n" + wait) as job:
         pids = job.wait_for_pids(6)
+        for fifo in fifos:
+            fifo.write_text("end now")
         code, _, stderr = job.finish()
         assert code == 0, stderr
         assert all_gone(job, pids)

@@ -1,9 +1,9 @@
-"""Which of this host's addresses the other ranks can reach.
+"""Where the ranks of a group run, and so on which address each of them listens.
 
 Every rank describes where it runs; from all descriptions each picks the address to listen on:
 loopback when the whole group shares one network stack, else an address in a network that the
 other hosts are in too, else the one that the routes to them start from. HOROVOD_GLOO_IFACE
-overrides all this. Called by the Gloo transport.
+overrides all this. Called by the Gloo and MPI transports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-LOOPBACK = "127.0.0.1"
+from horovod.common.addresses import LOOPBACK
 
 
 @dataclass(frozen=True)

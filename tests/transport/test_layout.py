@@ -1,0 +1,47 @@
+"""How composed transports refuse parts that do not fit together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from horovod.common.store import MemoryStore
+from horovod.transport.hierarchical import HierarchicalTransport
+from horovod.transport.pairwise import offsets_of, split_evenly
+from horovod.transport.single import SingleTransport
+from horovod.transport.staged import StagedTransport
+from tests.transport.kinds import whole_group
+
+ONE = whole_group(0, 1, MemoryStore())
+TWO = replace(ONE, size=2, global_ranks=(0, 1))
+
+
+def test_slices() -> None:
+    assert split_evenly(11, 4) == [3, 3, 3, 2]
+    assert split_evenly(0, 2) == [0, 0]
+    assert offsets_of([3, 0, 2]) == [0, 3, 3]
+
+
+def test_single_serves_one_rank_only() -> None:
+    with pytest.raises(ValueError, match="cannot serve 2 ranks"):
+        SingleTransport(TWO)
+
+
+def test_staged_needs_a_host_transport_of_the_same_ranks() -> None:
+    with pytest.raises(ValueError, match="other ranks"):
+        StagedTransport(TWO, SingleTransport(ONE))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "complaint"),
+    [
+        ([[0]], "do not list every rank"),
+        ([[0, 1]], "local transport"),
+        ([[0], [1]], "cross transport"),
+    ],
+)
+def test_hierarchical_checks_its_parts(hosts: list[list[int]], complaint: str) -> None:
+    single = SingleTransport(ONE)
+    with pytest.raises(ValueError, match=complaint):
+        HierarchicalTransport(TWO, single, None, hosts, single)
