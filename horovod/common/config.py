@@ -95,6 +95,12 @@ class Config:
         "hosts. `ccl` means `gloo`.",
         choices=("shm", "gloo", "mpi", "ccl"),
     )
+    shm_peer_memory: bool = _knob(
+        True,
+        _TRANSPORT,
+        "Whether ranks of one host read and write each other's memory directly (one copy) where "
+        "the kernel allows it. 0: stage large tensors through shared memory.",
+    )
     controller: str | None = _knob(
         None,
         _TRANSPORT,

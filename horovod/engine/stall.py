@@ -31,15 +31,7 @@ class StallInspector:
     ) -> None:
         self._channels = channels
         self._warn_after = warn_after
-        self._shut_down_after = shut_down_after
-        if 0 < shut_down_after < warn_after:
-            logger.warning(
-                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS (%g) is less than "
-                "HOROVOD_STALL_CHECK_TIME_SECONDS (%g) and is ignored",
-                shut_down_after,
-                warn_after,
-            )
-            self._shut_down_after = 0
+        self._shut_down_after = shut_down_after  # 0: never
         self._reported: dict[int, float] = {}  # set id -> when we last spoke of it
         self._posted: set[int] = set()
         self._stop = threading.Event()

@@ -86,7 +86,7 @@ class SharedMemoryTransport(Transport):
 
     name = "SHM"
 
-    def __init__(self, group: Group, peer_memory: bool = True) -> None:
+    def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._members: list[Member] = share(group, _SEGMENT, group.config.start_timeout)
         memories = [member.memory for member in self._members]
@@ -117,7 +117,7 @@ class SharedMemoryTransport(Transport):
         self._closed = False
         self._peers: list[PeerMemory | None] = [None] * self.size
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
-        self.peer_memory = self._try_peer_memory(wanted=peer_memory)
+        self.peer_memory = self._try_peer_memory(group.config.shm_peer_memory)
 
     # -- steps -----------------------------------------------------------------------------
 
@@ -559,7 +559,7 @@ class SharedMemoryTransport(Transport):
             secret = int.from_bytes(os.urandom(7), "little")
             probe = torch.tensor([secret] + [0] * self.size, dtype=torch.int64)
             slot = self._expose(probe)  # small, so also inline: what a true read must show
-            works = wanted and os.environ.get("HOROVOD_SHM_PEER_MEMORY", "1") != "0"
+            works = wanted
             shown = self._inline_views(slot, torch.int64, 1 + self.size)
             pointers = self._exposed(slot).pointers
             seen = torch.zeros(1, dtype=torch.int64)

@@ -93,7 +93,8 @@ def staged(group: Group) -> Transport:
 
 
 def shared_memory_staged(group: Group) -> Transport:
-    return SharedMemoryTransport(group, peer_memory=False)
+    config = replace(group.config, shm_peer_memory=False)
+    return SharedMemoryTransport(replace(group, config=config))
 
 
 KINDS: dict[str, Kind] = {
