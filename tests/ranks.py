@@ -9,6 +9,7 @@ shows every rank's traceback and output, and where the hanging ones hang.
 from __future__ import annotations
 
 import base64
+import contextlib
 import multiprocessing.connection
 import os
 import pickle
@@ -100,7 +101,7 @@ class Ranks:
     def say(self, message: bytes = b"go on") -> None:
         """Send a message to all ranks that live; they receive it from `listen`."""
         for member in self._ranks:
-            if not member.ended:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 member.connection.send_bytes(message)
 
     def wait_for_output(self, rank: int, pattern: str, timeout: float = 30) -> str:

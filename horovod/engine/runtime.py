@@ -39,11 +39,17 @@ class _Job:
     """What exists between `init` and `shutdown`."""
 
     def __init__(
-        self, topology: Topology, config: Config, store: Store, identities: Sequence[str]
+        self,
+        topology: Topology,
+        config: Config,
+        connection: Store,
+        store: Store,
+        identities: Sequence[str],
     ) -> None:
         self.topology = topology
         self.config = config
-        self.store = store
+        self.connection = connection  # to the job's store
+        self.store = store  # this job's part of it
         self.identities = list(identities)
         self.sets: dict[int, tuple[int, ...]] = {}
         self.channels: dict[int, Channel] = {}
@@ -70,13 +76,13 @@ class Runtime:
         if self._job is not None:
             return
         config = Config.from_env()
-        topology, store = _meet(comm, config)
+        topology, connection = _meet(comm, config)
         set_rank(topology.rank)
         self._inits += 1
         # Every rank has initialised equally often, so nobody sees keys of an earlier job.
-        store = PrefixStore(store, f"init{self._inits}/")
+        store = PrefixStore(connection, f"init{self._inits}/")
         identities = _exchange_identities(topology, store, config)
-        job = _Job(topology, config, store, identities)
+        job = _Job(topology, config, connection, store, identities)
         self._forked = False
         self._job = job
         try:
@@ -105,6 +111,9 @@ class Runtime:
         error = HorovodInternalError("Horovod has been shut down")
         for channel in reversed(list(job.channels.values())):
             channel.close(error)
+        job.channels.clear()  # the inspector's hold on the job is a cycle: let go of memory now
+        job.inspector = None
+        job.connection.close()
         if job.trace.timeline is not None:
             job.trace.timeline.close()
         self._signatures.clear()

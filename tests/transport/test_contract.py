@@ -22,7 +22,7 @@ from tests.transport import cases
 from tests.transport.kinds import KINDS, build, connect
 
 EXAMPLES = settings(
-    max_examples=80,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
