@@ -40,12 +40,18 @@ def reduction_input(tensor: torch.Tensor, op: ReduceOp, scaled: bool = False) ->
     """
     try:
         if tensor.dtype in REDUCIBLE[op] and not (scaled and tensor.dtype is torch.bool):
-            if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            if tensor.is_contiguous() and not _is_lazy(tensor):
                 return tensor.detach() if tensor.requires_grad else tensor
             return plain_copy(tensor)
     except (AttributeError, RuntimeError):
         pass  # not a dense tensor: said below
     raise _reduction_error(tensor, op, scaled)
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether the values in memory are still to be conjugated or negated."""
+    # is_conj() lets go of the interpreter lock, which costs most where other threads work.
+    return tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
 
 
 def _reduction_error(tensor: Any, op: ReduceOp, scaled: bool) -> ValueError:
@@ -61,7 +67,7 @@ def movement_input(tensor: torch.Tensor) -> torch.Tensor:
     """Like `reduction_input`, for collectives that only move data."""
     try:
         if tensor.dtype in MOVABLE:
-            if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            if tensor.is_contiguous() and not _is_lazy(tensor):
                 return tensor.detach() if tensor.requires_grad else tensor
             return plain_copy(tensor)
     except (AttributeError, RuntimeError):
