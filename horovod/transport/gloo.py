@@ -45,6 +45,7 @@ from horovod.transport.failures import FailureBoard, again
 from horovod.transport.pairwise import PairwiseTransport, cut
 from horovod.transport.places import Place, choose_address
 from horovod.transport.store_adapter import TorchStore
+from horovod.transport.waiting import Waiter
 
 _gloo: Any = torch.distributed.ProcessGroupGloo  # its type stub lacks most of what it has
 
@@ -63,6 +64,7 @@ class GlooTransport(PairwiseTransport):
         super().__init__(group)
         self.on_failure: Callable[[HorovodInternalError], object] | None = None  # from any thread
         self._board = FailureBoard(group)
+        self._waiter = Waiter()
         self._failure: HorovodInternalError | None = None
         self._closed = False
         self._calls = threading.Lock()  # held during a collective
@@ -181,8 +183,11 @@ class GlooTransport(PairwiseTransport):
         return self._process_group.recv([data], rank, _TAG)
 
     def _finish(self, pending: list[Any]) -> None:
-        for work in pending:
-            work.wait(self._patience)
+        def wait() -> None:
+            for work in pending:
+                work.wait(self._patience)
+
+        self._waiter.run(wait)
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -258,6 +263,7 @@ class GlooTransport(PairwiseTransport):
         self._board.post(failure)
         for link in self._links.values():
             shut_down(link)
+        self._waiter.give_up()
         if self.on_failure is not None:
             self.on_failure(failure)
         return failure
@@ -286,6 +292,7 @@ class GlooTransport(PairwiseTransport):
         """Let go of the group; what is on its way to the others still arrives."""
         if self._watch is not None:
             self._watch.close()
+        self._waiter.close()
         for link in self._links.values():
             shut_down(link, socket.SHUT_WR)
         self._process_group = None  # closes Gloo's descriptors and ends its threads

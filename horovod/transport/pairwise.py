@@ -29,6 +29,7 @@ WHOLE_TOTAL = 1024 * 1024  # ... as long as all that arrives at one rank stays b
 PIECE = 4 * 1024 * 1024  # bytes of one message of a pipelined collective
 SCRATCH = 32 * 1024 * 1024  # bytes of arriving pieces kept at a time, over all peers
 MESSAGE = 1 << 30  # bytes of the largest message; below every limit on 32-bit counts
+DIRECT = 8  # ranks up to which everybody tells everybody directly
 HEAD = 31  # words that the first exchange of `agree` carries
 
 
@@ -93,10 +94,10 @@ class PairwiseTransport(Transport):
                 bytearray(words[: shown * WORD]), dtype=torch.int64
             )
         with self._guard():
-            heads = torch.stack(self._exchange(head))
-        fewest = int(heads[:, 0].min())
-        compared = heads[:, 1 : 1 + min(fewest, HEAD)]
-        different = (compared != compared[0]).any(dim=0).nonzero()
+            lowest, highest = self._extremes(head)
+        fewest = int(lowest[0])
+        compared = slice(1, 1 + min(fewest, HEAD))
+        different = (lowest[compared] != highest[compared]).nonzero()
         if len(different):
             return int(different[0])
         if fewest <= HEAD:
@@ -184,6 +185,26 @@ class PairwiseTransport(Transport):
         pending.extend(self._send(mine, peer) for peer in self._peers)
         self._finish(pending)
         return everyone
+
+    def _extremes(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Least and greatest of every rank's integers, element by element.
+
+        Few ranks tell each other directly. Many pass on what they have seen to ranks at distance
+        1, 2, 4, ...: after a logarithmic number of hops everybody has heard of everybody.
+        """
+        if self.size <= DIRECT:
+            everyone = torch.stack(self._exchange(tensor))
+            return everyone.amin(dim=0), everyone.amax(dim=0)
+        seen = torch.cat([tensor, ~tensor])  # the complement's least is the greatest's complement
+        arrived = torch.empty_like(seen)
+        distance = 1
+        while distance < self.size:
+            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            receiving = self._receive(as_bytes(arrived), source)
+            self._finish([receiving, self._send(as_bytes(seen), target)])
+            torch.minimum(seen, arrived, out=seen)
+            distance *= 2
+        return seen[: len(tensor)], ~seen[len(tensor) :]
 
     def _reduce_slices(
         self, slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp
