@@ -53,6 +53,7 @@ def small_pieces(build: Builder) -> Builder:
     def built(group: Group) -> Transport:
         pairwise.PIECE = 64 * 1024
         pairwise.MESSAGE = 100_000
+        pairwise.DIRECT = 1
         hierarchical.ONE_LANE = 1000
         return build(group)
 

@@ -1,0 +1,1 @@
+"""What crosses hosts, on several hosts inside one machine (`tests.hosts`)."""
