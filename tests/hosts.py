@@ -100,11 +100,14 @@ class Hosts:
         return space
 
     def cut(self, host: int) -> None:
-        """Pull the host's cable: packets to and from it are lost, and nobody is told."""
+        """Lose every packet to and from the host; neither side is told."""
         self._switch.ip(f"link set port{host} down")
 
     def heal(self, host: int) -> None:
+        """Undo `cut`; returns once packets get through again."""
         self._switch.ip(f"link set port{host} up")
+        if not self.reach(host, timeout=30):
+            raise OSError(f"host {host} is still cut off")
 
     def reach(self, host: int, timeout: float = 5) -> bool:
         """Whether the host can open a connection to the launcher's machine."""

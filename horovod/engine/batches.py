@@ -18,7 +18,7 @@ from horovod.engine.request import Kind, Request
 class Batch:
     """Tensors for one collective. `outputs` of an allreduce may be the very tensors of `inputs`."""
 
-    __slots__ = ("buffer", "inputs", "nbytes", "outputs", "request", "requests")
+    __slots__ = ("fused", "inputs", "nbytes", "outputs", "request", "requests", "vector")
 
     def __init__(self, request: Request) -> None:
         self.request = request  # any one of them: they are alike in all that matters
@@ -26,7 +26,10 @@ class Batch:
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         self.nbytes = 0
-        self.buffer: torch.Tensor | None = None  # filled in when the data has been packed
+        # Filled in when the data has been packed: what will be reduced, and which tensors of the
+        # batch are in the last part of it, the fusion buffer.
+        self.vector: list[torch.Tensor] | None = None
+        self.fused: list[int] = []
 
     def add(self, request: Request, source: torch.Tensor, target: torch.Tensor) -> None:
         self.requests.append(request)

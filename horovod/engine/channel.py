@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.reduce_op import ReduceOp
-from horovod.engine.batches import Batch, finish_, plan, scale_
-from horovod.engine.executor import Executor, Trace
+from horovod.engine.batches import Batch, plan
+from horovod.engine.executor import Executor, Trace, reduce_
 from horovod.engine.request import Kind, Request
 from horovod.engine.settlement import Settlement, settle
 from horovod.engine.timeline import Timeline
@@ -186,17 +185,11 @@ class Channel:
         transport, output = self._executor.transport, request.outputs[0]
         if request.tensors[0] is not output:
             output.copy_(request.tensors[0])
-        buffer = output if output.dim() == 1 else output.view(-1)
-        if transport.agree(request.signature, buffer) == 0:
+        vector = request.outputs if output.dim() == 1 else [output.view(-1)]
+        if transport.agree(request.signature, vector) == 0:
             self._settle()
             return
-        op = request.op
-        if op is ReduceOp.AVERAGE:
-            transport.allreduce(buffer, ReduceOp.SUM)
-            finish_(buffer, op, request.postscale, transport.size)
-        else:
-            transport.allreduce(buffer, op)
-            scale_(buffer, request.postscale)
+        reduce_(vector, request.op, request.postscale, transport)
         with self._queue_lock:
             if self._queue:  # empty if another thread aborted meanwhile
                 del self._queue[0]  # nobody else removes, so it is still the first

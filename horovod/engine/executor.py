@@ -15,7 +15,9 @@ from horovod.engine.adasum import adasum_
 from horovod.engine.batches import Batch, finish_, scale_
 from horovod.engine.request import Kind, Request
 from horovod.engine.timeline import Timeline
-from horovod.transport.base import Transport
+from horovod.transport.base import MAX_TENSORS, Transport
+
+FUSE_BELOW = 32 * 1024  # bytes from which a tensor is better reduced where it is
 
 DeviceTransports = Callable[[torch.device], Transport]
 
@@ -59,35 +61,55 @@ class Executor:
 
     # -- packing ---------------------------------------------------------------------------
 
-    def pack(self, batch: Batch) -> torch.Tensor:
-        """Bring a batch's input into the one flat buffer that will be reduced."""
-        if batch.buffer is not None:
-            return batch.buffer
-        prescale = batch.request.prescale
+    def pack(self, batch: Batch, transport: Transport) -> list[torch.Tensor]:
+        """Bring a batch's input into the flat tensors that will be reduced.
+
+        One tensor is reduced where it is. Of several, the small ones go into a fusion buffer; so
+        do the large ones, unless the transport takes them where they are.
+        """
+        if batch.vector is not None:
+            return batch.vector
         if len(batch.inputs) == 1:
-            source, target = batch.inputs[0], batch.outputs[0]
-            buffer = target if target.dim() == 1 else target.view(-1)
+            direct = [0]
+        elif transport.vectored and batch.nbytes > FUSE_BELOW:
+            sizes = [tensor.nbytes for tensor in batch.inputs]
+            direct = [i for i, size in enumerate(sizes) if size >= FUSE_BELOW][: MAX_TENSORS - 1]
+        else:
+            direct = []
+        vector = []
+        for index in direct:
+            source, target = batch.inputs[index], batch.outputs[index]
             if source is not target:
                 target.copy_(source)
-        else:
-            buffer = self._fusion_buffer(batch.inputs)
+            vector.append(target if target.dim() == 1 else target.view(-1))
+        batch.fused = _others(len(batch.inputs), direct)
+        if batch.fused:
+            sources = [batch.inputs[index].view(-1) for index in batch.fused]
+            vector.append(self._fusion_buffer(sources))
             with self._activity(batch, "MEMCPY_IN_FUSION_BUFFER"):
-                torch.cat([tensor.view(-1) for tensor in batch.inputs], out=buffer)
-        if prescale != 1.0:
-            scale_(buffer, prescale)
-        batch.buffer = buffer
-        return buffer
+                torch.cat(sources, out=vector[-1])
+        for tensor in vector:
+            scale_(tensor, batch.request.prescale)
+        batch.vector = vector
+        return vector
 
-    def preload(self, batch: Batch) -> torch.Tensor | None:
+    def unpack(self, batch: Batch) -> None:
+        """Bring results out of the fusion buffer."""
+        if batch.vector and batch.fused:
+            outputs = [batch.outputs[index].view(-1) for index in batch.fused]
+            with self._activity(batch, "MEMCPY_OUT_FUSION_BUFFER"):
+                sizes = [output.numel() for output in outputs]
+                parts = torch.split_with_sizes(batch.vector[-1], sizes)
+                torch._foreach_copy_(outputs, list(parts))
+
+    def preload(self, batch: Batch) -> list[torch.Tensor] | None:
         """What may be sent along with the agreement: nothing that changes a caller's tensor."""
         request = batch.request
         if request.kind is not Kind.ALLREDUCE or request.op is ReduceOp.ADASUM:
             return None
-        if batch.inputs[0].device.type != "cpu":
+        if not batch.inputs or not batch.inputs[0].is_cpu or request.prescale != 1.0:
             return None
-        if request.prescale != 1.0 and len(batch.inputs) == 1:
-            return None
-        return self.pack(batch)
+        return self.pack(batch, self.transport)
 
     def _fusion_buffer(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         count = sum(tensor.numel() for tensor in tensors)
@@ -117,18 +139,10 @@ class Executor:
         if request.op is ReduceOp.ADASUM:
             self._adasum(batch, transport)
             return
-        buffer = self.pack(batch)
-        op = request.op
-        plain = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+        vector = self.pack(batch, transport)
         with self._activity(batch, f"{transport.name}_ALLREDUCE"):
-            transport.allreduce(buffer, plain)
-        if op is ReduceOp.AVERAGE or request.postscale != 1.0:
-            finish_(buffer, op, request.postscale, self.size)
-        if len(batch.outputs) > 1:
-            with self._activity(batch, "MEMCPY_OUT_FUSION_BUFFER"):
-                parts = torch.split_with_sizes(buffer, [o.numel() for o in batch.outputs])
-                flat = [output.view(-1) for output in batch.outputs]
-                torch._foreach_copy_(flat, list(parts))
+            reduce_(vector, request.op, request.postscale, transport)
+        self.unpack(batch)
 
     def _adasum(self, batch: Batch, transport: Transport) -> None:
         outputs = []
@@ -240,6 +254,25 @@ _RUN: dict[Kind, Callable[[Executor, Request, Transport], Any]] = {
     Kind.ALLTOALL: Executor._alltoall,
     Kind.REDUCESCATTER: Executor._reducescatter,
 }
+
+
+def reduce_(
+    vector: Sequence[torch.Tensor], op: ReduceOp, postscale: float, transport: Transport
+) -> None:
+    """Reduce flat tensors in place, with average and post-scale factor."""
+    plain = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+    if vector[0].is_floating_point() or vector[0].is_complex():
+        scale = postscale / transport.size if op is ReduceOp.AVERAGE else postscale
+        transport.allreduce_vector(vector, plain, scale)
+    else:
+        transport.allreduce_vector(vector, plain)
+        for tensor in vector:
+            finish_(tensor, op, postscale, transport.size)
+
+
+def _others(count: int, some: Sequence[int]) -> list[int]:
+    chosen = set(some)
+    return [index for index in range(count) if index not in chosen]
 
 
 def _row_size(tensor: torch.Tensor) -> int:

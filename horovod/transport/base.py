@@ -20,6 +20,7 @@ from horovod.common.store import Store
 
 WORD = 8  # bytes of one word of `agree`
 MAX_WORDS = 512  # the most words one call of `agree` takes
+MAX_TENSORS = 1024  # the most tensors one call of `allreduce_vector` takes
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Transport(ABC):
     left to do.
     """
 
+    vectored: ClassVar[bool] = False  # whether `allreduce_vector` takes more than one tensor
     name: ClassVar[str]  # for people, and the timeline's phases: "SHM", "GLOO", "NCCL", "MPI", ...
 
     def __init__(self, group: Group) -> None:
@@ -53,12 +55,12 @@ class Transport(ABC):
 
     # -- agreement -------------------------------------------------------------------------
 
-    def agree(self, words: bytes, preload: torch.Tensor | None = None) -> int:
+    def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
         """How many leading 8-byte words are the same on all ranks.
 
-        At most MAX_WORDS words; ranks may bring different numbers of them. `preload` is the
-        tensor that the caller will hand to the very next `allreduce` in case *all* words agree
-        on all ranks (and all brought equally many): a transport may send its content along.
+        At most MAX_WORDS words; ranks may bring different numbers of them. `preload` is the very
+        list that the caller will hand to the next `allreduce_vector` in case *all* words agree
+        on all ranks (and all brought equally many): a transport may send the content along.
         Passing it is a hint, and never an obligation to make that call.
         """
         return agree_by_minimum(self, words)
@@ -72,6 +74,19 @@ class Transport(ABC):
         Bitwise the same result on every rank. fp16 and bf16 accumulate in fp32 where the
         transport does the arithmetic itself. bool: SUM and MAX are "or", PRODUCT and MIN "and".
         """
+
+    def allreduce_vector(
+        self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float = 1.0
+    ) -> None:
+        """Reduce several tensors of one dtype as if they were one, and multiply the result.
+
+        A transport that is not `vectored` takes a single tensor. `scale` other than 1 is for
+        floating and complex types; the product is rounded as if it were taken afterwards.
+        """
+        (tensor,) = tensors
+        self.allreduce(tensor, op)
+        if scale != 1.0:
+            tensor.mul_(scale)
 
     @abstractmethod
     def reduce_scatter(

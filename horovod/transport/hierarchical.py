@@ -87,7 +87,7 @@ class HierarchicalTransport(Transport):
 
     # -- collectives -----------------------------------------------------------------------
 
-    def agree(self, words: bytes, preload: torch.Tensor | None = None) -> int:
+    def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
         """What the ranks of a host have in common, one of them compares with the other hosts."""
         with self._guard():
             if self.group.config.hierarchical_allreduce is False:

@@ -99,7 +99,7 @@ class MpiTransport(PairwiseTransport):
 
     # -- collectives of MPI ----------------------------------------------------------------
 
-    def agree(self, words: bytes, preload: torch.Tensor | None = None) -> int:
+    def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
         return agree_by_minimum(self, words)
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:

@@ -83,7 +83,7 @@ class PairwiseTransport(Transport):
 
     # -- collectives -----------------------------------------------------------------------
 
-    def agree(self, words: bytes, preload: torch.Tensor | None = None) -> int:
+    def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
         """Compares the first words in one small exchange; only longer agreement needs more."""
         count = len(words) // WORD
         head = torch.zeros(1 + HEAD, dtype=torch.int64)

@@ -35,11 +35,11 @@ import torch
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.arithmetic import COMBINE, needs_wide, reduce_into
-from horovod.transport.base import MAX_WORDS, WORD, Group, Transport
+from horovod.transport.base import MAX_TENSORS, MAX_WORDS, WORD, Group, Transport
 from horovod.transport.peer_memory import PeerMemory, allow_peers
 from horovod.transport.segments import Member, share
 
-INLINE = 32 * 1024  # bytes of payload in an exchange slot
+INLINE = 128 * 1024  # bytes of payload in an exchange slot
 BLOCK = 512 * 1024  # bytes reduced at a time: stays in the second-level cache
 STAGE = 2 * 1024 * 1024  # bytes of one staging area
 
@@ -48,15 +48,16 @@ _STEP, _SLEEPING, _STATE = 0, 8, 16
 _REASON_AT, _REASON_LIMIT = 1024, 3000
 _RUNNING, _CLOSED, _ABORTED = 0, 1, 2
 
-# Exchange slot: [pointer][nbytes][number of word bytes][words][payload]
+# Exchange slot: [pointer][nbytes][number of word bytes][words] [pointers] [payload]
 _CONTROL = 4096
 _HEADER = 3 * WORD
 _WORDS_AT = _HEADER
-_PAYLOAD_AT = 8192
+_POINTERS_AT = 8192
+_PAYLOAD_AT = _POINTERS_AT + WORD * MAX_TENSORS
 _SLOT = _PAYLOAD_AT + INLINE
 _STAGES_AT = _CONTROL + 2 * _SLOT
 _SEGMENT = _STAGES_AT + 2 * STAGE
-assert _WORDS_AT + WORD * MAX_WORDS <= _PAYLOAD_AT
+assert _WORDS_AT + WORD * MAX_WORDS <= _POINTERS_AT
 
 _SPIN_ROUNDS = 600  # about 50 microseconds
 _SAFETY_WAKE_MS = 500  # a sleeper looks again this often even if nobody rings
@@ -85,6 +86,7 @@ class SharedMemoryTransport(Transport):
     """The transport of ranks on one host. Raises `SharedMemoryUnavailable` when it cannot be."""
 
     name = "SHM"
+    vectored = True
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -111,7 +113,9 @@ class SharedMemoryTransport(Transport):
         self._exchanges = 0
         self._exposed_at = 0
         self._slot = 0
-        self._preloaded: torch.Tensor | None = None
+        self._preloaded: Sequence[torch.Tensor] | None = None
+        # Every rank reads all slots, so the more ranks, the less pays to be sent that way.
+        self._inline = min(INLINE, 2 * INLINE // self.size)
         self._views: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
         self._failure: HorovodInternalError | None = None
         self._closed = False
@@ -202,7 +206,7 @@ class SharedMemoryTransport(Transport):
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
 
-    def _fail(self, error: BaseException, touched: torch.Tensor | None = None) -> None:
+    def _fail(self, error: BaseException, touched: Sequence[torch.Tensor] | None = None) -> None:
         """Tell everybody that this rank failed with `error`, and raise what the caller gets.
 
         `touched` is memory that peers may be writing to. Before control goes back to the caller
@@ -211,11 +215,11 @@ class SharedMemoryTransport(Transport):
         """
         self._failure = failure = self._as_failure(error)
         self._set_state(_ABORTED, str(failure))
-        if touched is not None and touched.nbytes > INLINE:
+        if touched and sum(tensor.nbytes for tensor in touched) > self._inline:
             # A peer writes only after it saw everybody expose, and we are waiting for somebody.
             passed = all(control[_STEP] >= self._exposed_at for control in self._other_control)
             if passed and not self._others_left():
-                _kept_alive.append(touched)
+                _kept_alive.extend(touched)
         if failure is not error and isinstance(error, Exception):
             raise failure from error
 
@@ -252,17 +256,21 @@ class SharedMemoryTransport(Transport):
 
     # -- exchange --------------------------------------------------------------------------
 
-    def _expose(self, source: torch.Tensor | None, words: bytes = b"") -> int:
-        """Show `words` and a tensor to all ranks; returns the slot once everybody has done so."""
+    def _expose(self, tensors: Sequence[torch.Tensor], words: bytes = b"") -> int:
+        """Show `words` and tensors to all ranks; returns the slot once everybody has done so."""
         self._exchanges += 1
         slot = _CONTROL + (self._exchanges & 1) * _SLOT
+        memory = self._memories[self.rank]
         pointer = nbytes = 0
-        if source is not None:
-            pointer, nbytes = source.data_ptr(), source.nbytes
-            if 0 < nbytes <= INLINE:
+        if len(tensors) == 1:
+            pointer, nbytes = tensors[0].data_ptr(), tensors[0].nbytes
+            if 0 < nbytes <= self._inline:
                 ctypes.memmove(self._addresses[self.rank] + slot + _PAYLOAD_AT, pointer, nbytes)
+        elif tensors:
+            pointers = [tensor.data_ptr() for tensor in tensors]
+            struct.pack_into(f"{len(pointers)}Q", memory, slot + _POINTERS_AT, *pointers)
         header = struct.pack("3Q", pointer, nbytes, len(words))
-        self._memories[self.rank][slot : slot + _HEADER + len(words)] = header + words
+        memory[slot : slot + _HEADER + len(words)] = header + words
         self._exposed_at = step = self._publish()
         self._await(step)
         return slot
@@ -275,11 +283,11 @@ class SharedMemoryTransport(Transport):
             sizes.append(nbytes)
         return _Exposed(slot, pointers, sizes)
 
-    def agree(self, words: bytes, preload: torch.Tensor | None = None) -> int:
+    def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
         self._check_usable()
         try:
             self._preloaded = None
-            self._slot = slot = self._expose(preload, words)
+            self._slot = slot = self._expose(preload or (), words)
             start, stop = slot + 2 * WORD, slot + _HEADER + len(words)
             memories = self._memories
             mine = memories[self.rank][start:stop]
@@ -321,38 +329,64 @@ class SharedMemoryTransport(Transport):
     # -- reductions ------------------------------------------------------------------------
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        self.allreduce_vector([tensor], op)
+
+    def allreduce_vector(
+        self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float = 1.0
+    ) -> None:
         self._check_usable()
         try:
-            slot = self._slot if self._preloaded is tensor else self._expose(tensor)
+            slot = self._slot if self._preloaded is tensors else self._expose(tensors)
             self._preloaded = None
-            nbytes = tensor.nbytes
-            if nbytes == 0:
-                return
-            if nbytes <= INLINE:
-                reduce_into(tensor, self._inline_views(slot, tensor.dtype, tensor.numel()), op)
+            if len(tensors) == 1 and tensors[0].nbytes <= self._inline:
+                (tensor,) = tensors
+                if tensor.numel():
+                    views = self._inline_views(slot, tensor.dtype, tensor.numel())
+                    reduce_into(tensor, views, op)
+                    if scale != 1.0:
+                        tensor.mul_(scale)
             elif self.peer_memory:
-                self._allreduce_pushing(tensor, op, self._exposed(slot).pointers)
+                self._allreduce_pushing(tensors, op, scale, slot)
             else:
-                self._allreduce_staged(tensor, op)
+                for tensor in tensors:
+                    self._allreduce_staged(tensor, op, scale)
         except BaseException as error:
-            self._fail(error, tensor)
+            self._fail(error, tensors)
             raise
 
     def _allreduce_pushing(
-        self, tensor: torch.Tensor, op: ReduceOp, pointers: Sequence[int]
+        self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float, slot: int
     ) -> None:
-        lo, hi = _slice_of(tensor, self.rank, self.size)
-        width = tensor.element_size()
-        base = tensor.data_ptr()
-        for start, count in _blocks(lo, hi, BLOCK // width):
-            at, nbytes = start * width, count * width
-            own = tensor[start : start + count]
-            self._reduce_block(own, own, op, pointers, at, nbytes)
-            if any(control[_STATE] for control in self._other_control):
-                self._check_states(())
-            for rank in self._others:
-                self._peer(rank).write(base + at, pointers[rank] + at, nbytes)
+        """Each rank reduces its share of the tensors, taken end to end, for everybody."""
+        width = tensors[0].element_size()
+        lo, hi = _share(sum(tensor.numel() for tensor in tensors), width, self.rank, self.size)
+        everyones = self._pointers(slot, len(tensors))
+        begin = 0  # of the present tensor
+        for tensor, pointers in zip(tensors, everyones, strict=True):
+            end = begin + tensor.numel()
+            base = tensor.data_ptr()
+            first, last = max(lo, begin) - begin, min(hi, end) - begin
+            for start, count in _blocks(first, last, BLOCK // width):
+                at, nbytes = start * width, count * width
+                own = tensor[start : start + count]
+                self._reduce_block(own, own, op, pointers, at, nbytes)
+                if scale != 1.0:
+                    own.mul_(scale)
+                if any(control[_STATE] for control in self._other_control):
+                    self._check_states(())
+                for rank in self._others:
+                    self._peer(rank).write(base + at, pointers[rank] + at, nbytes)
+            begin = end
         self._step_together()
+
+    def _pointers(self, slot: int, count: int) -> list[Sequence[int]]:
+        """Where the tensors that were exposed are: for each of them, an address on every rank."""
+        if count == 1:
+            return [self._exposed(slot).pointers]
+        at = slot + _POINTERS_AT
+        return list(
+            zip(*(struct.unpack_from(f"{count}Q", m, at) for m in self._memories), strict=True)
+        )
 
     def _reduce_block(
         self,
@@ -391,11 +425,11 @@ class SharedMemoryTransport(Transport):
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
     ) -> None:
         with self._guard():
-            slot = self._expose(source)
+            slot = self._expose([source])
             self._preloaded = None
             lo = sum(counts[: self.rank])
             hi = lo + counts[self.rank]
-            if source.nbytes <= INLINE:
+            if source.nbytes <= self._inline:
                 if hi > lo:
                     views = self._inline_views(slot, source.dtype, source.numel())
                     reduce_into(output, [view[lo:hi] for view in views], op)
@@ -417,18 +451,22 @@ class SharedMemoryTransport(Transport):
                         reduce_into(output[first - lo : last - lo], parts, op)
                 self._step_together()
 
-    def _allreduce_staged(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+    def _allreduce_staged(self, tensor: torch.Tensor, op: ReduceOp, scale: float) -> None:
+        width = tensor.element_size()
         for area, start, count in self._staged_chunks(tensor.numel(), tensor.dtype):
             chunk = tensor[start : start + count]
             area[self.rank][:count].copy_(chunk)
             self._step_together()
-            lo, hi = _slice_of(chunk, self.rank, self.size)
+            lo, hi = _share(count, width, self.rank, self.size)
             if lo < hi:
-                # Nobody else reads our area at our own slice, so the result may go there.
-                reduce_into(area[self.rank][lo:hi], [view[lo:hi] for view in area], op)
+                # Nobody else reads our area at our own share, so the result may go there.
+                mine = area[self.rank][lo:hi]
+                reduce_into(mine, [view[lo:hi] for view in area], op)
+                if scale != 1.0:
+                    mine.mul_(scale)
             self._step_together()
             for rank, view in enumerate(area):
-                lo, hi = _slice_of(chunk, rank, self.size)
+                lo, hi = _share(count, width, rank, self.size)
                 chunk[lo:hi].copy_(view[lo:hi])
         self._step_together()
 
@@ -451,7 +489,7 @@ class SharedMemoryTransport(Transport):
 
     def allgather(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]) -> None:
         with self._guard():
-            slot = self._expose(source)
+            slot = self._expose([source])
             width, at = source.element_size(), output.data_ptr()
             reads = []
             for rank, count in enumerate(counts):
@@ -462,7 +500,7 @@ class SharedMemoryTransport(Transport):
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         with self._guard():
             source = tensor if self.rank == root else tensor[:0]
-            slot = self._expose(source)
+            slot = self._expose([source])
             reads = []
             if self.rank != root:
                 reads.append((root, 0, tensor.data_ptr(), tensor.nbytes))
@@ -480,7 +518,7 @@ class SharedMemoryTransport(Transport):
             for count in send_counts:
                 offsets.append(total * width)
                 total += count
-            slot = self._expose(source, struct.pack(f"{self.size}Q", *offsets))
+            slot = self._expose([source], struct.pack(f"{self.size}Q", *offsets))
             mine = slot + _WORDS_AT + self.rank * WORD  # where a rank's words say our slice is
             reads, at = [], output.data_ptr()
             for rank, count in enumerate(receive_counts):
@@ -496,7 +534,7 @@ class SharedMemoryTransport(Transport):
         self._preloaded = None
         exposed = self._exposed(slot)
         largest = max(exposed.sizes)
-        if largest > INLINE and not self.peer_memory:
+        if largest > self._inline and not self.peer_memory:
             self._pull_staged(source, largest, reads)
             return
         for rank, offset, target, nbytes in reads:
@@ -504,12 +542,12 @@ class SharedMemoryTransport(Transport):
                 continue
             if rank == self.rank:
                 ctypes.memmove(target, source.data_ptr() + offset, nbytes)
-            elif exposed.sizes[rank] <= INLINE:
+            elif exposed.sizes[rank] <= self._inline:
                 place = self._addresses[rank] + slot + _PAYLOAD_AT
                 ctypes.memmove(target, place + offset, nbytes)
             else:
                 self._peer(rank).read(target, exposed.pointers[rank] + offset, nbytes)
-        if largest > INLINE:
+        if largest > self._inline:
             self._step_together()
 
     def _pull_staged(
@@ -558,7 +596,7 @@ class SharedMemoryTransport(Transport):
             # One word to be read (a secret of this process) and one that peers write into.
             secret = int.from_bytes(os.urandom(7), "little")
             probe = torch.tensor([secret] + [0] * self.size, dtype=torch.int64)
-            slot = self._expose(probe)  # small, so also inline: what a true read must show
+            slot = self._expose([probe])  # small, so also inline: what a true read must show
             works = wanted
             shown = self._inline_views(slot, torch.int64, 1 + self.size)
             pointers = self._exposed(slot).pointers
@@ -576,7 +614,7 @@ class SharedMemoryTransport(Transport):
             self._step_together()
             for rank in self._others:
                 works = works and int(probe[1 + rank]) == secret
-            slot = self._expose(torch.tensor([int(works)]))
+            slot = self._expose([torch.tensor([int(works)])])
             return all(int(view[0]) for view in self._inline_views(slot, torch.int64, 1))
 
     # -- life ------------------------------------------------------------------------------
@@ -618,9 +656,9 @@ class SharedMemoryTransport(Transport):
 _kept_alive: list[torch.Tensor] = []
 
 
-def _slice_of(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """Rank's share of a flat tensor, cut at cache lines."""
-    count, line = tensor.numel(), max(1, 64 // tensor.element_size())
+def _share(count: int, width: int, rank: int, size: int) -> tuple[int, int]:
+    """Rank's share of `count` elements of `width` bytes, cut at cache lines."""
+    line = max(1, 64 // width)
     share = -(-count // (size * line)) * line
     return min(count, rank * share), min(count, (rank + 1) * share)
 

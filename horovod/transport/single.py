@@ -22,7 +22,7 @@ class SingleTransport(Transport):
             raise ValueError(f"a single-rank transport cannot serve {group.size} ranks")
         self._reason: str | None = None
 
-    def agree(self, words: bytes, preload: torch.Tensor | None = None) -> int:
+    def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
         self._check()
         return len(words) // WORD
 

@@ -31,7 +31,7 @@ class StagedTransport(Transport):
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._closed = False
 
-    def agree(self, words: bytes, preload: torch.Tensor | None = None) -> int:
+    def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
         return self._host().agree(words)
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:

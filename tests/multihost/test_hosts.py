@@ -22,8 +22,7 @@ def _where(rank: int, size: int) -> tuple[str, str, str, list[str]]:
 
 def test_every_host_has_its_own_name_address_and_interfaces(hosts: Hosts):
     assert hosts.run(_where, [2, 1]) == [
-        (host_name(host), host_name(host), host_address(host), ["eth0", "lo"])
-        for host in (0, 0, 1)
+        (host_name(host), host_name(host), host_address(host), ["eth0", "lo"]) for host in (0, 0, 1)
     ]
 
 

@@ -239,14 +239,15 @@ def _agree(transport: Transport, case: Case) -> str:
     preload = None
     if case.preloads:
         preload = data(case, transport.rank, case.preloads[transport.rank])
-    common = transport.agree(struct.pack(f"{len(words)}q", *words), preload)
+    vector = None if preload is None else [preload]
+    common = transport.agree(struct.pack(f"{len(words)}q", *words), vector)
     together = min(len(queue) for queue in case.words)
     columns = zip(*(queue[:together] for queue in case.words), strict=True)
     expected = next((i for i, column in enumerate(columns) if len(set(column)) > 1), together)
     assert common == expected, (common, expected)
-    if case.use_preload and preload is not None:
+    if case.use_preload and preload is not None and vector is not None:
         inputs = [data(case, rank, count) for rank, count in enumerate(case.preloads)]
-        transport.allreduce(preload, ReduceOp.SUM)
+        transport.allreduce_vector(vector, ReduceOp.SUM)
         check(case, preload, reduced(case, inputs))
         return digest(preload)
     return ""
