@@ -6,6 +6,7 @@ Bindings submit operations through `runtime`; a request they get back is their h
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
 import os
 from collections import OrderedDict
@@ -76,12 +77,14 @@ class Runtime:
         if self._job is not None:
             return
         config = Config.from_env()
-        topology, connection = _meet(comm, config)
+        topology, connection, cross_is_known = _meet(comm, config)
         set_rank(topology.rank)
         self._inits += 1
         # Every rank has initialised equally often, so nobody sees keys of an earlier job.
         store = PrefixStore(connection, f"init{self._inits}/")
         identities = _exchange_identities(topology, store, config)
+        if not cross_is_known:
+            topology = _with_cross(topology, identities)
         job = _Job(topology, config, connection, store, identities)
         self._forked = False
         self._job = job
@@ -441,25 +444,26 @@ class Runtime:
         return channel.submit(Request(channel, Kind.JOIN, full, signature), background)
 
 
-def _meet(comm: Any, config: Config) -> tuple[Topology, Store]:
-    """Our place in the job and the store that all its ranks share."""
+def _meet(comm: Any, config: Config) -> tuple[Topology, Store, bool]:
+    """Our place in the job, the store that all its ranks share, and whether somebody who knows
+    all hosts told the cross rank."""
     if comm is not None and not isinstance(comm, Iterable):
         if not hasattr(comm, "Get_rank"):
             raise ValueError(
                 f"comm must be None, a list of ranks or an mpi4py communicator, not {comm!r}"
             )
-        return communicator.connect(comm, config)
+        return *communicator.connect(comm, config), True
     environment = environments.detect()
     topology = environment.topology()
     store = rendezvous.connect(environment, config)
     ranks = list(comm or ())
     if not ranks:
-        return topology, store
+        return topology, store, environment.cross() is not None
     if sorted(set(ranks)) != sorted(ranks) or not all(0 <= r < topology.size for r in ranks):
         raise ValueError(f"comm={ranks} is not a list of different ranks below {topology.size}")
     if topology.rank not in ranks:
         raise ValueError(f"rank {topology.rank} is not in comm={ranks}, so it must not call init()")
-    return _chosen(topology, ranks, store), PrefixStore(store, f"comm{ranks}/")
+    return _chosen(topology, ranks, store), PrefixStore(store, f"comm{ranks}/"), True
 
 
 def _chosen(topology: Topology, ranks: list[int], store: Store) -> Topology:
@@ -473,6 +477,16 @@ def _chosen(topology: Topology, ranks: list[int], store: Store) -> Topology:
     local = here.index(rank)
     peers = [host for host in hosts if len(host) > local]
     return Topology(rank, len(ranks), local, len(here), peers.index(here), len(peers))
+
+
+def _with_cross(topology: Topology, identities: Sequence[str]) -> Topology:
+    """The cross rank from who is where, if that is how the launcher counts local ranks."""
+    hosts = select.by_host(identities)
+    (here,) = [host for host in hosts if topology.rank in host]
+    if (here.index(topology.rank), len(here)) != (topology.local_rank, topology.local_size):
+        return topology
+    peers = [host for host in hosts if len(host) > topology.local_rank]
+    return dataclasses.replace(topology, cross_rank=peers.index(here), cross_size=len(peers))
 
 
 def _exchange_identities(topology: Topology, store: Store, config: Config) -> list[str]:

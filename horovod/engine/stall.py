@@ -3,7 +3,9 @@
 One thread per process looks at the channels now and then (a quarter of the warning time), so an
 idle process costs nothing and transports know nothing of stalls. A rank that has waited too long
 puts what it waits for, and the line of the user's code that submitted it, into the job's store;
-the lowest of these ranks tells people who is missing.
+the lowest of these ranks tells people who is missing. The store may be out of reach, which may be
+the very reason of the stall: it is asked from a thread of its own, and a rank that gets no answer
+still ends its operations in time.
 """
 
 from __future__ import annotations
@@ -12,15 +14,20 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger
 from horovod.engine.channel import Channel
 
+T = TypeVar("T")
+
 logger = get_logger(__name__)
 
 _NAMES_SHOWN = 6
+_PATIENCE = 2.0  # seconds that the store may take before a rank goes on without its answer
+
+Reports = dict[int, dict[str, Any]]  # rank in the group -> what it waits for
 
 
 class StallInspector:
@@ -34,6 +41,7 @@ class StallInspector:
         self._shut_down_after = shut_down_after  # 0: never
         self._reported: dict[int, float] = {}  # set id -> when we last spoke of it
         self._posted: set[int] = set()
+        self._asking: threading.Thread | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="horovod-stall", daemon=True)
         self._thread.start()
@@ -45,40 +53,62 @@ class StallInspector:
     def _watch(self) -> None:
         while not self._stop.wait(max(0.05, self._warn_after / 4)):
             for channel in list(self._channels()):
-                try:
-                    self._inspect(channel)
-                except (OSError, TimeoutError) as error:  # the store is gone: the job is ending
-                    logger.debug("stall check failed: %s", error)
+                self._inspect(channel)
 
     def _inspect(self, channel: Channel) -> None:
         now = time.monotonic()
+        store, key = channel.group.store, f"stall/{channel.group.rank}"
         stalled = [r for r in channel.pending() if now - r.submitted > self._warn_after]
-        key = f"stall/{channel.group.rank}"
         if not stalled:
-            if channel.set_id in self._posted:
+            self._reported.pop(channel.set_id, None)
+            if channel.set_id in self._posted and self._ask(lambda: store.delete(key)) is not None:
                 self._posted.discard(channel.set_id)
-                self._reported.pop(channel.set_id, None)
-                channel.group.store.delete(key)
             return
         waited = now - stalled[0].submitted
         report = {"tensors": {r.name: r.source for r in stalled}}
-        channel.group.store.set(key, json.dumps(report).encode())
-        self._posted.add(channel.set_id)
-        last = self._reported.get(channel.set_id, 0.0)
         fatal = 0 < self._shut_down_after < waited
-        if not fatal and now - last < self._warn_after:
+        speak = fatal or now - self._reported.get(channel.set_id, 0.0) >= self._warn_after
+
+        def exchange() -> Reports:
+            store.set(key, json.dumps(report).encode())
+            return self._reports(channel) if speak else {}
+
+        self._posted.add(channel.set_id)
+        reports = self._ask(exchange)
+        if not speak:
             return
-        reports = self._reports(channel)
         self._reported[channel.set_id] = now
-        text = describe(channel, reports, waited)
+        text = describe(channel, reports or {channel.group.rank: report}, waited)
+        if not reports:
+            text = f"The job's store does not answer: is this host cut off? {text}"
         if fatal:
             logger.error("%s\nShutting down after %g s, as configured.", text, waited)
             channel.abort(HorovodInternalError(f"stalled for {waited:.1f} s: {text}"))
-        elif min(reports) == channel.group.rank:
+        elif not reports or min(reports) == channel.group.rank:
             logger.warning("%s", text)
 
-    def _reports(self, channel: Channel) -> dict[int, dict[str, Any]]:
-        reports = {}
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """The store's answer; None when it has none in time, or still owes an earlier one."""
+        if self._asking is not None and self._asking.is_alive():
+            return None
+        answers: list[T] = []
+
+        def run() -> None:
+            try:
+                answers.append(question())
+            except (OSError, TimeoutError) as error:
+                logger.debug("stall check failed: %s", error)
+
+        self._asking = threading.Thread(target=run, name="horovod-stall-store", daemon=True)
+        try:
+            self._asking.start()
+        except RuntimeError:  # the interpreter is shutting down
+            return None
+        self._asking.join(_PATIENCE)
+        return answers[0] if answers else None
+
+    def _reports(self, channel: Channel) -> Reports:
+        reports: Reports = {}
         for rank in range(channel.group.size):
             data = channel.group.store.try_get(f"stall/{rank}")
             if data is not None:
@@ -86,7 +116,7 @@ class StallInspector:
         return reports
 
 
-def describe(channel: Channel, reports: dict[int, dict[str, Any]], waited: float) -> str:
+def describe(channel: Channel, reports: Reports, waited: float) -> str:
     """Who waits for what since when and where, and who is missing."""
     group = channel.group
     sources: dict[str, dict[int, str]] = {}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -32,9 +32,10 @@ from horovod.common.reduce_op import Sum
 from horovod.common.topology import Topology
 from horovod.engine.runtime import runtime
 from horovod.torch.allreduce_ops import allreduce
-from horovod.torch.arguments import FLOATING, set_id
+from horovod.torch.arguments import FLOATING, set_id, set_size
 
 Tensor = torch.Tensor
+Ranks = tuple[int, ...]
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
 # Where torch has these kernels; elsewhere the same is put together from basic operations.
@@ -92,9 +93,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(
-                f"SyncBatchNorm takes input of at least 2 dimensions, not of {input.dim()}"
-            )
+            raise ValueError(f"SyncBatchNorm takes at least 2 dimensions, not {input.dim()}")
 
     def _check_input(self, input: Tensor) -> None:
         """What torch itself checks, before other ranks wait for us."""
@@ -133,9 +132,7 @@ class SyncBatchNorm(_BatchNorm):
         return cls._convert(module, process_set, {})
 
     @classmethod
-    def _convert(
-        cls, module: Any, process_set: ProcessSet, converted: dict[int, torch.nn.Module]
-    ) -> Any:
+    def _convert(cls, module: Any, process_set: ProcessSet, converted: dict[int, Any]) -> Any:
         if id(module) not in converted:  # a layer may be at several places in a model
             if isinstance(module, _BatchNorm):
                 converted[id(module)] = cls._from(module, process_set)
@@ -153,13 +150,9 @@ class SyncBatchNorm(_BatchNorm):
                 f"cannot convert {type(layer).__name__} while its number of features is unknown: "
                 "run a batch through the model first"
             )
+        statistics = layer.track_running_stats
         sync = cls(
-            layer.num_features,
-            layer.eps,
-            layer.momentum,
-            layer.affine,
-            layer.track_running_stats,
-            process_set,
+            layer.num_features, layer.eps, layer.momentum, layer.affine, statistics, process_set
         )
         sync.weight, sync.bias = layer.weight, layer.bias
         sync.running_mean, sync.running_var = layer.running_mean, layer.running_var
@@ -184,19 +177,15 @@ class _SetReference:
     In another process the global set is that process's; another set must be registered there.
     """
 
-    def __init__(self, process_set: ProcessSet) -> None:
-        self.process_set = process_set
+    def __init__(self, process_set: ProcessSet | None, ranks: Sequence[int] = ()) -> None:
+        self.process_set = process_set or (ProcessSet(ranks) if ranks else global_process_set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SetReference:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         is_global = self.process_set is global_process_set
-        return _restored_reference, (None if is_global else self.process_set.ranks or [],)
-
-
-def _restored_reference(ranks: list[int] | None) -> _SetReference:
-    return _SetReference(global_process_set if ranks is None else ProcessSet(ranks))
+        return _SetReference, (None, () if is_global else self.process_set.ranks or ())
 
 
 class _Names:
@@ -210,9 +199,8 @@ class _Names:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._job: Topology | None = None
-        self._names: WeakKeyDictionary[SyncBatchNorm, dict[tuple[int, ...], str]]
-        self._names = WeakKeyDictionary()
-        self._used: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+        self._names: WeakKeyDictionary[SyncBatchNorm, dict[Ranks, str]] = WeakKeyDictionary()
+        self._used: defaultdict[Ranks, Iterator[int]] = defaultdict(itertools.count)
         self._constructed: defaultdict[Any, Iterator[int]] = defaultdict(itertools.count)
 
     def next_number(self, process_set: ProcessSet) -> int:
@@ -221,7 +209,7 @@ class _Names:
         with self._lock:
             return next(self._constructed[None if is_global else tuple(process_set.ranks or ())])
 
-    def name_of(self, layer: SyncBatchNorm, ranks: tuple[int, ...]) -> str:
+    def name_of(self, layer: SyncBatchNorm, ranks: Ranks) -> str:
         if layer.name is not None:
             return f"sync_batch_norm.{layer.name}"
         with self._lock:
@@ -282,14 +270,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         if for_input:
             _sum_over_ranks(sums, f"{name}.grad", process_set)
             to_input = _input_gradient(gradient, input, weight, mean, inverse, sums, count)
-        return (
-            to_input,
-            to_weight if for_weight else None,
-            to_bias if for_bias else None,
-            None,
-            None,
-            None,
-        )
+        gradients = to_input, to_weight if for_weight else None, to_bias if for_bias else None
+        return *gradients, None, None, None
 
 
 # -- forward --------------------------------------------------------------------------------
@@ -299,9 +281,8 @@ def _statistics(input: Tensor, name: str, process_set: ProcessSet) -> tuple[Tens
     """Mean and biased variance of each channel over all ranks, and the number of values in it."""
     features = input.shape[1]
     values = input.numel() // features if features else 0
-    rank, size = process_set.rank(), process_set.size()
+    rank, size = process_set.rank(), set_size(process_set)
     assert rank is not None
-    assert size is not None
     dtype = torch.float64 if input.dtype is torch.float64 else torch.float32
     table = torch.zeros(size, 1 + 2 * features, dtype=dtype, device=input.device)
     if values:

@@ -319,6 +319,8 @@ class HierarchicalTransport(Transport):
             self._failure = HorovodInternalError("Horovod has been shut down")
         for part in self._parts:
             part.close()
+            if isinstance(part, GlooTransport):
+                part.on_failure = None  # a cycle, which would keep the shared memory for a while
 
     def after_fork_in_child(self) -> None:
         for part in self._parts:

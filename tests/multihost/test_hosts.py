@@ -43,7 +43,8 @@ def _abstract_socket(rank: int, size: int, name: str) -> bool:
             server.bind(name)
             server.listen()
             tell("listening")
-            listen()
+            listen()  # as the others do
+            listen()  # until they have tried
             return True
     listen()
     with socket.socket(socket.AF_UNIX) as client:
@@ -59,8 +60,7 @@ def _abstract_socket(rank: int, size: int, name: str) -> bool:
 def test_abstract_sockets_end_at_the_host(hosts: Hosts):
     with hosts.start(_abstract_socket, [2, 1], f"\0hosts-{os.getpid()}") as ranks:
         assert ranks.heard(0) == "listening"
-        ranks._ranks[1].connection.send_bytes(b"go on")
-        ranks._ranks[2].connection.send_bytes(b"go on")
+        ranks.say()
         assert [ranks.heard(1), ranks.heard(2)] == ["tried", "tried"]
         ranks.say()
         assert ranks.results() == [True, True, False]

@@ -77,8 +77,9 @@ def _lose_the_network(rank: int, size: int, elements: int) -> str:
     return "ended in order"
 
 
-@pytest.mark.parametrize("ranks_per_host", [[2, 2], [1, 1, 1]], ids=["2+2", "1+1+1"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("ranks_per_host", "victim"), [([2, 1], 0), ([1, 1, 1], 1)], ids=["2+1", "1+1+1"]
+)
 def test_both_sides_of_a_cut_give_up(hosts: Hosts, ranks_per_host: list[int], victim: int):
     size = sum(ranks_per_host)
     with hosts.start(_lose_the_network, ranks_per_host, LARGE, env=QUICK) as ranks:
