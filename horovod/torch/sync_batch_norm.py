@@ -38,9 +38,8 @@ Tensor = torch.Tensor
 Ranks = tuple[int, ...]
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
-# Where torch has these kernels; elsewhere the same is put together from basic operations.
-_HAVE_STATISTICS = frozenset({"cpu", "cuda", "xpu"})
-_HAVE_BACKWARD = frozenset({"cuda", "xpu"})
+# Where torch has kernels for the parts of a batch normalisation; elsewhere we put them together.
+_HAVE_KERNELS = frozenset({"cuda", "xpu"})
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -261,7 +260,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         input, weight, mean, inverse, count = ctx.saved_tensors
         _, name, process_set = ctx.arguments
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
-        if input.dtype is not mean.dtype and input.device.type not in _HAVE_BACKWARD:
+        if input.dtype is not mean.dtype and input.device.type not in _HAVE_KERNELS:
             # Half precision: else every step would round.
             gradient, input = gradient.to(mean.dtype), input.to(mean.dtype)
         sums = _local_sums(gradient, input, mean, inverse)
@@ -304,9 +303,12 @@ def _statistics(input: Tensor, name: str, process_set: ProcessSet) -> tuple[Tens
 
 def _local_statistics(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each channel of this rank's batch."""
-    if input.device.type in _HAVE_STATISTICS:
+    if input.device.type in _HAVE_KERNELS:
+        mean, inverse = torch.batch_norm_stats(input, torch.finfo(dtype).tiny)
+        return mean, inverse.square().reciprocal()
+    if input.is_cpu:
         # The type of the running statistics, which are not wanted here, is the result's type.
-        ignored = torch.zeros(2, input.shape[1], dtype=dtype, device=input.device)
+        ignored = torch.zeros(2, input.shape[1], dtype=dtype)
         mean, variance = torch.batch_norm_update_stats(input, ignored[0], ignored[1], 0.0)
         return mean, variance
     variance, mean = torch.var_mean(input.to(dtype), _all_but_channels(input), correction=0)
@@ -340,7 +342,7 @@ def _input_gradient(
     if input.numel() == 0:
         return torch.zeros_like(input)
     weight, (plain, scaled) = _as(weight, mean), sums
-    if input.device.type in _HAVE_BACKWARD:
+    if input.device.type in _HAVE_KERNELS:
         counts = count.to(torch.int32).view(1)
         return torch.batch_norm_backward_elemt(
             gradient, input, mean, inverse, weight, plain, scaled / inverse, counts

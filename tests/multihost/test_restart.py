@@ -40,3 +40,16 @@ def _cycles(rank: int, size: int) -> tuple[dict[str, int], dict[str, int]]:
 def test_cycles_of_init_and_shutdown(hosts: Hosts):
     for settled, final in hosts.run(_cycles, [2, 1]):
         assert final == settled
+
+
+def _come_and_go(rank: int, size: int) -> int:
+    """Nothing keeps the ranks in step: one may leave while another still connects to it."""
+    for _ in range(15):
+        hvd.init()
+        hvd.shutdown()
+    hvd.init()
+    return int(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+
+
+def test_a_rank_may_leave_as_soon_as_it_has_come(hosts: Hosts):
+    assert hosts.run(_come_and_go, [1, 1, 1]) == [3, 3, 3]
