@@ -123,7 +123,12 @@ def _main(
 
 
 def _die_with_parent() -> None:
-    """Not outlive the fork server, which ends with the test process even if that is killed."""
+    """Not outlive the fork server, which ends with the test process even if that is killed.
+
+    It ends when nobody holds its pipe any more, and every rank got a copy.
+    """
+    os.close(forkserver._forkserver._forkserver_alive_fd)
+    forkserver._forkserver._forkserver_alive_fd = None
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

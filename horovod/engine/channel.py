@@ -14,15 +14,20 @@ its own driver: sets never block each other.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
 
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.reduce_op import ReduceOp
 from horovod.engine.batches import Batch, plan
 from horovod.engine.executor import Executor, Trace, reduce_
-from horovod.engine.request import Kind, Request
+from horovod.engine.request import Kind, Request, caller
 from horovod.engine.settlement import Settlement, settle
 from horovod.engine.timeline import Timeline
 from horovod.transport.base import MAX_WORDS, Group
@@ -30,6 +35,19 @@ from horovod.transport.base import MAX_WORDS, Group
 _LONGEST_GATHERING = 5  # cycles that the background thread waits while requests keep coming
 _LONGEST_PAUSE = 0.02  # seconds between rounds that settled nothing
 _LONGEST_GOODBYE = 5.0  # seconds that shutting down waits for a round in progress
+
+
+class Lone(NamedTuple):
+    """A reduction that runs at once, as far as somebody who watches needs to know it."""
+
+    name: str
+    submitted: float
+    frame: FrameType
+
+    @property
+    def source(self) -> str:
+        place, line = caller(self.frame)
+        return f"{place}:{line}"
 
 
 class Channel:
@@ -54,6 +72,7 @@ class Channel:
         self._threshold = group.config.fusion_threshold
         self._fuse_groups = not group.config.disable_group_fusion
         self._cycle = group.config.cycle_time / 1000
+        self._lone: Lone | None = None
         self._queue: list[Request] = []
         self._in_flight: dict[str, Request] = {}
         self._unnamed: dict[Kind, int] = {}
@@ -98,10 +117,51 @@ class Channel:
             self._bell.set()
         return request
 
-    def pending(self) -> list[Request]:
+    def pending(self) -> list[Request | Lone]:
         """What has been submitted and has not run, oldest first."""
+        lone = self._lone
         with self._queue_lock:
-            return list(self._queue)
+            return [lone, *self._queue] if lone is not None else list(self._queue)
+
+    def reduce_at_once(
+        self, tensor: torch.Tensor, name: str, signature: bytes, op: ReduceOp, postscale: float
+    ) -> bool:
+        """Reduce one CPU tensor in place, if nothing else is in the way; whether that was so.
+
+        What a request would go through, without the request: for a blocking call with an empty
+        queue. If the other ranks turn out to be about something else, it becomes one after all.
+        """
+        if self._queue or self.failure is not None or self._trace.timeline is not None:
+            return False
+        if not self._drive_lock.acquire(blocking=False):
+            return False
+        request = None
+        try:
+            self._lone = Lone(name, time.monotonic(), sys._getframe(1))
+            vector = [tensor if tensor.dim() == 1 else tensor.view(-1)]
+            transport = self._executor.transport
+            if transport.agree(signature, vector):
+                reduce_(vector, op, postscale, transport)
+                return True
+            self._lone = None
+            request = Request(
+                self, Kind.ALLREDUCE, name, signature, [tensor], [tensor], op, 1.0, postscale
+            )
+            request.waiting = True
+            with self._queue_lock:
+                self._in_flight[name] = request
+                self._queue.insert(0, request)
+            self._settle()
+        except BaseException as error:
+            failure = self._break(error)
+            if isinstance(error, Exception):
+                raise failure from error
+            raise
+        finally:
+            self._lone = None
+            self._drive_lock.release()
+        request.wait()
+        return True
 
     # -- driving ---------------------------------------------------------------------------
 
@@ -148,15 +208,20 @@ class Channel:
         try:
             self._round()
         except BaseException as error:
-            if isinstance(error, HorovodInternalError):
-                failure = error
-            else:
-                me = self.group.describe(self.group.rank)
-                failure = HorovodInternalError(f"{me} failed: {type(error).__name__}: {error}")
-                failure.__cause__ = error
-            self.abort(failure)
+            self._break(error)
             if not isinstance(error, Exception):
                 raise
+
+    def _break(self, error: BaseException) -> HorovodInternalError:
+        """A round failed: so does everything else, here and on the other ranks."""
+        if isinstance(error, HorovodInternalError):
+            failure = error
+        else:
+            me = self.group.describe(self.group.rank)
+            failure = HorovodInternalError(f"{me} failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        self.abort(failure)
+        return failure
 
     def _round(self) -> None:
         """Agree with the other ranks on what to run next, and run it."""
@@ -200,7 +265,8 @@ class Channel:
         """No common prefix: look at everybody's whole queue."""
         began = time.monotonic()
         self._pausing.clear()
-        queue = self.pending()
+        with self._queue_lock:
+            queue = list(self._queue)
         verdict = settle(queue, self.group, self._executor.transport, self._settlement)
         for request, error in verdict.failed:
             self._forget([request])

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from enum import Enum
 from hashlib import blake2b
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,7 +103,7 @@ class Request:
         self.waiting = False
         self.failure: BaseException | None = None
         self.result: Any = None
-        self.place = _caller()
+        self.place = caller(sys._getframe(1))
         self.submitted = time.monotonic()
 
     def done(self) -> bool:
@@ -181,9 +182,8 @@ def signature_of(
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
-def _caller() -> tuple[str, int]:
+def caller(frame: FrameType) -> tuple[str, int]:
     """File and line of the innermost frame outside this package."""
-    frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno

@@ -147,6 +147,8 @@ class GlooTransport(PairwiseTransport):
             for connection in mine
             if connection.remote is not None and connection.local == self._listener.local
         }
+        # A peer may leave as soon as it has heard from us, and Gloo then closes its descriptor.
+        links = {each.inode: each.open() for each in [*dialled.values(), *accepted.values()]}
         ends = {rank: connection.local for rank, connection in dialled.items()}
         everyones = [json.loads(text) for text in self._tell_all(json.dumps(ends))]
         for rank in self._peers:
@@ -155,13 +157,16 @@ class GlooTransport(PairwiseTransport):
             else:
                 theirs = everyones[rank][str(self.rank)]
                 connection = accepted[(theirs[0], theirs[1])]
-            link = connection.open()
+            link = links.pop(connection.inode, None)
             if link is None or connection.remote is None:
                 raise OSError(f"{self.group.describe(rank)} closed its connection at once")
             connection.prepare()
             self._connections.append(connection)
             self._links[rank] = link
             self._endpoints[connection.remote] = rank
+        for stranger in links.values():
+            if stranger is not None:
+                stranger.close()
         self._watch = Watch(self._links, self._on_dead)
 
     def _tell_all(self, text: str) -> list[str]:

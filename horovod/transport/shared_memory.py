@@ -94,6 +94,7 @@ class SharedMemoryTransport(Transport):
         memories = [member.memory for member in self._members]
         self._memories = memories
         self._control = [memoryview(memory)[:_CONTROL].cast("Q") for memory in memories]
+        self._words = [memoryview(memory).cast("Q") for memory in memories]
         self._mine = self._control[self.rank]
         self._addresses = [
             ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories
@@ -119,8 +120,9 @@ class SharedMemoryTransport(Transport):
         self._views: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
         self._failure: HorovodInternalError | None = None
         self._closed = False
-        self._peers: list[PeerMemory | None] = [None] * self.size
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._peers = [PeerMemory(member.pid) for member in self._members]
+        self._scratch = torch.empty(2 * BLOCK, dtype=torch.uint8)
+        self._scratch_views: dict[tuple[torch.dtype, int, int], tuple[torch.Tensor, int]] = {}
         self.peer_memory = self._try_peer_memory(group.config.shm_peer_memory)
 
     # -- steps -----------------------------------------------------------------------------
@@ -136,10 +138,10 @@ class SharedMemoryTransport(Transport):
                 os.eventfd_write(doorbell, 1)
         return step
 
-    def _await(self, step: int) -> None:
-        """Wait until every rank has published `step`."""
+    def _await(self, step: int, patience: int = 1) -> None:
+        """Wait until every rank has published `step`; `patience` times as long before sleeping."""
         for control in self._other_control:
-            rounds = self._spin_rounds
+            rounds = self._spin_rounds * patience
             while control[_STEP] < step:
                 rounds -= 1
                 if rounds <= 0:
@@ -168,7 +170,8 @@ class SharedMemoryTransport(Transport):
             self._mine[_SLEEPING] = 0
 
     def _step_together(self) -> None:
-        self._await(self._publish())
+        # The others are at work on the same collective: sleeping would outlast the wait.
+        self._await(self._publish(), patience=8)
 
     def _check_states(self, behind: Sequence[int]) -> None:
         """Raise if a rank has aborted, or one that we wait for has left."""
@@ -359,30 +362,33 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         """Each rank reduces its share of the tensors, taken end to end, for everybody."""
         width = tensors[0].element_size()
-        lo, hi = _share(sum(tensor.numel() for tensor in tensors), width, self.rank, self.size)
-        everyones = self._pointers(slot, len(tensors))
+        total = tensors[0].numel() if len(tensors) == 1 else sum(t.numel() for t in tensors)
+        lo, hi = _share(total, width, self.rank, self.size)
+        most, peers = BLOCK // width, self._peers
         begin = 0  # of the present tensor
-        for tensor, pointers in zip(tensors, everyones, strict=True):
+        for tensor, pointers in zip(tensors, self._pointers(slot, len(tensors)), strict=True):
             end = begin + tensor.numel()
             base = tensor.data_ptr()
-            first, last = max(lo, begin) - begin, min(hi, end) - begin
-            for start, count in _blocks(first, last, BLOCK // width):
+            last = min(hi, end) - begin
+            for start in range(max(lo, begin) - begin, last, most):
+                count = min(most, last - start)
                 at, nbytes = start * width, count * width
                 own = tensor[start : start + count]
                 self._reduce_block(own, own, op, pointers, at, nbytes)
                 if scale != 1.0:
                     own.mul_(scale)
-                if any(control[_STATE] for control in self._other_control):
-                    self._check_states(())
+                for control in self._other_control:
+                    if control[_STATE]:
+                        self._check_states(())
                 for rank in self._others:
-                    self._peer(rank).write(base + at, pointers[rank] + at, nbytes)
+                    peers[rank].write(base + at, pointers[rank] + at, nbytes)
             begin = end
         self._step_together()
 
     def _pointers(self, slot: int, count: int) -> list[Sequence[int]]:
         """Where the tensors that were exposed are: for each of them, an address on every rank."""
         if count == 1:
-            return [self._exposed(slot).pointers]
+            return [[words[slot // WORD] for words in self._words]]
         at = slot + _POINTERS_AT
         return list(
             zip(*(struct.unpack_from(f"{count}Q", m, at) for m in self._memories), strict=True)
@@ -399,15 +405,20 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         """output = everybody's block at byte offset `at`; `own` is this rank's."""
         combine, count, dtype = COMBINE[op], own.numel(), own.dtype
+        if self.size == 2:  # two operands may change places
+            operand, address = self._scratch_of(dtype, 0, count)
+            other = self._others[0]
+            self._peers[other].read(address, pointers[other] + at, nbytes)
+            combine(own, operand, out=output)
+            return
         wide = needs_wide(dtype, op, self.size)
         total: torch.Tensor | None = None
         for rank in range(self.size):
             if rank == self.rank:
                 operand = own
             else:
-                first = total is None
-                operand = self._scratch_for(dtype, 0 if first else 1)[:count]
-                self._peer(rank).read(operand.data_ptr(), pointers[rank] + at, nbytes)
+                operand, address = self._scratch_of(dtype, 0 if total is None else 1, count)
+                self._peers[rank].read(address, pointers[rank] + at, nbytes)
             if total is None:
                 total = operand.float() if wide else operand
             elif wide:
@@ -546,7 +557,7 @@ class SharedMemoryTransport(Transport):
                 place = self._addresses[rank] + slot + _PAYLOAD_AT
                 ctypes.memmove(target, place + offset, nbytes)
             else:
-                self._peer(rank).read(target, exposed.pointers[rank] + offset, nbytes)
+                self._peers[rank].read(target, exposed.pointers[rank] + offset, nbytes)
         if largest > self._inline:
             self._step_together()
 
@@ -575,19 +586,16 @@ class SharedMemoryTransport(Transport):
 
     # -- peers' memory ---------------------------------------------------------------------
 
-    def _peer(self, rank: int) -> PeerMemory:
-        peer = self._peers[rank]
-        if peer is None:
-            peer = self._peers[rank] = PeerMemory(self._members[rank].pid)
-        return peer
-
-    def _scratch_for(self, dtype: torch.dtype, index: int) -> torch.Tensor:
-        scratch = self._scratch.get(dtype)
-        if scratch is None:
-            scratch = torch.empty(2 * (BLOCK // dtype.itemsize), dtype=dtype)
-            self._scratch[dtype] = scratch
-        half = scratch.numel() // 2
-        return scratch[index * half : (index + 1) * half]
+    def _scratch_of(self, dtype: torch.dtype, index: int, count: int) -> tuple[torch.Tensor, int]:
+        """A place for `count` elements of a peer's block, and its address; there are two."""
+        key = (dtype, index, count)
+        known = self._scratch_views.get(key)
+        if known is None:
+            if len(self._scratch_views) >= 256:
+                self._scratch_views.clear()
+            view = self._scratch[index * BLOCK : (index + 1) * BLOCK].view(dtype)[:count]
+            known = self._scratch_views[key] = view, view.data_ptr()
+        return known
 
     def _try_peer_memory(self, wanted: bool) -> bool:
         """Whether every rank can read and write every other's memory, found by doing it."""
@@ -603,10 +611,10 @@ class SharedMemoryTransport(Transport):
             seen = torch.zeros(1, dtype=torch.int64)
             try:
                 for rank in self._others if works else ():
-                    self._peer(rank).read(seen.data_ptr(), pointers[rank], WORD)
+                    self._peers[rank].read(seen.data_ptr(), pointers[rank], WORD)
                     if int(seen) != int(shown[rank][0]):
                         raise OSError("read the memory of another process")
-                    self._peer(rank).write(
+                    self._peers[rank].write(
                         seen.data_ptr(), pointers[rank] + (1 + self.rank) * WORD, WORD
                     )
             except OSError:
