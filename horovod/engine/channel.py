@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.reduce_op import ReduceOp
 from horovod.engine.batches import Batch, plan
-from horovod.engine.executor import Executor, Trace, reduce_
+from horovod.engine.executor import Executor, Trace, reduce_, sum_and_scale
 from horovod.engine.request import Kind, Request, caller
 from horovod.engine.settlement import Settlement, settle
 from horovod.engine.timeline import Timeline
@@ -50,6 +49,39 @@ class Lone(NamedTuple):
         return f"{place}:{line}"
 
 
+class Lane:
+    """All that is known of a floating-point tensor that is reduced again and again by one name."""
+
+    __slots__ = ("channel", "name", "op", "plain", "postscale", "scale", "signature")
+
+    def __init__(self, request: Request) -> None:
+        self.channel = request.channel
+        self.name = request.name
+        self.signature = request.signature
+        self.op = request.op
+        self.postscale = request.postscale
+        self.plain, self.scale = sum_and_scale(
+            request.op, request.postscale, request.channel.group.size
+        )
+
+    def request(self, tensor: torch.Tensor) -> Request:
+        """An ordinary request for the same, whose caller waits."""
+        tensors = [tensor]
+        request = Request(
+            self.channel,
+            Kind.ALLREDUCE,
+            self.name,
+            self.signature,
+            tensors,
+            tensors,
+            self.op,
+            1.0,
+            self.postscale,
+        )
+        request.waiting = True
+        return request
+
+
 class Channel:
     """One process set's operations, from submission to completion."""
 
@@ -66,13 +98,14 @@ class Channel:
         self.group = group
         self.failure: HorovodInternalError | None = None
         self._executor = executor
+        self._transport = executor.transport
         self._trace = trace
         self._change_process_sets = change_process_sets
         self._background_core = background_core
         self._threshold = group.config.fusion_threshold
         self._fuse_groups = not group.config.disable_group_fusion
         self._cycle = group.config.cycle_time / 1000
-        self._lone: Lone | None = None
+        self._lone: tuple[str, float, FrameType] | None = None  # what `Lone` is made of
         self._queue: list[Request] = []
         self._in_flight: dict[str, Request] = {}
         self._unnamed: dict[Kind, int] = {}
@@ -121,11 +154,9 @@ class Channel:
         """What has been submitted and has not run, oldest first."""
         lone = self._lone
         with self._queue_lock:
-            return [lone, *self._queue] if lone is not None else list(self._queue)
+            return [Lone(*lone), *self._queue] if lone is not None else list(self._queue)
 
-    def reduce_at_once(
-        self, tensor: torch.Tensor, name: str, signature: bytes, op: ReduceOp, postscale: float
-    ) -> bool:
+    def reduce_at_once(self, tensor: torch.Tensor, lane: Lane) -> bool:
         """Reduce one CPU tensor in place, if nothing else is in the way; whether that was so.
 
         What a request would go through, without the request: for a blocking call with an empty
@@ -137,19 +168,15 @@ class Channel:
             return False
         request = None
         try:
-            self._lone = Lone(name, time.monotonic(), sys._getframe(1))
+            self._lone = lane.name, time.monotonic(), sys._getframe(1)
             vector = [tensor if tensor.dim() == 1 else tensor.view(-1)]
-            transport = self._executor.transport
-            if transport.agree(signature, vector):
-                reduce_(vector, op, postscale, transport)
+            if self._transport.agree(lane.signature, vector):
+                self._transport.allreduce_vector(vector, lane.plain, lane.scale)
                 return True
             self._lone = None
-            request = Request(
-                self, Kind.ALLREDUCE, name, signature, [tensor], [tensor], op, 1.0, postscale
-            )
-            request.waiting = True
+            request = lane.request(tensor)
             with self._queue_lock:
-                self._in_flight[name] = request
+                self._in_flight[lane.name] = request
                 self._queue.insert(0, request)
             self._settle()
         except BaseException as error:

@@ -260,14 +260,20 @@ def reduce_(
     vector: Sequence[torch.Tensor], op: ReduceOp, postscale: float, transport: Transport
 ) -> None:
     """Reduce flat tensors in place, with average and post-scale factor."""
-    plain = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+    plain, scale = sum_and_scale(op, postscale, transport.size)
     if vector[0].is_floating_point() or vector[0].is_complex():
-        scale = postscale / transport.size if op is ReduceOp.AVERAGE else postscale
         transport.allreduce_vector(vector, plain, scale)
     else:
         transport.allreduce_vector(vector, plain)
         for tensor in vector:
             finish_(tensor, op, postscale, transport.size)
+
+
+def sum_and_scale(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, float]:
+    """What a transport does of a reduction: an average is a sum, scaled."""
+    if op is ReduceOp.AVERAGE:
+        return ReduceOp.SUM, postscale / size
+    return op, postscale
 
 
 def _others(count: int, some: Sequence[int]) -> list[int]:

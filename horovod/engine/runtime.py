@@ -22,7 +22,7 @@ from horovod.common.logging import get_logger, set_rank
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
-from horovod.engine.channel import Channel
+from horovod.engine.channel import Channel, Lane
 from horovod.engine.executor import Executor, Trace
 from horovod.engine.request import Kind, Request, signature_of
 from horovod.engine.stall import StallInspector
@@ -68,7 +68,7 @@ class Runtime:
         self._job: _Job | None = None
         self._inits = 0
         self._forked = False
-        self._lanes: dict[tuple[Any, ...], tuple[Channel, str, bytes, ReduceOp]] = {}
+        self._lanes: dict[tuple[Any, ...], Lane] = {}
         self._signatures: OrderedDict[tuple[Any, ...], tuple[str, bytes]] = OrderedDict()
 
     # -- life ------------------------------------------------------------------------------
@@ -370,19 +370,15 @@ class Runtime:
             return False
         if tensor.is_neg() or not tensor.is_contiguous():
             return False
-        channel, full, signature, exact_op = lane  # `op` may be a plain integer that equals it
-        return channel.reduce_at_once(tensor, full, signature, exact_op, postscale)
+        return lane.channel.reduce_at_once(tensor, lane)
 
     def _remember_lane(self, request: Request, name: str, process_set_id: int) -> None:
         """The next tensor like this one, if it is waited for, may go without a request."""
         tensor = request.tensors[0]
-        if (
-            tensor.dtype.is_complex
-            or len(self._lanes) >= request.channel.group.config.cache_capacity
-        ):
-            return
-        key = (name, tensor.dtype, tensor.shape, request.op, request.postscale, process_set_id)
-        self._lanes[key] = request.channel, request.name, request.signature, request.op
+        capacity = request.channel.group.config.cache_capacity
+        if tensor.dtype.is_floating_point and len(self._lanes) < capacity:
+            key = (name, tensor.dtype, tensor.shape, request.op, request.postscale, process_set_id)
+            self._lanes[key] = Lane(request)
 
     def allgather(
         self,
