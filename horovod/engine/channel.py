@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.reduce_op import ReduceOp
 from horovod.engine.batches import Batch, plan
 from horovod.engine.executor import Executor, Trace, reduce_, sum_and_scale
 from horovod.engine.request import Kind, Request, caller
@@ -52,10 +53,24 @@ class Lone(NamedTuple):
 class Lane:
     """All that is known of a floating-point tensor that is reduced again and again by one name."""
 
-    __slots__ = ("channel", "name", "op", "plain", "postscale", "scale", "signature")
+    __slots__ = (
+        "channel",
+        "dtype",
+        "name",
+        "op",
+        "plain",
+        "postscale",
+        "scale",
+        "set_id",
+        "shape",
+        "signature",
+    )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, set_id: int) -> None:
         self.channel = request.channel
+        self.set_id = set_id
+        self.dtype = request.tensors[0].dtype
+        self.shape = request.tensors[0].shape
         self.name = request.name
         self.signature = request.signature
         self.op = request.op
@@ -63,6 +78,27 @@ class Lane:
         self.plain, self.scale = sum_and_scale(
             request.op, request.postscale, request.channel.group.size
         )
+
+    def reduce(
+        self, tensor: torch.Tensor, op: ReduceOp, postscale: float, set_id: int | None
+    ) -> bool:
+        """Reduce `tensor` in place if it is like those before and nothing is in the way.
+
+        Whether it was done; if not, nothing was.
+        """
+        if (
+            tensor.shape != self.shape
+            or tensor.dtype is not self.dtype
+            or op != self.op
+            or postscale != self.postscale
+            or set_id != self.set_id
+            or not tensor.is_cpu
+            or tensor.requires_grad
+            or tensor.is_neg()
+            or not tensor.is_contiguous()
+        ):
+            return False
+        return self.channel.reduce_at_once(tensor, self)
 
     def request(self, tensor: torch.Tensor) -> Request:
         """An ordinary request for the same, whose caller waits."""
@@ -168,7 +204,7 @@ class Channel:
             return False
         request = None
         try:
-            self._lone = lane.name, time.monotonic(), sys._getframe(1)
+            self._lone = lane.name, time.monotonic(), sys._getframe(2)
             vector = [tensor if tensor.dim() == 1 else tensor.view(-1)]
             if self._transport.agree(lane.signature, vector):
                 self._transport.allreduce_vector(vector, lane.plain, lane.scale)

@@ -68,7 +68,7 @@ class Runtime:
         self._job: _Job | None = None
         self._inits = 0
         self._forked = False
-        self._lanes: dict[tuple[Any, ...], Lane] = {}
+        self.lanes: dict[str | None, Lane] = {}  # by the user's name; bindings look it up
         self._signatures: OrderedDict[tuple[Any, ...], tuple[str, bytes]] = OrderedDict()
 
     # -- life ------------------------------------------------------------------------------
@@ -121,14 +121,14 @@ class Runtime:
         if job.trace.timeline is not None:
             job.trace.timeline.close()
         self._signatures.clear()
-        self._lanes.clear()
+        self.lanes.clear()
 
     def is_initialized(self) -> bool:
         return self._job is not None
 
     def _after_fork_in_child(self) -> None:
         job, self._job = self._job, None
-        self._lanes.clear()
+        self.lanes.clear()
         if job is not None:
             self._forked = True
             for channel in job.channels.values():
@@ -201,7 +201,7 @@ class Runtime:
         if job.sets.pop(set_id, None) is not None:
             job.free_ids.append(set_id)
         channel = job.channels.pop(set_id, None)
-        self._lanes.clear()
+        self.lanes.clear()
         if channel is not None:
             channel.close(HorovodInternalError(f"process set {set_id} has been removed"))
         return set_id
@@ -358,27 +358,11 @@ class Runtime:
             self._remember_lane(request, name, process_set_id)
         return self._submit(channel, request, tensors, background)
 
-    def allreduce_at_once(
-        self, tensor: torch.Tensor, name: str, op: ReduceOp, postscale: float, process_set_id: int
-    ) -> bool:
-        """Reduce a tensor in place like an earlier one of that name, if nothing is in the way.
-
-        Whether it was done. If not, nothing was, and `allreduce` is to be called.
-        """
-        lane = self._lanes.get((name, tensor.dtype, tensor.shape, op, postscale, process_set_id))
-        if lane is None or not tensor.is_cpu or tensor.requires_grad:
-            return False
-        if tensor.is_neg() or not tensor.is_contiguous():
-            return False
-        return lane.channel.reduce_at_once(tensor, lane)
-
     def _remember_lane(self, request: Request, name: str, process_set_id: int) -> None:
         """The next tensor like this one, if it is waited for, may go without a request."""
-        tensor = request.tensors[0]
         capacity = request.channel.group.config.cache_capacity
-        if tensor.dtype.is_floating_point and len(self._lanes) < capacity:
-            key = (name, tensor.dtype, tensor.shape, request.op, request.postscale, process_set_id)
-            self._lanes[key] = Lane(request)
+        if request.tensors[0].dtype.is_floating_point and len(self.lanes) < capacity:
+            self.lanes[name] = Lane(request, process_set_id)
 
     def allgather(
         self,

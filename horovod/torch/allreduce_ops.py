@@ -78,17 +78,18 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce a tensor over all ranks in place."""
-    # What benchmarks measure: a tensor like the last one of this name goes the shortest way.
-    if average is None and prescale_factor == 1.0 and isinstance(tensor, Tensor):
-        shortest = runtime.allreduce_at_once(
-            tensor,
-            name,
-            Average if op is None else op,
-            postscale_factor,
-            process_set.process_set_id,
+    # A tensor like the last one of this name goes the shortest way.
+    lane = runtime.lanes.get(name)
+    if (
+        lane is not None
+        and average is None
+        and prescale_factor == 1.0
+        and isinstance(tensor, Tensor)
+        and lane.reduce(
+            tensor, Average if op is None else op, postscale_factor, process_set.process_set_id
         )
-        if shortest:
-            return tensor
+    ):
+        return tensor
     op = resolve_reduce_op(op, average)
     buffer = reduction_input(tensor, op, prescale_factor != 1.0 or postscale_factor != 1.0)
     if buffer is not tensor:
