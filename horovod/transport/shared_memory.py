@@ -28,13 +28,13 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.arithmetic import COMBINE, needs_wide, reduce_into
+from horovod.transport.arithmetic import as_blocks, combine_blocks, needs_wide, reduce_into
 from horovod.transport.base import MAX_TENSORS, MAX_WORDS, WORD, Group, Transport
 from horovod.transport.peer_memory import PeerMemory, allow_peers
 from horovod.transport.segments import Member, share
@@ -122,7 +122,7 @@ class SharedMemoryTransport(Transport):
         self._closed = False
         self._peers = [PeerMemory(member.pid) for member in self._members]
         self._scratch = torch.empty(2 * BLOCK, dtype=torch.uint8)
-        self._scratch_views: dict[tuple[torch.dtype, int, int], tuple[torch.Tensor, int]] = {}
+        self._scratch_views: dict[tuple[torch.dtype, int, int], tuple[Any, int]] = {}
         self.peer_memory = self._try_peer_memory(group.config.shm_peer_memory)
 
     # -- steps -----------------------------------------------------------------------------
@@ -362,19 +362,17 @@ class SharedMemoryTransport(Transport):
 
     def _allreduce_pair(self, tensor: torch.Tensor, op: ReduceOp, scale: float, slot: int) -> None:
         """`_allreduce_pushing` of one tensor between two ranks, in fewer steps of Python."""
-        other, dtype, combine = self._others[0], tensor.dtype, COMBINE[op]
+        other, dtype, blocks = self._others[0], tensor.dtype, as_blocks(tensor)
         width, base, control = dtype.itemsize, tensor.data_ptr(), self._other_control[0]
         peer, away = self._peers[other], self._words[other][slot // WORD] - base
         lo, hi = _share(tensor.numel(), width, self.rank, 2)
         for start in range(lo, hi, BLOCK // width):
             stop = min(start + BLOCK // width, hi)
-            own = tensor[start:stop]
+            own = blocks[start:stop]
             operand, scratch = self._scratch_of(dtype, 0, stop - start)
             here, nbytes = base + start * width, (stop - start) * width
             peer.read(scratch, here + away, nbytes)
-            combine(own, operand, out=own)
-            if scale != 1.0:
-                own.mul_(scale)
+            combine_blocks(op, own, operand, own, scale)
             if control[_STATE]:
                 self._check_states(())
             peer.write(here, here + away, nbytes)
@@ -385,21 +383,17 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         """Each rank reduces its share of the tensors, taken end to end, for everybody."""
         width = tensors[0].element_size()
-        total = tensors[0].numel() if len(tensors) == 1 else sum(t.numel() for t in tensors)
-        lo, hi = _share(total, width, self.rank, self.size)
+        lo, hi = _share(sum(tensor.numel() for tensor in tensors), width, self.rank, self.size)
         most, peers = BLOCK // width, self._peers
         begin = 0  # of the present tensor
         for tensor, pointers in zip(tensors, self._pointers(slot, len(tensors)), strict=True):
             end = begin + tensor.numel()
-            base = tensor.data_ptr()
-            last = min(hi, end) - begin
+            base, last = tensor.data_ptr(), min(hi, end) - begin
             for start in range(max(lo, begin) - begin, last, most):
                 count = min(most, last - start)
                 at, nbytes = start * width, count * width
                 own = tensor[start : start + count]
-                self._reduce_block(own, own, op, pointers, at, nbytes)
-                if scale != 1.0:
-                    own.mul_(scale)
+                self._reduce_block(own, own, op, pointers, at, nbytes, scale)
                 for control in self._other_control:
                     if control[_STATE]:
                         self._check_states(())
@@ -425,35 +419,32 @@ class SharedMemoryTransport(Transport):
         pointers: Sequence[int],
         at: int,
         nbytes: int,
+        scale: float = 1.0,
     ) -> None:
         """output = everybody's block at byte offset `at`; `own` is this rank's."""
-        combine, count, dtype = COMBINE[op], own.numel(), own.dtype
-        if self.size == 2:  # two operands may change places
-            operand, address = self._scratch_of(dtype, 0, count)
-            other = self._others[0]
-            self._peers[other].read(address, pointers[other] + at, nbytes)
-            combine(own, operand, out=output)
-            return
+        count, dtype = own.numel(), own.dtype
         wide = needs_wide(dtype, op, self.size)
-        total: torch.Tensor | None = None
+        mine, result = (own, output) if wide else (as_blocks(own), as_blocks(output))
+        total: Any = None
         for rank in range(self.size):
             if rank == self.rank:
-                operand = own
+                operand = mine
             else:
                 operand, address = self._scratch_of(dtype, 0 if total is None else 1, count)
                 self._peers[rank].read(address, pointers[rank] + at, nbytes)
             if total is None:
                 total = operand.float() if wide else operand
             elif wide:
-                combine(total, operand, out=total)
+                combine_blocks(op, total, operand, total)
             else:
                 # Partial sums stay in scratch until our own block has been used.
-                target = output if rank >= self.rank else total
-                combine(total, operand, out=target)
+                target = result if rank >= self.rank else total
+                combine_blocks(op, total, operand, target)
                 total = target
-        assert total is not None
-        if total is not output:
+        if wide:
             output.copy_(total)
+        if scale != 1.0:
+            output.mul_(scale)
 
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
@@ -609,7 +600,7 @@ class SharedMemoryTransport(Transport):
 
     # -- peers' memory ---------------------------------------------------------------------
 
-    def _scratch_of(self, dtype: torch.dtype, index: int, count: int) -> tuple[torch.Tensor, int]:
+    def _scratch_of(self, dtype: torch.dtype, index: int, count: int) -> tuple[Any, int]:
         """A place for `count` elements of a peer's block, and its address; there are two."""
         key = (dtype, index, count)
         known = self._scratch_views.get(key)
@@ -617,7 +608,7 @@ class SharedMemoryTransport(Transport):
             if len(self._scratch_views) >= 256:
                 self._scratch_views.clear()
             view = self._scratch[index * BLOCK : (index + 1) * BLOCK].view(dtype)[:count]
-            known = self._scratch_views[key] = view, view.data_ptr()
+            known = self._scratch_views[key] = as_blocks(view), view.data_ptr()
         return known
 
     def _try_peer_memory(self, wanted: bool) -> bool:
