@@ -1,77 +1,47 @@
 """Collectives among the ranks of one host through shared memory.
 
-Each rank owns a segment (see `segments`) that all others map: a control page, two exchange slots
-and two staging areas. Ranks advance in *steps*: a rank publishes by writing its step number into
-its control page and waits until the others' numbers have reached its own. A waiter spins for some
-tens of microseconds, then blocks on its doorbell together with the process handles of the others,
-so a dead peer wakes it at once; a publisher rings only the doorbells of ranks that sleep.
+Each rank owns a segment that all others map (see `segments`): a control page, by which ranks
+advance in steps (see `steps`), two exchange slots and two staging areas. There are three ways to
+move data, by size:
 
-Three ways to move data, by size:
-
-- up to INLINE bytes travel in the exchange slot itself: one step, every rank reads all slots. Two
-  slots alternate, so no second step is needed before the next exchange: whoever writes slot k+2
-  has seen everybody publish k+1, that is, finish reading k.
+- little travels in the exchange slot itself: one step, every rank reads all slots. Two slots
+  alternate, so no second step is needed before the next exchange: whoever writes slot k+2 has
+  seen everybody publish k+1, that is, finish reading k.
 - larger tensors are read from and written to the peers' own memory with one copy (`peer_memory`):
-  for allreduce each rank reads its slice of everybody's tensor block by block, reduces it while it
+  for allreduce each rank reads its share of everybody's tensor block by block, reduces it while it
   is in cache, and pushes the result into everybody's tensor. Two steps in all.
 - where the kernel forbids that, they are staged chunk by chunk through the staging areas.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import platform
-import select
 import struct
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.arithmetic import as_blocks, combine_blocks, needs_wide, reduce_into
-from horovod.transport.base import MAX_TENSORS, MAX_WORDS, WORD, Group, Transport
+from horovod.transport.base import MAX_TENSORS, MAX_WORDS, WORD, Group
 from horovod.transport.peer_memory import PeerMemory, allow_peers
-from horovod.transport.segments import Member, share
+from horovod.transport.steps import CONTROL, STATE, SteppedTransport
 
 INLINE = 128 * 1024  # bytes of payload in an exchange slot
 BLOCK = 256 * 1024  # bytes reduced at a time: stays in the second-level cache
 STAGE = 2 * 1024 * 1024  # bytes of one staging area
 
-# Control page: words, a cache line apart where different ranks write at different times.
-_STEP, _SLEEPING, _STATE = 0, 8, 16
-_REASON_AT, _REASON_LIMIT = 1024, 3000
-_RUNNING, _CLOSED, _ABORTED = 0, 1, 2
-
 # Exchange slot: [pointer][nbytes][number of word bytes][words] [pointers] [payload]
-_CONTROL = 4096
 _HEADER = 3 * WORD
 _WORDS_AT = _HEADER
 _POINTERS_AT = 8192
 _PAYLOAD_AT = _POINTERS_AT + WORD * MAX_TENSORS
 _SLOT = _PAYLOAD_AT + INLINE
-_STAGES_AT = _CONTROL + 2 * _SLOT
+_STAGES_AT = CONTROL + 2 * _SLOT
 _SEGMENT = _STAGES_AT + 2 * STAGE
 assert _WORDS_AT + WORD * MAX_WORDS <= _POINTERS_AT
-
-_SPIN_ROUNDS = 600  # about 50 microseconds
-_SAFETY_WAKE_MS = 500  # a sleeper looks again this often even if nobody rings
-_LEAVE_SECONDS = 0.3  # how long a failing rank waits for the others to keep off its memory
-
-# Stores become visible in order on x86. Elsewhere a lock's atomics order them.
-_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64", "i686")
-_fence_lock = threading.Lock()
-
-
-def _fence() -> None:
-    """A full memory barrier: taking a lock is the only one Python has."""
-    _fence_lock.acquire()
-    _fence_lock.release()
 
 
 class _Exposed(NamedTuple):
@@ -82,35 +52,18 @@ class _Exposed(NamedTuple):
     sizes: list[int]
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(SteppedTransport):
     """The transport of ranks on one host. Raises `SharedMemoryUnavailable` when it cannot be."""
 
     name = "SHM"
     vectored = True
 
     def __init__(self, group: Group) -> None:
-        super().__init__(group)
-        self._members: list[Member] = share(group, _SEGMENT, group.config.start_timeout)
-        memories = [member.memory for member in self._members]
-        self._memories = memories
-        self._control = [memoryview(memory)[:_CONTROL].cast("Q") for memory in memories]
-        self._words = [memoryview(memory).cast("Q") for memory in memories]
-        self._mine = self._control[self.rank]
+        super().__init__(group, _SEGMENT)
+        self._words = [memoryview(memory).cast("Q") for memory in self._memories]
         self._addresses = [
-            ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories
+            ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in self._memories
         ]
-        self._others = [rank for rank in range(self.size) if rank != self.rank]
-        self._other_control = [self._control[rank] for rank in self._others]
-        self._neighbours = [
-            (self._control[rank], self._members[rank].doorbell) for rank in self._others
-        ]
-        self._poll = select.poll()
-        self._poll.register(self._members[self.rank].doorbell, select.POLLIN)
-        self._process_of = {self._members[rank].process: rank for rank in self._others}
-        for process in self._process_of:
-            self._poll.register(process, select.POLLIN)
-        self._spin_rounds = _SPIN_ROUNDS if self.size <= (os.cpu_count() or 1) else 1
-        self._step = 0
         self._exchanges = 0
         self._exposed_at = 0
         self._slot = 0
@@ -118,151 +71,17 @@ class SharedMemoryTransport(Transport):
         # Every rank reads all slots, so the more ranks, the less pays to be sent that way.
         self._inline = min(INLINE, 2 * INLINE // self.size)
         self._views: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
-        self._failure: HorovodInternalError | None = None
-        self._closed = False
         self._peers = [PeerMemory(member.pid) for member in self._members]
         self._scratch = torch.empty(2 * BLOCK, dtype=torch.uint8)
         self._scratch_views: dict[tuple[torch.dtype, int, int], tuple[Any, int]] = {}
         self.peer_memory = self._try_peer_memory(group.config.shm_peer_memory)
-
-    # -- steps -----------------------------------------------------------------------------
-
-    def _publish(self) -> int:
-        self._step = step = self._step + 1
-        if not _ORDERED_STORES:
-            _fence()
-        self._mine[_STEP] = step
-        _fence()  # our step must be visible before we look whether anybody sleeps
-        for control, doorbell in self._neighbours:
-            if control[_SLEEPING]:
-                os.eventfd_write(doorbell, 1)
-        return step
-
-    def _await(self, step: int, patience: int = 1) -> None:
-        """Wait until every rank has published `step`; `patience` times as long before sleeping."""
-        for control in self._other_control:
-            rounds = self._spin_rounds * patience
-            while control[_STEP] < step:
-                rounds -= 1
-                if rounds <= 0:
-                    self._sleep_until(step)
-                    break
-        if not _ORDERED_STORES:
-            _fence()
-
-    def _sleep_until(self, step: int) -> None:
-        self._mine[_SLEEPING] = 1
-        try:
-            while True:
-                _fence()  # our flag must be visible before we look at the steps
-                behind = [r for r in self._others if self._control[r][_STEP] < step]
-                if not behind:
-                    return
-                self._check_states(behind)
-                for descriptor, _ in self._poll.poll(_SAFETY_WAKE_MS):
-                    rank = self._process_of.get(descriptor)
-                    if rank is None:
-                        with contextlib.suppress(BlockingIOError):
-                            os.eventfd_read(descriptor)
-                    elif self._control[rank][_STEP] < step:
-                        raise self._lost(rank)
-        finally:
-            self._mine[_SLEEPING] = 0
-
-    def _step_together(self) -> None:
-        # The others are at work on the same collective: sleeping would outlast the wait.
-        self._await(self._publish(), patience=8)
-
-    def _check_states(self, behind: Sequence[int]) -> None:
-        """Raise if a rank has aborted, or one that we wait for has left."""
-        for rank in range(self.size):
-            state = self._control[rank][_STATE]
-            if state == _ABORTED:
-                raise HorovodInternalError(self._reason_of(rank))
-            if state == _CLOSED and rank in behind:
-                who = self.group.describe(rank)
-                raise PeerLostError(f"{who} has shut down Horovod", [rank])
-
-    def _lost(self, rank: int) -> PeerLostError:
-        pid = self._members[rank].pid
-        return PeerLostError(
-            f"{self.group.describe(rank)} (pid {pid} on this host) has died", [rank]
-        )
-
-    def _reason_of(self, rank: int) -> str:
-        memory = self._memories[rank]
-        (length,) = struct.unpack_from("Q", memory, _REASON_AT)
-        start = _REASON_AT + WORD
-        return bytes(memory[start : start + length]).decode(errors="replace")
-
-    @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
-        """Run one collective; a failure breaks the transport for everybody."""
-        self._check_usable()
-        try:
-            yield
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _check_usable(self) -> None:
-        if self._failure is not None:
-            raise type(self._failure)(*self._failure.args)
-
-    def _fail(self, error: BaseException, touched: Sequence[torch.Tensor] | None = None) -> None:
-        """Tell everybody that this rank failed with `error`, and raise what the caller gets.
-
-        `touched` is memory that peers may be writing to. Before control goes back to the caller
-        all of them must have left the collective; if one cannot say so (it is stopped), the
-        memory is kept from being reused for the rest of the process's life.
-        """
-        self._failure = failure = self._as_failure(error)
-        self._set_state(_ABORTED, str(failure))
-        if touched and sum(tensor.nbytes for tensor in touched) > self._inline:
-            # A peer writes only after it saw everybody expose, and we are waiting for somebody.
-            passed = all(control[_STEP] >= self._exposed_at for control in self._other_control)
-            if passed and not self._others_left():
-                _kept_alive.extend(touched)
-        if failure is not error and isinstance(error, Exception):
-            raise failure from error
-
-    def _as_failure(self, error: BaseException) -> HorovodInternalError:
-        if isinstance(error, HorovodInternalError):
-            return error
-        if isinstance(error, OSError):
-            # A peer's memory vanished under us. The process handle follows its memory in death.
-            handles = list(self._process_of)
-            for process in select.select(handles, [], [], _LEAVE_SECONDS)[0]:
-                return self._lost(self._process_of[process])
-            try:
-                self._check_states(self._others)
-            except HorovodInternalError as reason:
-                return reason
-        me = self.group.describe(self.rank)
-        return HorovodInternalError(f"{me} failed in a collective: {type(error).__name__}: {error}")
-
-    def _is_dead(self, rank: int) -> bool:
-        return bool(select.select([self._members[rank].process], [], [], 0)[0])
-
-    def _others_left(self) -> bool:
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        waiting = list(self._others)
-        while True:
-            waiting = [
-                rank
-                for rank in waiting
-                if self._control[rank][_STATE] == _RUNNING and not self._is_dead(rank)
-            ]
-            if not waiting or time.monotonic() > deadline:
-                return not waiting
-            time.sleep(0.001)
 
     # -- exchange --------------------------------------------------------------------------
 
     def _expose(self, tensors: Sequence[torch.Tensor], words: bytes = b"") -> int:
         """Show `words` and tensors to all ranks; returns the slot once everybody has done so."""
         self._exchanges += 1
-        slot = _CONTROL + (self._exchanges & 1) * _SLOT
+        slot = CONTROL + (self._exchanges & 1) * _SLOT
         memory = self._memories[self.rank]
         pointer = nbytes = 0
         if len(tensors) == 1:
@@ -300,7 +119,7 @@ class SharedMemoryTransport(Transport):
             self._preloaded = preload
             return len(words) // WORD
         except BaseException as error:
-            self._fail(error, preload)
+            self._fail(error, self._at_risk(preload or ()), self._exposed_at)
             raise
 
     def _common_words(self, slot: int) -> int:
@@ -315,6 +134,10 @@ class SharedMemoryTransport(Transport):
             if any(words[at] != everyone[0][at] for words in everyone):
                 return index
         return common
+
+    def _at_risk(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Those that peers write to: all, unless they travel in the slot."""
+        return tensors if sum(tensor.nbytes for tensor in tensors) > self._inline else ()
 
     def _inline_views(self, slot: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
         key = (slot, dtype, count)
@@ -357,7 +180,7 @@ class SharedMemoryTransport(Transport):
                 for tensor in tensors:
                     self._allreduce_staged(tensor, op, scale)
         except BaseException as error:
-            self._fail(error, tensors)
+            self._fail(error, self._at_risk(tensors), self._exposed_at)
             raise
 
     def _allreduce_pair(self, tensor: torch.Tensor, op: ReduceOp, scale: float, slot: int) -> None:
@@ -373,7 +196,7 @@ class SharedMemoryTransport(Transport):
             here, nbytes = base + start * width, (stop - start) * width
             peer.read(scratch, here + away, nbytes)
             combine_blocks(op, own, operand, own, scale)
-            if control[_STATE]:
+            if control[STATE]:
                 self._check_states(())
             peer.write(here, here + away, nbytes)
         self._step_together()
@@ -395,7 +218,7 @@ class SharedMemoryTransport(Transport):
                 own = tensor[start : start + count]
                 self._reduce_block(own, own, op, pointers, at, nbytes, scale)
                 for control in self._other_control:
-                    if control[_STATE]:
+                    if control[STATE]:
                         self._check_states(())
                 for rank in self._others:
                     peers[rank].write(base + at, pointers[rank] + at, nbytes)
@@ -638,44 +461,6 @@ class SharedMemoryTransport(Transport):
                 works = works and int(probe[1 + rank]) == secret
             slot = self._expose([torch.tensor([int(works)])])
             return all(int(view[0]) for view in self._inline_views(slot, torch.int64, 1))
-
-    # -- life ------------------------------------------------------------------------------
-
-    def _set_state(self, state: int, reason: str = "") -> None:
-        if self._mine[_STATE] != _RUNNING:
-            return
-        text = reason.encode()[:_REASON_LIMIT]
-        self._memories[self.rank][_REASON_AT : _REASON_AT + WORD + len(text)] = (
-            struct.pack("Q", len(text)) + text
-        )
-        _fence()
-        self._mine[_STATE] = state
-        _fence()
-        for member in self._members:
-            with contextlib.suppress(OSError):
-                os.eventfd_write(member.doorbell, 1)
-
-    def abort(self, reason: str) -> None:
-        if not self._closed:
-            self._set_state(_ABORTED, reason)
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._set_state(_CLOSED)
-        self._closed = True
-        self._failure = self._failure or HorovodInternalError("Horovod has been shut down")
-        for member in self._members:
-            member.close()
-
-    def after_fork_in_child(self) -> None:
-        if not self._closed:
-            self._closed = True
-            for member in self._members:
-                member.close()
-
-
-_kept_alive: list[torch.Tensor] = []
 
 
 def _share(count: int, width: int, rank: int, size: int) -> tuple[int, int]:

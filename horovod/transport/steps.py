@@ -1,0 +1,241 @@
+"""How the ranks of one host advance together, and how they notice that one of them does not.
+
+Each rank has a control page in memory that all others map. Ranks advance in *steps*: a rank
+publishes by writing its step number into its page and waits until the others' numbers have reached
+its own. A waiter spins for some tens of microseconds, then blocks on its doorbell together with
+the process handles of the others, so a dead peer wakes it at once; a publisher rings only the
+doorbells of ranks that sleep. The shared-memory transport builds its collectives on this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import select
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from horovod.common.exceptions import HorovodInternalError, PeerLostError
+from horovod.transport.base import WORD, Group, Transport
+from horovod.transport.segments import Member, share
+
+CONTROL = 4096  # bytes of the control page, at the beginning of a segment
+
+# Control page: words, a cache line apart where different ranks write at different times.
+_STEP, _SLEEPING, STATE = 0, 8, 16
+_REASON_AT, _REASON_LIMIT = 1024, 3000
+_RUNNING, _CLOSED, _ABORTED = 0, 1, 2
+
+_SPIN_ROUNDS = 600  # about 50 microseconds
+_SAFETY_WAKE_MS = 500  # a sleeper looks again this often even if nobody rings
+_LEAVE_SECONDS = 0.3  # how long a failing rank waits for the others to keep off its memory
+
+# Stores become visible in order on x86. Elsewhere a lock's atomics order them.
+_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64", "i686")
+_fence_lock = threading.Lock()
+
+
+def _fence() -> None:
+    """A full memory barrier: taking a lock is the only one Python has."""
+    _fence_lock.acquire()
+    _fence_lock.release()
+
+
+class SteppedTransport(Transport):
+    """Steps, failure and life of a transport in shared memory; subclasses move the data."""
+
+    def __init__(self, group: Group, segment_bytes: int) -> None:
+        super().__init__(group)
+        self._members: list[Member] = share(group, segment_bytes, group.config.start_timeout)
+        self._memories = [member.memory for member in self._members]
+        self._control = [memoryview(memory)[:CONTROL].cast("Q") for memory in self._memories]
+        self._mine = self._control[self.rank]
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        self._other_control = [self._control[rank] for rank in self._others]
+        self._neighbours = [
+            (self._control[rank], self._members[rank].doorbell) for rank in self._others
+        ]
+        self._poll = select.poll()
+        self._poll.register(self._members[self.rank].doorbell, select.POLLIN)
+        self._process_of = {self._members[rank].process: rank for rank in self._others}
+        for process in self._process_of:
+            self._poll.register(process, select.POLLIN)
+        self._spin_rounds = _SPIN_ROUNDS if self.size <= (os.cpu_count() or 1) else 1
+        self._step = 0
+        self._failure: HorovodInternalError | None = None
+        self._closed = False
+
+    # -- steps -----------------------------------------------------------------------------
+
+    def _publish(self) -> int:
+        self._step = step = self._step + 1
+        if not _ORDERED_STORES:
+            _fence()
+        self._mine[_STEP] = step
+        _fence()  # our step must be visible before we look whether anybody sleeps
+        for control, doorbell in self._neighbours:
+            if control[_SLEEPING]:
+                os.eventfd_write(doorbell, 1)
+        return step
+
+    def _await(self, step: int, patience: int = 1) -> None:
+        """Wait until every rank has published `step`; `patience` times as long before sleeping."""
+        for control in self._other_control:
+            rounds = self._spin_rounds * patience
+            while control[_STEP] < step:
+                rounds -= 1
+                if rounds <= 0:
+                    self._sleep_until(step)
+                    break
+        if not _ORDERED_STORES:
+            _fence()
+
+    def _sleep_until(self, step: int) -> None:
+        self._mine[_SLEEPING] = 1
+        try:
+            while True:
+                _fence()  # our flag must be visible before we look at the steps
+                behind = [r for r in self._others if self._control[r][_STEP] < step]
+                if not behind:
+                    return
+                self._check_states(behind)
+                for descriptor, _ in self._poll.poll(_SAFETY_WAKE_MS):
+                    rank = self._process_of.get(descriptor)
+                    if rank is None:
+                        with contextlib.suppress(BlockingIOError):
+                            os.eventfd_read(descriptor)
+                    elif self._control[rank][_STEP] < step:
+                        raise self._lost(rank)
+        finally:
+            self._mine[_SLEEPING] = 0
+
+    def _step_together(self) -> None:
+        # The others are at work on the same collective: sleeping would outlast the wait.
+        self._await(self._publish(), patience=8)
+
+    def _check_states(self, behind: Sequence[int]) -> None:
+        """Raise if a rank has aborted, or one that we wait for has left."""
+        for rank in range(self.size):
+            state = self._control[rank][STATE]
+            if state == _ABORTED:
+                raise HorovodInternalError(self._reason_of(rank))
+            if state == _CLOSED and rank in behind:
+                who = self.group.describe(rank)
+                raise PeerLostError(f"{who} has shut down Horovod", [rank])
+
+    def _lost(self, rank: int) -> PeerLostError:
+        pid = self._members[rank].pid
+        return PeerLostError(
+            f"{self.group.describe(rank)} (pid {pid} on this host) has died", [rank]
+        )
+
+    def _reason_of(self, rank: int) -> str:
+        memory = self._memories[rank]
+        (length,) = struct.unpack_from("Q", memory, _REASON_AT)
+        start = _REASON_AT + WORD
+        return bytes(memory[start : start + length]).decode(errors="replace")
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Run one collective; a failure breaks the transport for everybody."""
+        self._check_usable()
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+
+    def _fail(
+        self, error: BaseException, touched: Sequence[torch.Tensor] = (), since: int = 0
+    ) -> None:
+        """Tell everybody that this rank failed with `error`, and raise what the caller gets.
+
+        Peers may write to `touched` as soon as everybody has published step `since`. Before
+        control goes back to the caller all of them must have left the collective; if one cannot
+        say so (it is stopped), the memory is kept from reuse for the rest of the process's life.
+        """
+        self._failure = failure = self._as_failure(error)
+        self._set_state(_ABORTED, str(failure))
+        passed = all(control[_STEP] >= since for control in self._other_control)
+        if touched and passed and not self._others_left():
+            _kept_alive.extend(touched)
+        if failure is not error and isinstance(error, Exception):
+            raise failure from error
+
+    def _as_failure(self, error: BaseException) -> HorovodInternalError:
+        if isinstance(error, HorovodInternalError):
+            return error
+        if isinstance(error, OSError):
+            # A peer's memory vanished under us. The process handle follows its memory in death.
+            handles = list(self._process_of)
+            for process in select.select(handles, [], [], _LEAVE_SECONDS)[0]:
+                return self._lost(self._process_of[process])
+            try:
+                self._check_states(self._others)
+            except HorovodInternalError as reason:
+                return reason
+        me = self.group.describe(self.rank)
+        return HorovodInternalError(f"{me} failed in a collective: {type(error).__name__}: {error}")
+
+    def _is_dead(self, rank: int) -> bool:
+        return bool(select.select([self._members[rank].process], [], [], 0)[0])
+
+    def _others_left(self) -> bool:
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        waiting = list(self._others)
+        while True:
+            waiting = [
+                rank
+                for rank in waiting
+                if self._control[rank][STATE] == _RUNNING and not self._is_dead(rank)
+            ]
+            if not waiting or time.monotonic() > deadline:
+                return not waiting
+            time.sleep(0.001)
+
+    # -- life ------------------------------------------------------------------------------
+
+    def _set_state(self, state: int, reason: str = "") -> None:
+        if self._mine[STATE] != _RUNNING:
+            return
+        text = reason.encode()[:_REASON_LIMIT]
+        self._memories[self.rank][_REASON_AT : _REASON_AT + WORD + len(text)] = (
+            struct.pack("Q", len(text)) + text
+        )
+        _fence()
+        self._mine[STATE] = state
+        _fence()
+        for member in self._members:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(member.doorbell, 1)
+
+    def abort(self, reason: str) -> None:
+        if not self._closed:
+            self._set_state(_ABORTED, reason)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._set_state(_CLOSED)
+        self._closed = True
+        self._failure = self._failure or HorovodInternalError("Horovod has been shut down")
+        for member in self._members:
+            member.close()
+
+    def after_fork_in_child(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for member in self._members:
+                member.close()
+
+
+_kept_alive: list[torch.Tensor] = []
