@@ -28,10 +28,15 @@ from horovod.transport.base import Group
 _DESCRIPTORS = 3  # of one rank: memory, doorbell, process
 _PER_MESSAGE = 80  # ranks in one message: the kernel takes at most 253 descriptors
 _ANNOUNCE_LIMIT = 4096
+_OTHERS_FAILED = b"other ranks failed"
 
 
 class SharedMemoryUnavailable(Exception):
     """The ranks of this group cannot share memory; says why. Raised on all of them alike."""
+
+
+class _OthersFailed(Exception):
+    """This rank is fine, but others are not coming."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +58,17 @@ def share(group: Group, nbytes: int, timeout: float) -> list[Member]:
     verdict, members = b"", None
     try:
         members = _exchange(group, nbytes, timeout)
+    except _OthersFailed:
+        verdict = _OTHERS_FAILED
     except (OSError, TimeoutError, AttributeError, ValueError) as error:
         verdict = f"{group.describe(group.rank)}: {error or type(error).__name__}".encode()
     group.store.set(f"shm/verdict/{group.rank}", verdict)
     verdicts = [group.store.get(f"shm/verdict/{rank}", timeout) for rank in range(group.size)]
-    complaint = next((text for text in verdicts if text), None)
-    if complaint is not None or members is None:
+    complaints = sorted(filter(None, verdicts), key=_OTHERS_FAILED.__eq__)  # real reasons first
+    if complaints or members is None:
         for member in members or ():
             member.close()
-        raise SharedMemoryUnavailable((complaint or verdict).decode())
+        raise SharedMemoryUnavailable(complaints[0].decode())
     return members
 
 
@@ -108,7 +115,7 @@ def _host(
         group.store.set("shm/host", json.dumps(invitation).encode())
         while len(guests) < group.size - 1:
             if any(group.store.try_get(f"shm/verdict/{r}") for r in range(1, group.size)):
-                raise OSError("another rank could not connect")
+                raise _OthersFailed
             listener.settimeout(min(timeout, 0.5))
             try:
                 guest, _ = listener.accept()
