@@ -135,12 +135,6 @@ def choose_device(wanted: str | None) -> torch.device:
 # -- training ------------------------------------------------------------------------------------
 
 
-def average_gradients(model: nn.Module) -> None:
-    """Horovod: replace every gradient by its average over all processes, in one operation."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    hvd.grouped_allreduce_(gradients, name="gradients", op=hvd.Average)
-
-
 def train_epoch(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -154,7 +148,6 @@ def train_epoch(
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images.to(device)), labels.to(device))
         loss.backward()
-        average_gradients(model)
         optimizer.step()
         total += loss.detach()
         steps += 1
@@ -237,6 +230,8 @@ def main() -> int:
     # Horovod: all start from what rank 0 has.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    # Horovod: average the gradients over all processes before every step.
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
     say(
         f"training on {len(train_data)} images with {hvd.size()} process(es) on {device.type}"

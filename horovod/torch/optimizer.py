@@ -7,6 +7,7 @@ optimizer's own, so isinstance checks, learning-rate schedulers and checkpoints 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import warnings
 import weakref
@@ -44,6 +45,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._parameter_names = {param: name for name, param in named}
         self._passes_left = {param: self.backward_passes_per_step for _, param in named}
         self._synchronized = False
+        self._reduced_for_scaler = False
         self._should_synchronize = True
         self._accumulating = False
         self._hooks: list[Any] = []
@@ -67,6 +69,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self.process_set,
         )
         self._register_hooks()
+        _reduce_before_unscaling()
 
     def _takes_part(self) -> bool:
         """Whether there is anybody to reduce gradients with."""
@@ -99,7 +102,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 f"backward_passes_per_step={self.backward_passes_per_step} times before step(): "
                 f"raise backward_passes_per_step to accumulate gradients over more passes"
             )
-        self._synchronized = False
+        self._synchronized = self._reduced_for_scaler = False
         if left == 0:
             self._reducer.arrived(param)
 
@@ -145,15 +148,16 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             return self._base_step(self._synchronizing(closure))
         if self._should_synchronize:
             if self._synchronized and self._reducer is not None:
-                warnings.warn(
-                    "optimizer.step() after optimizer.synchronize() uses the gradients that are "
-                    "reduced already; write `with optimizer.skip_synchronize(): optimizer.step()` "
-                    "to say that this is meant",
-                    stacklevel=2,
-                )
+                if not self._reduced_for_scaler:
+                    warnings.warn(
+                        "optimizer.step() after optimizer.synchronize() uses the gradients that "
+                        "are reduced already; write `with optimizer.skip_synchronize(): "
+                        "optimizer.step()` to say that this is meant",
+                        stacklevel=2,
+                    )
             else:
                 self.synchronize()
-        self._synchronized = False
+        self._synchronized = self._reduced_for_scaler = False
         return self._base_step()
 
     def _synchronizing(self, closure: Any) -> Any:
@@ -192,6 +196,27 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         base = self.__class__.__bases__[0]
         arguments = {**self._arguments, "named_parameters": _pairs(self._parameter_names)}
         return _rebuild, (base, super(self.__class__, self).__getstate__(), arguments)
+
+
+def _reduce_before_unscaling() -> None:
+    """Have torch.amp.GradScaler look at reduced gradients.
+
+    It decides by the gradients whether to skip a step. Decided on each rank's own, some ranks
+    would step while others skip; so a scaler that asks first has them reduced.
+    """
+    unscale = torch.amp.GradScaler._unscale_grads_
+    if getattr(unscale, "reduces_first", False):
+        return
+
+    @functools.wraps(unscale)
+    def reduce_and_unscale(self: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> Any:
+        if getattr(optimizer, "_reducer", None) is not None and not optimizer._synchronized:
+            optimizer.synchronize()
+            optimizer._reduced_for_scaler = True
+        return unscale(self, optimizer, *arguments, **keywords)
+
+    reduce_and_unscale.reduces_first = True  # type: ignore[attr-defined]
+    torch.amp.GradScaler._unscale_grads_ = reduce_and_unscale
 
 
 def DistributedOptimizer(

@@ -20,6 +20,15 @@ _REDUCE_COMPRESSED = (
 _SCALE = "prescale_factor=1.0, postscale_factor=1.0"
 
 SIGNATURES = {
+    "DistributedOptimizer": (
+        "optimizer, named_parameters=None, compression=NoneCompressor, "
+        "backward_passes_per_step=1, op=0, gradient_predivide_factor=1.0, "
+        "num_groups=0, groups=None, sparse_as_dense=False, process_set=GPS"
+    ),
+    "SyncBatchNorm": (
+        "num_features, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, "
+        "process_set=GPS"
+    ),
     "init": "comm=None, process_sets=None",
     "shutdown": "",
     "is_initialized": "",
@@ -134,7 +143,8 @@ def test_where_scripts_import_them_from():
         "allgather_object",
     }
     sets = {"ProcessSet", "add_process_set", "remove_process_set", "global_process_set"}
-    for name in set(SIGNATURES) - helpers - sets | {"is_homogeneous"}:
+    others = helpers | sets | {"DistributedOptimizer", "SyncBatchNorm"}
+    for name in set(SIGNATURES) - others | {"is_homogeneous"}:
         assert callable(getattr(mpi_ops, name)), name
     for name in helpers:
         assert getattr(functions, name) is getattr(hvd, name)
