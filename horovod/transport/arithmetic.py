@@ -33,16 +33,9 @@ ARRAY_COMBINE: dict[ReduceOp, Callable[..., Any]] = {
 }
 
 
-def combine_blocks(op: ReduceOp, own: Any, operand: Any, output: Any, scale: float = 1.0) -> None:
-    """output = (own op operand) * scale, of two numpy arrays or two tensors."""
-    if isinstance(own, np.ndarray):
-        ARRAY_COMBINE[op](own, operand, out=output)
-        if scale != 1.0:
-            np.multiply(output, scale, out=output)
-    else:
-        COMBINE[op](own, operand, out=output)
-        if scale != 1.0:
-            output.mul_(scale)
+def combination(blocks: Any, op: ReduceOp) -> Callable[..., Any]:
+    """How to combine two blocks of this kind (`as_blocks`): called with two and ``out=``."""
+    return (ARRAY_COMBINE if isinstance(blocks, np.ndarray) else COMBINE)[op]
 
 
 def as_blocks(tensor: torch.Tensor) -> Any:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.arithmetic import as_blocks, combine_blocks, needs_wide, reduce_into
+from horovod.transport.arithmetic import as_blocks, combination, needs_wide, reduce_into
 from horovod.transport.base import MAX_TENSORS, MAX_WORDS, WORD, Group
 from horovod.transport.peer_memory import PeerMemory, allow_peers
 from horovod.transport.steps import CONTROL, STATE, SteppedTransport
@@ -189,13 +189,16 @@ class SharedMemoryTransport(SteppedTransport):
         width, base, control = dtype.itemsize, tensor.data_ptr(), self._other_control[0]
         peer, away = self._peers[other], self._words[other][slot // WORD] - base
         lo, hi = _share(tensor.numel(), width, self.rank, 2)
-        for start in range(lo, hi, BLOCK // width):
-            stop = min(start + BLOCK // width, hi)
-            own = blocks[start:stop]
-            operand, scratch = self._scratch_of(dtype, 0, stop - start)
-            here, nbytes = base + start * width, (stop - start) * width
+        most, combine = BLOCK // width, combination(blocks, op)
+        for start in range(lo, hi, most):
+            count = min(most, hi - start)
+            operand, scratch = self._scratch_of(dtype, 0, count)
+            here, nbytes = base + start * width, count * width
             peer.read(scratch, here + away, nbytes)
-            combine_blocks(op, own, operand, own, scale)
+            own = blocks[start : start + count]
+            combine(own, operand, out=own)
+            if scale != 1.0:
+                own *= scale
             if control[STATE]:
                 self._check_states(())
             peer.write(here, here + away, nbytes)
@@ -248,6 +251,7 @@ class SharedMemoryTransport(SteppedTransport):
         count, dtype = own.numel(), own.dtype
         wide = needs_wide(dtype, op, self.size)
         mine, result = (own, output) if wide else (as_blocks(own), as_blocks(output))
+        combine = combination(mine, op)
         total: Any = None
         for rank in range(self.size):
             if rank == self.rank:
@@ -258,11 +262,11 @@ class SharedMemoryTransport(SteppedTransport):
             if total is None:
                 total = operand.float() if wide else operand
             elif wide:
-                combine_blocks(op, total, operand, total)
+                combine(total, operand, out=total)
             else:
                 # Partial sums stay in scratch until our own block has been used.
                 target = result if rank >= self.rank else total
-                combine_blocks(op, total, operand, target)
+                combine(total, operand, out=target)
                 total = target
         if wide:
             output.copy_(total)
