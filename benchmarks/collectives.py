@@ -47,10 +47,10 @@ LAUNCHERS = re.compile(  # who a process is; knobs such as HOROVOD_CPU_OPERATION
 DESCRIPTION = """\
 Compare Horovod's allreduce with torch.distributed's Gloo and with Open MPI on this machine.
 
-All contenders run in the same processes and take turns call by call, on the same rotating
-buffers, after a common barrier; OMP_NUM_THREADS is 1. A sample is the time of the slowest rank,
-a result the median of the samples. Ratios say how many times as long as ours a contender takes:
-2.00x means that we are twice as fast.
+All contenders run in the same processes and take turns of a few calls (--turn) on the same
+rotating buffers, each call after a common barrier; OMP_NUM_THREADS is 1. A sample is the time of
+the slowest rank, a result the median of the samples. Ratios say how many times as long as ours a
+contender takes: 2.00x means that we are twice as fast.
 """
 EPILOG = """\
 examples:
@@ -79,6 +79,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=sizes(SIZES),
         metavar="LIST",
         help=f"bytes, with K and M for KiB and MiB ({SIZES})",
+    )
+    parser.add_argument(
+        "--turn",
+        type=int,
+        default=10,
+        metavar="N",
+        help="calls of one contender before the next is due (10); 1 finds all code and data cold",
     )
     parser.add_argument(
         "--seconds",
@@ -222,6 +229,7 @@ def race(
             "mpi": mpirun is not None,
             "sizes": options.sizes,
             "seconds": options.seconds,
+            "turn": options.turn,
             "rendezvous": f"{folder}/rendezvous",
             "result": f"{folder}/result.json",
         }

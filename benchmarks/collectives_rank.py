@@ -23,7 +23,6 @@ import horovod.torch as hvd
 
 POOL_BYTES = 256 << 20  # rotate through this much memory, more than any cache holds,
 POOL_BUFFERS = (3, 32)  # but through no fewer and no more buffers than this
-TURN = 10  # calls of one contender before the next has its turn
 WARM_UP = 3
 SAMPLES = (11, 2000)
 SMALL_CALLS = 1000  # of the section with many small tensors,
@@ -97,8 +96,9 @@ class OpenMPI(Contender):
 class Race:
     """All contenders over the same buffers, a few calls each in turn."""
 
-    def __init__(self, contenders: list[Contender], seconds: float) -> None:
+    def __init__(self, contenders: list[Contender], seconds: float, turn: int) -> None:
         self.contenders = contenders
+        self.turn = turn  # calls of one contender before the next is due
         self.seconds = seconds
         mpi = next((c for c in contenders if isinstance(c, OpenMPI)), None)
         # One barrier for everybody, the tightest there is: what a contender's own barrier does
@@ -152,10 +152,10 @@ class Race:
         elapsed = torch.zeros(number, count, dtype=torch.float64)
         gc.collect()
         gc.disable()
-        for turn, first in enumerate(range(0, count, TURN)):
+        for turn, first in enumerate(range(0, count, self.turn)):
             for position in range(number):
                 which = (position + turn) % number  # nobody is always the first
-                for sample in range(first, min(first + TURN, count)):
+                for sample in range(first, min(first + self.turn, count)):
                     self.barrier()
                     begin = time.perf_counter_ns()
                     call(self.contenders[which], sample * number + position)
@@ -178,7 +178,7 @@ def main() -> None:
     contenders: list[Contender] = [Ours(), Gloo()]
     if plan["mpi"]:
         contenders.append(OpenMPI())
-    race = Race(contenders, plan["seconds"])
+    race = Race(contenders, plan["seconds"], plan["turn"])
 
     results: dict[str, Any] = {"allreduce": {}}
     for nbytes in plan["sizes"]:
