@@ -11,22 +11,23 @@ import functools
 import hashlib
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from horovod.common import process_sets
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp
 from horovod.common.util import split_list
 from horovod.engine.runtime import runtime
+from horovod.torch.allreduce_ops import allreduce
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.gradients import GradientReducer, Named
 from horovod.torch.objects import allgather_object
 
 Parameter = torch.nn.Parameter
-
-_live: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
@@ -40,8 +41,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self.sparse_as_dense: bool = arguments["sparse_as_dense"]
         self.process_set: ProcessSet = arguments["process_set"]
         self._compression: type[Compressor] = arguments["compression"]
-        named = _named(arguments["named_parameters"], self.param_groups)
-        groups = _grouped(arguments["groups"], named)
+        named, groups = check_arguments(arguments, self.param_groups, self._takes_part(), check)
         self._parameter_names = {param: name for name, param in named}
         self._passes_left = {param: self.backward_passes_per_step for _, param in named}
         self._synchronized = False
@@ -52,14 +52,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._reducer: GradientReducer | None = None
         if not self._takes_part():
             return
-        if check:
-            _check_alike(named, self.process_set)
-        base = "DistributedOptimizer"
-        number = next(n for n in range(len(_live) + 1) if f"{base}.{n}" not in _live)
-        name = f"{base}.{number}"
-        _live[name] = self
         self._reducer = GradientReducer(
-            name,
             named,
             groups,
             self._compression,
@@ -69,13 +62,14 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self.process_set,
         )
         self._register_hooks()
-        _reduce_before_unscaling()
+        reduce_before_unscaling()
 
     def _takes_part(self) -> bool:
         """Whether there is anybody to reduce gradients with."""
-        if not self.process_set.included():
-            return False
-        return (self.process_set.size() or 1) > 1 or runtime.config.elastic
+        included, size = self.process_set.included(), self.process_set.size()
+        if size is None:
+            raise ValueError(f"{self.process_set} is not registered: see hvd.add_process_set")
+        return bool(included) and (size > 1 or runtime.config.elastic)
 
     def _register_hooks(self) -> None:
         """Notice gradients as they arrive, of parameters that require them now."""
@@ -93,7 +87,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 self._hooks.append((param, hook))
 
     def _on_gradient(self, param: Any) -> None:
-        if self._accumulating or self._reducer is None or param not in self._passes_left:
+        if self._reducer is None or param not in self._passes_left:
+            return
+        if self._accumulating and self._passes_left[param] > 0:
             return
         left = self._passes_left[param] = self._passes_left[param] - 1
         if left < 0:
@@ -118,9 +114,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Reduce all gradients that are not reduced yet, and wait until they are."""
         if self._reducer is not None:
-            self._reducer.finish()
-            for param in self._passes_left:
-                self._passes_left[param] = self.backward_passes_per_step
+            try:
+                self._reducer.finish()
+            finally:
+                for param in self._passes_left:
+                    self._passes_left[param] = self.backward_passes_per_step
             self._register_hooks()  # for parameters that were frozen before
         self._synchronized = True
 
@@ -144,6 +142,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters with the gradients of all ranks."""
+        note_step(self)
         if closure is not None:
             return self._base_step(self._synchronizing(closure))
         if self._should_synchronize:
@@ -160,6 +159,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = self._reduced_for_scaler = False
         return self._base_step()
 
+    step.hooked = True  # type: ignore[attr-defined]  # torch need not: it hooks the base's step
+
     def _synchronizing(self, closure: Any) -> Any:
         """`closure`, whose gradients are reduced each time that the optimizer evaluates it."""
 
@@ -168,6 +169,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             if self._should_synchronize:
                 self.synchronize()
                 self._synchronized = False
+                if isinstance(self, torch.optim.LBFGS) and self._reducer is not None:
+                    # It goes by the loss, so everybody must see the same.
+                    mine = torch.as_tensor(loss).detach()
+                    return allreduce(mine, op=self.op, process_set=self.process_set)
             return loss
 
         return evaluate
@@ -182,7 +187,24 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 "zero_grad() was called after backward() and before step() or synchronize(), "
                 "while gradients are being reduced: they would be lost"
             )
+        self._synchronized = self._reduced_for_scaler = False
         super(self.__class__, self).zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Optimize more parameters from now on; all ranks must do so together."""
+        if self._reducer is not None and self._reducer.in_flight():
+            raise AssertionError("add_param_group() was called between backward() and step()")
+        super(self.__class__, self).add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        added = [
+            (f"allreduce.noname.{number}.{index}", param)
+            for index, param in enumerate(self.param_groups[-1]["params"])
+            if param not in self._parameter_names
+        ]
+        for _, hook in self._hooks:
+            hook.remove()
+        named = _pairs(self._parameter_names) + added
+        self._configure({**self._arguments, "named_parameters": named})
 
     def load_state_dict(self, state_dict: Any) -> None:
         if self._reducer is not None:
@@ -191,18 +213,32 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         for param in self._passes_left:
             self._passes_left[param] = self.backward_passes_per_step
         super(self.__class__, self).load_state_dict(state_dict)
+        share_groups(self)
 
     def __reduce__(self) -> Any:
-        base = self.__class__.__bases__[0]
-        arguments = {**self._arguments, "named_parameters": _pairs(self._parameter_names)}
-        return _rebuild, (base, super(self.__class__, self).__getstate__(), arguments)
+        return rebuilding(self, _DistributedOptimizer)
 
 
-def _reduce_before_unscaling() -> None:
-    """Have torch.amp.GradScaler look at reduced gradients.
+def note_step(wrapped: Any) -> None:
+    """Tell a scheduler that was made for the original optimizer that a step happens."""
+    original = wrapped._original()
+    if original is not None:
+        original._opt_called = True
+
+
+def share_groups(wrapped: Any) -> None:
+    """Let such a scheduler set the learning rates of the groups that were loaded."""
+    original = wrapped._original()
+    if original is not None:
+        original.param_groups, original.state = wrapped.param_groups, wrapped.state
+
+
+def reduce_before_unscaling() -> None:
+    """Have torch.amp.GradScaler look at what is the same on all ranks.
 
     It decides by the gradients whether to skip a step. Decided on each rank's own, some ranks
-    would step while others skip; so a scaler that asks first has them reduced.
+    would step while others skip; so a scaler that asks first has them reduced. Where gradients
+    stay local, ranks share what the scaler found.
     """
     unscale = torch.amp.GradScaler._unscale_grads_
     if getattr(unscale, "reduces_first", False):
@@ -213,7 +249,9 @@ def _reduce_before_unscaling() -> None:
         if getattr(optimizer, "_reducer", None) is not None and not optimizer._synchronized:
             optimizer.synchronize()
             optimizer._reduced_for_scaler = True
-        return unscale(self, optimizer, *arguments, **keywords)
+        found = unscale(self, optimizer, *arguments, **keywords)
+        share = getattr(optimizer, "_share_found", None)
+        return found if share is None else share(found)
 
     reduce_and_unscale.reduces_first = True  # type: ignore[attr-defined]
     torch.amp.GradScaler._unscale_grads_ = reduce_and_unscale
@@ -272,6 +310,7 @@ def adopt(optimizer: torch.optim.Optimizer, mixin: type, arguments: dict[str, An
     wrapped = _new(type(optimizer), mixin)
     # A scheduler made before wraps the old object's step(), which must not shadow ours.
     wrapped.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
+    wrapped._original = weakref.ref(optimizer)
     wrapped._configure(arguments)
     return wrapped
 
@@ -286,12 +325,40 @@ def _new(base: type, mixin: type) -> Any:
     return made.__new__(made)
 
 
-def _rebuild(base: type, state: Any, arguments: dict[str, Any]) -> Any:
+def rebuilding(optimizer: Any, mixin: type) -> Any:
+    """What `__reduce__` returns: for pickle and deepcopy."""
+    base = optimizer.__class__.__bases__[0]
+    named = _pairs(optimizer._parameter_names)
+    chosen = optimizer.process_set
+    number = 0 if chosen is global_process_set else chosen.process_set_id
+    arguments = {**optimizer._arguments, "named_parameters": named, "process_set": number}
+    own = ("param_groups", "state", "defaults")
+    state = {key: optimizer.__dict__[key] for key in own}
+    return _rebuild, (base, mixin, state, arguments)
+
+
+def _rebuild(base: type, mixin: type, state: Any, arguments: dict[str, Any]) -> Any:
     """Unpickle. All ranks need not do so together, so nothing is checked among them."""
-    optimizer = _new(base, _DistributedOptimizer)
+    optimizer = _new(base, mixin)
     optimizer.__setstate__(state)
-    optimizer._configure(arguments, check=False)
+    optimizer._original = _no_original
+    optimizer._configure(
+        {**arguments, "process_set": _process_set(arguments["process_set"])}, check=False
+    )
     return optimizer
+
+
+def _no_original() -> None:
+    """Stands for the reference to the optimizer that was wrapped, where there is none."""
+
+
+def _process_set(number: int | None) -> ProcessSet:
+    if number == 0:
+        return global_process_set
+    for known in process_sets._registered:
+        if known.process_set_id == number:
+            return known
+    raise ValueError(f"the optimizer belongs to process set {number}, which is not registered here")
 
 
 def _pairs(names: dict[Parameter, str]) -> list[Named]:
@@ -311,8 +378,7 @@ def _named(named: list[Named] | None, groups: list[dict[str, Any]]) -> list[Name
         raise ValueError(
             "named_parameters must be (name, parameter) tuples: pass model.named_parameters()"
         )
-    names = [name for name, _ in named]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = [str(name) for name, times in Counter(name for name, _ in named).items() if times > 1]
     if twice:
         raise ValueError(f"named_parameters has names more than once: {', '.join(twice)}")
     known = {id(param) for _, param in named}
@@ -323,7 +389,9 @@ def _named(named: list[Named] | None, groups: list[dict[str, Any]]) -> list[Name
             f"{', '.join(unnamed[:6])}{' ...' if len(unnamed) > 6 else ''}"
         )
     mine = {id(param) for _, param in own}
-    return [(name, param) for name, param in named if id(param) in mine]
+    # Tied weights may come under several names; they are one parameter.
+    first = {id(param): (name, param) for name, param in reversed(named) if id(param) in mine}
+    return list(first.values())[::-1]
 
 
 def _grouped(groups: Any, named: list[Named]) -> list[list[Named]] | None:
@@ -350,21 +418,64 @@ def _grouped(groups: Any, named: list[Named]) -> list[list[Named]] | None:
     return result + [[entry] for entry in entry_of.values()]
 
 
-def _check_alike(named: list[Named], process_set: ProcessSet) -> None:
+def check_arguments(
+    arguments: dict[str, Any], param_groups: list[dict[str, Any]], takes_part: bool, check: bool
+) -> tuple[list[Named], list[list[Named]] | None]:
+    """The parameters and groups; an error on every rank if one has an error or ranks differ."""
+    problem: ValueError | None = None
+    named: list[Named] = []
+    groups: list[list[Named]] | None = None
+    try:
+        named = _named(arguments["named_parameters"], param_groups)
+        groups = _grouped(arguments["groups"], named)
+    except ValueError as error:
+        problem = error
+    if check and takes_part:
+        settings = {
+            key: getattr(value, "__qualname__", str(value))
+            for key, value in arguments.items()
+            if key not in ("named_parameters", "groups", "process_set", "backward_passes_per_step")
+        }
+        grouping = groups and [[name for name, _ in group] for group in groups]
+        _check_alike(named, {**settings, "groups": grouping}, problem, arguments["process_set"])
+    if problem is not None:
+        raise problem
+    return named, groups
+
+
+def _check_alike(
+    named: list[Named],
+    settings: dict[str, Any],
+    problem: ValueError | None,
+    process_set: ProcessSet,
+) -> None:
     """Refuse to train models that differ between ranks, on every rank and before the first step."""
-    mine = [
+    params = [
         (name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.stride()) for name, p in named
     ]
+    mine = (None if problem is None else str(problem), params, settings)
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=8).hexdigest()
-    number = "optimizer.parameters"
-    if len(set(allgather_object(digest, number, process_set=process_set))) == 1:
+    collective = "optimizer.parameters"
+    if len(set(allgather_object(digest, collective, process_set=process_set))) == 1:
         return
-    everyone = allgather_object(mine, number, process_set=process_set)
+    everyone = allgather_object(mine, collective, process_set=process_set)
+    if problem is not None:
+        return  # it is raised
     ranks = process_set.ranks or list(range(len(everyone)))
+    for rank, (theirs, _, _) in zip(ranks, everyone, strict=True):
+        if theirs is not None:
+            raise ValueError(f"rank {rank} could not make its DistributedOptimizer: {theirs}")
     odd = next(index for index, theirs in enumerate(everyone) if theirs != everyone[0])
+    (_, first, chosen), (_, second, chosen_there) = everyone[0], everyone[odd]
+    if first != second:
+        raise ValueError(
+            f"the models differ between ranks {ranks[0]} and {ranks[odd]}: "
+            + _first_difference(first, second)
+        )
+    setting = next(key for key in chosen if chosen[key] != chosen_there[key])
     raise ValueError(
-        f"the models differ between ranks {ranks[0]} and {ranks[odd]}: "
-        + _first_difference(everyone[0], everyone[odd])
+        f"{setting} of DistributedOptimizer differs between ranks {ranks[0]} and {ranks[odd]}: "
+        f"{chosen[setting]} and {chosen_there[setting]}"
     )
 
 
