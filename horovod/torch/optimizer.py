@@ -279,6 +279,8 @@ def DistributedOptimizer(
     together. `sparse_as_dense` reduces sparse gradients as dense ones. `process_set`: the ranks to
     reduce with; others train on their own.
     """
+    if hasattr(optimizer, "_parameter_names"):
+        raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
     if backward_passes_per_step <= 0:
         raise ValueError(
             f"backward_passes_per_step must be positive, not {backward_passes_per_step}"
