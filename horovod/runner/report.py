@@ -153,4 +153,4 @@ def _others(outcome: Outcome, first: Exit) -> list[str]:
         return []
     ranks = ", ".join(str(one.rank) for one in sorted(later, key=lambda one: one.rank))
     which = f"Rank {ranks}" if len(later) == 1 else f"Ranks {ranks}"
-    return ["", f"{which} failed after it, most likely because rank {first.rank} was gone."]
+    return ["", f"{which} failed after it: for the same reason, or because it was gone."]
