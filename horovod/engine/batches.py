@@ -29,7 +29,7 @@ class Batch:
         # Filled in when the data has been packed: what will be reduced, and which tensors of the
         # batch are in the last part of it, the fusion buffer.
         self.vector: list[torch.Tensor] | None = None
-        self.fused: list[int] = []
+        self.fused = range(0)
 
     def add(self, request: Request, source: torch.Tensor, target: torch.Tensor) -> None:
         self.requests.append(request)

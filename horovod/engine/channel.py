@@ -30,7 +30,7 @@ from horovod.engine.executor import Executor, Trace, reduce_, sum_and_scale
 from horovod.engine.request import Kind, Request, caller
 from horovod.engine.settlement import Settlement, settle
 from horovod.engine.timeline import Timeline
-from horovod.transport.base import MAX_WORDS, Group
+from horovod.transport.base import MAX_TENSORS, MAX_WORDS, Group
 
 _LONGEST_GATHERING = 5  # cycles that the background thread waits while requests keep coming
 _LONGEST_PAUSE = 0.02  # seconds between rounds that settled nothing
@@ -51,7 +51,11 @@ class Lone(NamedTuple):
 
 
 class Lane:
-    """All that is known of a floating-point tensor that is reduced again and again by one name."""
+    """All that is known of floating-point tensors that are reduced again and again by one name.
+
+    What a request would have to find out each time. `reduce` is for one tensor; whoever keeps a
+    lane for a group of tensors checks itself that they are like those of the first request.
+    """
 
     __slots__ = (
         "channel",
@@ -62,7 +66,7 @@ class Lane:
         "postscale",
         "scale",
         "set_id",
-        "shape",
+        "shapes",
         "signature",
     )
 
@@ -70,7 +74,7 @@ class Lane:
         self.channel = request.channel
         self.set_id = set_id
         self.dtype = request.tensors[0].dtype
-        self.shape = request.tensors[0].shape
+        self.shapes = [tensor.shape for tensor in request.tensors]
         self.name = request.name
         self.signature = request.signature
         self.op = request.op
@@ -87,7 +91,7 @@ class Lane:
         Whether it was done; if not, nothing was.
         """
         if (
-            tensor.shape != self.shape
+            tensor.shape != self.shapes[0]
             or tensor.dtype is not self.dtype
             or op != self.op
             or postscale != self.postscale
@@ -98,11 +102,12 @@ class Lane:
             or not tensor.is_contiguous()
         ):
             return False
-        return self.channel.reduce_at_once(tensor, self)
+        vector = [tensor if tensor.dim() == 1 else tensor.view(-1)]
+        return self.channel.reduce_at_once(vector, self)
 
-    def request(self, tensor: torch.Tensor) -> Request:
+    def request(self, vector: Sequence[torch.Tensor]) -> Request:
         """An ordinary request for the same, whose caller waits."""
-        tensors = [tensor]
+        tensors = [tensor.view(shape) for tensor, shape in zip(vector, self.shapes, strict=True)]
         request = Request(
             self.channel,
             Kind.ALLREDUCE,
@@ -192,25 +197,26 @@ class Channel:
         with self._queue_lock:
             return [Lone(*lone), *self._queue] if lone is not None else list(self._queue)
 
-    def reduce_at_once(self, tensor: torch.Tensor, lane: Lane) -> bool:
-        """Reduce one CPU tensor in place, if nothing else is in the way; whether that was so.
+    def reduce_at_once(self, vector: Sequence[torch.Tensor], lane: Lane) -> bool:
+        """Reduce CPU tensors in place, if nothing else is in the way; whether that was so.
 
         What a request would go through, without the request: for a blocking call with an empty
         queue. If the other ranks turn out to be about something else, it becomes one after all.
         """
         if self._queue or self.failure is not None or self._trace.timeline is not None:
             return False
+        if len(vector) > 1 and not (self._transport.vectored and len(vector) <= MAX_TENSORS):
+            return False
         if not self._drive_lock.acquire(blocking=False):
             return False
         request = None
         try:
             self._lone = lane.name, time.monotonic(), sys._getframe(2)
-            vector = [tensor if tensor.dim() == 1 else tensor.view(-1)]
             if self._transport.agree(lane.signature, vector):
                 self._transport.allreduce_vector(vector, lane.plain, lane.scale)
                 return True
             self._lone = None
-            request = lane.request(tensor)
+            request = lane.request(vector)
             with self._queue_lock:
                 self._in_flight[lane.name] = request
                 self._queue.insert(0, request)

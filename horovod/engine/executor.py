@@ -17,8 +17,6 @@ from horovod.engine.request import Kind, Request
 from horovod.engine.timeline import Timeline
 from horovod.transport.base import MAX_TENSORS, Transport
 
-FUSE_BELOW = 32 * 1024  # bytes from which a tensor is better reduced where it is
-
 DeviceTransports = Callable[[torch.device], Transport]
 
 
@@ -62,27 +60,26 @@ class Executor:
     # -- packing ---------------------------------------------------------------------------
 
     def pack(self, batch: Batch, transport: Transport) -> list[torch.Tensor]:
-        """Bring a batch's input into the flat tensors that will be reduced.
+        """Bring a batch's input into the tensors that will be reduced.
 
-        One tensor is reduced where it is. Of several, the small ones go into a fusion buffer; so
-        do the large ones, unless the transport takes them where they are.
+        One tensor is reduced where it is, and so are several by a transport that can; all that
+        the others get is a fusion buffer.
         """
         if batch.vector is not None:
             return batch.vector
-        if len(batch.inputs) == 1:
-            direct = [0]
-        elif transport.vectored and batch.nbytes > FUSE_BELOW:
-            sizes = [tensor.nbytes for tensor in batch.inputs]
-            direct = [i for i, size in enumerate(sizes) if size >= FUSE_BELOW][: MAX_TENSORS - 1]
+        count = len(batch.inputs)
+        if count == 1 or (transport.vectored and count <= MAX_TENSORS):
+            direct = count
+        elif transport.vectored:
+            direct = MAX_TENSORS - 1
         else:
-            direct = []
+            direct = 0
         vector = []
-        for index in direct:
-            source, target = batch.inputs[index], batch.outputs[index]
+        for source, target in zip(batch.inputs[:direct], batch.outputs[:direct], strict=True):
             if source is not target:
                 target.copy_(source)
             vector.append(target if target.dim() == 1 else target.view(-1))
-        batch.fused = _others(len(batch.inputs), direct)
+        batch.fused = range(direct, count)
         if batch.fused:
             sources = [batch.inputs[index].view(-1) for index in batch.fused]
             vector.append(self._fusion_buffer(sources))
@@ -274,11 +271,6 @@ def sum_and_scale(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, 
     if op is ReduceOp.AVERAGE:
         return ReduceOp.SUM, postscale / size
     return op, postscale
-
-
-def _others(count: int, some: Sequence[int]) -> list[int]:
-    chosen = set(some)
-    return [index for index in range(count) if index not in chosen]
 
 
 def _row_size(tensor: torch.Tensor) -> int:

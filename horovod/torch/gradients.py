@@ -19,6 +19,7 @@ import torch
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Max, ReduceOp
 from horovod.common.topology import Topology
+from horovod.engine.channel import Lane
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch.compression import Compressor, NoneCompressor
@@ -34,12 +35,36 @@ _num_named = 0  # reducers of this process that have got a name: numbers below a
 class Bucket:
     """Parameters whose gradients are reduced together."""
 
-    __slots__ = ("awaited", "finishers", "name", "params", "requests", "started")
+    __slots__ = ("awaited", "dtype", "finishers", "lane", "name", "params", "requests", "started")
 
     def __init__(self, name: str, params: Sequence[Named]) -> None:
         self.name = name
         self.params = list(params)
+        # Of parameters that are alike enough to be reduced without a look at each: their dtype,
+        # and once they have been reduced, the lane on which that goes.
+        dtypes = {param.dtype for _, param in params}
+        alike = len(dtypes) == 1 and all(p.is_cpu and p.is_contiguous() for _, p in params)
+        self.dtype = dtypes.pop() if alike else None
+        self.lane: Lane | None = None
         self.reset()
+
+    def gradients(self) -> list[torch.Tensor] | None:
+        """All gradients, if they are there and can be reduced as they are."""
+        dtype = self.dtype
+        found = []
+        for _, param in self.params:
+            gradient = param.grad
+            if (
+                gradient is None
+                or gradient.dtype is not dtype
+                or gradient.layout is not torch.strided
+                or not gradient.is_contiguous()
+                or gradient.requires_grad  # of backward(create_graph=True)
+                or not param.requires_grad
+            ):
+                return None
+            found.append(gradient)
+        return found if len(found) > 1 else [found[0].view(-1)]
 
     def reset(self) -> None:
         self.awaited = len(self.params)  # gradients that have not arrived yet
@@ -126,6 +151,10 @@ class GradientReducer:
 
     def _start(self, bucket: Bucket, background: bool) -> None:
         bucket.started = True
+        if bucket.lane is not None and not background:
+            gradients = bucket.gradients()
+            if gradients and bucket.lane.channel.reduce_at_once(gradients, bucket.lane):
+                return
         tensors: dict[torch.device, list[torch.Tensor]] = {}
         for name, param in bucket.params:
             if not param.requires_grad:
@@ -145,18 +174,30 @@ class GradientReducer:
         for place, same_device in enumerate(tensors.values()):
             name = f"{bucket.name}.{place}" if place else bucket.name
             waited_for = not background and len(tensors) == 1
-            bucket.requests.append(
-                runtime.allreduce(
-                    same_device,
-                    same_device,
-                    name,
-                    self.op,
-                    self.prescale,
-                    self.postscale,
-                    number,
-                    not waited_for,
-                )
+            request = runtime.allreduce(
+                same_device,
+                same_device,
+                name,
+                self.op,
+                self.prescale,
+                self.postscale,
+                number,
+                not waited_for,
             )
+            bucket.requests.append(request)
+            if waited_for and self._may_use_lane(bucket, same_device):
+                bucket.lane = Lane(request, number)
+
+    def _may_use_lane(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the next gradients of the bucket may go the shortest way."""
+        return (
+            bucket.dtype is not None
+            and bucket.dtype.is_floating_point
+            and self.prescale == 1.0
+            and self.compression is NoneCompressor
+            and not self._sparse_dims
+            and [tensor.numel() for tensor in tensors] == [p.numel() for _, p in bucket.params]
+        )
 
     def _flat(self, bucket: Bucket, param: torch.nn.Parameter) -> torch.Tensor:
         """The gradient as a flat tensor, the gradient's own memory wherever possible.

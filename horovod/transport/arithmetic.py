@@ -48,19 +48,24 @@ def needs_wide(dtype: torch.dtype, op: ReduceOp, operands: int) -> bool:
     return operands > 2 and dtype in _HALF and op in (ReduceOp.SUM, ReduceOp.PRODUCT)
 
 
-def reduce_into(output: torch.Tensor, operands: Sequence[torch.Tensor], op: ReduceOp) -> None:
-    """output = operands[0] op operands[1] op ...; `output` may be one of them."""
+def reduce_into(output: Any, operands: Sequence[Any], op: ReduceOp) -> None:
+    """output = operands[0] op operands[1] op ...; `output` may be one of them.
+
+    All are tensors, or all are arrays (`as_blocks`).
+    """
     if len(operands) == 1:
-        output.copy_(operands[0])
+        output[:] = operands[0]
         return
-    combine = COMBINE[op]
+    combine = combination(output, op)
     if len(operands) == 2:
         combine(operands[0], operands[1], out=output)
         return
     if needs_wide(output.dtype, op, len(operands)):
         total = operands[0].float()
+        rest = operands[1:]
     else:
-        total = operands[0].clone()
-    for operand in operands[1:]:
+        total = combine(operands[0], operands[1])
+        rest = operands[2:]
+    for operand in rest:
         combine(total, operand, out=total)
-    output.copy_(total)
+    output[:] = total

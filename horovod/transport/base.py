@@ -45,7 +45,7 @@ class Transport(ABC):
     left to do.
     """
 
-    vectored: ClassVar[bool] = False  # whether `allreduce_vector` takes more than one tensor
+    vectored: bool = False  # whether `allreduce_vector` takes more than one tensor
     name: ClassVar[str]  # for people, and the timeline's phases: "SHM", "GLOO", "NCCL", "MPI", ...
 
     def __init__(self, group: Group) -> None:
@@ -78,7 +78,7 @@ class Transport(ABC):
     def allreduce_vector(
         self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float = 1.0
     ) -> None:
-        """Reduce several tensors of one dtype as if they were one, and multiply the result.
+        """Reduce several contiguous tensors of one dtype as if one, and multiply the result.
 
         A transport that is not `vectored` takes a single tensor. `scale` other than 1 is for
         floating and complex types; the product is rounded as if it were taken afterwards.

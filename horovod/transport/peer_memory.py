@@ -16,6 +16,7 @@ from collections.abc import Iterable
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1).value
 _NO_SUCH_PROCESS = 3  # ESRCH
+_BAD_ADDRESS = 14  # EFAULT
 
 
 class _Span(ctypes.Structure):
@@ -73,6 +74,27 @@ class PeerMemory:
     def write(self, local: int, remote: int, length: int) -> None:
         """Copy `length` bytes from our address `local` to the peer's address `remote`."""
         self._move(self._writev, local, remote, length)
+
+    def read_spans(self, local: int, nbytes: int, spans: int, count: int) -> None:
+        """Copy `count` pieces of the peer's memory one after the other to our address `local`.
+
+        `spans`: the address of an array of struct iovec; they are `nbytes` in all.
+        """
+        self._move_spans(self._readv, local, nbytes, spans, count)
+
+    def write_spans(self, local: int, nbytes: int, spans: int, count: int) -> None:
+        """The other way round: from our address `local` into pieces of the peer's memory."""
+        self._move_spans(self._writev, local, nbytes, spans, count)
+
+    def _move_spans(
+        self, call: ctypes._NamedFuncPointer, local: int, nbytes: int, spans: int, count: int
+    ) -> None:
+        near = self._local
+        near.base, near.length = local, nbytes
+        moved = call(self.pid, self._local_at, 1, spans, count, 0)
+        if moved != nbytes:
+            code = ctypes.get_errno() if moved < 0 else _BAD_ADDRESS
+            raise OSError(code, os.strerror(code), f"memory of process {self.pid}")
 
     def _move(self, call: ctypes._NamedFuncPointer, local: int, remote: int, length: int) -> None:
         near, far = self._local, self._remote

@@ -21,16 +21,18 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.arithmetic import as_blocks, combination, needs_wide, reduce_into
+from horovod.transport.arithmetic import as_blocks, reduce_into
 from horovod.transport.base import MAX_TENSORS, MAX_WORDS, WORD, Group
 from horovod.transport.peer_memory import PeerMemory, allow_peers
+from horovod.transport.pushing import PeerReducer
+from horovod.transport.spans import share
 from horovod.transport.steps import CONTROL, STATE, SteppedTransport
 
 INLINE = 128 * 1024  # bytes of payload in an exchange slot
-BLOCK = 256 * 1024  # bytes reduced at a time: stays in the second-level cache
 STAGE = 2 * 1024 * 1024  # bytes of one staging area
 
 # Exchange slot: [pointer][nbytes][number of word bytes][words] [pointers] [payload]
@@ -56,7 +58,6 @@ class SharedMemoryTransport(SteppedTransport):
     """The transport of ranks on one host. Raises `SharedMemoryUnavailable` when it cannot be."""
 
     name = "SHM"
-    vectored = True
 
     def __init__(self, group: Group) -> None:
         super().__init__(group, _SEGMENT)
@@ -70,11 +71,12 @@ class SharedMemoryTransport(SteppedTransport):
         self._preloaded: Sequence[torch.Tensor] | None = None
         # Every rank reads all slots, so the more ranks, the less pays to be sent that way.
         self._inline = min(INLINE, 2 * INLINE // self.size)
-        self._views: dict[tuple[int, torch.dtype, int], list[torch.Tensor]] = {}
+        self._inline_known: dict[tuple[int, torch.dtype, int], list[Any]] = {}
         self._peers = [PeerMemory(member.pid) for member in self._members]
-        self._scratch = torch.empty(2 * BLOCK, dtype=torch.uint8)
-        self._scratch_views: dict[tuple[torch.dtype, int, int], tuple[Any, int]] = {}
+        self._reducer = PeerReducer(self.rank, self._peers)
+        self._sums = torch.empty(INLINE, dtype=torch.uint8)
         self.peer_memory = self._try_peer_memory(group.config.shm_peer_memory)
+        self.vectored = self.peer_memory  # staged, tensors had better be one
 
     # -- exchange --------------------------------------------------------------------------
 
@@ -89,8 +91,15 @@ class SharedMemoryTransport(SteppedTransport):
             if 0 < nbytes <= self._inline:
                 ctypes.memmove(self._addresses[self.rank] + slot + _PAYLOAD_AT, pointer, nbytes)
         elif tensors:
-            pointers = [tensor.data_ptr() for tensor in tensors]
-            struct.pack_into(f"{len(pointers)}Q", memory, slot + _POINTERS_AT, *pointers)
+            nbytes = sum([tensor.nbytes for tensor in tensors])
+            if 0 < nbytes <= self._inline:
+                at = self._addresses[self.rank] + slot + _PAYLOAD_AT
+                for tensor in tensors:
+                    ctypes.memmove(at, tensor.data_ptr(), tensor.nbytes)
+                    at += tensor.nbytes
+            else:
+                pointers = [tensor.data_ptr() for tensor in tensors]
+                struct.pack_into(f"{len(pointers)}Q", memory, slot + _POINTERS_AT, *pointers)
         header = struct.pack("3Q", pointer, nbytes, len(words))
         memory[slot : slot + _HEADER + len(words)] = header + words
         self._exposed_at = step = self._publish()
@@ -139,18 +148,19 @@ class SharedMemoryTransport(SteppedTransport):
         """Those that peers write to: all, unless they travel in the slot."""
         return tensors if sum(tensor.nbytes for tensor in tensors) > self._inline else ()
 
-    def _inline_views(self, slot: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+    def _inline_blocks(self, slot: int, dtype: torch.dtype, count: int) -> list[Any]:
+        """What every rank has put into its slot, as what arithmetic takes."""
         key = (slot, dtype, count)
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= 256:
-                self._views.clear()
+        blocks = self._inline_known.get(key)
+        if blocks is None:
+            if len(self._inline_known) >= 256:
+                self._inline_known.clear()
             offset = slot + _PAYLOAD_AT
-            views = self._views[key] = [
-                torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+            blocks = self._inline_known[key] = [
+                as_blocks(torch.frombuffer(memory, dtype=dtype, count=count, offset=offset))
                 for memory in self._memories
             ]
-        return views
+        return blocks
 
     # -- reductions ------------------------------------------------------------------------
 
@@ -164,18 +174,16 @@ class SharedMemoryTransport(SteppedTransport):
         try:
             slot = self._slot if self._preloaded is tensors else self._expose(tensors)
             self._preloaded = None
-            if len(tensors) == 1 and tensors[0].nbytes <= self._inline:
-                (tensor,) = tensors
-                if tensor.numel():
-                    views = self._inline_views(slot, tensor.dtype, tensor.numel())
-                    reduce_into(tensor, views, op)
-                    if scale != 1.0:
-                        tensor.mul_(scale)
+            if sum([tensor.nbytes for tensor in tensors]) <= self._inline:
+                self._allreduce_inline(tensors, op, scale, slot)
             elif self.peer_memory:
                 if self.size == 2 and len(tensors) == 1:
-                    self._allreduce_pair(tensors[0], op, scale, slot)
+                    away = self._words[self._others[0]][slot // WORD] - tensors[0].data_ptr()
+                    self._reducer.allreduce_pair(tensors[0], away, op, scale, self._check_others)
                 else:
-                    self._allreduce_pushing(tensors, op, scale, slot)
+                    pointers = self._pointers(slot, len(tensors))
+                    self._reducer.allreduce(tensors, pointers, op, scale, self._check_others)
+                self._step_together()
             else:
                 for tensor in tensors:
                     self._allreduce_staged(tensor, op, scale)
@@ -183,95 +191,35 @@ class SharedMemoryTransport(SteppedTransport):
             self._fail(error, self._at_risk(tensors), self._exposed_at)
             raise
 
-    def _allreduce_pair(self, tensor: torch.Tensor, op: ReduceOp, scale: float, slot: int) -> None:
-        """`_allreduce_pushing` of one tensor between two ranks, in fewer steps of Python."""
-        other, dtype, blocks = self._others[0], tensor.dtype, as_blocks(tensor)
-        width, base, control = dtype.itemsize, tensor.data_ptr(), self._other_control[0]
-        peer, away = self._peers[other], self._words[other][slot // WORD] - base
-        lo, hi = _share(tensor.numel(), width, self.rank, 2)
-        most, combine = BLOCK // width, combination(blocks, op)
-        for start in range(lo, hi, most):
-            count = min(most, hi - start)
-            operand, scratch = self._scratch_of(dtype, 0, count)
-            here, nbytes = base + start * width, count * width
-            peer.read(scratch, here + away, nbytes)
-            own = blocks[start : start + count]
-            combine(own, operand, out=own)
-            if scale != 1.0:
-                own *= scale
-            if control[STATE]:
-                self._check_states(())
-            peer.write(here, here + away, nbytes)
-        self._step_together()
-
-    def _allreduce_pushing(
+    def _allreduce_inline(
         self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float, slot: int
     ) -> None:
-        """Each rank reduces its share of the tensors, taken end to end, for everybody."""
-        width = tensors[0].element_size()
-        lo, hi = _share(sum(tensor.numel() for tensor in tensors), width, self.rank, self.size)
-        most, peers = BLOCK // width, self._peers
-        begin = 0  # of the present tensor
-        for tensor, pointers in zip(tensors, self._pointers(slot, len(tensors)), strict=True):
-            end = begin + tensor.numel()
-            base, last = tensor.data_ptr(), min(hi, end) - begin
-            for start in range(max(lo, begin) - begin, last, most):
-                count = min(most, last - start)
-                at, nbytes = start * width, count * width
-                own = tensor[start : start + count]
-                self._reduce_block(own, own, op, pointers, at, nbytes, scale)
-                for control in self._other_control:
-                    if control[STATE]:
-                        self._check_states(())
-                for rank in self._others:
-                    peers[rank].write(base + at, pointers[rank] + at, nbytes)
-            begin = end
-        self._step_together()
-
-    def _pointers(self, slot: int, count: int) -> list[Sequence[int]]:
-        """Where the tensors that were exposed are: for each of them, an address on every rank."""
-        if count == 1:
-            return [[words[slot // WORD] for words in self._words]]
-        at = slot + _POINTERS_AT
-        return list(
-            zip(*(struct.unpack_from(f"{count}Q", m, at) for m in self._memories), strict=True)
-        )
-
-    def _reduce_block(
-        self,
-        own: torch.Tensor,
-        output: torch.Tensor,
-        op: ReduceOp,
-        pointers: Sequence[int],
-        at: int,
-        nbytes: int,
-        scale: float = 1.0,
-    ) -> None:
-        """output = everybody's block at byte offset `at`; `own` is this rank's."""
-        count, dtype = own.numel(), own.dtype
-        wide = needs_wide(dtype, op, self.size)
-        mine, result = (own, output) if wide else (as_blocks(own), as_blocks(output))
-        combine = combination(mine, op)
-        total: Any = None
-        for rank in range(self.size):
-            if rank == self.rank:
-                operand = mine
-            else:
-                operand, address = self._scratch_of(dtype, 0 if total is None else 1, count)
-                self._peers[rank].read(address, pointers[rank] + at, nbytes)
-            if total is None:
-                total = operand.float() if wide else operand
-            elif wide:
-                combine(total, operand, out=total)
-            else:
-                # Partial sums stay in scratch until our own block has been used.
-                target = result if rank >= self.rank else total
-                combine(total, operand, out=target)
-                total = target
-        if wide:
-            output.copy_(total)
+        """Reduce what has travelled in the slots; of several tensors, one after the other."""
+        dtype, sizes = tensors[0].dtype, [tensor.nbytes for tensor in tensors]
+        count = sum(sizes) // dtype.itemsize
+        if not count:
+            return
+        blocks = self._inline_blocks(slot, dtype, count)
+        alone = len(tensors) == 1
+        result = as_blocks(tensors[0]) if alone else as_blocks(self._sums.view(dtype)[:count])
+        reduce_into(result, blocks, op)
         if scale != 1.0:
-            output.mul_(scale)
+            result *= scale
+        if not alone:
+            at = self._sums.data_ptr()
+            for tensor, nbytes in zip(tensors, sizes, strict=True):
+                ctypes.memmove(tensor.data_ptr(), at, nbytes)
+                at += nbytes
+
+    def _pointers(self, slot: int, count: int) -> list[np.ndarray[Any, Any]]:
+        """Where the tensors that were exposed are: their addresses on every rank."""
+        at = slot + _POINTERS_AT if count > 1 else slot
+        return [np.frombuffer(memory, np.uint64, count, at) for memory in self._memories]
+
+    def _check_others(self) -> None:
+        for control in self._other_control:
+            if control[STATE]:
+                self._check_states(())
 
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
@@ -283,15 +231,10 @@ class SharedMemoryTransport(SteppedTransport):
             hi = lo + counts[self.rank]
             if source.nbytes <= self._inline:
                 if hi > lo:
-                    views = self._inline_views(slot, source.dtype, source.numel())
-                    reduce_into(output, [view[lo:hi] for view in views], op)
+                    blocks = self._inline_blocks(slot, source.dtype, source.numel())
+                    reduce_into(as_blocks(output), [block[lo:hi] for block in blocks], op)
             elif self.peer_memory:
-                pointers = self._exposed(slot).pointers
-                width = source.element_size()
-                for start, count in _blocks(lo, hi, BLOCK // width):
-                    own = source[start : start + count]
-                    target = output[start - lo : start - lo + count]
-                    self._reduce_block(own, target, op, pointers, start * width, count * width)
+                self._reducer.reduce_scatter(source, output, lo, self._exposed(slot).pointers, op)
                 self._step_together()
             else:
                 for area, start, count in self._staged_chunks(source.numel(), source.dtype):
@@ -309,7 +252,7 @@ class SharedMemoryTransport(SteppedTransport):
             chunk = tensor[start : start + count]
             area[self.rank][:count].copy_(chunk)
             self._step_together()
-            lo, hi = _share(count, width, self.rank, self.size)
+            lo, hi = share(count, width, self.rank, self.size)
             if lo < hi:
                 # Nobody else reads our area at our own share, so the result may go there.
                 mine = area[self.rank][lo:hi]
@@ -318,7 +261,7 @@ class SharedMemoryTransport(SteppedTransport):
                     mine.mul_(scale)
             self._step_together()
             for rank, view in enumerate(area):
-                lo, hi = _share(count, width, rank, self.size)
+                lo, hi = share(count, width, rank, self.size)
                 chunk[lo:hi].copy_(view[lo:hi])
         self._step_together()
 
@@ -427,17 +370,6 @@ class SharedMemoryTransport(SteppedTransport):
 
     # -- peers' memory ---------------------------------------------------------------------
 
-    def _scratch_of(self, dtype: torch.dtype, index: int, count: int) -> tuple[Any, int]:
-        """A place for `count` elements of a peer's block, and its address; there are two."""
-        key = (dtype, index, count)
-        known = self._scratch_views.get(key)
-        if known is None:
-            if len(self._scratch_views) >= 256:
-                self._scratch_views.clear()
-            view = self._scratch[index * BLOCK : (index + 1) * BLOCK].view(dtype)[:count]
-            known = self._scratch_views[key] = as_blocks(view), view.data_ptr()
-        return known
-
     def _try_peer_memory(self, wanted: bool) -> bool:
         """Whether every rank can read and write every other's memory, found by doing it."""
         with self._guard():
@@ -447,7 +379,7 @@ class SharedMemoryTransport(SteppedTransport):
             probe = torch.tensor([secret] + [0] * self.size, dtype=torch.int64)
             slot = self._expose([probe])  # small, so also inline: what a true read must show
             works = wanted
-            shown = self._inline_views(slot, torch.int64, 1 + self.size)
+            shown = self._inline_blocks(slot, torch.int64, 1 + self.size)
             pointers = self._exposed(slot).pointers
             seen = torch.zeros(1, dtype=torch.int64)
             try:
@@ -464,16 +396,4 @@ class SharedMemoryTransport(SteppedTransport):
             for rank in self._others:
                 works = works and int(probe[1 + rank]) == secret
             slot = self._expose([torch.tensor([int(works)])])
-            return all(int(view[0]) for view in self._inline_views(slot, torch.int64, 1))
-
-
-def _share(count: int, width: int, rank: int, size: int) -> tuple[int, int]:
-    """Rank's share of `count` elements of `width` bytes, cut at cache lines."""
-    line = max(1, 64 // width)
-    share = -(-count // (size * line)) * line
-    return min(count, rank * share), min(count, (rank + 1) * share)
-
-
-def _blocks(lo: int, hi: int, most: int) -> Iterator[tuple[int, int]]:
-    for start in range(lo, hi, most):
-        yield start, min(most, hi - start)
+            return all(int(block[0]) for block in self._inline_blocks(slot, torch.int64, 1))

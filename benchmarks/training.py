@@ -1,0 +1,179 @@
+#!/usr/bin/env python
+"""How fast training is: DistributedOptimizer against DistributedDataParallel and no communication.
+
+Run by people, and with --check by whoever guards the project's promises. This process starts the
+ranks (`benchmarks.training_rank`), shows progress and reports; see --help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # measure this checkout, whatever else is installed
+
+from benchmarks.processes import (  # noqa: E402
+    Progress,
+    follow,
+    positive,
+    torchrun_environments,
+)
+from benchmarks.training_report import (  # noqa: E402
+    Results,
+    Run,
+    requirements,
+    table,
+    write_csv,
+    write_plot,
+)
+
+CPU_MODELS = ["mlp", "cnn", "transformer", "resnet18"]
+GPU_MODELS = ["resnet50", "gpt2"]
+CONTENDERS = ["plain", "ours", "ddp"]
+LOSS_STEPS = 50
+
+DESCRIPTION = """\
+Compare a training step with hvd.DistributedOptimizer to one under DistributedDataParallel (Gloo or
+NCCL; gradient_as_bucket_view, static_graph) and to one without communication, on this machine.
+
+All contenders train models of their own in the same processes and take turns of a few steps, each
+turn after a common barrier; OMP_NUM_THREADS is 1. A sample is a turn of the slowest rank, a result
+the median of the samples. Efficiency is the step without communication over ours.
+"""
+EPILOG = """\
+examples:
+  python benchmarks/training.py                    2 ranks and 1, all four models, some minutes
+  python benchmarks/training.py --np 2 --models mlp --seconds 30 --only-speed
+  python benchmarks/training.py --np 4 8           where there are that many cores
+  python benchmarks/training.py --np 1 --device cuda
+  python benchmarks/training.py --check            for scripts: status 1 when a promise is missed
+
+Close other programs first: numbers of a busy machine mean little.
+"""
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--np", type=int, nargs="+", default=[2, 1], metavar="N", help="numbers of ranks (2 1)"
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=[*CPU_MODELS, *GPU_MODELS],
+        metavar="MODEL",
+        help=f"which to train (on a CPU {' '.join(CPU_MODELS)}; else {' '.join(GPU_MODELS)})",
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda", "xpu"], default="cpu", help="(cpu)")
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=20.0,
+        metavar="S",
+        help="time spent on each model and number of ranks (20); more gives steadier medians",
+    )
+    parser.add_argument(
+        "--only-speed", action="store_true", help="skip the loss and memory sections"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 when a promise is missed or not measured"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "benchmarks" / "results",
+        metavar="DIR",
+        help="where training.csv and training.png go (benchmarks/results)",
+    )
+    parser.add_argument(
+        "--timeout", type=positive, default=900.0, metavar="S", help="give up after this long (900)"
+    )
+    options = parser.parse_args(arguments)
+    options.models = options.models or (CPU_MODELS if options.device == "cpu" else GPU_MODELS)
+    return options
+
+
+def measure(
+    section: str,
+    size: int,
+    contenders: list[str],
+    options: argparse.Namespace,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Let `size` ranks do one section for all models; what rank 0 collected."""
+    with tempfile.TemporaryDirectory(prefix="horovod-benchmark-") as folder:
+        plan = {
+            "section": section,
+            "models": options.models,
+            "contenders": contenders,
+            "device": options.device,
+            "seconds": options.seconds,
+            "steps": LOSS_STEPS,
+            "result": f"{folder}/result.json",
+        }
+        program = [sys.executable, str(ROOT / "benchmarks" / "training_rank.py"), json.dumps(plan)]
+        commands = [(program, environ) for environ in torchrun_environments(size)]
+        follow(
+            commands,
+            Path(folder) / "output",
+            options.timeout,
+            lambda model: progress.advance(f"{size} ranks, {section}, {model} done"),
+        )
+        found: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
+        return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    busy = os.getloadavg()[0]
+    if busy > 0.5:
+        print(f"The machine is not idle (load {busy:.1f}): do not trust these numbers too far.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end with us
+    sections = 1 if options.only_speed else 2 + len(CONTENDERS)
+    progress = Progress(len(options.np) * len(options.models) * sections)
+    results = Results()
+    for size in options.np:
+        progress.show(f"{size} ranks")
+        run = Run(size, measure("speed", size, CONTENDERS, options, progress))
+        if not options.only_speed:
+            run.losses = measure("losses", size, CONTENDERS, options, progress)
+            for contender in CONTENDERS:
+                memory = measure("memory", size, [contender], options, progress)
+                for model, peaks in memory.items():
+                    run.memory.setdefault(model, {})[contender] = max(peaks)
+        results.runs.append(run)
+        progress.clear()
+        print(f"\n{table(run, options.device)}\n", flush=True)
+
+    options.output.mkdir(parents=True, exist_ok=True)
+    write_csv(results, options.output / "training.csv")
+    print(f"Written: {options.output / 'training.csv'}")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("No plot: matplotlib is not installed (pip install horovod[bench]).")
+    else:
+        write_plot(results, options.output / "training.png")
+        print(f"Written: {options.output / 'training.png'}")
+    print()
+
+    missed = False
+    for requirement in requirements(results, options.device):
+        word = {True: "met", False: "MISSED", None: "-"}[requirement.met]
+        print(f"{word:>7}  {requirement.text}: {requirement.found}")
+        missed |= requirement.met is not True
+    return 1 if options.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""What benchmarks/training.py shows: the tables, the requirements, the CSV and the plot."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from benchmarks.collectives_report import Requirement, times_text
+from benchmarks.training_models import WORKLOADS
+
+LABELS = {"plain": "no communication", "ours": "Horovod", "ddp": "DDP"}
+
+
+@dataclass
+class Run:
+    """What one number of ranks gave: milliseconds per step, losses, peak mebibytes."""
+
+    size: int
+    speed: dict[str, dict[str, list[float]]]  # model -> contender -> samples
+    losses: dict[str, dict[str, Any]] = field(default_factory=dict)
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def step(self, model: str, contender: str) -> float | None:
+        samples = self.speed.get(model, {}).get(contender)
+        return median(samples) if samples else None
+
+    def ratio(self, model: str, over: str, under: str) -> float | None:
+        """How many times as long as `under` the contender `over` takes."""
+        top, bottom = self.step(model, over), self.step(model, under)
+        return top / bottom if top and bottom else None
+
+    def same_losses(self, model: str) -> bool | None:
+        found = self.losses.get(model)
+        return None if not found else found["ours"] == found["ddp"]
+
+
+@dataclass
+class Results:
+    runs: list[Run] = field(default_factory=list)
+
+    def run(self, size: int) -> Run:
+        return next((run for run in self.runs if run.size == size), Run(size, {}))
+
+
+def table(run: Run, device: str) -> str:
+    """One line per model."""
+    header = ["model", *(f"{label} ms" for label in LABELS.values()), "DDP / ours", "efficiency"]
+    header += ["DDP's"]
+    if run.memory:
+        header += [f"{LABELS[key]} MiB" for key in LABELS] + ["losses as DDP's"]
+    rows = []
+    for model in run.speed:
+        steps = [run.step(model, key) for key in LABELS]
+        row = [WORKLOADS[model].title, *(f"{step:.2f}" if step else "-" for step in steps)]
+        row.append(times_text(run.ratio(model, "ddp", "ours")))
+        row += [fraction(run.ratio(model, "plain", key)) for key in ("ours", "ddp")]
+        if run.memory:
+            row += [f"{run.memory[model][key]:.0f}" for key in LABELS]
+            row.append({True: "bitwise", False: "NO", None: "-"}[run.same_losses(model)])
+        rows.append(row)
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = [
+        "   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in [header, *rows]
+    ]
+    ranks = "1 rank" if run.size == 1 else f"{run.size} ranks"
+    return "\n".join([f"{ranks}, {device}, milliseconds per step (median)", "", *lines])
+
+
+def fraction(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+# -- what the project promises -----------------------------------------------------------------
+
+SPEED = {"mlp": 1.6, "cnn": 1.2, "transformer": 1.3, "resnet18": 1.3}
+EFFICIENCY = {"mlp": 0.82, "cnn": 0.95, "transformer": 0.82, "resnet18": 0.90}
+SPEED_OF_EIGHT = {"mlp": 1.7, "cnn": 1.7}
+
+
+def requirements(results: Results, device: str) -> Iterator[Requirement]:
+    """The promises that concern this device."""
+    one, two, eight = results.run(1), results.run(2), results.run(8)
+    if device == "cpu":
+        for model, wanted in SPEED.items():
+            yield faster(f"{wanted}x DDP", two, model, wanted)
+        for model, wanted in EFFICIENCY.items():
+            found = two.ratio(model, "plain", "ours")
+            text = f"{WORKLOADS[model].title}, 2 ranks: efficiency of at least {wanted}"
+            yield Requirement(text, met(found, wanted), fraction(found))
+        for model in SPEED:
+            yield lighter(two, model)
+            same = two.same_losses(model)
+            text = f"{WORKLOADS[model].title}, 2 ranks: losses bitwise equal to DDP's"
+            yield Requirement(text, same, {True: "yes", False: "no", None: "not measured"}[same])
+        if eight.speed:
+            for model, wanted in SPEED_OF_EIGHT.items():
+                yield faster(f"{wanted}x DDP", eight, model, wanted)
+    for model in one.speed or (SPEED if device == "cpu" else ("resnet50", "gpt2")):
+        found = one.ratio(model, "ours", "plain")
+        text = f"{WORKLOADS[model].title}, 1 rank: within 2 % of the plain optimizer"
+        percent = "not measured" if found is None else f"{100 * (found - 1):+.1f} %"
+        yield Requirement(text, None if found is None else found <= 1.02, percent)
+
+
+def faster(text: str, run: Run, model: str, wanted: float) -> Requirement:
+    found = run.ratio(model, "ddp", "ours")
+    title = f"{WORKLOADS[model].title}, {run.size} ranks: at least {text}"
+    return Requirement(title, met(found, wanted), times_text(found))
+
+
+def lighter(run: Run, model: str) -> Requirement:
+    text = f"{WORKLOADS[model].title}, {run.size} ranks: peak memory no more than DDP's"
+    peaks = run.memory.get(model)
+    if not peaks:
+        return Requirement(text, None, "not measured")
+    found = f"{peaks['ours']:.0f} MiB against {peaks['ddp']:.0f}"
+    return Requirement(text, peaks["ours"] <= peaks["ddp"], found)
+
+
+def met(found: float | None, wanted: float) -> bool | None:
+    return None if found is None else found >= wanted
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def write_csv(results: Results, path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        header = "ranks model contender median_ms p10_ms p90_ms samples times_ours peak_mib"
+        writer.writerow(header.split())
+        for run in results.runs:
+            for model, found in run.speed.items():
+                for contender, samples in found.items():
+                    cuts = quantiles(samples, n=10) if len(samples) > 1 else samples * 9
+                    values = (median(samples), cuts[0], cuts[-1])
+                    ratio = median(samples) / median(found["ours"])
+                    peak = run.memory.get(model, {}).get(contender)
+                    writer.writerow(
+                        [run.size, model, contender, *(f"{value:.3f}" for value in values)]
+                        + [len(samples), f"{ratio:.3f}", "" if peak is None else f"{peak:.0f}"]
+                    )
+
+
+def write_plot(results: Results, path: Path) -> None:
+    """Bars of the time per step over that without communication, one panel per number of ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colours = {"plain": "#9aa5b1", "ours": "#0b6e4f", "ddp": "#c1440e"}
+    figure, panels = pyplot.subplots(
+        1, len(results.runs), figsize=(6.2 * len(results.runs), 4.6), sharey=True, squeeze=False
+    )
+    for panel, run in zip(panels[0], results.runs, strict=True):
+        models = list(run.speed)
+        for place, (key, colour) in enumerate(colours.items()):
+            heights = [run.ratio(model, key, "plain") or 0.0 for model in models]
+            where = [index + 0.27 * (place - 1) for index in range(len(models))]
+            bars = panel.bar(where, heights, 0.25, color=colour, label=LABELS[key])
+            steps = [run.step(model, key) or 0.0 for model in models]
+            panel.bar_label(bars, [f"{step:.1f}" for step in steps], fontsize=7)
+        titles = [WORKLOADS[model].title for model in models]
+        panel.set_xticks(range(len(models)), titles, fontsize=8)
+        ranks = "1 rank" if run.size == 1 else f"{run.size} ranks"
+        panel.set_title(f"{ranks} (numbers: milliseconds per step)")
+        panel.grid(True, axis="y", color="#dddddd", linewidth=0.6)
+        panel.set_axisbelow(True)
+    panels[0][0].set_ylabel("time of a step / without communication")
+    panels[0][0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

@@ -1,0 +1,187 @@
+"""Reducing tensors that stay where they are, in the memory of the processes of one host.
+
+Each rank reads its share of everybody's tensors block by block, reduces it while it is in cache,
+and pushes the result into everybody's tensors. Used by the shared-memory transport, which lets
+ranks begin and end together.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from ctypes import memmove
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod.common.reduce_op import ReduceOp
+from horovod.transport.arithmetic import as_blocks, combination, needs_wide
+from horovod.transport.peer_memory import PeerMemory
+from horovod.transport.spans import BLOCK, SPAN, Layout, share
+
+_KEPT = 64  # layouts, and places in scratch memory, that are remembered
+
+Fetch = Callable[[int, int], None]  # (rank, address): copy that rank's block to the address
+
+
+class PeerReducer:
+    """One rank's side of such reductions. `peers` are all ranks, this one included."""
+
+    def __init__(self, rank: int, peers: Sequence[PeerMemory]) -> None:
+        self.rank = rank
+        self.size = len(peers)
+        self._peers = peers
+        self._others = [other for other in range(self.size) if other != rank]
+        self._scratch = torch.empty(3 * BLOCK, dtype=torch.uint8)
+        self._areas: dict[tuple[torch.dtype, int, int], tuple[Any, int]] = {}
+        self._layouts: OrderedDict[tuple[Any, ...], Layout] = OrderedDict()
+
+    def allreduce(
+        self,
+        tensors: Sequence[torch.Tensor],
+        pointers: Sequence[np.ndarray[Any, Any]],
+        op: ReduceOp,
+        scale: float,
+        check: Callable[[], None],
+    ) -> None:
+        """Reduce our share of `tensors` for everybody; `pointers` of each rank say where they are.
+
+        `check` is called before every write to the others, and raises if one has failed: what is
+        at its addresses may be something else by then.
+        """
+        layout = self._layout(tensors)
+        for rank, places in enumerate(pointers):
+            layout.place(rank, places)
+        dtype, peers, tables = tensors[0].dtype, self._peers, layout.tables
+        addresses, lengths = layout.addresses(self.rank), layout.lengths
+        number, array = -1, None  # the tensor that we are at, as what arithmetic takes
+        for block in layout.blocks:
+            first, spans, nbytes = block.first, block.spans, block.count * dtype.itemsize
+            if spans == 1:
+                if block.tensor != number:
+                    number = block.tensor
+                    array = as_blocks(tensors[number].view(-1))
+                own, address = array[block.start : block.start + block.count], addresses[first]
+            else:
+                own, address = self._area(dtype, 2, block.count)
+                to = address
+                for span in range(first, first + spans):
+                    memmove(to, addresses[span], lengths[span])
+                    to += lengths[span]
+            at = SPAN * first
+
+            def fetch(
+                rank: int, to: int, at: int = at, nbytes: int = nbytes, spans: int = spans
+            ) -> None:
+                peers[rank].read_spans(to, nbytes, tables[rank] + at, spans)
+
+            self._reduce_block(own, own, block.count, dtype, op, fetch)
+            if scale != 1.0:
+                own *= scale
+            check()
+            for rank in self._others:
+                peers[rank].write_spans(address, nbytes, tables[rank] + at, spans)
+            if spans > 1:
+                for span in range(first, first + spans):
+                    memmove(addresses[span], address, lengths[span])
+                    address += lengths[span]
+
+    def allreduce_pair(
+        self, tensor: torch.Tensor, away: int, op: ReduceOp, scale: float, check: Callable[[], None]
+    ) -> None:
+        """The same for one flat tensor and two ranks, in fewer steps of Python.
+
+        `away`: what is to be added to an address in our tensor to have the other's.
+        """
+        dtype, array, peer = tensor.dtype, as_blocks(tensor), self._peers[1 - self.rank]
+        width, base = dtype.itemsize, tensor.data_ptr()
+        lo, hi = share(tensor.numel(), width, self.rank, 2)
+        most, combine = BLOCK // width, combination(array, op)
+        for start in range(lo, hi, most):
+            count = min(most, hi - start)
+            operand, scratch = self._area(dtype, 0, count)
+            here, nbytes = base + start * width, count * width
+            peer.read(scratch, here + away, nbytes)
+            own = array[start : start + count]
+            combine(own, operand, out=own)
+            if scale != 1.0:
+                own *= scale
+            check()
+            peer.write(here, here + away, nbytes)
+
+    def reduce_scatter(
+        self,
+        source: torch.Tensor,
+        output: torch.Tensor,
+        start: int,
+        pointers: Sequence[int],
+        op: ReduceOp,
+    ) -> None:
+        """output = everybody's elements from `start` on."""
+        dtype = source.dtype
+        most = BLOCK // dtype.itemsize
+        own, target = as_blocks(source), as_blocks(output)
+        for begin in range(0, output.numel(), most):
+            count = min(most, output.numel() - begin)
+            first, nbytes = start + begin, count * dtype.itemsize
+
+            def fetch(
+                rank: int, to: int, at: int = first * dtype.itemsize, nbytes: int = nbytes
+            ) -> None:
+                self._peers[rank].read(to, pointers[rank] + at, nbytes)
+
+            mine, result = own[first : first + count], target[begin : begin + count]
+            self._reduce_block(mine, result, count, dtype, op, fetch)
+
+    def _reduce_block(
+        self, own: Any, output: Any, count: int, dtype: torch.dtype, op: ReduceOp, fetch: Fetch
+    ) -> None:
+        """output = everybody's block; `own` is this rank's, and may be the output."""
+        combine = combination(own, op)
+        if self.size == 2:
+            operand, address = self._area(dtype, 0, count)
+            fetch(1 - self.rank, address)
+            combine(own, operand, out=output)  # the order of two does not matter
+            return
+        wide = needs_wide(dtype, op, self.size)
+        total: Any = None
+        for rank in range(self.size):
+            if rank == self.rank:
+                operand = own
+            else:
+                operand, address = self._area(dtype, 0 if total is None else 1, count)
+                fetch(rank, address)
+            if total is None:
+                total = operand.float() if wide else operand
+            elif wide:
+                combine(total, operand, out=total)
+            else:
+                # Partial sums stay in scratch until our own block has been used.
+                target = output if rank >= self.rank else total
+                combine(total, operand, out=target)
+                total = target
+        if wide:
+            output.copy_(total)
+
+    def _layout(self, tensors: Sequence[torch.Tensor]) -> Layout:
+        width = tensors[0].element_size()
+        counts = tuple([tensor.numel() for tensor in tensors])
+        key = (width, counts)
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _KEPT:
+                self._layouts.popitem(last=False)
+            layout = self._layouts[key] = Layout(counts, width, self.rank, self.size)
+        return layout
+
+    def _area(self, dtype: torch.dtype, number: int, count: int) -> tuple[Any, int]:
+        """A place in scratch memory for `count` elements, and its address; there are three."""
+        key = (dtype, number, count)
+        known = self._areas.get(key)
+        if known is None:
+            if len(self._areas) >= _KEPT:
+                self._areas.clear()
+            view = self._scratch[number * BLOCK :].view(dtype)[:count]
+            known = self._areas[key] = as_blocks(view), view.data_ptr()
+        return known
