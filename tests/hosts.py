@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 NETWORK = "198.51.100"  # reserved for documentation; here it exists inside the name spaces only
 LAUNCHER = f"{NETWORK}.254"  # where the launcher's store is, on a machine that runs no rank
-INTERFACE = "eth0"  # every host's, beside loopback
+INTERFACE = "eth0"  # a host's, beside loopback
 USER_PORT = 29500  # for a process group that a script opens by itself
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -68,10 +68,14 @@ def host_address(host: int) -> str:
 
 
 class Hosts:
-    """`count` hosts, numbered from 0. Leaving the `with` block takes them down."""
+    """`count` hosts, numbered from 0. Leaving the `with` block takes them down.
 
-    def __init__(self, count: int) -> None:
+    Each has one network interface beside loopback, named eth0 unless `interfaces` says otherwise.
+    """
+
+    def __init__(self, count: int, interfaces: Sequence[str] = ()) -> None:
         self.count = count
+        self.interfaces = list(interfaces) or [INTERFACE] * count
         self._spaces: list[_NetworkSpace] = []
         try:
             self._switch = self._new_space()
@@ -88,16 +92,26 @@ class Hosts:
 
     def _new_host(self, host: int) -> _NetworkSpace:
         space = self._new_space()
+        interface = self.interfaces[host]
         self._switch.ip(
-            f"link add port{host} type veth peer name {INTERFACE} netns {space.path}",
+            f"link add port{host} type veth peer name {interface} netns {space.path}",
             f"link set port{host} master br0 up",
         )
         space.ip(
-            f"addr add {host_address(host)}/24 dev {INTERFACE}",
+            f"addr add {host_address(host)}/24 dev {interface}",
             "link set lo up",
-            f"link set {INTERFACE} up",
+            f"link set {interface} up",
         )
         return space
+
+    def ip(self, host: int, *commands: str) -> None:
+        """Run commands of `ip` on the host."""
+        self._hosts[host].ip(*commands)
+
+    def popen(self, host: int, command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
+        """Start a program on the host."""
+        entrance = self.entrance(host)
+        return subprocess.Popen(command, preexec_fn=lambda: enter(*entrance), **how)
 
     def cut(self, host: int) -> None:
         """Lose every packet to and from the host; neither side is told."""

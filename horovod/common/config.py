@@ -34,9 +34,16 @@ def _knob(
     help_text: str,
     *,
     minimum: float | None = None,
+    maximum: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    metadata = {"section": section, "help": help_text, "minimum": minimum, "choices": choices}
+    metadata = {
+        "section": section,
+        "help": help_text,
+        "minimum": minimum,
+        "maximum": maximum,
+        "choices": choices,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -146,6 +153,12 @@ class Config:
         "time of the report.",
         minimum=0,
     )
+    check_nan: bool = _knob(
+        False,
+        _WATCH,
+        "Before every optimizer step, look for NaN and infinity in each rank's own gradients; if "
+        "there are any, all ranks raise an error that names the ranks and parameters.",
+    )
     log_level: str = _knob(
         "warning",
         _WATCH,
@@ -160,18 +173,35 @@ class Config:
     elastic_timeout: float = _knob(
         600.0, _LAUNCH, "Seconds for which an elastic job waits for enough hosts.", minimum=0.001
     )
+    elastic_answer_timeout: float = _knob(
+        30.0,
+        _LAUNCH,
+        "Seconds after which a process of an elastic job that does not notice changes is killed.",
+        minimum=0.001,
+    )
 
-    autotune: bool = _knob(False, _TUNE, "Search for good values of the engine's knobs.")
-    autotune_log: str | None = _knob(None, _TUNE, "CSV file for the samples.")
+    autotune: bool = _knob(
+        False,
+        _TUNE,
+        "While training, search for the fastest way to reduce gradients; knobs that are set stay "
+        "as they are. See docs/autotune.md.",
+    )
+    autotune_log: str | None = _knob(None, _TUNE, "CSV file for the samples, of rank 0.")
     autotune_warmup_samples: int = _knob(3, _TUNE, "Samples discarded first.", minimum=0)
     autotune_steps_per_sample: int = _knob(10, _TUNE, "Steps measured for a sample.", minimum=1)
-    autotune_bayes_opt_max_samples: int = _knob(20, _TUNE, "Samples of the search.", minimum=1)
-    autotune_gaussian_process_noise: float = _knob(
-        0.8, _TUNE, "Regularisation of the search's model.", minimum=0
+    autotune_bayes_opt_max_samples: int = _knob(
+        20, _TUNE, "Most settings that the search tries.", minimum=1
     )
 
     batch_d2d_memcopies: bool = _knob(
         True, _COMPAT, "Batched copies into the fusion buffer; there is no such kernel to switch."
+    )
+    autotune_gaussian_process_noise: float = _knob(
+        0.8,
+        _COMPAT,
+        "Without effect, 0 to 1: autotuning uses no Gaussian process.",
+        minimum=0,
+        maximum=1,
     )
     ccl_cache: bool = _knob(False, _COMPAT, "oneCCL is not used.")
     disable_nvtx_ranges: bool = _knob(False, _COMPAT, "No NVTX ranges are emitted.")
@@ -208,6 +238,11 @@ class Config:
         return config
 
 
+def chosen(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
+    """The knobs that the environment sets, be it to their defaults: autotuning keeps them."""
+    return frozenset(knob.name for knob in KNOBS if environ.get(knob.env, "").strip())
+
+
 @dataclass(frozen=True)
 class Knob:
     """One row of the table."""
@@ -219,6 +254,7 @@ class Knob:
     section: str
     help: str
     minimum: float | None
+    maximum: float | None
     choices: tuple[str, ...]
 
     @property
@@ -241,6 +277,8 @@ class Knob:
                 raise ValueError(f"{self.env}={text!r} is not one of {expected}")
         if self.minimum is not None and value < self.minimum:
             raise ValueError(f"{self.env}={text} is below the least allowed value {self.minimum:g}")
+        if self.maximum is not None and value > self.maximum:
+            raise ValueError(f"{self.env}={text} is above the greatest value {self.maximum:g}")
         return value
 
 
@@ -276,6 +314,7 @@ def _make_knobs() -> tuple[Knob, ...]:
                 section=field.metadata["section"],
                 help=field.metadata["help"],
                 minimum=field.metadata["minimum"],
+                maximum=field.metadata["maximum"],
                 choices=field.metadata["choices"],
             )
         )
@@ -292,6 +331,10 @@ IDENTITY: tuple[tuple[str, str], ...] = (
         "The same among the hosts that have a process of this local rank.",
     ),
     ("HOROVOD_HOSTNAME", "This host's name as the launcher knows it."),
+    (
+        "HOROVOD_WORKER_ID",
+        "This process's name in an elastic job, whose driver decides about ranks while it runs.",
+    ),
     (
         "HOROVOD_GLOO_RENDEZVOUS_ADDR, HOROVOD_GLOO_RENDEZVOUS_PORT",
         "Where the launcher serves the job's store.",

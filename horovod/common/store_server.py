@@ -12,6 +12,7 @@ import heapq
 import itertools
 import math
 import os
+import resource
 import selectors
 import socket
 import threading
@@ -29,6 +30,11 @@ _ACCEPT_PAUSE = 0.1
 """Seconds without accepting after the process ran out of file descriptors."""
 
 _OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+def _most_pending() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1024 if soft == resource.RLIM_INFINITY else max(8, min(1024, soft // 4))
 
 
 class _Connection:
@@ -50,8 +56,10 @@ class StoreServer:
 
     It listens on exactly the address given. Peers that do not complete the handshake within
     ``handshake_timeout`` seconds are dropped, and of more than ``max_pending`` unfinished
-    handshakes the oldest. ``rejected`` counts the connections that were refused or broke the
-    protocol; ``store`` is the served store, for use inside the serving process.
+    handshakes the oldest (by default as many as leave most of this process's descriptors free).
+    ``rejected`` counts the connections that were refused or broke the protocol; the 1st, 10th,
+    100th ... is told in a warning, all at level debug. ``store`` is the served store, for use
+    inside the serving process; several servers may share one, to serve it on several addresses.
     """
 
     def __init__(
@@ -60,16 +68,17 @@ class StoreServer:
         key: bytes,
         port: int = 0,
         *,
+        store: MemoryStore | None = None,
         handshake_timeout: float = 10.0,
-        max_pending: int = 1024,
+        max_pending: int | None = None,
         max_frame: int = MAX_FRAME,
     ) -> None:
         self._key = check_key(key)
         self._handshake_timeout = handshake_timeout
-        self._max_pending = max_pending
+        self._max_pending = max_pending or _most_pending()
         self._max_frame = max_frame
         self._pid = os.getpid()
-        self.store = MemoryStore()
+        self.store = MemoryStore() if store is None else store
         self.rejected = 0
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=1024)
@@ -112,7 +121,7 @@ class StoreServer:
     def _key_changed(self, key: str) -> None:
         if threading.current_thread() is self._thread:
             self._release(key)
-        else:
+        elif not self._closing:
             self._changed_keys.append(key)
             self._wake()
 
@@ -190,6 +199,9 @@ class StoreServer:
             except OSError as error:
                 if error.errno not in _OUT_OF_RESOURCES:
                     raise
+                if self._pending:  # whoever holds descriptors without a word makes room
+                    self._reject(next(iter(self._pending)), "out of descriptors")
+                    continue
                 get_logger(__name__).warning("the store cannot accept connections: %s", error)
                 self._selector.unregister(self._listener)
                 self._accept_again = time.monotonic() + _ACCEPT_PAUSE
@@ -225,10 +237,9 @@ class StoreServer:
             return
         session = connection.session
         if not data:
-            if session.between_frames:
-                self._drop(connection, "closed by the peer")
-            else:
-                self._reject(connection, "closed in the middle of an exchange")
+            if not session.between_frames:
+                self.rejected += 1
+            self._drop(connection, "closed by the peer")
             return
         try:
             messages = session.feed(data)
@@ -336,9 +347,19 @@ class StoreServer:
             self._selector.modify(connection.socket, events, connection)
 
     def _reject(self, connection: _Connection, reason: str) -> None:
-        if connection.open:
-            self.rejected += 1
-            self._drop(connection, reason)
+        if not connection.open:
+            return
+        self.rejected += 1
+        if str(self.rejected).strip("0") == "1":  # a flood of them must not flood the log
+            get_logger(__name__).warning(
+                "the job's store at %s:%d refused a connection from %s: %s (%d so far)",
+                self.address,
+                self.port,
+                connection.peer,
+                reason,
+                self.rejected,
+            )
+        self._drop(connection, reason)
 
     def _drop(self, connection: _Connection, reason: str) -> None:
         if not connection.open:

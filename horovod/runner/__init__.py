@@ -1,5 +1,26 @@
-"""Starting jobs: the ``horovodrun`` command.
+"""Starting jobs: the ``horovodrun`` command, and ``horovod.run``.
 
-launch -> arguments, hosts, worker_env (what to start) -> workers (start it, through the guard
-process) -> supervise (output, failures, signals) -> report (what went wrong first).
+launch -> arguments, hosts, worker_env (what to start) -> static_job (when, and what a failure
+means) -> supervise (the loop) -> host_agent, ssh (one agent for each host) -> report (what went
+wrong first). agent, agent_output, bootstrap, cores, frames, probe and processes run on the hosts.
+controllers hands a job over to mpirun or jsrun. run_function is ``horovod.run``, run_task and
+function_call belong to it.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from horovod.runner.run_function import run
+
+__all__ = ["run"]
+
+
+def __getattr__(name: str) -> Any:
+    """``horovod.runner.run`` is ``horovod.run``; who only launches does not pay for it."""
+    if name == "run":
+        from horovod.runner.run_function import run
+
+        return run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

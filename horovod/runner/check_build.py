@@ -6,42 +6,112 @@ or crash, and the launcher stays free of it. Called by `launch` only.
 
 from __future__ import annotations
 
-import os
+import json
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import horovod
 
-_PROBE_SECONDS = 120
+_PROBE_SECONDS = 120.0
 
-# What a probe prints on its last line are the names that are usable.
+# The last line that a probe prints is JSON: for each name that is usable, its version or kind.
+_FRAMEWORK = """
+import importlib, json
+framework = importlib.import_module({module!r})
+importlib.import_module({binding!r})
+print("\\n" + json.dumps({{{name!r}: getattr(framework, "__version__", "")}}))
+"""
 _TORCH = """
+import datetime, json
 import torch, horovod.torch
 import torch.distributed as dist
-found = ["PyTorch"]
-if dist.is_available():
-    if dist.is_gloo_available():
-        found.append("Gloo")
-    if dist.is_nccl_available() and torch.cuda.is_available():
-        found.append("NCCL")
-    if getattr(dist, "is_xccl_available", bool)() and torch.xpu.is_available():
-        found.append("XCCL")
-print("\\n" + " ".join(found))
+found = {"PyTorch": torch.__version__}
+if dist.is_available() and dist.is_gloo_available():
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = datetime.timedelta(seconds=30)
+    dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options).barrier().wait()
+    found["Gloo"] = ""
+if dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available():
+    found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+if dist.is_available() and getattr(dist, "is_xccl_available", bool)() and torch.xpu.is_available():
+    found["XCCL"] = ""
+print("\\n" + json.dumps(found))
 """
-_TENSORFLOW = "import tensorflow, horovod.tensorflow; print('\\nTensorFlow')"
-_MXNET = "import mxnet, horovod.mxnet; print('\\nMXNet')"
 _MPI = """
+import json
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-print(MPI.Get_library_version())
-print("\\nMPI")
+library = MPI.Get_library_version().strip("\\0 \\n").partition("\\n")[0].partition(",")[0]
+print("\\n" + json.dumps({"MPI": f"{library}, mpi4py {mpi4py.__version__}"}))
 """
-_PROBES = (_TENSORFLOW, _TORCH, _MXNET, _MPI)
+# A child that reads its parent's memory needs the same right as one rank that reads another's.
+_SHARED_MEMORY = """
+import ctypes, json, mmap, os, socket
+secret = os.urandom(16)
+memory = os.memfd_create("horovod-check")
+os.truncate(memory, mmap.PAGESIZE)
+ours, theirs = socket.socketpair()
+os.close(os.pidfd_open(os.getpid()))
+source = ctypes.create_string_buffer(secret, len(secret))
+child = os.fork()
+if child == 0:
+    _, (received, bell), _, _ = socket.recv_fds(theirs, 1, 2)
+    mmap.mmap(received, mmap.PAGESIZE)[: len(secret)] = secret
+    os.eventfd_write(bell, 1)
+    try:
+        from horovod.transport.peer_memory import PeerMemory
+        copy = ctypes.create_string_buffer(len(secret))
+        PeerMemory(os.getppid()).read(
+            ctypes.addressof(copy), ctypes.addressof(source), len(secret)
+        )
+        os._exit(0 if copy.raw == secret else 1)
+    except BaseException as error:
+        print("reading another process's memory:", error, flush=True)
+        os._exit(1)
+from horovod.transport.peer_memory import allow_peers
+allow_peers([child])
+bell = os.eventfd(0)
+socket.send_fds(ours, [b"x"], [memory, bell])
+direct = os.waitpid(child, 0)[1] == 0
+os.eventfd_read(bell)
+assert mmap.mmap(memory, mmap.PAGESIZE)[: len(secret)] == secret
+print("\\n" + json.dumps({"Shared memory": "memfd, process_vm_readv" if direct else "memfd"}))
+"""
+
+
+@dataclass(frozen=True)
+class _Probe:
+    program: str
+    name: str = ""  # what it looks for, where that is one thing
+    module: str = ""  # whose absence needs no explanation
+
+
+_FRAMEWORKS = (
+    ("TensorFlow", "tensorflow"),
+    ("Keras", "keras"),
+    ("MXNet", "mxnet"),
+    ("JAX", "jax"),
+)
+_PROBES = (
+    _Probe(_TORCH, "PyTorch", "torch"),
+    _Probe(_MPI, "MPI", "mpi4py"),
+    _Probe(_SHARED_MEMORY, "Shared memory"),
+    *(
+        _Probe(
+            _FRAMEWORK.format(module=module, binding=f"horovod.{module}", name=name), name, module
+        )
+        for name, module in _FRAMEWORKS
+    ),
+)
 
 _SECTIONS = (
-    ("Available Frameworks", ("TensorFlow", "PyTorch", "MXNet")),
+    ("Available Frameworks", ("TensorFlow", "PyTorch", "Keras", "MXNet", "JAX")),
     ("Available Controllers", ("MPI", "Gloo")),
     (
         "Available Tensor Operations",
@@ -52,11 +122,12 @@ _SECTIONS = (
 
 def check_build(*, verbose: bool = False) -> str:
     """The report; with ``verbose``, what the probes said comes first."""
-    usable: set[str] = set()
+    usable: dict[str, str] = {}
+    problems: dict[str, str] = {}
     said: list[str] = []
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", probe],
+            [sys.executable, "-c", probe.program],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -65,37 +136,42 @@ def check_build(*, verbose: bool = False) -> str:
         )
         for probe in _PROBES
     ]
-    for process in processes:
-        try:
-            output, _ = process.communicate(timeout=_PROBE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
-            output += f"\n(no answer within {_PROBE_SECONDS} s)"
-        if process.returncode == 0:
-            output, _, names = output.rstrip().rpartition("\n")
-            usable.update(names.split())
+    deadline = time.monotonic() + _PROBE_SECONDS
+    for probe, process in zip(_PROBES, processes, strict=True):
+        output, problem = _finish(process, deadline)
+        if problem is None:
+            output, _, found = output.rpartition("\n")
+            usable.update(json.loads(found))
+        elif not (probe.module and f"No module named '{probe.module}'" in problem):
+            problems[probe.name] = problem
         if output.strip():
             said.append(output.strip())
-    if _has_shared_memory():
-        usable.add("Shared memory")
-    text = [f"Horovod v{horovod.__version__}:"]
+    report = _report(usable, problems)
+    return "\n".join([*said, "", report]) if verbose and said else report
+
+
+def _finish(process: subprocess.Popen[str], deadline: float) -> tuple[str, str | None]:
+    """What a probe printed, and in one line what went wrong."""
+    try:
+        output, _ = process.communicate(timeout=max(5.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        return output, f"no answer within {_PROBE_SECONDS:g} s"
+    output = output.rstrip()
+    if process.returncode < 0:
+        return output, f"the check was ended by {signal.Signals(-process.returncode).name}"
+    if process.returncode > 0:
+        return output, output.rpartition("\n")[2] or f"exit status {process.returncode}"
+    return output, None
+
+
+def _report(usable: Mapping[str, str], problems: Mapping[str, str]) -> str:
+    lines = [f"Horovod v{horovod.__version__}:"]
     for title, entries in _SECTIONS:
-        text += ["", f"{title}:"]
-        text += [f"    [{'X' if entry in usable else ' '}] {entry}" for entry in entries]
-    return "\n".join([*said, "", *text] if verbose and said else text)
-
-
-def _has_shared_memory() -> bool:
-    """Whether the kernel offers what the transport inside one host is made of."""
-    attempts: tuple[Callable[[], int], ...] = (
-        lambda: os.memfd_create("horovod-check"),
-        lambda: os.eventfd(0),
-        lambda: os.pidfd_open(os.getpid()),
-    )
-    for attempt in attempts:
-        try:
-            os.close(attempt())
-        except (AttributeError, OSError):
-            return False
-    return True
+        lines += ["", f"{title}:"]
+        for entry in entries:
+            detail = usable.get(entry) or problems.get(entry)
+            box = "X" if entry in usable else " "
+            lines.append(f"    [{box}] {entry}" + (f" ({detail})" if detail else ""))
+    return "\n".join(lines)

@@ -1,7 +1,8 @@
 """``horovodrun``: from the command line to the exit status.
 
-The console script and ``python -m horovod.runner`` call `run_commandline`. Everything here is
-cheap to import (no framework): workers start within a fraction of a second.
+The console script and ``python -m horovod.runner`` call `run_commandline`; ``horovod.run`` calls
+`run_job`, which only takes signals over when it runs in the main thread. Everything here is cheap
+to import (no framework): workers start within a fraction of a second.
 """
 
 from __future__ import annotations
@@ -9,41 +10,27 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import BinaryIO
 
 import horovod
-from horovod.common.store import StoreServer
+from horovod.common.logging import LEVELS, get_logger
+from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
+from horovod.runner import controllers
 from horovod.runner.arguments import parse_args
 from horovod.runner.console import Console
-from horovod.runner.hosts import Slot, plan_slots
-from horovod.runner.report import describe_failure, exit_status
+from horovod.runner.hosts import Slot, is_local, plan_slots
+from horovod.runner.meeting import MeetingPlace
+from horovod.runner.outputs import STREAMS, Outputs
+from horovod.runner.report import LaunchError, Outcome, describe_failure, exit_status
+from horovod.runner.ssh import Ssh
+from horovod.runner.static_job import JobRequest, StaticJob
 from horovod.runner.supervise import Supervisor
-from horovod.runner.tunables import chosen, without_effect
-from horovod.runner.worker_env import (
-    KEY,
-    Meeting,
-    common_variables,
-    slot_variables,
-    terminal_variables,
-    threads_per_worker,
-    usable_cores,
-)
-from horovod.runner.workers import WorkerSpec, start_workers
-
-_LOOPBACK = "127.0.0.1"
-
-
-class LaunchError(Exception):
-    """The job cannot be started; the message is for the person who typed the command."""
-
-    def __init__(self, message: str, status: int = 1) -> None:
-        super().__init__(message)
-        self.status = status
+from horovod.runner.tunables import settings, settings_environment
+from horovod.runner.worker_env import terminal_variables
 
 
 def run_commandline(argv: Sequence[str] | None = None) -> int:
@@ -57,9 +44,26 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
 
         print(check_build(verbose=options.verbose))
         return 0
+    get_logger().setLevel(LEVELS[settings(options, os.environ).log_level])
     console = Console(timestamps=options.prefix_timestamp)
+    for notice in options.notices:
+        console.say(notice)
     try:
-        return _run_job(options, console)
+        controller = controllers.choose(options, os.environ)
+        if controller != controllers.GLOO:
+            return _run_elsewhere(controller, options, console)
+        if options.dry_run:
+            from horovod.runner.dry_run import describe_plan
+
+            request = make_request(options, options.command, os.environ)
+            print(describe_plan(request))
+            return 0
+        env = {**os.environ, **_terminal(console)}
+        outcome = run_job(options, options.command, env=env, console=console)
+        if outcome.problem:
+            console.say(outcome.problem)
+        console.write(outcome.account)
+        return exit_status(outcome)
     except LaunchError as error:
         console.say(str(error))
         return error.status
@@ -67,46 +71,79 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _run_job(options: argparse.Namespace, console: Console) -> int:
-    executable = _find(options.command[0])
+def run_job(
+    options: argparse.Namespace,
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    store: MemoryStore | None = None,
+    console: Console | None = None,
+) -> Outcome:
+    """Run ``command`` as the options say, until the end; the outcome tells what went wrong.
+
+    ``env`` is what the workers' environment is made from (by default this process's own). ``store``
+    is what the workers reach as the job's store: put something in before, or look into it after.
+    `LaunchError` when the job cannot even begin.
+    """
+    console = console or Console(timestamps=options.prefix_timestamp)
+    if options.elastic:
+        from horovod.runner.elastic.job import run_elastic_job
+
+        environ = os.environ if env is None else env
+        if any(is_local(host.name) for host in options.hosts):
+            find_command(command[0], environ.get("PATH"))
+        return run_elastic_job(options, command, environ, store, console)
+    request = make_request(options, command, os.environ if env is None else env)
+    if any(is_local(name) for name in request.hosts):
+        find_command(command[0], request.env.get("PATH"))
+    with ExitStack() as stack:
+        copies = _open_copies(options.output_filename, request.slots, stack)
+        outputs = Outputs(console, options.output_ranks)
+        for slot in request.slots:
+            outputs.open(slot.rank, slot.rank, copies.get(slot.rank, {}))
+        place = MeetingPlace(new_key(), store)
+        stack.callback(place.close)
+        supervisor = Supervisor(console, outputs)
+        stack.callback(supervisor.close)
+        if options.verbose:
+            console.say(f"running {list(command)!r} as {len(request.slots)} processes")
+            for slot in request.slots:
+                console.say(f"rank {slot.rank}: {slot.hostname}, local rank {slot.local_rank}")
+        outcome = StaticJob(request, place, supervisor).run()
+    first = outcome.first_failure
+    if first is None:
+        outcome.account = describe_failure(outcome, [])
+    else:
+        log = copies[first.rank]["stderr"].name if copies else None
+        outcome.account = describe_failure(outcome, outputs.tail(first.rank), log)
+    return outcome
+
+
+def make_request(
+    options: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]
+) -> JobRequest:
+    """What the options ask for; `LaunchError` where the hosts have too few slots."""
     try:
         slots = plan_slots(options.hosts, options.num_proc)
     except ValueError as error:
         raise LaunchError(str(error), status=2) from None
-    with ExitStack() as stack:
-        copies = _open_copies(options.output_filename, slots, stack)
-        meeting = _open_meeting(stack)
-        env = _environment(options, slots, meeting, console)
-        if options.verbose:
-            _describe(options.command, slots, env, console)
-        try:
-            workers = start_workers(
-                executable,
-                options.command,
-                env,
-                [WorkerSpec(slot.rank, slot_variables(slot)) for slot in slots],
-            )
-        except OSError as error:
-            raise LaunchError(
-                f"cannot start {len(slots)} workers: {error.strerror} (each takes two pipes; "
-                f"'ulimit -n' limits how many descriptors a process may have)"
-            ) from None
-        stack.callback(workers.close)
-        supervisor = Supervisor(workers, console, copies, verbose=options.verbose)
-        outcome = supervisor.run()
-    if outcome.problem:
-        console.say(outcome.problem)
-    first = outcome.first_failure
-    if first is not None:
-        log = copies[first.rank, "stderr"].name if copies else None
-        tail = supervisor.stderr_tail(first.rank)
-        console.write(describe_failure(outcome, slots[first.rank].hostname, tail, log))
-    return exit_status(outcome)
+    timeout = settings(options, env).start_timeout
+    return JobRequest(
+        command=command,
+        slots=slots,
+        env={**env, **settings_environment(options, env)},
+        cwd=os.getcwd(),
+        ssh=Ssh(options.ssh_port, options.ssh_identity_file, timeout),
+        nics=options.network_interfaces or (),
+        start_timeout=timeout,
+        cpu_bind=options.cpu_bind,
+        verbose=options.verbose,
+    )
 
 
-def _find(command: str) -> str:
-    """The executable that ``command`` names, as a shell would find it."""
-    found = shutil.which(command)
+def find_command(command: str, path: str | None = None) -> str:
+    """The executable that ``command`` names here, as a shell would find it."""
+    found = shutil.which(command, path=path)
     if found:
         return found
     if not os.path.exists(command):
@@ -123,11 +160,23 @@ def _find(command: str) -> str:
     raise LaunchError(f"{command!r} is not executable; {why}", status=126)
 
 
+def _run_elsewhere(controller: str, options: argparse.Namespace, console: Console) -> int:
+    """Let mpirun or jsrun start the processes; does not return unless this is a dry run."""
+    request = make_request(options, options.command, os.environ)
+    plan = controllers.plan(controller, options, request, dry=options.dry_run)
+    if options.dry_run:
+        print(controllers.describe(plan))
+        return 0
+    if options.verbose:
+        console.say(f"running {plan.command!r}")
+    controllers.replace_us(plan)
+
+
 def _open_copies(
     directory: str | None, slots: Sequence[Slot], stack: ExitStack
-) -> dict[tuple[int, str], BinaryIO]:
+) -> dict[int, dict[str, BinaryIO]]:
     """DIR/rank.<n>/stdout and stderr for every rank, numbers padded to the same width."""
-    copies: dict[tuple[int, str], BinaryIO] = {}
+    copies: dict[int, dict[str, BinaryIO]] = {}
     if directory is None:
         return copies
     width = len(str(len(slots) - 1))
@@ -135,9 +184,9 @@ def _open_copies(
         for slot in slots:
             folder = os.path.join(directory, f"rank.{slot.rank:0{width}d}")
             os.makedirs(folder, exist_ok=True)
-            for stream in ("stdout", "stderr"):
+            for stream in STREAMS:
                 file = open(os.path.join(folder, stream), "wb", buffering=0)  # noqa: SIM115
-                copies[slot.rank, stream] = stack.enter_context(file)
+                copies.setdefault(slot.rank, {})[stream] = stack.enter_context(file)
     except OSError as error:
         raise LaunchError(
             f"argument --output-filename: cannot write {error.filename!r}: {error.strerror}",
@@ -146,47 +195,8 @@ def _open_copies(
     return copies
 
 
-def _open_meeting(stack: ExitStack) -> Meeting:
-    """The store where the ranks meet, served by this process while the job runs."""
-    key = new_key()
-    server = StoreServer(_LOOPBACK, key)
-    stack.callback(server.close)
-    with socket.create_server((_LOOPBACK, 0)) as probe:
-        free_port = probe.getsockname()[1]
-    return Meeting(_LOOPBACK, server.port, free_port, key)
-
-
-def _environment(
-    options: argparse.Namespace, slots: Sequence[Slot], meeting: Meeting, console: Console
-) -> dict[str, str]:
-    """What all workers get: the launcher's own environment, options, and the meeting place."""
-    values = chosen(options)
-    for name, why in without_effect(values, os.environ).items():
-        console.say(why)
-        del values[name]
-    env = {**os.environ, **values, **common_variables(meeting)}
-    if console.is_terminal:
-        env.update(terminal_variables(console.width, os.environ))
-    if not os.environ.get("OMP_NUM_THREADS"):
-        local_size = slots[0].local_size
-        threads = threads_per_worker(local_size)
-        env["OMP_NUM_THREADS"] = str(threads)
-        console.say(
-            f"OMP_NUM_THREADS={threads} for each worker ({usable_cores()} cores, {local_size} "
-            f"workers); set it yourself to choose otherwise"
-        )
-    return env
-
-
-def _describe(
-    command: Sequence[str], slots: Sequence[Slot], env: dict[str, str], console: Console
-) -> None:
-    console.say(f"running {list(command)!r} as {len(slots)} processes")
-    for slot in slots:
-        console.say(f"rank {slot.rank}: {slot.hostname}, local rank {slot.local_rank}")
-    for name in sorted(env):
-        if name.startswith(("HOROVOD_", "MASTER_")) and name != KEY:
-            console.say(f"{name}={env[name]}")
+def _terminal(console: Console) -> dict[str, str]:
+    return terminal_variables(console.width, os.environ) if console.is_terminal else {}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What became of a job: its exit status, and the account of the first failure.
 
-`supervise` fills an `Outcome` in, `launch` prints `describe_failure` and exits with `exit_status`.
+`static_job` fills an `Outcome` in, `launch` adds `describe_failure`, prints it, and exits with
+`exit_status`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,14 @@ _KEPT_LINES = 200
 _KEPT_BYTES = 2000
 _SHOWN_LINES = 30
 _TRACEBACK = "Traceback (most recent call last):"
+
+
+class LaunchError(Exception):
+    """The job cannot be started; the message is for the person who typed the command."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Tail:
@@ -49,6 +58,7 @@ class Exit:
     rank: int
     pid: int
     code: int
+    host: str = "localhost"
 
     @property
     def status(self) -> int:
@@ -65,16 +75,28 @@ class Exit:
         return f"killed by {name} (exit code {self.status})"
 
 
+@dataclass(frozen=True)
+class LostHost:
+    """A host whose agent, or the connection to it, ended while its workers ran."""
+
+    name: str
+    ranks: Sequence[int]
+    how: str
+    last_words: str  # of ssh, or of the agent
+
+
 @dataclass
 class Outcome:
     """Everything the exit status and the report depend on."""
 
     exits: list[Exit] = field(default_factory=list)  # in the order of dying
     first_failure: Exit | None = None
+    lost: LostHost | None = None  # where that came first
     interrupted: int | None = None  # the signal that the launcher got first
     output_lost: bool = False
     problem: str = ""  # what kept the launcher itself from doing its work
     problem_status: int = 1
+    account: str = ""  # of the first failure, for people
 
 
 def first_to_fail(batch: Sequence[Exit]) -> Exit | None:
@@ -92,6 +114,8 @@ def exit_status(outcome: Outcome) -> int:
     """What horovodrun exits with."""
     if outcome.first_failure is not None:
         return outcome.first_failure.status
+    if outcome.lost is not None:
+        return 1
     if outcome.problem:
         return outcome.problem_status
     if outcome.interrupted is not None:
@@ -101,17 +125,17 @@ def exit_status(outcome: Outcome) -> int:
     return 0
 
 
-def describe_failure(
-    outcome: Outcome, hostname: str, tail: Sequence[str], log: str | None = None
-) -> str:
-    """The account of the first failure; empty when no rank failed."""
-    first = outcome.first_failure
-    if first is None:
+def describe_failure(outcome: Outcome, tail: Sequence[str], log: str | None = None) -> str:
+    """The account of the first failure; empty when nothing failed."""
+    first, lost = outcome.first_failure, outcome.lost
+    if first is not None:
+        row = (str(first.rank), first.host, str(first.pid), first.describe())
+    elif lost is not None:
+        row = (ranges(lost.ranks), lost.name, "-", lost.how)
+        tail = lost.last_words.splitlines()
+    else:
         return ""
-    rows = [
-        ("rank", "host", "pid", "ended with"),
-        (str(first.rank), hostname, str(first.pid), first.describe()),
-    ]
+    rows = [("rank", "host", "pid", "ended with"), row]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     table = [
         "  "
@@ -126,13 +150,27 @@ def describe_failure(
         *table,
         "",
     ]
-    if tail:
-        text += [f"Last lines of its stderr{f' (all of it: {log})' if log else ''}:", ""]
-        text += [f"  {line}".rstrip() for line in tail]
+    if first is None:
+        text.append("Its last words:" if tail else "It said nothing.")
+    elif tail:
+        text.append(f"Last lines of its stderr{f' (all of it: {log})' if log else ''}:")
     else:
         text.append(f"It wrote nothing to stderr.{_hint(first)}")
+    if tail:
+        text += ["", *(f"  {line}".rstrip() for line in tail)]
     text += [*_others(outcome, first), ""]
     return "\n".join(text) + "\n"
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """``0-3,5`` for people."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
 
 
 def _hint(first: Exit) -> str:
@@ -141,7 +179,7 @@ def _hint(first: Exit) -> str:
     return ""
 
 
-def _others(outcome: Outcome, first: Exit) -> list[str]:
+def _others(outcome: Outcome, first: Exit | None) -> list[str]:
     later = [
         one
         for one in outcome.exits

@@ -1,202 +1,219 @@
-"""Watching a running job: forward output, notice the first failure, obey signals.
+"""The launcher's loop: agents, their workers' output, signals and timers, in one thread.
 
-`launch` calls `supervise` once the workers are started. One thread, one selector over the
-workers' pipes, the guard's events and the signals: it sleeps until something happens.
+A job puts its agents in with `Supervisor.add`, gives a `Handler` (its policy: what to do when a
+host is ready, a worker ends, a host is lost) and calls `run`. Both kinds of job use it: the fixed
+one of `static_job` and the elastic driver. The loop sleeps until something happens.
 """
 
 from __future__ import annotations
 
-import os
+import heapq
+import itertools
 import selectors
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
-from horovod.runner.console import Console, Source
-from horovod.runner.lines import Line, LineSplitter
-from horovod.runner.report import Exit, Outcome, Tail, first_to_fail
-from horovod.runner.workers import Workers, kill_groups
+from horovod.runner.console import Console
+from horovod.runner.host_agent import AgentEnded, AgentEvent, HostAgent, Output
+from horovod.runner.outputs import Outputs
 
 FAILURE_GRACE = 5.0
-"""Seconds between SIGTERM and SIGKILL for the other ranks after one has failed."""
+"""Seconds between SIGTERM and SIGKILL for the other workers after one has failed."""
 
 INTERRUPT_GRACE = 30.0
 """The same after Ctrl-C or SIGTERM: time to write a checkpoint."""
 
-_CHUNK = 1 << 16
+_KILL_PATIENCE = 3.0
 
 
-class _Stream:
-    """One pipe of one worker."""
+class Handler(Protocol):
+    """What a job does when something happens. All calls come from the loop."""
 
-    def __init__(self, fd: int, rank: int, stream: str, copy: BinaryIO | None) -> None:
-        self.fd = fd
-        self.source = Source(rank, stream)
-        self.splitter = LineSplitter()
-        self.tail = Tail()
-        self.copy = copy
+    def ready(self, agent: HostAgent) -> None:
+        """The agent runs; ``agent.hello`` tells about its host."""
+
+    def probed(self, agent: HostAgent, answer: dict[str, Any]) -> None:
+        """The answer to ``agent.probe``."""
+
+    def started(self, agent: HostAgent, worker: int, pid: int) -> None:
+        """A worker runs."""
+
+    def failed(self, agent: HostAgent, worker: int, number: int, what: str) -> None:
+        """A worker could not be started: an errno, and the file concerned."""
+
+    def exited(self, agent: HostAgent, exits: Sequence[tuple[int, int]]) -> None:
+        """Workers were found dead at the same moment: id and code, negative for signals."""
+
+    def lost(self, agent: HostAgent, code: int) -> None:
+        """The agent, or the connection to it, ended without being told; ``code`` is its own."""
 
 
 class Supervisor:
-    """Drives one job from "started" to "nothing left"."""
+    """Drives a job until none of its agents is left."""
 
-    def __init__(
-        self,
-        workers: Workers,
-        console: Console,
-        copies: dict[tuple[int, str], BinaryIO],
-        *,
-        verbose: bool = False,
-    ) -> None:
-        self._workers = workers
-        self._console = console
-        self._verbose = verbose
-        self._outcome = Outcome()
-        self._pids: dict[int, int] = {}
-        self._running: set[int] = set()
-        self._finished = False
-        self._stopping = False
-        self._signals: list[int] = []
+    def __init__(self, console: Console, outputs: Outputs) -> None:
+        self.console = console
+        self.signals: list[int] = []  # what the launcher got, in this order
+        self.stopping = False
+        self.held = False  # run on without any agent: some may come
+        self._outputs = outputs
+        self._agents: list[HostAgent] = []
+        self._writing: set[HostAgent] = set()  # those whose pipe is full
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._notes: set[str] = set()
         self._announced = 0
         self._selector = selectors.DefaultSelector()
-        self._streams = {
-            fd: _Stream(fd, rank, stream, copies.get((rank, stream)))
-            for fd, (rank, stream) in workers.outputs.items()
-        }
+        self._handler: Handler | None = None
 
-    def run(self) -> Outcome:
-        """Until the guard has ended, which it does when no process of the job is left."""
-        for stream in self._streams.values():
-            self._selector.register(stream.fd, selectors.EVENT_READ, stream)
-        self._selector.register(self._workers.events_fd, selectors.EVENT_READ, "events")
+    # -- for the job -----------------------------------------------------------------------
+
+    def add(self, agent: HostAgent) -> None:
+        """From now on watch this agent."""
+        self._agents.append(agent)
+        self.watch(agent.output_fd, lambda: self._take(agent))
+        self.watch(agent.errors_fd, lambda: self._take_errors(agent))
+        if self.signals:  # came while it was started
+            self._stop_agent(agent, INTERRUPT_GRACE)
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call back whenever the descriptor is readable."""
+        self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def unwatch(self, fd: int) -> None:
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call back from the loop after this time, if it still runs."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), callback))
+
+    def stop(self, grace: float) -> None:
+        """End all workers on all hosts, and then the agents."""
+        if not self.stopping:
+            self.stopping = True
+            for agent in self._agents:
+                self._stop_agent(agent, grace)
+
+    def run(self, handler: Handler) -> None:
+        """Until all agents have ended; where the job is held, until it is stopped as well."""
+        self._handler = handler
         with self._signals_wake_us():
-            guard_alive = True
-            while guard_alive:
-                for key, _ in self._selector.select():
-                    if isinstance(key.data, _Stream):
-                        self._forward(key.data)
-                    elif key.data == "events":
-                        guard_alive = self._take_events()
-                    else:
-                        key.data()
-            self._drain()
-        self._console.finish()
+            while self._agents or (self.held and not self.stopping and not self.signals):
+                self._mind_unsent_commands()
+                for key, _ in self._selector.select(self._patience()):
+                    key.data()
+                self._call_due()
+                if self.console.broken:
+                    self.stop(FAILURE_GRACE)
+        self._outputs.finish()
+        self.console.finish()
+
+    def close(self) -> None:
+        """Let go of agents that are left, which then end their workers, and wait for them."""
+        agents, self._agents = self._agents, []
+        for agent in agents:
+            if agent.hello is None and agent.ssh is not None:
+                agent.abandon()
+            agent.release()
+        for agent in agents:
+            agent.wait()
         self._selector.close()
-        self._outcome.output_lost = self._console.broken
-        return self._outcome
 
-    def stderr_tail(self, rank: int) -> list[str]:
-        """The last lines that a rank wrote to stderr."""
-        return next(
-            stream.tail.lines()
-            for stream in self._streams.values()
-            if stream.source.rank == rank and stream.source.stream == "stderr"
-        )
+    # -- agents ----------------------------------------------------------------------------
 
-    # -- output ----------------------------------------------------------------------------
+    def _mind_unsent_commands(self) -> None:
+        for agent in self._agents:
+            if agent.unsent and agent not in self._writing:
+                self._writing.add(agent)
+                self._selector.register(agent.input_fd, selectors.EVENT_WRITE, agent.flush)
+            elif agent in self._writing and not agent.unsent:
+                self._writing.remove(agent)
+                self._selector.unregister(agent.input_fd)
 
-    def _forward(self, stream: _Stream) -> bool:
-        """Pass on what is there to read; False when there is no more, now or ever."""
-        try:
-            data = os.read(stream.fd, _CHUNK)
-        except BlockingIOError:
-            return False
-        if data:
-            lines = stream.splitter.feed(data)
-            if stream.copy is not None:
-                stream.copy.write(data)
-        else:
-            lines = stream.splitter.finish()
-            self._selector.unregister(stream.fd)
-        self._show(stream, lines)
-        if self._console.broken:
-            self._stop(FAILURE_GRACE)
-        return bool(data)
-
-    def _show(self, stream: _Stream, lines: list[Line]) -> None:
-        stream.tail.add(lines)
-        self._console.show(stream.source, lines, stream.splitter.pending)
-
-    def _drain(self) -> None:
-        """Read what is left, without waiting for a foreign process that may hold a pipe."""
-        for fd, stream in self._streams.items():
-            if fd in self._selector.get_map():
-                os.set_blocking(fd, False)
-                while self._forward(stream):
-                    pass
-                self._show(stream, stream.splitter.finish())
-
-    # -- workers ---------------------------------------------------------------------------
-
-    def _take_events(self) -> bool:
-        events = self._workers.events()
-        if events is None:
-            self._guard_ended()
-            return False
-        for event in events:
-            self._take(event)
-        return True
-
-    def _take(self, event: dict[str, Any]) -> None:
-        if "started" in event:
-            self._pids = dict(event["started"])
-            self._running = set(self._pids)
-            for rank, pid in self._pids.items() if self._verbose else ():
-                self._console.say(f"rank {rank} started, pid {pid}")
-        elif "exited" in event:
-            self._take_exits([Exit(rank, self._pids[rank], code) for rank, code in event["exited"]])
-        elif "failed" in event:
-            number = event["failed"]["errno"]
-            self._stopping = True
-            self._outcome.problem = (
-                f"cannot start rank {event['failed']['rank']}: {os.strerror(number)}"
-            )
-            self._outcome.problem_status = 126
-        elif "stuck" in event:
-            pids = ", ".join(map(str, event["stuck"]))
-            self._console.say(f"these processes did not end even after SIGKILL: {pids}")
-        else:
-            self._finished = True
-
-    def _take_exits(self, batch: Sequence[Exit]) -> None:
-        self._outcome.exits += batch
-        self._running -= {one.rank for one in batch}
-        for one in batch if self._verbose else ():
-            self._console.say(f"rank {one.rank} ended: {one.describe()}")
-        failure = first_to_fail(batch)
-        if failure is None or self._stopping or self._signals:
+    def _take(self, agent: HostAgent) -> None:
+        if agent not in self._agents:
             return
-        self._outcome.first_failure = failure
-        others = f"; stopping the other {len(self._running)}" if self._running else ""
-        self._console.say(f"rank {failure.rank} failed: {failure.describe()}{others}")
-        self._stop(FAILURE_GRACE)
+        for event in agent.read():
+            if isinstance(event, Output):
+                self._outputs.take(event.worker, event.stream, event.data)
+            elif isinstance(event, AgentEnded):
+                self._remove(agent, event.finished)
+            else:
+                self._pass_on(agent, event)
 
-    def _stop(self, grace: float) -> None:
-        if not self._stopping:
-            self._stopping = True
-            self._workers.stop(grace)
+    def _pass_on(self, agent: HostAgent, event: AgentEvent) -> None:
+        handler, content = self._handler, event.content
+        assert handler is not None
+        if event.kind == "hello":
+            handler.ready(agent)
+        elif event.kind == "probed":
+            handler.probed(agent, content)
+        elif event.kind == "started":
+            handler.started(agent, content["id"], content["pid"])
+        elif event.kind == "failed":
+            handler.failed(agent, content["id"], content["errno"], content["what"])
+        elif event.kind == "exited":
+            handler.exited(agent, [(worker, code) for worker, code in content])
+        elif event.kind == "note":
+            self._note(f"{agent.name}: {content}")
+        elif event.kind == "stuck":
+            pids = ", ".join(map(str, content))
+            self._note(f"{agent.name}: these processes did not end even after SIGKILL: {pids}")
 
-    def _guard_ended(self) -> None:
-        if self._finished:
-            return
-        kill_groups([self._pids[rank] for rank in self._running])
-        if not self._outcome.problem:
-            self._outcome.problem = (
-                f"the process that watches over the workers (pid {self._workers.guard_pid}) died; "
-                f"the workers were killed"
-            )
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.add(text)
+            self.console.say(text)
+
+    def _take_errors(self, agent: HostAgent) -> None:
+        if agent in self._agents and not agent.read_errors():
+            self.unwatch(agent.errors_fd)
+
+    def _remove(self, agent: HostAgent, finished: bool) -> None:
+        assert self._handler is not None
+        for fd in (agent.input_fd, agent.output_fd, agent.errors_fd):
+            self.unwatch(fd)
+        self._agents.remove(agent)
+        self._writing.discard(agent)
+        agent.release()
+        code = agent.wait()
+        if not finished:
+            self._handler.lost(agent, code)
+
+    def _stop_agent(self, agent: HostAgent, grace: float) -> None:
+        if agent.hello is None and agent.ssh is not None:
+            agent.abandon()
+        else:
+            agent.stop(grace)
+            agent.finish()
+
+    # -- timers ----------------------------------------------------------------------------
+
+    def _patience(self) -> float | None:
+        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+
+    def _call_due(self) -> None:
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            heapq.heappop(self._timers)[2]()
 
     # -- signals ---------------------------------------------------------------------------
 
     @contextmanager
     def _signals_wake_us(self) -> Iterator[None]:
         """Ctrl-C, SIGTERM and a closed terminal end the job instead of just the launcher."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may have handlers
+            return
         wakeup, waker = socket.socketpair()
         wakeup.setblocking(False)
         waker.setblocking(False)
-        self._selector.register(wakeup, selectors.EVENT_READ, lambda: self._announce(wakeup))
+        self.watch(wakeup.fileno(), lambda: self._announce(wakeup))
         old_waker = signal.set_wakeup_fd(waker.fileno())
         old = {}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -208,26 +225,43 @@ class Supervisor:
             for number, handler in old.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(old_waker)
+            self.unwatch(wakeup.fileno())
             wakeup.close()
             waker.close()
 
     def _interrupt(self, number: int, _frame: object) -> None:
         # Here and not in the loop, which may be blocked writing to a terminal that is paused.
-        self._signals.append(number)
-        self._workers.stop(INTERRUPT_GRACE if len(self._signals) == 1 else 0)
+        self.signals.append(number)
+        for agent in list(self._agents):
+            self._stop_agent(agent, INTERRUPT_GRACE if len(self.signals) == 1 else 0)
 
     def _announce(self, wakeup: socket.socket) -> None:
         wakeup.recv(64)
-        if not self._signals:
+        if not self.signals:
             return
-        if self._outcome.interrupted is None:
-            self._outcome.interrupted = self._signals[0]
         if self._announced == 0:
-            name = signal.Signals(self._signals[0]).name
-            self._console.say(
+            name = signal.Signals(self.signals[0]).name
+            self.console.say(
                 f"got {name}: asked the workers to end, and waiting up to {INTERRUPT_GRACE:.0f} s; "
                 f"once more kills them at once"
             )
-        if self._announced < 2 <= len(self._signals):
-            self._console.say("killing the workers")
-        self._announced = len(self._signals)
+        if self._announced < 2 <= len(self.signals):
+            self.console.say("killing the workers")
+            self.call_later(_KILL_PATIENCE, self._abandon_agents)
+        self._announced = len(self.signals)
+
+    def _abandon_agents(self) -> None:
+        """Hosts that do not answer any more must not hold up a person who is in a hurry."""
+        for agent in self._agents:
+            if agent.ssh is not None:
+                agent.abandon()
+
+
+def raise_descriptor_limit(needed: int) -> None:
+    """Let this process have this many descriptors, where it may. Its children inherit it."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -6,14 +6,25 @@ names of torchrun are there for plain torch.distributed scripts.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from horovod.common.wire import encode_key
 from horovod.runner.hosts import Slot
 
 KEY = "_HOROVOD_SECRET_KEY"
+
+HOSTS_OWN = ("HOME", "LOGNAME", "MAIL", "SHELL", "TMPDIR", "USER", "XDG_RUNTIME_DIR")
+"""Variables that a worker takes from the host it runs on: who the user is there, and where that
+user's files are."""
+
+_STAYS = re.compile(
+    r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|.*CUDA_VISIBLE_DEVICES"  # as ever with horovodrun
+    r"|HOSTNAME|TEMP|TMP|DISPLAY|WAYLAND_DISPLAY|XAUTHORITY|XDG_SESSION_.*|DBUS_.*"
+    r"|SSH_.*|SUDO_.*|WINDOWID|TTY|GPG_TTY|STY|TMUX.*|_HOROVOD_SECRET_KEY|" + "|".join(HOSTS_OWN)
+)
+"""What is true of the launcher's machine and session alone."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,7 @@ class Meeting:
     store_port: int  # the launcher's store
     free_port: int  # for the user's own init_process_group
     key: bytes
+    master: str = ""  # rank 0's host, where that port is; the same address if empty
 
 
 def common_variables(meeting: Meeting) -> dict[str, str]:
@@ -32,7 +44,7 @@ def common_variables(meeting: Meeting) -> dict[str, str]:
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": meeting.address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(meeting.store_port),
         KEY: encode_key(meeting.key),
-        "MASTER_ADDR": meeting.address,
+        "MASTER_ADDR": meeting.master or meeting.address,
         "MASTER_PORT": str(meeting.free_port),
         "PYTHONUNBUFFERED": "1",
     }
@@ -61,13 +73,16 @@ def terminal_variables(columns: int, environ: Mapping[str, str]) -> dict[str, st
     return {"HOROVOD_LAUNCHER_TTY": "1", "COLUMNS": environ.get("COLUMNS", str(room))}
 
 
-def threads_per_worker(local_size: int) -> int:
-    """A fair share of the cores that this process may use."""
-    return max(1, usable_cores() // local_size)
+def travelling(environ: Mapping[str, str]) -> dict[str, str]:
+    """The part of the launcher's environment that goes along to another host."""
+    return {name: value for name, value in environ.items() if not _STAYS.fullmatch(name)}
 
 
-def usable_cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        return os.cpu_count() or 1
+def interface_variables(nics: Sequence[str]) -> dict[str, str]:
+    """Variables that keep the traffic between hosts on these interfaces of a host."""
+    return {"HOROVOD_GLOO_IFACE": nics[0], "NCCL_SOCKET_IFNAME": ",".join(nics)} if nics else {}
+
+
+def threads_per_worker(cores: int, local_size: int) -> int:
+    """A fair share of the cores of a host."""
+    return max(1, cores // local_size)

@@ -28,13 +28,15 @@ def test_defaults() -> None:
 
 
 def test_every_variable_reaches_its_field() -> None:
-    samples = {bool: "1", int: "7", float: "61.5", str: "text"}
-    environ = {knob.env: knob.choices[0] if knob.choices else samples[knob.type] for knob in KNOBS}
+    samples = {bool: True, int: 7, float: 61.5, str: "text"}
+    wanted = {
+        knob: knob.choices[0] if knob.choices else knob.maximum or samples[knob.type]
+        for knob in KNOBS
+    }
+    environ = {knob.env: str(value) for knob, value in wanted.items()}
     config = Config.from_env(environ)
-    expected = {bool: True, int: 7, float: 61.5, str: "text"}
-    for knob in KNOBS:
-        wanted = knob.choices[0] if knob.choices else expected[knob.type]
-        assert getattr(config, knob.name) == wanted, knob.env
+    for knob, value in wanted.items():
+        assert getattr(config, knob.name) == value, knob.env
 
 
 def test_is_immutable() -> None:
@@ -65,6 +67,7 @@ def test_no(text: str) -> None:
         ("HOROVOD_CPU_OPERATIONS", "nccl"),
         ("HOROVOD_CONTROLLER", "smoke-signals"),
         ("HOROVOD_NUM_NCCL_STREAMS", "0"),
+        ("HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "1.5"),
     ],
 )
 def test_senseless_value_is_an_error_naming_the_variable(name: str, text: str) -> None:
@@ -83,6 +86,7 @@ def test_any_text_gives_a_value_in_range_or_a_value_error(knob: Knob, text: str)
     assert message is None or knob.env in message
     assert value is None or isinstance(value, knob.type)
     assert value is None or knob.minimum is None or value >= knob.minimum
+    assert value is None or knob.maximum is None or value <= knob.maximum
 
 
 def test_choices_ignore_case() -> None:

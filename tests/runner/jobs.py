@@ -88,11 +88,13 @@ class Job:
 
 
 @contextmanager
-def started(num_proc: int, program: str, *options: str) -> Iterator[Job]:
+def started(
+    num_proc: int, program: str, *options: str, env: dict[str, str] | None = None
+) -> Iterator[Job]:
     """A running job; afterwards everything it announced is ended."""
     process = subprocess.Popen(
         command("-np", str(num_proc), *options, sys.executable, "-c", program),
-        env=environment(),
+        env=environment(env),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

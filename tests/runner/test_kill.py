@@ -81,16 +81,16 @@ def test_a_killed_launcher_takes_along_even_what_ignores_sigterm():
         assert all_gone(job, pids)
 
 
-def test_a_killed_guard_ends_the_job():
+def test_a_killed_agent_ends_the_job():
     with started(2, "import os, signal; print('pid', os.getpid()); signal.pause()") as job:
         pids = job.wait_for_pids(2)
         with open(f"/proc/{pids[0]}/stat") as file:
-            guard = int(file.read().rpartition(")")[2].split()[1])
-        assert guard != job.process.pid
-        os.kill(guard, signal.SIGKILL)
+            agent = int(file.read().rpartition(")")[2].split()[1])
+        assert agent != job.process.pid
+        os.kill(agent, signal.SIGKILL)
         code, _, stderr = job.finish()
         assert code == 1
-        assert f"pid {guard}) died" in stderr
+        assert f"pid {agent}) died" in stderr
         assert all_gone(job, pids)
 
 

@@ -321,6 +321,13 @@ def test_commands_that_cannot_run(tmp_path: Path, make, name: str, status: int, 
     assert "Traceback" not in done.stderr
 
 
+def test_many_processes_come_and_go():
+    done = run("-np", "32", "sh", "-c", "echo $RANK of $WORLD_SIZE")
+    assert done.returncode == 0, done.stderr
+    lines = [f"[{rank}]<stdout>:{rank} of 32" for rank in range(32)]
+    assert sorted(done.stdout.splitlines()) == sorted(lines)
+
+
 def test_slots_limit_the_processes():
     done = run("-np", "3", "-H", "localhost:2", "true")
     assert done.returncode == 2

@@ -7,17 +7,19 @@ import signal
 from horovod.runner.lines import Line
 from horovod.runner.report import (
     Exit,
+    LostHost,
     Outcome,
     Tail,
     describe_failure,
     exit_status,
     first_to_fail,
+    ranges,
 )
 
 
 def test_nobody_is_blamed_when_all_is_well():
     assert first_to_fail([Exit(0, 10, 0), Exit(1, 11, 0)]) is None
-    assert describe_failure(Outcome(exits=[Exit(0, 10, 0)]), "localhost", []) == ""
+    assert describe_failure(Outcome(exits=[Exit(0, 10, 0)]), []) == ""
     assert exit_status(Outcome()) == 0
 
 
@@ -31,21 +33,21 @@ def test_exit_status():
     assert exit_status(Outcome(first_failure=Exit(0, 10, 3), interrupted=signal.SIGINT)) == 3
     assert exit_status(Outcome(first_failure=Exit(0, 10, -11))) == 139
     assert exit_status(Outcome(interrupted=signal.SIGTERM)) == 143
-    assert exit_status(Outcome(problem="no guard")) == 1
+    assert exit_status(Outcome(problem="no agent")) == 1
     assert exit_status(Outcome(output_lost=True)) == 141
 
 
 def test_the_report_names_the_first_failure_and_only_its_consequences():
-    first = Exit(1, 4242, -int(signal.SIGSEGV))
+    first = Exit(1, 4242, -int(signal.SIGSEGV), "node7")
     outcome = Outcome(
         exits=[first, Exit(0, 1, 1), Exit(2, 2, -15), Exit(3, 3, -9), Exit(4, 4, 0)],
         first_failure=first,
     )
-    text = describe_failure(outcome, "localhost", ["boom"], "logs/rank.1/stderr")
+    text = describe_failure(outcome, ["boom"], "logs/rank.1/stderr")
     assert text.lstrip().startswith(
         "Horovod detected that one or more processes exited with non-zero status"
     )
-    assert "1     localhost  4242  killed by SIGSEGV (exit code 139)" in text
+    assert "1     node7  4242  killed by SIGSEGV (exit code 139)" in text
     assert "  boom\n" in text
     assert "logs/rank.1/stderr" in text
     assert "Rank 0 failed after it" in text
@@ -53,9 +55,24 @@ def test_the_report_names_the_first_failure_and_only_its_consequences():
 
 def test_a_silent_kill_gets_a_hint():
     first = Exit(0, 1, -9)
-    text = describe_failure(Outcome(exits=[first], first_failure=first), "localhost", [])
+    text = describe_failure(Outcome(exits=[first], first_failure=first), [])
     assert "wrote nothing to stderr" in text
     assert "out of memory" in text
+
+
+def test_a_lost_host_is_named_with_its_ranks_and_the_words_of_ssh():
+    lost = LostHost("node7", [3, 4, 5], "lost: ssh ended with exit code 255", "Broken pipe")
+    outcome = Outcome(exits=[Exit(0, 1, 1)], lost=lost)
+    text = describe_failure(outcome, [])
+    assert "3-5   node7  -    lost: ssh ended with exit code 255\n" in text
+    assert "\n  Broken pipe\n" in text
+    assert "Rank 0 failed after it" in text
+    assert exit_status(outcome) == 1
+
+
+def test_ranges():
+    assert ranges([5, 0, 1, 2]) == "0-2,5"
+    assert ranges([7]) == "7"
 
 
 def lines(*texts: str, end: bytes = b"\n") -> list[Line]:

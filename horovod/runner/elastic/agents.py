@@ -1,0 +1,216 @@
+"""The hosts of an elastic job at work: an agent on each, the way to the store, the environment.
+
+`driver` says which hosts it wants, and starts workers where the agent is ready. A host that cannot
+be reached, or is lost, rests for a while before it is tried again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from horovod.common.addresses import LOOPBACK
+from horovod.common.wire import encode_key
+from horovod.runner.host_agent import HostAgent, WorkerSpec
+from horovod.runner.hosts import is_local
+from horovod.runner.meeting import (
+    Door,
+    MeetingPlace,
+    addresses_towards,
+    connection_ends,
+    describe_failures,
+)
+from horovod.runner.probe import interface_address
+from horovod.runner.ssh import Ssh
+from horovod.runner.supervise import Supervisor, raise_descriptor_limit
+from horovod.runner.worker_env import (
+    HOSTS_OWN,
+    KEY,
+    interface_variables,
+    threads_per_worker,
+    travelling,
+)
+
+_REST_SECONDS = 5.0
+_SLACK = 5.0  # beyond ssh's own time limit, so that ssh can say itself what is wrong
+_WORKERS_PER_HOST = 64  # for which descriptors are provided: they may come at any time
+
+
+@dataclass(frozen=True)
+class WorkerRequest:
+    """What to run, and how."""
+
+    command: Sequence[str]
+    env: Mapping[str, str]  # for all workers, without what depends on worker and host
+    cwd: str
+    ssh: Ssh
+    nics: Sequence[str] = ()
+    start_timeout: float = 30.0
+    cpu_bind: str = "none"
+    verbose: bool = False
+
+
+class _Host:
+    """A host that is wanted."""
+
+    def __init__(self, agent: HostAgent) -> None:
+        self.agent = agent
+        self.door: Door | None = None  # how it reaches the store, once that is known
+        self.nics: Sequence[str] = ()
+
+
+class Agents:
+    """The agents of all hosts that are wanted."""
+
+    def __init__(self, request: WorkerRequest, place: MeetingPlace, supervisor: Supervisor) -> None:
+        self._request = request
+        self._place = place
+        self._supervisor = supervisor
+        self._hosts: dict[str, _Host] = {}
+        self._rests: dict[str, float] = {}  # until when a host is left alone
+        self._said: set[tuple[int, int, int]] = set()
+
+    # -- which hosts -----------------------------------------------------------------------
+
+    def want(self, names: Sequence[str]) -> dict[str, str]:
+        """Have an agent on these hosts; those that cannot even be tried, with the reason."""
+        problems = {}
+        for name in names:
+            if name in self._hosts or time.monotonic() < self._rests.get(name, 0.0):
+                continue
+            local = is_local(name)
+            if not local:
+                raise_descriptor_limit((3 + 4 * _WORKERS_PER_HOST) * (len(self._hosts) + 1) + 128)
+            try:
+                agent = HostAgent(name, None if local else self._request.ssh)
+            except (ValueError, OSError) as error:
+                self.rest(name)
+                problems[name] = str(error)
+                continue
+            self._hosts[name] = _Host(agent)
+            self._supervisor.add(agent)
+            if not local:
+                seconds = self._request.start_timeout + _SLACK
+                self._supervisor.call_later(seconds, lambda a=agent: self._give_up(a))  # type: ignore[misc]
+        return problems
+
+    def let_go(self, name: str) -> None:
+        """This host is not needed any more, and has no workers."""
+        host = self._hosts.pop(name, None)
+        if host is None:
+            return
+        if host.agent.hello is None and host.agent.ssh is not None:
+            host.agent.abandon()
+        else:
+            host.agent.finish()
+
+    def rest(self, name: str) -> None:
+        """Leave a host alone for a while."""
+        self._rests[name] = time.monotonic() + _REST_SECONDS
+
+    def names(self) -> list[str]:
+        return list(self._hosts)
+
+    def is_ready(self, name: str) -> bool:
+        return name in self._hosts and self._hosts[name].door is not None
+
+    def is_connecting(self, name: str) -> bool:
+        return name in self._hosts and self._hosts[name].door is None
+
+    def agent(self, name: str) -> HostAgent | None:
+        host = self._hosts.get(name)
+        return None if host is None else host.agent
+
+    def _give_up(self, agent: HostAgent) -> None:
+        if agent.hello is None:
+            agent.abandon()  # which is then reported as lost
+
+    # -- what agents say -------------------------------------------------------------------
+
+    def met(self, agent: HostAgent) -> str:
+        """The agent runs: find the way from there to the store. A problem, or nothing."""
+        host = self._of(agent)
+        if host is None:
+            return ""
+        if agent.ssh is None:
+            host.door = self._place.open(LOOPBACK)
+            host.nics = [name for name in self._request.nics if interface_address(name)]
+            return ""
+        for address in addresses_towards(agent.name, connection_ends(agent), self._request.nics):
+            self._place.open(address)
+        if not self._place.doors:
+            return (
+                f"cannot tell which address of this machine leads to {agent.name}; say which "
+                f"network interface does with --network-interfaces"
+            )
+        self._place.probe(agent, self._request.nics, [], self._request.start_timeout)
+        return ""
+
+    def probed(self, agent: HostAgent, answer: Mapping[str, Any]) -> str:
+        """The way is known; a problem if there is none."""
+        host = self._of(agent)
+        if host is None:
+            return ""
+        if answer["door"] is None:
+            return (
+                f"{agent.name} cannot connect to this machine, where the ranks are to meet: tried "
+                f"{describe_failures(answer['failures'])}"
+            )
+        if self._request.nics and not answer["nics"]:
+            return (
+                f"{agent.name} has no interface with an address among "
+                f"{', '.join(self._request.nics)} (--network-interfaces); it has "
+                f"{', '.join(answer['interfaces'])}"
+            )
+        host.door = answer["door"][0], answer["door"][1]
+        host.nics = list(answer["nics"])
+        return ""
+
+    def lost(self, agent: HostAgent) -> bool:
+        """The agent has ended by itself; whether it was one that we want."""
+        if self._of(agent) is None:
+            return False
+        del self._hosts[agent.name]
+        self.rest(agent.name)
+        return True
+
+    def _of(self, agent: HostAgent) -> _Host | None:
+        host = self._hosts.get(agent.name)
+        return host if host is not None and host.agent is agent else None
+
+    # -- workers ---------------------------------------------------------------------------
+
+    def start(self, name: str, worker: int, index: int, slots: int) -> None:
+        """Start a worker, in a certain one of the host's slots."""
+        host, request = self._hosts[name], self._request
+        assert host.door is not None, "only ready hosts get workers"
+        remote = host.agent.ssh is not None
+        env = travelling(request.env) if remote else dict(request.env)
+        if not request.env.get("OMP_NUM_THREADS"):
+            env["OMP_NUM_THREADS"] = str(self._threads(host.agent, slots))
+        env |= interface_variables(host.nics)
+        own = {
+            "HOROVOD_ELASTIC": "1",
+            "HOROVOD_WORKER_ID": f"w{worker}",
+            "HOROVOD_HOSTNAME": name,
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": host.door[0],
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(host.door[1]),
+            KEY: encode_key(self._place.key),
+            "PYTHONUNBUFFERED": "1",
+        }
+        bind = None if request.cpu_bind == "none" else (request.cpu_bind, index, slots)
+        spec = WorkerSpec(worker, request.command, own, request.cwd, bind)
+        host.agent.start([spec], env, HOSTS_OWN if remote else ())
+
+    def _threads(self, agent: HostAgent, slots: int) -> int:
+        cores = (agent.hello or {})["cores"]
+        threads = threads_per_worker(cores, slots)
+        if (threads, cores, slots) not in self._said:
+            self._said.add((threads, cores, slots))
+            self._supervisor.console.say(
+                f"OMP_NUM_THREADS={threads} for each worker on {agent.name} ({cores} cores, "
+                f"{slots} slot{'' if slots == 1 else 's'}); set it yourself to choose otherwise"
+            )
+        return threads

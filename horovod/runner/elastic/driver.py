@@ -1,0 +1,474 @@
+"""The driver of an elastic job: executes what `policy` decides, and tells the workers.
+
+It is the `Handler` of the launcher's loop. What happens (agents' events, discovered hosts, what
+workers write to the store) changes the book in `roster`; then `_settle` asks the policy what
+follows. Everything runs in the loop's thread; the store's and the poller's threads only leave
+messages. Workers learn of decisions through the store, see `horovod.common.decisions`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from horovod.common.decisions import LATEST, Decision, decision_key
+from horovod.runner.elastic import policy
+from horovod.runner.elastic.agents import Agents, WorkerRequest
+from horovod.runner.elastic.discovery import HostManager
+from horovod.runner.elastic.endings import Ending, Endings
+from horovod.runner.elastic.polling import HostPoller
+from horovod.runner.elastic.roster import Failure, Process, Roster, name_of, names, now
+from horovod.runner.elastic.status import Status, count, listing
+from horovod.runner.host_agent import HostAgent
+from horovod.runner.meeting import MeetingPlace
+from horovod.runner.outputs import Outputs
+from horovod.runner.processes import signal_groups
+from horovod.runner.report import Outcome, exit_status
+from horovod.runner.supervise import FAILURE_GRACE, Supervisor
+
+_TICK = 0.5
+"""Seconds after which the loop looks at the clock, if nothing else happens."""
+
+_ABSENCE_SECONDS = 5.0
+"""For how long workers whose world broke wait for one another before the driver calls them all."""
+
+_FENCE_SECONDS = 40.0
+"""Within which workers on a host that was lost end themselves: they cannot reach us either."""
+
+_KEPT_WORLDS = 3
+_WORDS_OF_WORKERS = tuple(
+    f"elastic/{word}/" for word in ("ready", "heard", "seen", "formed", "done", "leaving")
+)
+
+
+class Driver:
+    """One elastic job."""
+
+    def __init__(
+        self,
+        request: WorkerRequest,
+        limits: policy.Limits,
+        manager: HostManager,
+        place: MeetingPlace,
+        supervisor: Supervisor,
+        outputs: Outputs,
+        status: Status,
+        answer_timeout: float,
+        open_output: Callable[[Process], None],
+    ) -> None:
+        self._limits = limits
+        self._manager = manager
+        self._place = place
+        self._supervisor = supervisor
+        self._outputs = outputs
+        self._status = status
+        self._answer_timeout = answer_timeout
+        self._open_output = open_output
+        self._agents = Agents(request, place, supervisor)
+        self._roster = Roster()
+        self._endings = Endings(limits, self._roster, manager)
+        self._number = 0
+        self._formed = False
+        self._asked = False
+        self._finishing = False
+        self._fenced_until = 0.0
+        self._returned: dict[str, int] = {}  # slots that leaving workers gave back
+        self._causes: list[str] = []  # of the next decision, for people
+        self._messages: deque[tuple[str, Any]] = deque()
+        self._wakeup, self._waker = os.pipe()
+        for fd in (self._wakeup, self._waker):
+            os.set_blocking(fd, False)
+        self._last_problem = ""
+
+    def run(self) -> Outcome:
+        """From discovery to the end."""
+        self._supervisor.watch(self._wakeup, self._take_messages)
+        self._place.store.watch(self._on_key)
+        self._supervisor.held = True
+        self._tick()
+        poller = HostPoller(self._manager.discovery, lambda answer: self._post("hosts", answer))
+        try:
+            self._supervisor.run(self)
+        finally:
+            poller.close()
+            self._supervisor.unwatch(self._wakeup)
+        outcome = self._endings.outcome
+        outcome.interrupted = next(iter(self._supervisor.signals), None)
+        outcome.output_lost = self._supervisor.console.broken
+        self._status.note("end", status=exit_status(outcome), problem=outcome.problem)
+        return outcome
+
+    @property
+    def last_failure(self) -> Failure | None:
+        """The one that `run`'s outcome tells of."""
+        return self._endings.blamed
+
+    # -- messages of other threads ---------------------------------------------------------
+
+    def _on_key(self, key: str) -> None:
+        if key.startswith(_WORDS_OF_WORKERS):
+            self._post("key", key)
+
+    def _post(self, kind: str, content: Any) -> None:
+        self._messages.append((kind, content))
+        try:
+            os.write(self._waker, b"\0")
+        except BlockingIOError:
+            pass  # it will wake up anyway
+        except OSError:
+            return  # the job has ended
+
+    def _take_messages(self) -> None:
+        try:
+            os.read(self._wakeup, 1 << 12)
+        except BlockingIOError:
+            pass
+        if self._take_all():
+            self._settle()
+
+    def _take_all(self) -> bool:
+        changed = False
+        while self._messages:
+            kind, content = self._messages.popleft()
+            changed |= self._take_hosts(content) if kind == "hosts" else self._take_key(content)
+        return changed
+
+    def _take_hosts(self, answer: dict[str, int] | Exception) -> bool:
+        if isinstance(answer, Exception):
+            self._status.note("discovery failed", reason=str(answer))
+            if not self._endings.discovered:
+                self._end(Ending(f"cannot find out which hosts there are: {answer}"))
+            elif str(answer) != self._last_problem:
+                self._last_problem = str(answer)
+                self._supervisor.console.say(f"going on with the known hosts: {answer}")
+            return False
+        before = self._manager.current_hosts
+        changed = self._manager.take(answer)
+        if not changed and self._endings.discovered:
+            return False
+        self._endings.discovered = True
+        self._last_problem = ""
+        for host, slots in answer.items():
+            if before.get_slots(host) != slots:
+                self._returned.pop(host, None)
+        for host in before.host_slots:
+            if host not in answer:
+                self._returned.pop(host, None)
+                if self._roster.on(host):
+                    self._causes.append(f"{host} is not available any more")
+        self._status.note("hosts", hosts=answer)
+        return True
+
+    def _take_key(self, key: str) -> bool:
+        what, *rest = key.split("/")[1:]
+        if what == "formed":
+            self._take_formed(int(rest[0]))
+            return True
+        process = self._roster.get(rest[-1])
+        if process is None:
+            return False
+        if what == "ready":
+            process.ready_at = process.ready_at or now()
+            self._status.note("ready", worker=process.name, host=process.host)
+        elif what == "heard":
+            process.heard = max(process.heard, int(rest[0]))
+        elif what == "seen":
+            attempt = int(self._place.store.try_get(key) or 0)
+            process.entered = max(process.entered, (int(rest[0]), attempt))
+            self._mind_absence(*process.entered)
+        elif what == "done":
+            process.done = True
+            self._finish()
+        elif what == "leaving" and not process.leaving:
+            process.leaving = True
+            if process.number in self._roster.placed:
+                self._roster.left.append(process.number)
+            self._returned[process.host] = self._returned.get(process.host, 0) + 1
+            self._causes.append(f"{process} leaves, as it was told to")
+        return what not in ("heard", "seen")
+
+    def _take_formed(self, number: int) -> None:
+        self._status.note("formed", decision=number)
+        if number == self._number:
+            self._formed = True
+            self._endings.formed()
+            for key in self._place.store.keys(f"world/{number - _KEPT_WORLDS}/"):
+                self._place.store.delete(key)
+
+    def _mind_absence(self, number: int, attempt: int) -> None:
+        """Workers want to meet again though nobody died: see to it that all come."""
+        if number != self._number or attempt == 0:
+            return
+        if self._roster.finished:
+            self._ask(number, attempt)
+        else:
+            self._supervisor.call_later(_ABSENCE_SECONDS, lambda: self._ask(number, attempt))
+
+    def _ask(self, number: int, attempt: int) -> None:
+        absent = self._roster.absent(number, attempt)
+        if number != self._number or not (absent or self._roster.finished):
+            return
+        if absent:
+            who = listing([str(process) for process in absent])
+            self._causes.append(f"the others have lost {who}")
+        self._asked = True
+        self._settle()
+
+    # -- what the agents say ---------------------------------------------------------------
+
+    def ready(self, agent: HostAgent) -> None:
+        self._check_way(agent, self._agents.met(agent))
+
+    def probed(self, agent: HostAgent, answer: dict[str, Any]) -> None:
+        self._check_way(agent, self._agents.probed(agent, answer))
+
+    def _check_way(self, agent: HostAgent, problem: str) -> None:
+        if problem:
+            self._agents.let_go(agent.name)
+            self._agents.rest(agent.name)
+            self._blame_host(agent.name, problem)
+        self._settle()
+
+    def started(self, agent: HostAgent, worker: int, pid: int) -> None:
+        process = self._roster.alive.get(worker)
+        if process is not None:
+            process.pid = pid
+            self._status.note("started", worker=process.name, host=agent.name, pid=pid)
+
+    def failed(self, agent: HostAgent, worker: int, number: int, what: str) -> None:
+        process = self._roster.alive.get(worker)
+        if process is None or self._supervisor.stopping or self._supervisor.signals:
+            return
+        why = f"{what!r}: {os.strerror(number)}" if what else os.strerror(number)
+        self._roster.fail(process, 127)
+        self._blame_host(agent.name, f"cannot start a worker on {agent.name}: {why}")
+        self._settle()
+
+    def exited(self, agent: HostAgent, exits: Sequence[tuple[int, int]]) -> None:
+        self._take_all()  # what they said before they ended
+        for worker, code in exits:
+            process = self._roster.alive.get(worker)
+            self._status.note("exited", worker=name_of(worker), host=agent.name, code=code)
+            if process is not None:
+                self._take_exit(process, code)
+        self._settle()
+
+    def _take_exit(self, process: Process, code: int) -> None:
+        roster = self._roster
+        had_place = process.number in roster.placed
+        removed = process.joined is not None and not had_place
+        if process.dismissed or removed or (process.leaving and code == 0):
+            del roster.alive[process.number]
+        elif code == 0:
+            del roster.alive[process.number]
+            if had_place:
+                roster.finished.append(process.number)
+            self._endings.finished()
+            self._finish()
+        elif self._supervisor.stopping or self._supervisor.signals:
+            del roster.alive[process.number]
+        else:
+            failure = roster.fail(process, code)
+            self._endings.failed(failure, after_done=process.done)
+            self._report_failure(process, failure.exit.describe())
+            self._blame_host(process.host)
+
+    def lost(self, agent: HostAgent, code: int) -> None:
+        if self._supervisor.stopping or not self._agents.lost(agent):
+            return
+        said = agent.last_words or f"ended with exit code {code} and no message"
+        if agent.hello is None:
+            self._blame_host(agent.name, f"cannot start on {agent.name}: {said}")
+        else:
+            self._lose_workers(agent, f"the connection to {agent.name} is lost: {said}")
+        self._settle()
+
+    def _lose_workers(self, agent: HostAgent, why: str) -> None:
+        workers = [p for p in self._roster.on(agent.name) if not p.dismissed]
+        if agent.ssh is None:
+            signal_groups([p.pid for p in workers if p.pid], signal.SIGKILL)
+        else:
+            self._fenced_until = now() + _FENCE_SECONDS
+        for process in workers:
+            self._roster.fail(process, -signal.SIGKILL)
+            self._report_failure(process, "lost with its host")
+        self._blame_host(agent.name, why)
+
+    def _report_failure(self, process: Process, how: str) -> None:
+        self._causes.append(f"{process} failed: {how}")
+        self._status.note("failed", worker=process.name, host=process.host, how=how)
+
+    def _blame_host(self, host: str, why: str = "") -> None:
+        if why:
+            self._endings.host_problem = why
+            self._status.tell(why, "host failed", host=host)
+        if self._manager.record_failure(host):
+            failures = self._manager.blacklisting.failures(host)
+            self._status.tell(
+                f"{host} gets no new workers after {count(failures, 'failure')}"
+                + ("" if self._manager.blacklisting.is_for_good(host) else ", for a while"),
+                "blacklisted",
+                host=host,
+            )
+
+    # -- the next step ---------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        if not self._supervisor.stopping:
+            self._settle()
+            self._supervisor.call_later(_TICK, self._tick)
+
+    def _settle(self) -> None:
+        """Do what follows from what is known."""
+        if self._supervisor.stopping:
+            return
+        ending = self._endings.find(self._view())
+        if ending is not None:
+            self._end(ending)
+            return
+        plan = policy.make_plan(self._view(), self._limits)
+        if plan.exhausted:
+            self._end(self._endings.exhausted())
+            return
+        for worker in plan.stop:
+            self._dismiss(self._roster.alive[worker], FAILURE_GRACE)
+        if plan.proposal is not None:
+            self._decide(plan.proposal)
+        for host in plan.start:
+            self._start(host)
+        self._mind_hosts()
+        waiting = self._endings.waiting_for(self._view())
+        if waiting:
+            self._status.tell(waiting, "waiting")
+
+    def _view(self) -> policy.View:
+        hosts = self._manager.current_hosts
+        offered = {h: max(0, n - self._returned.get(h, 0)) for h, n in hosts.host_slots.items()}
+        resting = frozenset(host for host in offered if not self._agents.is_ready(host))
+        return policy.View(
+            now=now(),
+            number=self._number,
+            formed=self._formed,
+            hosts=offered,
+            blacklisted=hosts.blacklisted,
+            resting=resting,
+            connecting=any(map(self._agents.is_connecting, resting)),
+            workers=self._roster.view(),
+            failed=tuple(self._roster.failed),
+            left=tuple(self._roster.left),
+            finished=tuple(self._roster.finished),
+            asked=self._asked,
+            troubled=bool(self._roster.failures),
+            finishing=self._finishing or bool(self._supervisor.signals),
+            fenced_until=self._fenced_until,
+        )
+
+    def _mind_hosts(self) -> None:
+        """Agents where workers may start, none where they may not and nobody is left."""
+        view = self._view()
+        if self._supervisor.signals or self._finishing:
+            return
+        if view.number or view.workers or view.slots >= self._limits.num_proc:
+            for host, problem in self._agents.want(list(view.usable)).items():
+                self._blame_host(host, f"cannot start on {host}: {problem}")
+        for host in self._agents.names():
+            if host not in view.usable and not self._roster.on(host):
+                self._agents.let_go(host)
+
+    def _start(self, host: str) -> None:
+        process = self._roster.new(host)
+        self._open_output(process)
+        slots = self._manager.current_hosts.get_slots(host)
+        self._agents.start(host, process.number, process.index, max(slots, process.index + 1))
+        if self._number:
+            self._status.tell(f"starting {process.name} on {host}", "starting", worker=process.name)
+
+    def _dismiss(self, process: Process, grace: float) -> None:
+        process.dismissed = True
+        agent = self._agents.agent(process.host)
+        if agent is not None:
+            agent.stop(grace, [process.number])
+
+    def _finish(self) -> None:
+        """Somebody has finished: nobody new is needed."""
+        if not self._finishing:
+            self._finishing = True
+            for process in self._roster.newcomers():
+                self._dismiss(process, FAILURE_GRACE)
+
+    # -- decisions -------------------------------------------------------------------------
+
+    def _decide(self, proposal: policy.Proposal) -> None:
+        self._number += 1
+        number = self._number
+        slots = policy.arrange(proposal.members)
+        if proposal.added and number > 1:
+            joining = [f"{name_of(w)} on {slots[w].hostname}" for w in proposal.added]
+            self._causes.append(f"{listing(joining)} {'joins' if len(joining) == 1 else 'join'}")
+        reason = "; ".join(self._causes) or "the job begins"
+        decision = Decision(
+            number,
+            {name_of(worker): slot for worker, slot in slots.items()},
+            reason,
+            proposal.kind,
+            names(proposal.lost),
+            proposal.min_np,
+        )
+        self._causes, self._asked, self._formed = [], False, False
+        self._roster.place(number, {worker: slot.rank for worker, slot in slots.items()})
+        self._publish(decision)
+        for worker, slot in slots.items():
+            self._outputs.rename(worker, slot.rank)
+        self._supervisor.call_later(self._answer_timeout, lambda: self._check_heard(number))
+        self._supervisor.call_later(
+            self._limits.elastic_timeout, lambda: self._check_entered(decision)
+        )
+        size = count(len(slots), "worker")
+        if len(slots) < proposal.min_np:
+            size += f", too few to go on (at least {proposal.min_np})"
+        self._status.tell(
+            f"{size}: {reason}",
+            "decision",
+            number=number,
+            kind=proposal.kind,
+            workers={name: [slot.hostname, slot.rank] for name, slot in decision.slots.items()},
+            lost=decision.lost,
+        )
+
+    def _check_heard(self, number: int) -> None:
+        """Processes that do not even notice a decision are stopped, swapping, or cut off."""
+        late = self._roster.behind(number)
+        self._give_up(late, f"did not react within {self._answer_timeout:g} s")
+
+    def _check_entered(self, decision: Decision) -> None:
+        """After a failure everybody comes back to meet, unless the program hangs elsewhere."""
+        paused = len(decision.slots) < decision.min_np
+        if decision.number == self._number and decision.kind in ("failure", "start") and not paused:
+            late = self._roster.absent(decision.number, 0)
+            seconds = self._limits.elastic_timeout
+            self._give_up(late, f"did not come back to training within {seconds:g} s")
+
+    def _give_up(self, processes: Sequence[Process], why: str) -> None:
+        for process in processes:
+            self._dismiss(process, 0.0)
+            failure = self._roster.fail(process, -signal.SIGKILL)
+            self._endings.failed(failure, after_done=False)
+            self._report_failure(process, why)
+            self._blame_host(process.host)
+        if processes:
+            self._settle()
+
+    def _end(self, ending: Ending) -> None:
+        self._endings.settle(ending)
+        if self._number and (ending.problem or ending.failure):
+            # Nobody has a place any more, so that nobody waits for anybody while all end.
+            lost = names(self._roster.placed)
+            self._publish(Decision(self._number + 1, {}, "the job ends", "failure", lost))
+        self._supervisor.stop(FAILURE_GRACE)
+
+    def _publish(self, decision: Decision) -> None:
+        self._place.store.set(decision_key(decision.number), decision.encode())
+        self._place.store.set(LATEST, str(decision.number).encode())

@@ -1,0 +1,135 @@
+"""An elastic job, from the options to its outcome. `launch.run_job` calls it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import BinaryIO
+
+from horovod.common.store import MemoryStore
+from horovod.common.wire import new_key
+from horovod.runner.console import Console
+from horovod.runner.elastic.agents import WorkerRequest
+from horovod.runner.elastic.discovery import (
+    FixedHosts,
+    HostDiscovery,
+    HostDiscoveryScript,
+    HostManager,
+)
+from horovod.runner.elastic.driver import Driver
+from horovod.runner.elastic.policy import Limits
+from horovod.runner.elastic.roster import Process
+from horovod.runner.elastic.status import Status
+from horovod.runner.hosts import plan_slots
+from horovod.runner.meeting import MeetingPlace
+from horovod.runner.outputs import STREAMS, Outputs
+from horovod.runner.report import LaunchError, Outcome, describe_failure
+from horovod.runner.ssh import Ssh
+from horovod.runner.supervise import Supervisor
+from horovod.runner.tunables import settings, settings_environment
+
+
+def run_elastic_job(
+    options: argparse.Namespace,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    store: MemoryStore | None,
+    console: Console,
+) -> Outcome:
+    """Run ``command`` as an elastic job until the end; the outcome tells what went wrong."""
+    config = settings(options, env)
+    limits = Limits(
+        num_proc=options.num_proc,
+        min_np=options.min_num_proc,
+        max_np=options.max_num_proc,
+        reset_limit=options.reset_limit,
+        elastic_timeout=config.elastic_timeout,
+        start_timeout=config.start_timeout,
+    )
+    request = WorkerRequest(
+        command=command,
+        env={**env, **settings_environment(options, env)},
+        cwd=os.getcwd(),
+        ssh=Ssh(options.ssh_port, options.ssh_identity_file, config.start_timeout),
+        nics=options.network_interfaces or (),
+        start_timeout=config.start_timeout,
+        cpu_bind=options.cpu_bind,
+        verbose=options.verbose,
+    )
+    manager = HostManager(
+        make_discovery(options), options.blacklist_cooldown_range, options.max_worker_failures
+    )
+    with ExitStack() as stack:
+        status = stack.enter_context(Status(console, options.status_file))
+        outputs = Outputs(console, options.output_ranks)
+        copies = _Copies(options.output_filename, stack)
+        place = MeetingPlace(new_key(), store)
+        stack.callback(place.close)
+        supervisor = Supervisor(console, outputs)
+        stack.callback(supervisor.close)
+        driver = Driver(
+            request,
+            limits,
+            manager,
+            place,
+            supervisor,
+            outputs,
+            status,
+            config.elastic_answer_timeout,
+            lambda process: outputs.open(process.number, process.rank, copies.open(process)),
+        )
+        outcome = driver.run()
+    blamed = driver.last_failure
+    if blamed is not None:
+        log = copies.path(blamed.worker, "stderr")
+        outcome.account = describe_failure(outcome, outputs.tail(blamed.worker), log)
+    return outcome
+
+
+def make_discovery(options: argparse.Namespace) -> HostDiscovery:
+    """Where the options say that hosts come from."""
+    if options.host_discovery_script is not None:
+        return HostDiscoveryScript(options.host_discovery_script, options.slots_per_host)
+    wanted = max(options.num_proc, options.max_num_proc or 0)
+    unknown = [host for host in options.hosts if host.slots is None]
+    slots = {host.name: host.slots or options.slots_per_host or 0 for host in options.hosts}
+    if unknown and options.slots_per_host is None:
+        try:
+            places = plan_slots(options.hosts, wanted)
+        except ValueError as error:
+            raise LaunchError(str(error), status=2) from None
+        for host in unknown:
+            slots[host.name] = sum(place.hostname == host.name for place in places)
+    offered = sum(slots.values())
+    if offered < options.num_proc:
+        raise LaunchError(
+            f"the hosts offer {offered} slots, but the job needs {options.num_proc} to begin; give "
+            f"more slots (-H NAME:SLOTS) or a smaller -np",
+            status=2,
+        )
+    return FixedHosts(slots)
+
+
+class _Copies:
+    """DIR/worker.<n>/stdout and stderr for every worker ever started."""
+
+    def __init__(self, directory: str | None, stack: ExitStack) -> None:
+        self._directory = directory
+        self._stack = stack
+
+    def path(self, worker: int, stream: str) -> str | None:
+        if self._directory is None:
+            return None
+        return os.path.join(self._directory, f"worker.{worker}", stream)
+
+    def open(self, process: Process) -> dict[str, BinaryIO]:
+        found: dict[str, BinaryIO] = {}
+        for stream in STREAMS:
+            path = self.path(process.number, stream)
+            if path is not None:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                file = open(path, "wb", buffering=0)  # noqa: SIM115
+                found[stream] = self._stack.enter_context(file)
+        return found

@@ -1,0 +1,254 @@
+"""What an elastic job does next: pure functions from what is known to what is to be done.
+
+The driver describes the job as a `View` whenever something has happened and executes the `Plan`.
+Nothing here looks at a clock, a host or a process.
+
+The rules, in the order in which they matter:
+
+- Survivors keep their processes and their state; the oldest becomes rank 0. Who dies is taken out
+  of the job by a decision at once; whoever replaces it joins by a later one, when its process has
+  started and waits for a place, so that nobody waits for imports.
+- A job begins with at least `num_proc` slots and uses all that are offered, up to `max_np`. With
+  fewer than `min_np` workers the survivors wait, with their state, for others.
+- A host that is not offered any more, or offers fewer slots, loses its youngest workers; a
+  blacklisted host gets no new workers, and loses those it has if enough others are left. But never
+  the last workers that have the state, before others have received it.
+- Once a worker has finished, nobody is added or replaced: the others finish with who is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from horovod.common.decisions import Slot
+from horovod.runner.hosts import Host, plan_slots
+
+SETTLE_SECONDS = 1.0
+"""For how long new workers that are ready wait for others that are still starting, so that one
+decision may take in all of them."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user asked for."""
+
+    num_proc: int  # slots without which the job does not begin
+    min_np: int
+    max_np: int | None = None
+    reset_limit: int | None = None
+    elastic_timeout: float = 600.0
+    start_timeout: float = 30.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process of the job that is alive."""
+
+    id: int  # in the order of starting
+    host: str
+    joined: int | None = None  # the first decision that had a place for it
+    placed: bool = False  # it has one in the newest
+    ready_at: float | None = None  # since when it waits for its first place
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Oldest first: who joined earlier has the state of who joined later."""
+        return (1 << 62 if self.joined is None else self.joined), self.id
+
+
+@dataclass(frozen=True)
+class View:
+    """All that matters for the next step."""
+
+    now: float
+    number: int = 0  # of the newest decision; 0 before the first
+    formed: bool = False  # its workers have met
+    hosts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # offered, oldest first
+    blacklisted: frozenset[str] = frozenset()
+    resting: frozenset[str] = frozenset()  # hosts on which nothing can be started at the moment
+    connecting: bool = False  # some of them soon
+    workers: Sequence[Worker] = ()
+    failed: tuple[int, ...] = ()  # had a place in the newest decision and died
+    left: tuple[int, ...] = ()  # gave it back
+    finished: tuple[int, ...] = ()  # have ended well
+    asked: bool = False  # the others cannot go on without a new decision
+    troubled: bool = False  # a worker has failed since workers met last
+    finishing: bool = False  # the end is near: shrink only
+    fenced_until: float = 0.0  # workers on lost hosts may live until then
+
+    @property
+    def usable(self) -> dict[str, int]:
+        """Hosts for new workers."""
+        return {host: n for host, n in self.hosts.items() if host not in self.blacklisted}
+
+    @property
+    def slots(self) -> int:
+        return sum(self.usable.values())
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The next decision, without its number and words."""
+
+    members: tuple[Worker, ...]  # oldest first
+    kind: str
+    lost: tuple[int, ...] = ()
+    added: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+    min_np: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do now."""
+
+    start: tuple[str, ...] = ()  # a host for each new worker
+    stop: tuple[int, ...] = ()  # workers that never had a place and will not get one
+    proposal: Proposal | None = None
+    exhausted: bool = False  # a decision is needed, but there were too many
+
+
+def make_plan(view: View, limits: Limits) -> Plan:
+    """The next step."""
+    members = sorted((w for w in view.workers if w.placed), key=lambda w: w.age)
+    if view.finishing:
+        return Plan(proposal=_shrink(view, members))
+    keep = _keep(view, members, limits)
+    new, superfluous = _fitting(view, [w for w in view.workers if w.joined is None], keep, limits)
+    forced = bool(view.failed or view.left or len(keep) < len(members))
+    if not keep:
+        forced = False  # nobody is there to be told
+    spent = limits.reset_limit is not None and view.number > limits.reset_limit
+    joining = [] if spent and keep else _joining(view, keep, new, limits)
+    proposal = None
+    if forced or view.asked or joining:
+        if spent:
+            return Plan(exhausted=True)
+        proposal = _propose(view, members, keep, joining, limits)
+    start = _missing(view, keep, new, limits)
+    return Plan(tuple(start), tuple(w.id for w in superfluous), proposal)
+
+
+def arrange(members: Iterable[Worker]) -> dict[int, Slot]:
+    """Places for workers: the oldest is rank 0, the ranks of a host are neighbours."""
+    by_host: dict[str, list[Worker]] = {}
+    for worker in sorted(members, key=lambda w: w.age):
+        by_host.setdefault(worker.host, []).append(worker)
+    hosts = [Host(name, len(workers)) for name, workers in by_host.items()]
+    ordered = [worker for workers in by_host.values() for worker in workers]
+    places = plan_slots(hosts, len(ordered))
+    return {
+        worker.id: Slot(**dataclasses.asdict(place))
+        for worker, place in zip(ordered, places, strict=True)
+    }
+
+
+def _keep(view: View, members: Sequence[Worker], limits: Limits) -> list[Worker]:
+    """The members that stay."""
+    sound = _within(members, view.usable)
+    tolerated = _within(members, view.hosts)
+    stay = sound if len(sound) >= limits.min_np else tolerated
+    if any(view.formed or worker.joined != view.number for worker in stay):
+        return stay
+    return list(members)  # somebody has to hand the state over first
+
+
+def _within(workers: Sequence[Worker], room: Mapping[str, int]) -> list[Worker]:
+    """As many workers of each host as it has room for, in the order given."""
+    left = dict(room)
+    stay = []
+    for worker in workers:
+        if left.get(worker.host, 0) > 0:
+            left[worker.host] -= 1
+            stay.append(worker)
+    return stay
+
+
+def _fitting(
+    view: View, new: Sequence[Worker], keep: Sequence[Worker], limits: Limits
+) -> tuple[list[Worker], list[Worker]]:
+    """New workers for whom there is room, and the others."""
+    left = view.usable
+    for worker in keep:
+        left[worker.host] = left.get(worker.host, 0) - 1
+    fitting = _within(sorted(new, key=lambda w: (w.ready_at is None, w.id)), left)
+    if limits.max_np is not None:
+        fitting = fitting[: max(0, limits.max_np - len(keep))]
+    return fitting, [worker for worker in new if worker not in fitting]
+
+
+def _joining(
+    view: View, keep: Sequence[Worker], new: Sequence[Worker], limits: Limits
+) -> list[Worker]:
+    """The new workers that get a place now."""
+    since = [worker.ready_at for worker in new if worker.ready_at is not None]
+    if not since:
+        return []
+    beginning = not keep
+    patience = limits.start_timeout if beginning else SETTLE_SECONDS
+    more_to_come = len(since) < len(new) or (beginning and view.connecting)
+    if more_to_come and view.now < min(since) + patience:
+        return []
+    if len(keep) + len(since) < limits.min_np or (beginning and view.now < view.fenced_until):
+        return []
+    return [worker for worker in new if worker.ready_at is not None]
+
+
+def _propose(
+    view: View,
+    members: Sequence[Worker],
+    keep: Sequence[Worker],
+    joining: Sequence[Worker],
+    limits: Limits,
+) -> Proposal:
+    staying = {worker.id for worker in keep}
+    removed = tuple(worker.id for worker in members if worker.id not in staying)
+    if not keep:
+        kind = "start"
+    elif view.failed or view.asked:
+        kind = "failure"
+    elif removed or view.left:
+        kind = "mixed" if joining else "removed"
+    else:
+        kind = "added"
+    joined = [dataclasses.replace(worker, joined=view.number + 1) for worker in joining]
+    return Proposal(
+        members=tuple(sorted([*keep, *joined], key=lambda w: w.age)),
+        kind=kind,
+        lost=(*view.failed, *view.finished),
+        added=tuple(worker.id for worker in joining),
+        removed=removed,
+        min_np=limits.min_np,
+    )
+
+
+def _shrink(view: View, members: Sequence[Worker]) -> Proposal | None:
+    """Without those that are gone; workers that only ended well are not missed until asked for."""
+    if not members or not (view.failed or view.left or view.asked):
+        return None
+    lost = (*view.failed, *view.finished)
+    kind = "failure" if view.failed or view.asked else "removed"
+    return Proposal(tuple(members), kind, lost)
+
+
+def _missing(
+    view: View, keep: Sequence[Worker], new: Sequence[Worker], limits: Limits
+) -> list[str]:
+    """Where to start new workers: the first hosts with room."""
+    if view.number == 0 and not view.workers and view.slots < limits.num_proc:
+        return []
+    if not keep and view.troubled and any(worker.ready_at is None for worker in new):
+        return []  # if those that start now all fail as well, it is of no use to go on
+    room = {h: n for h, n in view.usable.items() if h not in view.resting}
+    for worker in (*keep, *new):
+        if worker.host in room:
+            room[worker.host] -= 1
+    wanted = sum(max(0, n) for n in room.values())
+    if limits.max_np is not None:
+        wanted = min(wanted, limits.max_np - len(keep) - len(new))
+    found: list[str] = []
+    for host, n in room.items():
+        found += [host] * max(0, min(n, wanted - len(found)))
+    return found

@@ -1,0 +1,72 @@
+"""What people and files learn of an elastic job while it runs.
+
+The driver reports every event here. Lines about membership go to the console, with the reason;
+with --status-file every event is also appended to that file, one JSON object a line with the time
+in seconds since the epoch, the name of the event and its details.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from horovod.runner.console import Console
+from horovod.runner.report import LaunchError
+
+
+class Status:
+    """The console and, where asked for, the file."""
+
+    def __init__(self, console: Console, path: str | None = None) -> None:
+        self._console = console
+        self._file = None
+        if path is not None:
+            try:
+                self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            except OSError as error:
+                raise LaunchError(
+                    f"argument --status-file: cannot write {path!r}: {error.strerror}", status=2
+                ) from None
+
+    def note(self, event: str, **details: Any) -> None:
+        """Only for the file."""
+        if self._file is not None:
+            entry = {"time": time.time(), "event": event, **details}
+            try:
+                self._file.write(json.dumps(entry) + "\n")
+            except OSError as error:  # a full disk must not end a training
+                self._console.say(f"the status file is not written any more: {error.strerror}")
+                self._file = None
+
+    def tell(self, text: str, event: str, **details: Any) -> None:
+        """For people as well."""
+        self._console.say(text)
+        self.note(event, message=text, **details)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def count(number: int, thing: str) -> str:
+    """``3 workers``."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def listing(words: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

@@ -1,0 +1,64 @@
+"""What an agent and the launcher say to each other, as bytes.
+
+`agent_output` writes it on a host, `host_agent` reads it in the launcher. The stream begins with
+`MARK`, because a login shell may have said something before the agent started. Frames follow: u32
+length of the content, u8 kind, content. `STDOUT` and `STDERR` are output of a worker (its u32 id,
+then bytes; none at the end of the stream), `EVENT` is an event of the agent in JSON.
+"""
+
+from __future__ import annotations
+
+import struct
+
+MARK = b"\nhorovod-agent-1\n"
+EVENT, STDOUT, STDERR = 0, 1, 2
+STREAMS = {STDOUT: "stdout", STDERR: "stderr"}
+
+_FRAME = struct.Struct("!IB")
+_WORKER = struct.Struct("!I")
+
+
+def event_frame(content: bytes) -> bytes:
+    return _FRAME.pack(len(content), EVENT) + content
+
+
+def output_frame(kind: int, worker: int, data: bytes) -> bytes:
+    return _FRAME.pack(_WORKER.size + len(data), kind) + _WORKER.pack(worker) + data
+
+
+class FrameReader:
+    """Cuts what arrives into frames; `before` is what came ahead of the mark."""
+
+    def __init__(self) -> None:
+        self._input = bytearray()
+        self._begun = False
+        self.before = b""
+
+    def feed(self, data: bytes) -> list[tuple[int, int, bytes]]:
+        """The frames that ``data`` completes: kind, worker (0 for an event) and content."""
+        self._input += data
+        if not self._begun and not self._find_mark():
+            return []
+        frames = []
+        start = 0
+        while len(self._input) - start >= _FRAME.size:
+            length, kind = _FRAME.unpack_from(self._input, start)
+            content = start + _FRAME.size
+            if len(self._input) < content + length:
+                break
+            worker = 0
+            start = content + length
+            if kind != EVENT:
+                (worker,) = _WORKER.unpack_from(self._input, content)
+                content += _WORKER.size
+            frames.append((kind, worker, bytes(self._input[content:start])))
+        del self._input[:start]
+        return frames
+
+    def _find_mark(self) -> bool:
+        at = self._input.find(MARK)
+        kept = at if at >= 0 else max(0, len(self._input) - len(MARK))
+        self.before = (self.before + bytes(self._input[:kept]))[-4000:]
+        del self._input[: at + len(MARK) if at >= 0 else kept]
+        self._begun = at >= 0
+        return self._begun

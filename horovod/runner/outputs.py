@@ -1,0 +1,65 @@
+"""The output of all workers: to the console, to files, and the last lines kept for a report.
+
+`supervise` hands over what the agents send; `launch` opens one entry for each worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import BinaryIO
+
+from horovod.runner.console import Console, Source
+from horovod.runner.lines import Line, LineSplitter
+from horovod.runner.report import Tail
+
+STREAMS = ("stdout", "stderr")
+
+
+class _Stream:
+    """One stream of one worker."""
+
+    def __init__(self, rank: int, stream: str, copy: BinaryIO | None) -> None:
+        self.source = Source(rank, stream)
+        self.splitter = LineSplitter()
+        self.tail = Tail()
+        self.copy = copy
+
+
+class Outputs:
+    """What the workers write, by worker id; only ``shown`` ranks appear on the console."""
+
+    def __init__(self, console: Console, shown: Container[int] | None = None) -> None:
+        self._console = console
+        self._shown = shown
+        self._streams: dict[tuple[int, str], _Stream] = {}
+
+    def open(self, worker: int, rank: int, copies: Mapping[str, BinaryIO]) -> None:
+        """Expect output of a worker, which the console shows as that of ``rank``."""
+        for stream in STREAMS:
+            self._streams[worker, stream] = _Stream(rank, stream, copies.get(stream))
+
+    def rename(self, worker: int, rank: int) -> None:
+        """From now on a worker is that rank."""
+        for stream in STREAMS:
+            self._streams[worker, stream].source.rank = rank
+
+    def take(self, worker: int, stream: str, data: bytes) -> None:
+        """Pass on what came; no data stands for the end of the stream."""
+        found = self._streams[worker, stream]
+        if data and found.copy is not None:
+            found.copy.write(data)
+        self._show(found, found.splitter.feed(data) if data else found.splitter.finish())
+
+    def tail(self, worker: int) -> list[str]:
+        """The last lines that a worker wrote to stderr."""
+        return self._streams[worker, "stderr"].tail.lines()
+
+    def finish(self) -> None:
+        """Show unfinished lines of streams whose end nobody has seen."""
+        for stream in self._streams.values():
+            self._show(stream, stream.splitter.finish())
+
+    def _show(self, stream: _Stream, lines: list[Line]) -> None:
+        stream.tail.add(lines)
+        if self._shown is None or stream.source.rank in self._shown:
+            self._console.show(stream.source, lines, stream.splitter.pending)

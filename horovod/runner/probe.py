@@ -1,0 +1,128 @@
+"""Which way leads from this host to the launcher: asked by the launcher, answered on the host.
+
+The agent gets this file when the launcher wants to know, and calls `probe`. An address counts as
+reached when whoever answers there proves to know the job's key: by the handshake of
+`horovod.common.wire`, repeated here because that module takes longer to load than all else the
+agent does, which counts when hundreds of hosts start at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import os
+import socket
+import struct
+import threading
+
+TYPE_CHECKING = False  # as in typing, whose import would delay the agent
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+_HELLO = b"HVDW\x01"  # with the version of the protocol
+_NONCE_BYTES = 32
+_TAG_BYTES = 32
+_SIOCGIFADDR = 0x8915
+_ANY_PORT = 9  # for asking the routing table; nothing is sent there
+
+
+def probe(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer a request, which has
+
+    - ``doors``: the [address, port] pairs to try; ``key`` (in hexadecimal) and ``timeout`` for that
+    - ``nics``: names of network interfaces; ``towards``: addresses of other hosts of the job.
+
+    The answer has ``door`` (the pair that worked, or None), ``failures`` ([address, port, reason]
+    for those that did not), ``nics`` (the interfaces among those asked for that have an address,
+    with it), ``interfaces`` (all names), ``address`` (where other hosts reach this one) and
+    ``port`` (a free one there).
+    """
+    door, failures = _try_all(request["doors"], bytes.fromhex(request["key"]), request["timeout"])
+    addresses = {name: interface_address(name) for name in request["nics"]}
+    nics = {name: address for name, address in addresses.items() if address}
+    sources = [*nics.values(), *map(source_towards, request["towards"])]
+    address = next((each for each in sources if each), "127.0.0.1")
+    return {
+        "door": door,
+        "failures": failures,
+        "nics": nics,
+        "interfaces": [name for _, name in socket.if_nameindex()],
+        "address": address,
+        "port": free_port(address),
+    }
+
+
+def source_towards(address: str) -> str:
+    """The address that packets to ``address`` would carry as their source; empty if none."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((address, _ANY_PORT))
+            return str(sock.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def free_port(address: str) -> int:
+    """A port that nobody uses there at this moment."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as sock:
+        return int(sock.getsockname()[1])
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of an interface; empty if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        request = struct.pack("256s", name.encode()[:15])
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24])
+        except OSError:
+            return ""
+
+
+def _try_all(
+    doors: Sequence[Sequence[Any]], key: bytes, timeout: float
+) -> tuple[Sequence[Any] | None, list[list[Any]]]:
+    """Try all at once; the first that opens, or why none does."""
+    answers: list[tuple[Sequence[Any], str]] = []
+    answered = threading.Semaphore(0)
+
+    def try_one(door: Sequence[Any]) -> None:
+        try:
+            _knock(door[0], door[1], key, timeout)
+        except OSError as error:
+            answers.append((door, str(error) or type(error).__name__))
+        else:
+            answers.append((door, ""))
+        answered.release()
+
+    for door in doors:
+        threading.Thread(target=try_one, args=(door,), daemon=True).start()
+    failures: list[list[Any]] = []
+    for index in range(len(doors)):
+        answered.acquire()
+        door, reason = answers[index]
+        if not reason:
+            return door, failures
+        failures.append([*door, reason])
+    return None, failures
+
+
+def _knock(address: str, port: int, key: bytes, timeout: float) -> None:
+    """`OSError` unless a store that knows the key answers there."""
+    mine = os.urandom(_NONCE_BYTES)
+    with socket.create_connection((address, port), timeout=timeout) as sock:
+        sock.sendall(_HELLO + mine)
+        answer = b""
+        while len(answer) < len(_HELLO) + _NONCE_BYTES + _TAG_BYTES:
+            data = sock.recv(1 << 10)
+            if not data:
+                raise ConnectionResetError("the connection was closed without an answer")
+            answer += data
+        nonces = mine + answer[len(_HELLO) : -_TAG_BYTES]
+        proof = hmac.new(key, b"server" + nonces, hashlib.sha256).digest()
+        if not hmac.compare_digest(answer[-_TAG_BYTES:], proof):
+            raise PermissionError("somebody else answers there, who does not know this job's key")
+        sock.sendall(hmac.new(key, b"client" + nonces, hashlib.sha256).digest())

@@ -1,0 +1,275 @@
+"""``horovod.run``: call a function on all ranks of a job, from Python.
+
+Users call it from scripts and notebooks, in any thread. The job is the one that ``horovodrun``
+would start; its command is `run_task`, which fetches the function from the job's store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import site
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+import horovod
+from horovod.common.addresses import LOOPBACK
+from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
+from horovod.common.store import MemoryStore
+from horovod.common.wire import encode_key, new_key
+from horovod.runner import controllers
+from horovod.runner.arguments import make_options
+from horovod.runner.function_call import (
+    CALL,
+    SEARCH_PATH,
+    Failure,
+    failures,
+    put,
+    result_name,
+    take,
+)
+from horovod.runner.hosts import is_local
+from horovod.runner.launch import make_request, run_job
+from horovod.runner.meeting import MeetingPlace, addresses_towards
+from horovod.runner.report import LaunchError, Outcome
+from horovod.runner.static_job import JobRequest
+
+_PACKAGE_PARENT = str(Path(horovod.__file__).resolve().parent.parent)
+
+
+class RemoteError(RuntimeError):
+    """The function failed on a rank, or the rank did not live to return anything.
+
+    Where an exception could be brought here it is raised as itself, with this one as its cause.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,  # nothing is kept between jobs
+    output_filename: str | None = None,
+    verbose: int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: str | Sequence[str] | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Call ``func(*args, **kwargs)`` in ``num_proc`` processes; what each returned, by rank.
+
+    The arguments mean what the options of horovodrun of the same names mean; ``slots`` is
+    --slots-per-host, ``cooldown_range`` --blacklist-cooldown-range, ``executable`` the Python of
+    the workers. Knobs come from the environment. The workers run in this process's directory and
+    find the modules that it can import. Their output appears with ``[rank]<stdout>:`` before it.
+
+    An exception of the function is raised here as itself, with the rank and the traceback there.
+    `RemoteError` where that is not possible, or where a process died. An elastic job returns what
+    its first ``min_num_proc`` ranks returned. ``np``, ``min_np``, ``max_np`` and
+    ``network_interface`` are older names.
+    """
+    num_proc = _newer("np", np, "num_proc") or num_proc
+    min_num_proc = _newer("min_np", min_np, "min_num_proc") or min_num_proc
+    max_num_proc = _newer("max_np", max_np, "max_num_proc") or max_num_proc
+    nics = _newer("network_interface", network_interface, "network_interfaces")
+    nics = nics or network_interfaces
+    if not callable(func):
+        raise ValueError(f"horovod.run needs a function to call, not {func!r}")
+    if sum(source is not None for source in (hosts, hostfile, host_discovery_script)) > 1:
+        raise ValueError("give one of hosts, hostfile and host_discovery_script")
+    if use_gloo and use_mpi:
+        raise ValueError("give one of use_gloo and use_mpi")
+    flags = {
+        "-np": num_proc,
+        "--min-np": min_num_proc,
+        "--max-np": max_num_proc,
+        "--slots-per-host": slots,
+        "--reset-limit": reset_limit,
+        "--hosts": hosts,
+        "--hostfile": hostfile,
+        "--host-discovery-script": host_discovery_script,
+        "--start-timeout": start_timeout,
+        "--ssh-port": ssh_port,
+        "--ssh-identity-file": ssh_identity_file,
+        "--output-filename": output_filename,
+        "--mpi-args": mpi_args,
+        "--network-interfaces": nics if isinstance(nics, str) or not nics else ",".join(nics),
+    }
+    switches = {"--verbose": verbose, "--gloo": use_gloo, "--mpi": use_mpi}
+    argv = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
+    argv += [flag for flag, on in switches.items() if on]
+    if cooldown_range is not None:
+        argv += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
+    command = [executable or sys.executable, "-m", "horovod.runner.run_task"]
+    options = make_options([*argv, "--", *command])
+    for notice in options.notices:
+        warnings.warn(f"horovod.run: {notice}", stacklevel=2)
+    return _call(options, func, args, kwargs or {})
+
+
+def _newer(old: str, value: Any, new: str) -> Any:
+    if value is not None:
+        warnings.warn(f"{old} is deprecated; use {new}", DeprecationWarning, stacklevel=3)
+    return value
+
+
+def _call(
+    options: argparse.Namespace,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[Any]:
+    try:
+        call = cloudpickle.dumps((func, tuple(args), dict(kwargs)))
+    except Exception as error:
+        raise ValueError(
+            f"horovod.run cannot send the function or its arguments to the workers: {error}"
+        ) from error
+    store = MemoryStore()
+    put(store, CALL, call)
+    store.set(SEARCH_PATH, json.dumps(_search_path()).encode())
+    env = {**os.environ, "PYTHONPATH": _python_path()}
+    try:
+        controller = controllers.choose(options, env)
+        if controller == controllers.GLOO:
+            outcome = run_job(options, options.command, env=env, store=store)
+            _raise_failures(store, outcome)
+        else:
+            _run_elsewhere(controller, options, env, store)
+    except LaunchError as error:
+        kind = ValueError if error.status == 2 else RuntimeError
+        raise kind(str(error)) from None
+    return _results(store, options.min_num_proc if options.elastic else options.num_proc)
+
+
+def _results(store: MemoryStore, count: int) -> list[Any]:
+    results = []
+    for rank in range(count):
+        content = take(store, result_name(rank))
+        if content is None:
+            raise RemoteError(f"rank {rank} ended well but returned nothing", rank)
+        try:
+            results.append(cloudpickle.loads(content))
+        except Exception as error:
+            raise RemoteError(
+                f"what rank {rank} returned cannot be unpickled here: {error}", rank
+            ) from error
+    return results
+
+
+def _run_elsewhere(
+    controller: str, options: argparse.Namespace, env: Mapping[str, str], store: MemoryStore
+) -> None:
+    """Through mpirun or jsrun, whose ranks reach our store at an address that leads to them."""
+    request = make_request(options, options.command, env)
+    place = MeetingPlace(new_key(), store)
+    try:
+        address, port = place.open(_address(request))
+        where = {
+            STORE_ADDRESS: address,
+            STORE_PORT: str(port),
+            SECRET_KEY: encode_key(place.key),
+        }
+        request = make_request(options, options.command, {**env, **where})
+        status = controllers.run_and_wait(controllers.plan(controller, options, request))
+    finally:
+        place.close()
+    if status != 0:
+        _raise_first(failures(store))
+        program = "mpirun" if controller == controllers.MPI else "jsrun"
+        raise RemoteError(f"{program} failed with exit code {status}")
+
+
+def _address(request: JobRequest) -> str:
+    for name in request.hosts:
+        if not is_local(name):
+            ways = addresses_towards(name, ("", ""), request.nics)
+            if not ways:
+                raise LaunchError(
+                    f"cannot tell which address of this machine leads to {name}; say which "
+                    f"network interface does with network_interfaces"
+                )
+            return ways[0]
+    return LOOPBACK
+
+
+def _raise_failures(store: MemoryStore, outcome: Outcome) -> None:
+    if outcome.interrupted is not None:
+        signal.raise_signal(outcome.interrupted)  # to whoever handled it before the job
+        raise RemoteError(f"the job was ended by {signal.Signals(outcome.interrupted).name}")
+    told = failures(store)
+    first = outcome.first_failure
+    if first is not None:
+        # A rank that died without a word was there before those that complained about it.
+        if any(failure.rank == first.rank for failure in told):
+            _raise_first(told)
+        raise RemoteError(outcome.account.strip(), first.rank)
+    if outcome.problem or outcome.account:
+        raise RemoteError((outcome.problem or outcome.account).strip())
+
+
+def _raise_first(told: Sequence[Failure]) -> None:
+    for failure in told:
+        where = f"rank {failure.rank} on {failure.host} (pid {failure.pid})"
+        message = f"{where}: {failure.problem}\n\n{failure.traceback}".rstrip()
+        remote = RemoteError(message, failure.rank, failure.traceback)
+        error = _unpickled(failure)
+        if error is None:
+            raise remote
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"raised on {where}")
+        raise error from remote
+
+
+def _unpickled(failure: Failure) -> Exception | None:
+    if failure.error is None:
+        return None
+    try:
+        error = cloudpickle.loads(failure.error)
+    except Exception:  # its class may not be here
+        return None
+    return error if isinstance(error, Exception) else None
+
+
+def _search_path() -> list[str]:
+    """Where this process finds modules, without what belongs to its Python installation."""
+    own = {*sysconfig.get_paths().values(), *site.getsitepackages()}
+    own |= {*map(os.path.dirname, own), site.getusersitepackages()}
+    places = [os.path.abspath(place or os.getcwd()) for place in sys.path]
+    return [place for place in dict.fromkeys(places) if place not in own]
+
+
+def _python_path() -> str:
+    """With what the workers find this Horovod, whatever else is installed there."""
+    existing = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join(filter(None, [_PACKAGE_PARENT, existing]))

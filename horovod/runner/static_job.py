@@ -1,0 +1,381 @@
+"""A job with a fixed set of ranks: from "agents started" to "nothing left".
+
+`launch` makes a `StaticJob` and lets the supervisor run it. Steps: an agent on every host; where
+some host is another machine, each finds the way to the job's store; all workers start; the first
+that fails, or the first host that is lost, ends the others.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from horovod.common.addresses import LOOPBACK
+from horovod.runner.host_agent import HostAgent, WorkerSpec
+from horovod.runner.hosts import Slot, is_local
+from horovod.runner.meeting import (
+    Door,
+    MeetingPlace,
+    addresses_towards,
+    connection_ends,
+    describe_failures,
+    own_interfaces,
+)
+from horovod.runner.probe import free_port, interface_address
+from horovod.runner.processes import signal_groups
+from horovod.runner.report import Exit, LaunchError, LostHost, Outcome, first_to_fail, ranges
+from horovod.runner.ssh import Ssh
+from horovod.runner.supervise import FAILURE_GRACE, Supervisor, raise_descriptor_limit
+from horovod.runner.worker_env import (
+    HOSTS_OWN,
+    Meeting,
+    common_variables,
+    interface_variables,
+    slot_variables,
+    threads_per_worker,
+    travelling,
+)
+
+_BLAME_WINDOW = 0.5
+"""Seconds to wait, when several hosts report failures, for the one that caused the others."""
+
+_COMPANY_WINDOW = 2.0
+"""Seconds to wait, when a host cannot be reached, for others that cannot either."""
+
+_SLACK = 3.0
+"""Seconds beyond ssh's own time limit, so that ssh can say itself what is wrong."""
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """What to run, where and how."""
+
+    command: Sequence[str]
+    slots: Sequence[Slot]
+    env: Mapping[str, str]  # for all workers, without what depends on rank and host
+    cwd: str
+    ssh: Ssh
+    nics: Sequence[str] = ()
+    start_timeout: float = 30.0
+    cpu_bind: str = "none"
+    verbose: bool = False
+
+    @property
+    def hosts(self) -> dict[str, list[Slot]]:
+        """The slots of every host, in the order of ranks."""
+        found: dict[str, list[Slot]] = {}
+        for slot in self.slots:
+            found.setdefault(slot.hostname, []).append(slot)
+        return found
+
+    @property
+    def all_local(self) -> bool:
+        return all(is_local(name) for name in self.hosts)
+
+
+class StaticJob:
+    """The policy of such a job; see `supervise.Handler` for what the methods are called for."""
+
+    def __init__(self, request: JobRequest, place: MeetingPlace, supervisor: Supervisor) -> None:
+        self.outcome = Outcome()
+        self._request = request
+        self._place = place
+        self._supervisor = supervisor
+        self._console = supervisor.console
+        self._hosts = request.hosts
+        self._all_local = request.all_local
+        self._agents: dict[str, HostAgent] = {}
+        self._unreachable: dict[str, str] = {}
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._pids: dict[int, int] = {}
+        self._running: set[int] = set()
+        self._suspects: list[Exit] = []
+        self._bystanders = 0
+
+    def run(self) -> Outcome:
+        """Start everything and see it to its end."""
+        self._start_agents()
+        self._supervisor.run(self)
+        self._blame()
+        outcome = self.outcome
+        outcome.interrupted = next(iter(self._supervisor.signals), None)
+        outcome.output_lost = self._console.broken
+        return outcome
+
+    # -- hosts -----------------------------------------------------------------------------
+
+    def _start_agents(self) -> None:
+        request = self._request
+        names = sorted(self._hosts, key=lambda name: not is_local(name))
+        raised = False
+        for name in names:
+            local = is_local(name)
+            if not local and not raised:
+                # After the local agent, whose workers are to have the limit that the user gave.
+                raise_descriptor_limit(3 * len(names) + 4 * len(request.slots) + 128)
+                raised = True
+            try:
+                self._agents[name] = HostAgent(name, None if local else request.ssh)
+            except ValueError as error:
+                raise LaunchError(str(error), status=2) from None
+            except FileNotFoundError as error:
+                raise LaunchError(
+                    f"cannot start on {name}: there is no program {error.filename!r} here", 127
+                ) from None
+            except OSError as error:
+                raise LaunchError(f"cannot start on {name}: {error.strerror}") from None
+            self._supervisor.add(self._agents[name])
+        if raised:
+            self._supervisor.call_later(request.start_timeout + _SLACK, self._give_up_waiting)
+
+    def ready(self, agent: HostAgent) -> None:
+        if self._request.verbose:
+            hello = agent.hello or {}
+            self._console.say(f"{agent.name}: agent runs as pid {hello['pid']}")
+        self._meet_if_complete()
+
+    def _meet_if_complete(self) -> None:
+        waiting = [name for name, agent in self._agents.items() if agent.hello is None]
+        if self._supervisor.stopping or self._supervisor.signals:
+            return
+        if self._unreachable:
+            if not set(waiting) - set(self._unreachable):
+                self._give_up_hosts()
+        elif not waiting:
+            self._meet()
+
+    def _give_up_waiting(self) -> None:
+        for name, agent in self._agents.items():
+            if agent.hello is None and name not in self._unreachable:
+                seconds = self._request.start_timeout
+                said = f":\n{agent.last_words}" if agent.last_words else ""
+                self._unreachable[name] = f"no answer within {seconds:g} s{said}"
+        if self._unreachable:
+            self._give_up_hosts()
+
+    def _give_up_hosts(self) -> None:
+        if self._supervisor.stopping or self._supervisor.signals:
+            return
+        texts = [f"cannot start on {name}: {why}" for name, why in self._unreachable.items()]
+        if any("Host key verification failed" in text for text in texts):
+            texts.append(
+                "ssh does not know the key of such a host: log in once by hand and check it, or "
+                "put it into ~/.ssh/known_hosts"
+            )
+        self._problem("\n".join(texts))
+
+    def _problem(self, text: str, status: int = 1, grace: float = 0.0) -> None:
+        """What keeps the job from going on; the first such thing is the one that is told."""
+        if not self.outcome.problem and not self._supervisor.signals:
+            self.outcome.problem = text
+            self.outcome.problem_status = status
+        self._supervisor.stop(grace)
+
+    # -- meeting ---------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        request = self._request
+        nics = request.nics
+        if nics and not any(interface_address(name) for name in nics):
+            self._problem(
+                f"this machine has no interface with an address among {', '.join(nics)} "
+                f"(--network-interfaces); it has {', '.join(own_interfaces())}",
+                status=2,
+            )
+        elif self._all_local:
+            door = self._place.open(LOOPBACK)
+            self._start_workers(dict.fromkeys(self._hosts, door), (LOOPBACK, free_port(LOOPBACK)))
+        else:
+            self._open_doors()
+
+    def _open_doors(self) -> None:
+        remote = [agent for agent in self._agents.values() if agent.ssh is not None]
+        for agent in remote:
+            ends = connection_ends(agent)
+            for address in addresses_towards(agent.name, ends, self._request.nics):
+                self._place.open(address)
+        if not self._place.doors:
+            names = ", ".join(agent.name for agent in remote)
+            self._problem(
+                f"cannot tell which address of this machine leads to {names}; say which network "
+                f"interface does with --network-interfaces"
+            )
+            return
+        theirs = {agent.name: connection_ends(agent)[1] for agent in self._agents.values()}
+        here = self._place.doors[0][0]
+        for agent in self._agents.values():
+            others = [theirs[name] or here for name in self._hosts if name != agent.name]
+            timeout = self._request.start_timeout
+            self._place.probe(agent, self._request.nics, others, timeout)
+
+    def probed(self, agent: HostAgent, answer: dict[str, Any]) -> None:
+        self._answers[agent.name] = answer
+        if self._supervisor.stopping or self._supervisor.signals:
+            return
+        if answer["door"] is None:
+            self._problem(
+                f"{agent.name} cannot connect to this machine, where the ranks are to meet: tried "
+                f"{describe_failures(answer['failures'])}. Let hosts connect to ports of this "
+                f"machine (its firewall, or one in between), or say which network interface leads "
+                f"to them with --network-interfaces"
+            )
+        elif self._request.nics and not answer["nics"]:
+            self._problem(
+                f"{agent.name} has no interface with an address among "
+                f"{', '.join(self._request.nics)} (--network-interfaces); it has "
+                f"{', '.join(answer['interfaces'])}",
+                status=2,
+            )
+        elif len(self._answers) == len(self._agents):
+            doors = {
+                name: (each["door"][0], each["door"][1]) for name, each in self._answers.items()
+            }
+            self._place.keep(set(doors.values()))
+            first = self._answers[self._request.slots[0].hostname]
+            master = LOOPBACK if len(self._hosts) == 1 else first["address"]
+            self._start_workers(doors, (master, first["port"]))
+
+    # -- workers ---------------------------------------------------------------------------
+
+    def _start_workers(self, doors: Mapping[str, Door], master: tuple[str, int]) -> None:
+        request = self._request
+        self._say_threads()
+        for name, slots in self._hosts.items():
+            agent = self._agents[name]
+            meeting = Meeting(*doors[name], master[1], self._place.key, master[0])
+            env = self._host_environment(agent) | common_variables(meeting)
+            if request.verbose:
+                for variable in sorted(env):
+                    if variable.startswith(("HOROVOD_", "MASTER_")):
+                        self._console.say(f"{name}: {variable}={env[variable]}")
+            specs = [
+                WorkerSpec(
+                    slot.rank,
+                    request.command,
+                    slot_variables(slot),
+                    request.cwd,
+                    None
+                    if request.cpu_bind == "none"
+                    else (request.cpu_bind, slot.local_rank, slot.local_size),
+                )
+                for slot in slots
+            ]
+            agent.start(specs, env, HOSTS_OWN if agent.ssh else ())
+            agent.finish()
+
+    def _host_environment(self, agent: HostAgent) -> dict[str, str]:
+        """The part of the environment that is the same for all workers of a host."""
+        request = self._request
+        env = travelling(request.env) if agent.ssh else dict(request.env)
+        if not request.env.get("OMP_NUM_THREADS"):
+            env["OMP_NUM_THREADS"] = str(self._threads(agent))
+        if agent.name in self._answers:
+            nics = list(self._answers[agent.name]["nics"])
+        else:
+            nics = [name for name in request.nics if interface_address(name)]
+        return env | interface_variables(nics)
+
+    def _threads(self, agent: HostAgent) -> int:
+        return threads_per_worker((agent.hello or {})["cores"], len(self._hosts[agent.name]))
+
+    def _say_threads(self) -> None:
+        if self._request.env.get("OMP_NUM_THREADS"):
+            return
+        alike: dict[tuple[int, int, int], list[str]] = {}
+        for name, agent in self._agents.items():
+            cores = (agent.hello or {})["cores"]
+            facts = (self._threads(agent), cores, len(self._hosts[name]))
+            alike.setdefault(facts, []).append(name)
+        for (threads, cores, workers), names in alike.items():
+            where = "" if len(alike) == 1 else f" on {', '.join(names)}"
+            plural = "" if workers == 1 else "s"
+            self._console.say(
+                f"OMP_NUM_THREADS={threads} for each worker{where} ({cores} cores, {workers} "
+                f"worker{plural}); set it yourself to choose otherwise"
+            )
+
+    def started(self, agent: HostAgent, worker: int, pid: int) -> None:
+        self._pids[worker] = pid
+        self._running.add(worker)
+        if self._request.verbose:
+            self._console.say(f"rank {worker} started{self._on(agent)}, pid {pid}")
+
+    def failed(self, agent: HostAgent, worker: int, number: int, what: str) -> None:
+        if number == errno.ECANCELED:
+            return  # we stopped it before it began
+        why = os.strerror(number)
+        if number == errno.EMFILE:
+            why += " (each worker takes two pipes; see 'ulimit -n')"
+        elif number == errno.ENOENT and "/" not in what:
+            why = f"command not found: {what!r}"
+        elif what:
+            why = f"{what!r}: {why}"
+        status = 127 if number == errno.ENOENT else 126
+        self._problem(f"cannot start rank {worker}{self._on(agent)}: {why}", status)
+
+    def exited(self, agent: HostAgent, exits: Sequence[tuple[int, int]]) -> None:
+        batch = [Exit(rank, self._pids[rank], code, agent.name) for rank, code in exits]
+        self.outcome.exits += batch
+        self._running -= {one.rank for one in batch}
+        for one in batch if self._request.verbose else ():
+            self._console.say(f"rank {one.rank} ended: {one.describe()}")
+        failures = [one for one in batch if one.code != 0]
+        if self._suspects:
+            # What reports later may have happened earlier; what we ended ourselves did not.
+            self._suspects += [one for one in failures if -one.code != signal.SIGTERM]
+        elif failures and not self._supervisor.stopping and not self._supervisor.signals:
+            self._suspects = failures
+            self._bystanders = len(self._request.slots) - len(self.outcome.exits)
+            self._supervisor.stop(FAILURE_GRACE)
+            if len(self._agents) == 1:
+                self._blame()
+            else:
+                self._supervisor.call_later(_BLAME_WINDOW, self._blame)
+
+    def _blame(self) -> None:
+        """Settle which of the failures so far came first."""
+        failure = first_to_fail(self._suspects)
+        if failure is None or self.outcome.first_failure is not None:
+            return
+        self.outcome.first_failure = failure
+        others = f"; stopping the other {self._bystanders}" if self._bystanders else ""
+        where = "" if self._all_local else f" on {failure.host}"
+        self._console.say(f"rank {failure.rank}{where} failed: {failure.describe()}{others}")
+
+    def lost(self, agent: HostAgent, code: int) -> None:
+        if agent.hello is None and not self._supervisor.stopping:
+            what = "ssh" if agent.ssh else "the agent"
+            said = agent.last_words or f"{what} ended with exit code {code} and no message"
+            self._unreachable[agent.name] = f"\n{said}" if "\n" in said else said
+            if len(self._unreachable) == 1:
+                self._supervisor.call_later(_COMPANY_WINDOW, self._give_up_hosts)
+            self._meet_if_complete()
+            return
+        ranks = [slot.rank for slot in self._hosts[agent.name] if slot.rank in self._running]
+        self._running -= set(ranks)
+        if agent.ssh is None:
+            signal_groups([self._pids[rank] for rank in ranks], signal.SIGKILL)
+            said = f":\n{agent.last_words}" if agent.last_words else ""
+            self._problem(
+                f"the process that watches over the workers (pid {agent.pid}) died; the workers "
+                f"were killed{said}"
+            )
+        elif not self._supervisor.stopping and not self._supervisor.signals:
+            how = f"lost: ssh ended with exit code {code}"
+            self.outcome.lost = LostHost(
+                agent.name,
+                ranks or [slot.rank for slot in self._hosts[agent.name]],
+                how,
+                agent.last_words,
+            )
+            self._console.say(
+                f"{agent.name} (rank {ranges(self.outcome.lost.ranks)}) {how}; stopping the others"
+            )
+            self._supervisor.stop(FAILURE_GRACE)
+
+    def _on(self, agent: HostAgent) -> str:
+        return "" if self._all_local else f" on {agent.name}"
