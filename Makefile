@@ -18,7 +18,7 @@ help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
 
 train: $(VENV)/.examples
-	PATH="$(abspath $(BIN)):$$PATH" horovodrun -np 2 python examples/pytorch/digits.py
+	PATH="$(abspath $(BIN)):$$PATH" horovodrun -np 2 python examples/pytorch/pytorch_mnist.py
 
 test: lint
 	$(BIN)/python -m pytest

@@ -6,7 +6,6 @@ import gzip
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,30 +13,16 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from tests.ranks import clean_environment
+from tests.examples.programs import run_example
 
-ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "pytorch_mnist.py"
 
 
-def _train(tmp_path: Path, *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    environ = clean_environment() | {"PYTHONPATH": str(ROOT)}
-    launcher = [sys.executable, "-m", "horovod.runner", "-np", str(ranks)] if ranks > 1 else []
-    return subprocess.run(
-        [
-            *launcher,
-            sys.executable,
-            str(ROOT / "examples" / "pytorch" / "digits.py"),
-            "--checkpoint",
-            str(tmp_path / "folder" / "model.pt"),
-            *options,
-        ],
-        env=environ,
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def _train(
+    tmp_path: Path, *options: str, launcher: str | None = "horovodrun"
+) -> subprocess.CompletedProcess[str]:
+    checkpoint = ("--checkpoint", tmp_path / "folder" / "model.pt")
+    return run_example(SCRIPT, *checkpoint, *options, cwd=tmp_path, launcher=launcher)
 
 
 def _final_accuracy(done: subprocess.CompletedProcess[str]) -> float:
@@ -55,9 +40,23 @@ def test_two_processes_learn_the_digits(tmp_path: Path):
     assert torch.load(tmp_path / "folder" / "model.pt")["epoch"] == 12
 
 
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [
+        ("torchrun", ["--fp16-allreduce", "--gradient-predivide-factor", "2"]),
+        ("mpirun", ["--use-adasum", "--lr", "0.08"]),
+    ],
+)
+def test_other_launchers_and_ways_to_reduce(tmp_path: Path, launcher: str, options: list[str]):
+    done = _train(tmp_path, "--epochs", "4", *options, launcher=launcher)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "with 2 process(es)" in done.stdout
+    assert _final_accuracy(done) > 0.85
+
+
 def test_training_resumes_with_another_number_of_processes(tmp_path: Path):
     assert _train(tmp_path, "--epochs", "1").returncode == 0
-    done = _train(tmp_path, "--epochs", "2", "--resume", ranks=1)
+    done = _train(tmp_path, "--epochs", "2", "--resume", launcher=None)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "from epoch 2" in done.stdout
     assert "epoch  1:" not in done.stdout

@@ -1,8 +1,9 @@
 """Train a small convolutional network on handwritten digits, on as many processes as you like.
 
-    horovodrun -np 2 python examples/pytorch/digits.py
-    torchrun --nproc-per-node 2 examples/pytorch/digits.py
-    python examples/pytorch/digits.py
+    horovodrun -np 2 python examples/pytorch/pytorch_mnist.py
+    torchrun --nproc-per-node 2 examples/pytorch/pytorch_mnist.py
+    mpirun -np 2 python examples/pytorch/pytorch_mnist.py
+    python examples/pytorch/pytorch_mnist.py
 
 The data are the 1,797 images that come with scikit-learn, or MNIST if `--data-dir` holds its four
 IDX files (gzipped or not). Lines that a single-process script would not have are marked "Horovod".
@@ -42,10 +43,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
     parser.add_argument("--lr", type=float, default=0.04, help="learning rate of one process")
+    parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/digits.pt"))
+    parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
+    parser.add_argument("--fp16-allreduce", action="store_true", help="16 bits on the wire")
+    parser.add_argument("--use-adasum", action="store_true", help="combine steps with Adasum")
+    parser.add_argument(
+        "--gradient-predivide-factor",
+        type=float,
+        default=1.0,
+        help="how much of the division by the number of processes to do before the sum",
+    )
+    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/mnist.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    parser.add_argument("--device", choices=["cpu", "cuda", "xpu"], help="default: the best here")
     parser.add_argument(
         "--target-accuracy", type=float, help="exit with status 1 if the result is below (0 to 1)"
     )
@@ -115,21 +125,27 @@ class Net(nn.Module):
         return self.classifier(self.features(images))
 
 
-def choose_device(wanted: str | None) -> torch.device:
-    """This process's device: its own GPU if there is one, by local rank."""
-    for kind in ("cuda", "xpu"):
-        backend = getattr(torch, kind)
-        if wanted in (None, kind) and backend.is_available():
-            # Horovod: several processes on one machine must not all take GPU 0.
-            index = hvd.local_rank() % backend.device_count()
-            backend.set_device(index)
-            return torch.device(kind, index)
-    if wanted not in (None, "cpu"):
-        raise SystemExit(f"no {wanted} device is available")
-    if "OMP_NUM_THREADS" not in os.environ:
-        # Horovod: the processes of this machine share its cores.
+def choose_device(cpu_only: bool) -> torch.device:
+    """This process's own GPU if there is one, by local rank; else its share of the cores."""
+    kind = None if cpu_only else torch.accelerator.current_accelerator(check_available=True)
+    if kind is not None:
+        index = hvd.local_rank() % torch.accelerator.device_count()
+        torch.accelerator.set_device_index(index)
+        return torch.device(kind.type, index)
+    if "OMP_NUM_THREADS" not in os.environ:  # horovodrun and torchrun set it
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
     return torch.device("cpu")
+
+
+def learning_rate_factor(use_adasum: bool, device: torch.device) -> int:
+    """N processes take N times the batch in one step, so the step may be N times as long.
+
+    Adasum finds the right length of the combined step by itself; on GPUs, processes of one machine
+    count as one that takes their batches together.
+    """
+    if not use_adasum:
+        return hvd.size()
+    return hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1
 
 
 # -- training ------------------------------------------------------------------------------------
@@ -210,9 +226,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 def main() -> int:
     args = parse_arguments()
-    hvd.init()
+    hvd.init()  # Horovod: find the other processes
     torch.manual_seed(args.seed)
-    device = choose_device(args.device)
+    device = choose_device(args.no_cuda)  # Horovod: one GPU for each process
     say = print if hvd.rank() == 0 else lambda *_, **__: None
 
     train_data, test_data = load_data(args.data_dir)
@@ -223,15 +239,22 @@ def main() -> int:
     loader = DataLoader(train_data, args.batch_size, sampler=sampler)
 
     model = Net(image_size=train_data.tensors[0].shape[-1]).to(device)
-    # Horovod: N processes take N times the batch in one step, so the step may be longer.
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=0.9)
+    # Horovod: the learning rate goes with the number of processes.
+    rate = args.lr * learning_rate_factor(args.use_adasum, device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=args.momentum)
 
     first = load_checkpoint(args.checkpoint, model, optimizer) if args.resume else 0
     # Horovod: all start from what rank 0 has.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     # Horovod: average the gradients over all processes before every step.
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
+        op=hvd.Adasum if args.use_adasum else hvd.Average,
+        gradient_predivide_factor=args.gradient_predivide_factor,
+    )
 
     say(
         f"training on {len(train_data)} images with {hvd.size()} process(es) on {device.type}"
@@ -239,8 +262,9 @@ def main() -> int:
         flush=True,
     )
     started = time.monotonic()
+    result = accuracy(model, test_data, device)
     for epoch in range(first, args.epochs):
-        sampler.set_epoch(epoch)
+        sampler.set_epoch(epoch)  # Horovod: shuffle anew, alike on all processes
         bar = tqdm(
             loader,
             desc=f"epoch {epoch + 1}/{args.epochs}",
@@ -249,14 +273,12 @@ def main() -> int:
             ncols=80,
         )
         loss = train_epoch(model, optimizer, bar, device)
-        rate = accuracy(model, test_data, device)
+        result = accuracy(model, test_data, device)
         save_checkpoint(args.checkpoint, epoch + 1, model, optimizer)
-        say(f"epoch {epoch + 1:2}: loss {loss:.4f}, test accuracy {rate:.2%}", flush=True)
+        say(f"epoch {epoch + 1:2}: loss {loss:.4f}, test accuracy {result:.2%}", flush=True)
 
-    result = accuracy(model, test_data, device)
     seconds = time.monotonic() - started
     say(f"final test accuracy: {result:.2%} after {seconds:.1f} s", flush=True)
-    hvd.shutdown()
     if args.target_accuracy is not None and result < args.target_accuracy:
         say(f"below the target of {args.target_accuracy:.2%}", file=sys.stderr)
         return 1

@@ -1,0 +1,122 @@
+"""The PyTorch examples, each cut short on two ranks: they learn, and their ranks agree."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.programs import PYTORCH, run_example, run_with_checksums
+
+SCRIPTS = sorted(path.name for path in PYTORCH.glob("pytorch_*.py"))
+SMALL_RESNET = (
+    *("--depth", "10", "--width", "8", "--image-size", "32", "--classes", "4"),
+    *("--batch-size", "8", "--batches-per-epoch", "6", "--val-batches", "2", "--base-lr", "0.1"),
+)
+
+
+def _numbers(pattern: str, output: str) -> list[float]:
+    """What the group of `pattern` matches in each line of rank 0; other ranks say nothing."""
+    lines = [line for line in output.splitlines() if re.search(pattern, line)]
+    assert all(line.startswith("[0]<stdout>:") for line in lines)
+    return [float(re.search(pattern, line)[1]) for line in lines]
+
+
+# -- each example --------------------------------------------------------------------------------
+
+
+def test_resnet_learns_and_resumes_where_it_stopped(tmp_path: Path):
+    """A run that was stopped after an epoch ends bit by bit where an uninterrupted one does."""
+    options = (*SMALL_RESNET, "--epochs", "3", "--batches-per-allreduce", "2", "--workers", "1")
+    options += (
+        "--warmup-epochs",
+        "2",
+        "--decay-epochs",
+        "2",
+        "--checkpoint-format",
+        "c/{epoch}.pt",
+    )
+    whole, expected = run_with_checksums("pytorch_imagenet_resnet50.py", *options, cwd=tmp_path)
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["1.pt", "2.pt", "3.pt"]
+    losses = _numbers(r" loss ([\d.]+), accuracy [\d.]+%, validation", whole)
+    assert losses[2] < losses[0]
+    # From one batch's rate over that of the step (2 batches on each of 2 ranks) to a tenth of it.
+    assert _numbers(r" lr ([\d.]+)", whole) == pytest.approx([0.225, 0.375, 0.04])
+    (tmp_path / "c" / "3.pt").unlink()
+    (tmp_path / "c" / "2.pt").unlink()
+
+    rest, resumed = run_with_checksums("pytorch_imagenet_resnet50.py", *options, cwd=tmp_path)
+    assert "resuming after epoch 1" in rest
+    assert resumed == expected
+    metrics = r"(epoch [23]: .* accuracy [\d.]+%), [\d.]+ images/s"
+    assert re.findall(metrics, rest) == re.findall(metrics, whole)
+
+
+def test_synthetic_benchmark_prints_images_per_second(tmp_path: Path):
+    small = ("--model", "resnet10", "--image-size", "32", "--batch-size", "2", "--fp16-allreduce")
+    counts = ("--num-warmup-batches", "1", "--num-batches-per-iter", "2", "--num-iters", "3")
+    done = run_example("pytorch_synthetic_benchmark.py", *small, *counts, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rates = _numbers(r"Iteration \d: ([\d.]+) img/sec per [CG]PU", done.stdout)
+    (mean,) = _numbers(r"Img/sec per [CG]PU: ([\d.]+) \+-[\d.]+$", done.stdout)
+    (total,) = _numbers(r"Total img/sec on 2 [CG]PU\(s\): ([\d.]+) \+-[\d.]+$", done.stdout)
+    assert len(rates) == 3
+    assert mean == pytest.approx(sum(rates) / 3, abs=0.1)
+    assert total == pytest.approx(2 * mean, abs=0.2)
+
+
+def test_language_model_gets_less_perplexed(tmp_path: Path):
+    small = ("--width", "32", "--layers", "1", "--context", "32", "--checkpoint", "lm.pt")
+    steps = ("--epochs", "2", "--steps-per-epoch", "40")
+    output, _ = run_with_checksums("pytorch_lm.py", *small, *steps, cwd=tmp_path)
+    before, first, second = _numbers(r"(?:\d, |training: )perplexity ([\d.]+)", output)
+    assert before > 200  # of 256 bytes
+    assert first < 60
+    assert second < 0.8 * first
+    assert torch.load(tmp_path / "lm.pt")["bytes.weight"].shape == (256, 32)
+
+
+def test_word_vectors_are_learnt_from_sparse_gradients(tmp_path: Path):
+    options = ("--epochs", "2", "--window", "1", "--checkpoint", "w.pt")
+    output, _ = run_with_checksums("pytorch_word2vec.py", *options, cwd=tmp_path)
+    first, second = _numbers(r"loss ([\d.]+)", output)
+    assert second < 0.95 * first
+    assert len(re.findall(r"near list: \w+, \w+, \w+, \w+, \w+$", output, re.MULTILINE)) == 1
+    saved = torch.load(tmp_path / "w.pt")
+    assert len(saved["words"]) == len(saved["vectors"])
+
+
+def test_both_ways_to_accumulate_give_the_same_model(tmp_path: Path):
+    """Two batches of 7 images make a step, except the last of an epoch: one batch of 5."""
+    small = ("--epochs", "1", "--batch-size", "7", "--batches-per-step", "2")
+    checksums = []
+    for accumulation in ("count", "no-sync"):
+        options = (*small, "--accumulation", accumulation, "--checkpoint", "model.pt")
+        output, checksum = run_with_checksums("pytorch_sync_batch_norm.py", *options, cwd=tmp_path)
+        assert _numbers(r"test accuracy ([\d.]+)%", output)[-1] > 80
+        assert "7 images in a forward pass, 14 in a normalisation, 28 in a step" in output
+        checksums.append(checksum)
+    assert checksums[0] == checksums[1]
+
+
+# -- all of them ---------------------------------------------------------------------------------
+
+
+def _functions(script: str) -> dict[str, str]:
+    tree = ast.parse((PYTORCH / script).read_text())
+    return {node.name: ast.dump(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("name", ["choose_device", "shows_progress"])
+def test_what_scripts_repeat_is_the_same_in_all(name: str):
+    """Each is one file to copy, so they share no module for these few lines."""
+    assert len({_functions(script)[name] for script in SCRIPTS}) == 1
+
+
+def test_the_readme_has_a_command_for_each():
+    text = (PYTORCH.parent / "README.md").read_text()
+    commands = re.findall(r"^    horovodrun -np \d+ python examples/pytorch/(\S+)", text, re.M)
+    assert sorted(commands) == SCRIPTS
