@@ -13,6 +13,10 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any, Protocol
 
+from horovod.common.logging import get_logger
+
+logger = get_logger(__name__)
+
 
 class Basics(Protocol):
     """What process sets need of the engine."""
@@ -20,6 +24,8 @@ class Basics(Protocol):
     def rank(self) -> int: ...
     def size(self) -> int: ...
     def _dynamic_process_sets(self) -> bool: ...
+    def _elastic(self) -> bool: ...
+    def _want_process_set(self, ranks: list[int]) -> None: ...
     def _add_process_set(self, ranks: list[int]) -> int: ...
     def _remove_process_set(self, process_set_id: int) -> None: ...
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]: ...
@@ -27,6 +33,7 @@ class Basics(Protocol):
 
 _basics: Basics | None = None
 _registered: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
+_awaited: weakref.WeakSet[ProcessSet] = weakref.WeakSet()  # elastic: of the worlds before this one
 
 
 def _is_communicator(value: object) -> bool:
@@ -122,7 +129,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             "a set made of an MPI communicator can only be registered by init(); give the ranks"
         )
     _check_ranks(process_set.ranks, basics.size(), str(process_set))
-    if process_set.ranks in basics._get_process_set_ids_and_ranks().values():
+    if basics._elastic():
+        same = _known(basics).get(tuple(process_set.ranks))
+        if same is not None:  # made again after the ranks changed
+            _adopt(process_set, same)
+            return process_set
+    elif process_set.ranks in basics._get_process_set_ids_and_ranks().values():
         raise ValueError(f"the ranks {process_set.ranks} already form a registered process set")
     _adopt(process_set, basics._add_process_set(process_set.ranks))
     return process_set
@@ -138,6 +150,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     basics._remove_process_set(process_set.process_set_id)
     process_set.process_set_id = None
+    _registered.discard(process_set)
     return True
 
 
@@ -186,15 +199,19 @@ def _setup(basics: Basics, process_sets: list[ProcessSet], comm: Any) -> None:
     """Bind the module to a running engine and register the sets given to ``init``.
 
     All sets that can be registered are, so that ids agree with list order; the first one that
-    cannot be raises afterwards and leaves the engine running.
+    cannot be raises afterwards and leaves the engine running. In an elastic job the engine has
+    made the sets of earlier worlds again, and sets whose ranks do not exist wait until they do.
     """
     global _basics
     _basics = basics
     global_process_set.ranks = list(range(basics.size()))
     global_process_set.mpi_comm = comm if _is_communicator(comm) else None
-    known = {tuple(ranks): id for id, ranks in basics._get_process_set_ids_and_ranks().items()}
+    known = _known(basics)
     seen = {tuple(global_process_set.ranks)}
     problem: ValueError | None = None
+    if basics._elastic():
+        seen.clear()  # a set may be as large as the world for a while
+        process_sets = _fitting(basics, process_sets)
     for index, process_set in enumerate(process_sets):
         process_set.process_set_id = None
         try:
@@ -217,6 +234,31 @@ def _setup(basics: Basics, process_sets: list[ProcessSet], comm: Any) -> None:
         raise problem
 
 
+def _known(basics: Basics) -> dict[tuple[int, ...], int]:
+    """The ids of the sets that the engine has, except the set of all ranks."""
+    sets = basics._get_process_set_ids_and_ranks()
+    return {tuple(ranks): number for number, ranks in sets.items() if number != 0}
+
+
+def _fitting(basics: Basics, process_sets: list[ProcessSet]) -> list[ProcessSet]:
+    """In an elastic job: those of `process_sets` whose ranks exist; the others have to wait.
+
+    Sets of earlier worlds are found among those that the engine has made again.
+    """
+    known, size = _known(basics), basics.size()
+    for process_set in [*_awaited, *process_sets]:
+        ranks = process_set.ranks
+        assert ranks is not None  # no communicators in an elastic job
+        if ranks and ranks[-1] >= size:
+            _awaited.add(process_set)
+            basics._want_process_set(ranks)
+            logger.warning("process set %s cannot be used: there are only %d ranks", ranks, size)
+        elif tuple(ranks) in known:
+            _adopt(process_set, known[tuple(ranks)])
+    _awaited.difference_update(_registered)
+    return [each for each in process_sets if not each.ranks or each.ranks[-1] < size]
+
+
 def _register_communicators(
     basics: Basics, process_set: ProcessSet, comm: Any, known: dict[tuple[int, ...], int]
 ) -> None:
@@ -230,7 +272,10 @@ def _register_communicators(
 
 
 def _forget() -> None:
-    """The engine stopped: no set is registered any more."""
+    """The engine stops: no set is registered any more. An elastic job will want them again."""
+    elastic = _basics is not None and _basics._elastic()
     for process_set in list(_registered):
         process_set.process_set_id = None
+    if elastic:
+        _awaited.update(_registered)
     _registered.clear()

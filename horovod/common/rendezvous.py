@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from horovod.common.addresses import LOOPBACK, is_local, resolve, routable_address
@@ -32,30 +31,21 @@ from horovod.common.bootstraps import (
     TorchStore,
 )
 from horovod.common.config import Config
-from horovod.common.environments import Environment, Meeting
+from horovod.common.environments import Elastic, Environment, Meeting
 from horovod.common.launcher_process import launcher_process
-from horovod.common.store import MemoryStore, Store, StoreClient, StoreServer
+from horovod.common.launcher_store import (
+    SECRET_KEY,
+    STORE_ADDRESS,
+    STORE_PORT,
+    Offer,
+    launchers_offer,
+)
+from horovod.common.store import MemoryStore, Store, StoreServer
 from horovod.common.topology import Topology
 from horovod.common.wire import decode_key, encode_key, new_key
 
-SECRET_KEY = "_HOROVOD_SECRET_KEY"
-STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
-STORE_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
-
 _MET = "horovod.rendezvous/met"
 _RETRY_PAUSE = 0.05
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """Where the job's store is. The key is kept out of every representation."""
-
-    address: str
-    port: int
-    key: bytes
-
-    def __repr__(self) -> str:
-        return f"_Offer({self.address}:{self.port})"
 
 
 class _Met:
@@ -64,7 +54,7 @@ class _Met:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.servers: dict[tuple[str, str, int], tuple[StoreServer, Bootstrap]] = {}
-        self.offers: dict[tuple[str, str, int], _Offer] = {}
+        self.offers: dict[tuple[str, str, int], Offer] = {}
 
 
 _met = _Met()
@@ -90,23 +80,14 @@ def connect(
     when the launcher's variables do not suffice.
     """
     topology = environment.topology()
+    if isinstance(environment, Elastic):
+        return environment.world()
     if topology.size == 1:
         return MemoryStore()
     if environment.meeting is Meeting.LAUNCHER_STORE and environ.get(STORE_ADDRESS):
-        offer = _launchers_offer(environ)
-        return StoreClient(offer.address, offer.port, offer.key, config.start_timeout)
+        return launchers_offer(environ).connect(config.start_timeout)
     with _met.lock:
         return _Host(environment, topology, config, environ).store()
-
-
-def _launchers_offer(environ: Mapping[str, str]) -> _Offer:
-    port = environ.get(STORE_PORT, "")
-    if not port.isdecimal() or not environ.get(SECRET_KEY):
-        raise ValueError(
-            f"{STORE_ADDRESS} is set, but {STORE_PORT}={port or 'unset'} is no port or "
-            f"{SECRET_KEY} is not set: start the job with horovodrun, which sets all three"
-        )
-    return _Offer(environ[STORE_ADDRESS], int(port), decode_key(environ[SECRET_KEY]))
 
 
 class _Closing:
@@ -148,8 +129,7 @@ class _Host:
                 _met.servers[self._identity] = self._serve(deadline)
             return _met.servers[self._identity][0].store
         if self._identity in _met.offers:
-            offer = _met.offers[self._identity]
-            return StoreClient(offer.address, offer.port, offer.key, self._config.start_timeout)
+            return _met.offers[self._identity].connect(self._config.start_timeout)
         return self._join(deadline)
 
     def _serve(self, deadline: float) -> tuple[StoreServer, Bootstrap]:
@@ -193,7 +173,7 @@ class _Host:
             left = max(deadline - time.monotonic(), 0.001)
             try:
                 offer = self._read(bootstrap.fetch(left))
-                client = StoreClient(offer.address, offer.port, offer.key, left)
+                client = offer.connect(left)
                 client.set(f"{_MET}/{self._topology.rank}", b"")
                 break
             except (ConnectionError, PermissionError, TimeoutError) as error:
@@ -204,7 +184,7 @@ class _Host:
         _met.offers[self._identity] = offer
         return client
 
-    def _read(self, text: str) -> _Offer:
+    def _read(self, text: str) -> Offer:
         content = json.loads(text)
         if self._shared_key is None and "key" not in content:
             raise ValueError(
@@ -212,7 +192,7 @@ class _Host:
                 f"for all ranks or for none"
             )
         key = self._shared_key or decode_key(content["key"])
-        return _Offer(content["address"], content["port"], key)
+        return Offer(content["address"], content["port"], key)
 
     def _address(self, bootstrap: Bootstrap) -> str:
         if isinstance(bootstrap, FixedAddress):

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from horovod.common import process_sets as sets
 from horovod.common import util
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.membership import membership
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.runtime import runtime
 
@@ -44,13 +46,21 @@ class HorovodBasics:
             os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
             process_sets = None
         process_sets = sets._check_argument(process_sets, comm)
-        runtime.init(comm)
-        sets._setup(self, process_sets, comm)
+        while True:
+            runtime.init(comm)
+            try:
+                sets._setup(self, process_sets, comm)
+                return
+            except HorovodInternalError:
+                member = membership()
+                if member is None or not member.can_recover():
+                    raise
+                self.shutdown()  # a rank was lost: meet those who are left
 
     def shutdown(self) -> None:
         """Stop the engine on all ranks; does nothing where it does not run."""
-        runtime.shutdown()
         sets._forget()
+        runtime.shutdown()
 
     def is_initialized(self) -> bool:
         return runtime.is_initialized()
@@ -147,6 +157,12 @@ class HorovodBasics:
 
     def _dynamic_process_sets(self) -> bool:
         return runtime.config.dynamic_process_sets
+
+    def _elastic(self) -> bool:
+        return runtime.is_elastic()
+
+    def _want_process_set(self, ranks: list[int]) -> None:
+        runtime.want_process_set(ranks)
 
     def _add_process_set(self, ranks: list[int]) -> int:
         return runtime.add_process_set(ranks)

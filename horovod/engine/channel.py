@@ -27,7 +27,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.batches import Batch, plan
 from horovod.engine.executor import Executor, Trace, reduce_, sum_and_scale
-from horovod.engine.request import Kind, Request, caller
+from horovod.engine.request import Kind, Request, caller, signature_of
 from horovod.engine.settlement import Settlement, settle
 from horovod.engine.timeline import Timeline
 from horovod.transport.base import MAX_TENSORS, MAX_WORDS, Group
@@ -138,6 +138,8 @@ class Channel:
         self.set_id = set_id
         self.group = group
         self.failure: HorovodInternalError | None = None
+        self.num_joins = 0  # times that all ranks have joined, and gone on
+        self.tuned: tuple[float, str | None] | None = None  # what autotuning has settled on
         self._executor = executor
         self._transport = executor.transport
         self._trace = trace
@@ -190,6 +192,21 @@ class Channel:
             self._start_background()
             self._bell.set()
         return request
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """The ways to reduce among which `tune` chooses; the first is used at the beginning."""
+        return self._transport.algorithms
+
+    def tune(self, cycle_time: float, algorithm: str | None) -> None:
+        """Run operations in this way from now on (milliseconds; None: no choice). Collective."""
+        self._cycle = cycle_time / 1000
+        if algorithm is not None:
+            # In the sequence of operations: all ranks must do the same ones in the same way.
+            name = f"{Kind.ALGORITHM.value}.change"
+            signature = signature_of(Kind.ALGORITHM, name, (), detail=algorithm)
+            request = Request(self, Kind.ALGORITHM, name, signature, detail=algorithm)
+            self.submit(request, background=False).wait()
 
     def pending(self) -> list[Request | Lone]:
         """What has been submitted and has not run, oldest first."""
@@ -346,6 +363,7 @@ class Channel:
             # fewer automatic names than the others, so all begin anew.
             with self._queue_lock:
                 self._unnamed.clear()
+            self.num_joins += 1
             request.complete(result)
         if verdict.ready:
             ready = [r if r.channel is not None else self._adopt(r) for r in verdict.ready]
@@ -389,6 +407,9 @@ class Channel:
         try:
             if request.kind is Kind.PROCESS_SET:
                 return self._change_process_sets(request)
+            if request.kind is Kind.ALGORITHM:
+                self._transport.use(request.detail)
+                return None
             return self._executor.run(batch)
         except HorovodInternalError:
             raise

@@ -214,7 +214,8 @@ class Executor:
     def _on_device(self, device: torch.device, requests: Sequence[Request]) -> Iterator[Transport]:
         """The transport for `device`, on a stream of ours that runs after the callers' work.
 
-        On leaving, the host has waited for the device, so a finished handle means finished work.
+        On leaving, the host has waited for the device, so a finished handle means finished work;
+        unless all callers are content with an event that tells.
         """
         if device.type == "cpu":
             yield self.transport
@@ -231,7 +232,13 @@ class Executor:
                 if request.event is not None:
                     stream.wait_event(request.event)
             yield transport
-            stream.synchronize()
+            if all(request.deferred for request in requests):
+                ready = module.Event()
+                ready.record(stream)
+                for request in requests:
+                    request.ready = ready
+            else:
+                stream.synchronize()
 
     # -- timeline --------------------------------------------------------------------------
 

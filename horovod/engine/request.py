@@ -37,6 +37,7 @@ class Kind(str, Enum):
     BARRIER = "barrier"
     JOIN = "join"
     PROCESS_SET = "process_set"
+    ALGORITHM = "algorithm"
 
 
 # First dimensions may differ between ranks.
@@ -48,6 +49,7 @@ class Request:
 
     __slots__ = (
         "channel",
+        "deferred",
         "detail",
         "event",
         "failure",
@@ -60,6 +62,7 @@ class Request:
         "plain",
         "postscale",
         "prescale",
+        "ready",
         "result",
         "signature",
         "submitted",
@@ -99,6 +102,8 @@ class Request:
             and tensors[0].is_cpu
         )
         self.event: Any = None  # device work that must be done before ours may start
+        self.deferred = False  # finished as soon as the device knows what to do,
+        self.ready: Any = None  # and then this event tells when it has done so
         self.finished = False
         self.waiting = False
         self.failure: BaseException | None = None
@@ -117,6 +122,8 @@ class Request:
             self.channel.drive(self)
         if self.failure is not None:
             raise self.failure
+        if self.ready is not None:
+            self.ready.wait()  # not this thread, but the work that it gives to the device from now
         return self.result
 
     def complete(self, result: Any) -> None:

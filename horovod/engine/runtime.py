@@ -9,6 +9,7 @@ import atexit
 import dataclasses
 import json
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from horovod.common import communicator, environments, rendezvous
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger, set_rank
+from horovod.common.membership import World, membership
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
@@ -68,6 +70,8 @@ class Runtime:
         self._job: _Job | None = None
         self._inits = 0
         self._forked = False
+        self._ending = threading.Lock()  # held while a job is aborted from another thread
+        self._wanted_sets: list[tuple[int, ...]] = []  # to be made again in the next world
         self.lanes: dict[str | None, Lane] = {}  # by the user's name; bindings look it up
         self._signatures: OrderedDict[tuple[Any, ...], tuple[str, bytes]] = OrderedDict()
 
@@ -78,9 +82,24 @@ class Runtime:
         if self._job is not None:
             return
         config = Config.from_env()
+        member = membership()
+        if member is None:
+            self._start(comm, config)
+            return
+        if comm is not None and (not isinstance(comm, Iterable) or list(comm)):
+            raise ValueError("an elastic job's driver chooses the ranks: call init() without comm")
+        member.on_break = self.abort
+        patience = config.elastic_timeout + config.start_timeout
+        member.form(lambda: self._start(None, config), patience)
+        # As upstream does in elastic jobs: programs look there for their place.
+        for name, value in dataclasses.asdict(self.topology).items():
+            os.environ[f"HOROVOD_{name.upper()}"] = str(value)
+
+    def _start(self, comm: Any, config: Config) -> None:
         topology, connection, cross_is_known = _meet(comm, config)
         set_rank(topology.rank)
-        self._inits += 1
+        if not isinstance(connection, World):  # a world is new by itself
+            self._inits += 1
         # Every rank has initialised equally often, so nobody sees keys of an earlier job.
         store = PrefixStore(connection, f"init{self._inits}/")
         identities = _exchange_identities(topology, store, config)
@@ -101,13 +120,29 @@ class Runtime:
                     config.stall_check_time_seconds,
                     config.stall_shutdown_time_seconds,
                 )
+            if isinstance(connection, World):
+                self._open_wanted_sets(job)
+                connection.stand()
         except BaseException:
             self.shutdown()
             raise
 
+    def abort(self, reason: str, world: World) -> None:
+        """Fail all operations, in flight and to come, here and on the other ranks of `world`.
+
+        Any thread may call; does nothing if that world was left. The engine has to be shut down
+        and initialised again.
+        """
+        with self._ending:
+            job = self._job
+            if job is not None and job.connection is world:
+                for channel in list(job.channels.values()):
+                    channel.abort(HorovodInternalError(reason))
+
     def shutdown(self) -> None:
         """Stop. Operations in flight fail, here and where other ranks wait for us."""
-        job, self._job = self._job, None
+        with self._ending:
+            job, self._job = self._job, None
         if job is None:
             return
         if job.inspector is not None:
@@ -128,6 +163,7 @@ class Runtime:
 
     def _after_fork_in_child(self) -> None:
         job, self._job = self._job, None
+        self._ending = threading.Lock()  # another thread may have held it
         self.lanes.clear()
         if job is not None:
             self._forked = True
@@ -143,6 +179,10 @@ class Runtime:
     @property
     def config(self) -> Config:
         return self._running().config
+
+    def is_elastic(self) -> bool:
+        """Whether the ranks of this job may change."""
+        return self._job is not None and isinstance(self._job.connection, World)
 
     def is_homogeneous(self) -> bool:
         """Whether every host runs the same number of ranks."""
@@ -196,15 +236,37 @@ class Runtime:
         job = self._running()
         action, *numbers = request.detail
         if action == "add":
+            self.want_process_set(numbers)
             return self._open_set(job, tuple(numbers))
         set_id: int = numbers[0]
-        if job.sets.pop(set_id, None) is not None:
+        ranks = job.sets.pop(set_id, None)
+        if ranks is not None:
             job.free_ids.append(set_id)
+            if ranks in self._wanted_sets:
+                self._wanted_sets.remove(ranks)
         channel = job.channels.pop(set_id, None)
         self.lanes.clear()
         if channel is not None:
             channel.close(HorovodInternalError(f"process set {set_id} has been removed"))
         return set_id
+
+    def want_process_set(self, ranks: Sequence[int]) -> None:
+        """In an elastic job: make this set in every later world that has its ranks."""
+        if self.is_elastic() and tuple(ranks) not in self._wanted_sets:
+            self._wanted_sets.append(tuple(ranks))
+
+    def _open_wanted_sets(self, job: _Job) -> None:
+        """Make the sets of earlier worlds again. Rank 0, the oldest, knows them: some may be new.
+
+        The same on every rank, so ids agree and later registrations find them there.
+        """
+        if job.topology.rank == 0:
+            job.store.set("sets", json.dumps(self._wanted_sets).encode())
+        wanted = json.loads(job.store.get("sets", job.config.start_timeout))
+        self._wanted_sets = [tuple(ranks) for ranks in wanted]
+        for ranks in self._wanted_sets:
+            if ranks[-1] < job.topology.size:
+                self._open_set(job, ranks)
 
     def _open_set(self, job: _Job, ranks: tuple[int, ...]) -> int:
         if job.free_ids:
@@ -252,6 +314,10 @@ class Runtime:
                 f"whose ranks are {list(ranks)}"
             )
         return channel
+
+    def channel(self, set_id: int) -> Channel:
+        """The operations of a set that this rank belongs to, for whoever tunes them."""
+        return self._channel(set_id)
 
     # -- timeline --------------------------------------------------------------------------
 
@@ -322,12 +388,18 @@ class Runtime:
         return known
 
     def _submit(
-        self, channel: Channel, request: Request, tensors: Sequence[torch.Tensor], background: bool
+        self,
+        channel: Channel,
+        request: Request,
+        tensors: Sequence[torch.Tensor],
+        background: bool,
+        deferred: bool = False,
     ) -> Request:
         if tensors and not tensors[0].is_cpu:
             module = torch.get_device_module(tensors[0].device)
             request.event = module.Event()
             request.event.record(module.current_stream(tensors[0].device))
+            request.deferred = deferred or channel.group.config.enable_async_completion
         return channel.submit(request, background)
 
     def allreduce(
@@ -340,10 +412,12 @@ class Runtime:
         postscale: float = 1.0,
         process_set_id: int = WORLD,
         background: bool = True,
+        deferred: bool = False,
     ) -> Request:
         """Reduce one tensor, or a group that runs together. `outputs` may be `tensors`.
 
         `background` false promises that the caller waits at once, which saves waking a thread.
+        With `deferred` waiting is for the device: the caller goes on while it works.
         """
         channel = self._channel(process_set_id)
         if len(tensors) > 1:
@@ -356,7 +430,15 @@ class Runtime:
         )
         if request.plain and name is not None and not background:
             self._remember_lane(request, name, process_set_id)
-        return self._submit(channel, request, tensors, background)
+        return self._submit(channel, request, tensors, background, deferred)
+
+    def allreduce_again(
+        self, lane: Lane, tensors: Sequence[torch.Tensor], background: bool
+    ) -> Request:
+        """What was asked for when the lane was made, for tensors like those, deferred."""
+        request = lane.request(tensors)
+        request.waiting = not background
+        return self._submit(lane.channel, request, tensors, background, True)
 
     def _remember_lane(self, request: Request, name: str, process_set_id: int) -> None:
         """The next tensor like this one, if it is waited for, may go without a request."""

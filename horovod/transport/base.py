@@ -7,6 +7,7 @@ time. Tensors are flat (one dimension) and contiguous. Ranks are ranks in the gr
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,14 @@ class Group:
     def describe(self, rank: int) -> str:
         return f"rank {self.global_ranks[rank]}"
 
+    def check_meeting(self) -> None:
+        """Raise if the store knows that the ranks will not all come, as an elastic job's may.
+
+        For transports that wait for their peers by other means than the store while they connect.
+        """
+        with contextlib.suppress(TimeoutError):
+            self.store.get("nobody sets this", 0.0)
+
 
 class Transport(ABC):
     """Collectives among the ranks of one group.
@@ -46,6 +55,7 @@ class Transport(ABC):
     """
 
     vectored: bool = False  # whether `allreduce_vector` takes more than one tensor
+    algorithms: tuple[str, ...] = ()  # ways to reduce, if `use` has a choice; the default first
     name: ClassVar[str]  # for people, and the timeline's phases: "SHM", "GLOO", "NCCL", "MPI", ...
 
     def __init__(self, group: Group) -> None:
@@ -87,6 +97,10 @@ class Transport(ABC):
         self.allreduce(tensor, op)
         if scale != 1.0:
             tensor.mul_(scale)
+
+    def use(self, algorithm: str) -> None:
+        """Reduce in this way, one of `algorithms`, from now on. Collective."""
+        raise ValueError(f"{self.name} has no choice of algorithms")
 
     @abstractmethod
     def reduce_scatter(

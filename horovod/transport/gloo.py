@@ -99,8 +99,11 @@ class GlooTransport(PairwiseTransport):
         options._timeout = self._patience
         options._threads = 1  # unused: sends and receives run on the device's own thread
         self._store = TorchStore(self.group.store, self.group.config.gloo_timeout_seconds)
-        self._process_group = _gloo(self._store, self.rank, self.size, options)
+        self._waiter.run(lambda: self._build(options), meanwhile=self.group.check_meeting)
         self._find_connections()
+
+    def _build(self, options: Any) -> None:
+        self._process_group = _gloo(self._store, self.rank, self.size, options)
 
     def _meet(self) -> list[Place]:
         """Where every rank runs. Rank 0 collects, so that the store is asked once per rank."""
@@ -192,7 +195,8 @@ class GlooTransport(PairwiseTransport):
             for work in pending:
                 work.wait(self._patience)
 
-        self._waiter.run(wait)
+        connecting = self._patience is not _FOREVER
+        self._waiter.run(wait, meanwhile=self.group.check_meeting if connecting else None)
 
     @contextmanager
     def _guard(self) -> Iterator[None]:

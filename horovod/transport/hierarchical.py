@@ -63,6 +63,8 @@ class HierarchicalTransport(Transport):
         self._neighbours = self.hosts[self._host]
         self._index = self._neighbours.index(self.rank)
         self._most_lanes = min(len(ranks) for ranks in self.hosts)
+        self._by_flat = group.config.hierarchical_allreduce is False
+        self.algorithms = ("flat", "hierarchical") if self._by_flat else ("hierarchical", "flat")
         self._check_layout()
         self._parts = [part for part in (local, cross, flat) if part is not None]
         self._board = FailureBoard(group)
@@ -90,7 +92,7 @@ class HierarchicalTransport(Transport):
     def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
         """What the ranks of a host have in common, one of them compares with the other hosts."""
         with self._guard():
-            if self.group.config.hierarchical_allreduce is False:
+            if self._by_flat:
                 return self._do(self.flat.agree, words)
             common = self._do(self.local.agree, words)
             if self._index == 0 and self.cross is not None:
@@ -101,7 +103,7 @@ class HierarchicalTransport(Transport):
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         with self._guard():
-            if self.group.config.hierarchical_allreduce is False:
+            if self._by_flat:
                 self._do(self.flat.allreduce, tensor, op)
                 return
             if not tensor.numel():
@@ -113,12 +115,15 @@ class HierarchicalTransport(Transport):
                 self._do(self.cross.allreduce, mine, op)
             self._do(self.local.allgather, mine, tensor, counts)
 
+    def use(self, algorithm: str) -> None:
+        self._by_flat = algorithm == "flat"
+
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
     ) -> None:
         """Every lane has a portion of what belongs to each host; carriers end with their host's."""
         with self._guard():
-            if self.group.config.hierarchical_allreduce is False:
+            if self._by_flat:
                 self._do(self.flat.reduce_scatter, source, output, counts, op)
                 return
             lanes = self._lanes(source.nbytes)

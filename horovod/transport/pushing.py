@@ -18,9 +18,9 @@ import torch
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.arithmetic import as_blocks, combination, needs_wide
 from horovod.transport.peer_memory import PeerMemory
-from horovod.transport.spans import BLOCK, SPAN, Layout, share
+from horovod.transport.spans import SPAN, Layout, block_bytes, share
 
-_KEPT = 64  # layouts, and places in scratch memory, that are remembered
+_KEPT = 256  # layouts, and places in scratch memory, that are remembered
 
 Fetch = Callable[[int, int], None]  # (rank, address): copy that rank's block to the address
 
@@ -32,8 +32,10 @@ class PeerReducer:
         self.rank = rank
         self.size = len(peers)
         self._peers = peers
-        self._others = [other for other in range(self.size) if other != rank]
-        self._scratch = torch.empty(3 * BLOCK, dtype=torch.uint8)
+        # Each rank begins with another peer: they would be in each other's way.
+        self._others = [(rank + distance) % self.size for distance in range(1, self.size)]
+        self._block = block_bytes(self.size)
+        self._scratch = torch.empty(self.size * self._block, dtype=torch.uint8)
         self._areas: dict[tuple[torch.dtype, int, int], tuple[Any, int]] = {}
         self._layouts: OrderedDict[tuple[Any, ...], Layout] = OrderedDict()
 
@@ -55,16 +57,17 @@ class PeerReducer:
             layout.place(rank, places)
         dtype, peers, tables = tensors[0].dtype, self._peers, layout.tables
         addresses, lengths = layout.addresses(self.rank), layout.lengths
-        number, array = -1, None  # the tensor that we are at, as what arithmetic takes
+        array: Any = None  # the tensor that we are at, as what arithmetic takes
+        number = -1
         for block in layout.blocks:
-            first, spans, nbytes = block.first, block.spans, block.count * dtype.itemsize
+            first, spans, nbytes = block.first, block.spans, block.elements * dtype.itemsize
             if spans == 1:
                 if block.tensor != number:
                     number = block.tensor
                     array = as_blocks(tensors[number].view(-1))
-                own, address = array[block.start : block.start + block.count], addresses[first]
+                own, address = array[block.start : block.start + block.elements], addresses[first]
             else:
-                own, address = self._area(dtype, 2, block.count)
+                own, address = self._area(dtype, self.rank, block.elements)
                 to = address
                 for span in range(first, first + spans):
                     memmove(to, addresses[span], lengths[span])
@@ -76,7 +79,7 @@ class PeerReducer:
             ) -> None:
                 peers[rank].read_spans(to, nbytes, tables[rank] + at, spans)
 
-            self._reduce_block(own, own, block.count, dtype, op, fetch)
+            self._reduce_block(own, own, block.elements, dtype, op, fetch)
             if scale != 1.0:
                 own *= scale
             check()
@@ -97,7 +100,7 @@ class PeerReducer:
         dtype, array, peer = tensor.dtype, as_blocks(tensor), self._peers[1 - self.rank]
         width, base = dtype.itemsize, tensor.data_ptr()
         lo, hi = share(tensor.numel(), width, self.rank, 2)
-        most, combine = BLOCK // width, combination(array, op)
+        most, combine = self._block // width, combination(array, op)
         for start in range(lo, hi, most):
             count = min(most, hi - start)
             operand, scratch = self._area(dtype, 0, count)
@@ -120,7 +123,7 @@ class PeerReducer:
     ) -> None:
         """output = everybody's elements from `start` on."""
         dtype = source.dtype
-        most = BLOCK // dtype.itemsize
+        most = self._block // dtype.itemsize
         own, target = as_blocks(source), as_blocks(output)
         for begin in range(0, output.numel(), most):
             count = min(most, output.numel() - begin)
@@ -139,30 +142,22 @@ class PeerReducer:
     ) -> None:
         """output = everybody's block; `own` is this rank's, and may be the output."""
         combine = combination(own, op)
-        if self.size == 2:
-            operand, address = self._area(dtype, 0, count)
-            fetch(1 - self.rank, address)
-            combine(own, operand, out=output)  # the order of two does not matter
-            return
-        wide = needs_wide(dtype, op, self.size)
-        total: Any = None
-        for rank in range(self.size):
-            if rank == self.rank:
-                operand = own
-            else:
-                operand, address = self._area(dtype, 0 if total is None else 1, count)
-                fetch(rank, address)
-            if total is None:
-                total = operand.float() if wide else operand
-            elif wide:
+        operands: list[Any] = [own] * self.size
+        for rank in self._others:
+            operands[rank], address = self._area(dtype, rank, count)
+            fetch(rank, address)
+        if needs_wide(dtype, op, self.size):
+            total = operands[0].float()
+            for operand in operands[1:]:
                 combine(total, operand, out=total)
-            else:
-                # Partial sums stay in scratch until our own block has been used.
-                target = output if rank >= self.rank else total
-                combine(total, operand, out=target)
-                total = target
-        if wide:
             output.copy_(total)
+            return
+        total = operands[0]
+        for rank, operand in enumerate(operands[1:], 1):
+            # Partial sums stay in scratch memory until our own block has been used.
+            target = output if rank >= self.rank else total
+            combine(total, operand, out=target)
+            total = target
 
     def _layout(self, tensors: Sequence[torch.Tensor]) -> Layout:
         width = tensors[0].element_size()
@@ -176,12 +171,12 @@ class PeerReducer:
         return layout
 
     def _area(self, dtype: torch.dtype, number: int, count: int) -> tuple[Any, int]:
-        """A place in scratch memory for `count` elements, and its address; there are three."""
+        """A place in scratch memory for `count` elements, and its address; one for each rank."""
         key = (dtype, number, count)
         known = self._areas.get(key)
         if known is None:
             if len(self._areas) >= _KEPT:
                 self._areas.clear()
-            view = self._scratch[number * BLOCK :].view(dtype)[:count]
+            view = self._scratch[number * self._block :].view(dtype)[:count]
             known = self._areas[key] = as_blocks(view), view.data_ptr()
         return known

@@ -120,6 +120,7 @@ def _host(
             try:
                 guest, _ = listener.accept()
             except TimeoutError:
+                group.check_meeting()
                 timeout -= 0.5
                 if timeout <= 0:
                     missing = [r for r in range(1, group.size) if r not in guests]

@@ -76,7 +76,9 @@ class SharedMemoryTransport(SteppedTransport):
         self._reducer = PeerReducer(self.rank, self._peers)
         self._sums = torch.empty(INLINE, dtype=torch.uint8)
         self.peer_memory = self._try_peer_memory(group.config.shm_peer_memory)
+        self.algorithms = ("direct", "staged") if self.peer_memory else ()
         self.vectored = self.peer_memory  # staged, tensors had better be one
+        self._met = True
 
     # -- exchange --------------------------------------------------------------------------
 
@@ -190,6 +192,9 @@ class SharedMemoryTransport(SteppedTransport):
         except BaseException as error:
             self._fail(error, self._at_risk(tensors), self._exposed_at)
             raise
+
+    def use(self, algorithm: str) -> None:
+        self.peer_memory = self.vectored = algorithm == "direct"
 
     def _allreduce_inline(
         self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float, slot: int

@@ -1,9 +1,9 @@
 """How a rank's share of several tensors, taken end to end, is cut into blocks to be reduced.
 
-A block is up to `BLOCK` bytes. Where tensors are small it covers several of them, each with one
-*span* of memory, and the kernel moves all spans of a block in one call. What is known of a list of
-tensors from their sizes alone is kept in a `Layout`, so that a training step only fills in the
-addresses. Used by the shared-memory transport.
+A block is so small that everybody's fit into the second-level cache. Where tensors are small it
+covers several of them, each with one *span* of memory, and the kernel moves all spans of a block in
+one call. What is known of a list of tensors from their sizes alone is kept in a `Layout`, so that a
+training step only fills in the addresses. Used by the shared-memory transport.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-BLOCK = 256 * 1024  # bytes reduced at a time: stays in the second-level cache
+_LARGEST_BLOCK = 256 * 1024
+_IN_CACHE = 1024 * 1024  # what the blocks of all ranks together may take of the cache
 SPAN = 16  # bytes of the kernel's struct iovec: address and length
 _MOST_SPANS = 1024  # that one call takes
 
@@ -23,7 +24,7 @@ class Block(NamedTuple):
 
     first: int  # number of its first span
     spans: int
-    count: int  # of elements
+    elements: int
     tensor: int  # of the first span, and the element of it with which the span begins
     start: int
 
@@ -36,7 +37,7 @@ class Layout:
         spans: list[tuple[int, int, int]] = []  # tensor, first element, number of elements
         lo, hi = share(sum(counts), width, rank, size)
         begin = taken = 0  # of the block that is being filled: its first span, its elements so far
-        most = BLOCK // width
+        most = block_bytes(size) // width
         for tensor, start, count in _pieces(counts, lo, hi):
             while count:
                 part = min(count, most - taken)
@@ -63,6 +64,11 @@ class Layout:
         """Where the spans are on `rank`, after `place`."""
         found: list[int] = self._table[rank, :, 0].tolist()
         return found
+
+
+def block_bytes(size: int) -> int:
+    """How much is reduced at a time among `size` ranks."""
+    return min(_LARGEST_BLOCK, max(_IN_CACHE // size // 4096 * 4096, 16 * 1024))
 
 
 def share(count: int, width: int, rank: int, size: int) -> tuple[int, int]:

@@ -67,6 +67,7 @@ class SteppedTransport(Transport):
             self._poll.register(process, select.POLLIN)
         self._spin_rounds = _SPIN_ROUNDS if self.size <= (os.cpu_count() or 1) else 1
         self._step = 0
+        self._met = False  # whether all ranks have taken their first steps together
         self._failure: HorovodInternalError | None = None
         self._closed = False
 
@@ -104,7 +105,10 @@ class SteppedTransport(Transport):
                 if not behind:
                     return
                 self._check_states(behind)
-                for descriptor, _ in self._poll.poll(_SAFETY_WAKE_MS):
+                ready = self._poll.poll(_SAFETY_WAKE_MS)
+                if not ready and not self._met:
+                    self.group.check_meeting()
+                for descriptor, _ in ready:
                     rank = self._process_of.get(descriptor)
                     if rank is None:
                         with contextlib.suppress(BlockingIOError):

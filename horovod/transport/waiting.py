@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 _LEAVE_SECONDS = 1.0
+_LOOK_SECONDS = 0.2
 
 
 class Waiter:
@@ -26,11 +27,17 @@ class Waiter:
         self._thread = threading.Thread(target=self._run, name="hvd-gloo-wait", daemon=True)
         self._thread.start()
 
-    def run(self, call: Callable[[], None]) -> None:
-        """Do `call` and raise what it raises."""
+    def run(self, call: Callable[[], None], meanwhile: Callable[[], object] | None = None) -> None:
+        """Do `call` and raise what it raises; `meanwhile` is called now and then, and may raise."""
         self._busy = True
         self._calls.put(call)
-        end = self._ends.get()
+        while True:
+            try:
+                end = self._ends.get(timeout=None if meanwhile is None else _LOOK_SECONDS)
+                break
+            except Empty:
+                if meanwhile is not None:
+                    meanwhile()
         if end is not None:
             raise end
         self._busy = False

@@ -2,6 +2,7 @@
 
 `detect` looks at the environment and returns the one `Environment` that holds, in this order:
 
+0. An elastic job's HOROVOD_WORKER_ID: its driver alone decides about places.
 1. HOROVOD_*: explicit, so nothing else is asked.
 2. torchrun's agent (TORCHELASTIC_RUN_ID): it may itself run once per node under srun or mpirun,
    whose variables then describe the agents and not this process.
@@ -17,6 +18,7 @@ import os
 from collections.abc import Mapping
 
 from horovod.common.environments.base import Environment, Meeting, describe
+from horovod.common.environments.elastic import Elastic
 from horovod.common.environments.horovodrun import HorovodRun
 from horovod.common.environments.hydra import Hydra
 from horovod.common.environments.jsrun import JSRun
@@ -28,16 +30,19 @@ from horovod.common.environments.single import Single
 from horovod.common.environments.slurm import Slurm
 from horovod.common.environments.torchrun import TorchRun
 
-__all__ = ["ENVIRONMENTS", "Environment", "Meeting", "detect"]
+__all__ = ["ENVIRONMENTS", "Elastic", "Environment", "Meeting", "detect"]
 
 _MPI: tuple[type[Environment], ...] = (JSRun, OpenMPI, MVAPICH2, Hydra, PMIx)
 _TORCH: tuple[type[Environment], ...] = (TorchRun, Kubeflow)
 
 ENVIRONMENTS: tuple[type[Environment], ...] = (HorovodRun, *_MPI, *_TORCH, Slurm, Single)
+"""Those that read a fixed place from variables, in the order in which they are asked."""
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> Environment:
     """The launcher that started this process; `ValueError` when the variables contradict."""
+    if Elastic.detects(environ):
+        return Elastic(environ)
     if HorovodRun.detects(environ):
         return HorovodRun(environ)
     torchrun = TorchRun(environ)

@@ -1,0 +1,41 @@
+"""A worker of an elastic job: its place is the driver's to decide, and changes while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from horovod.common.environments.base import Environment, Meeting
+from horovod.common.membership import World, is_elastic, membership
+from horovod.common.topology import Topology
+
+
+class Elastic(Environment):
+    """horovodrun with --min-np or a discovery script: HOROVOD_ELASTIC and HOROVOD_WORKER_ID.
+
+    The place comes from the decision that the engine entered last (`horovod.common.membership`).
+    """
+
+    name = "horovodrun (elastic)"
+    meeting = Meeting.LAUNCHER_STORE
+
+    @classmethod
+    def detects(cls, environ: Mapping[str, str]) -> bool:
+        return is_elastic(environ)
+
+    def world(self) -> World:
+        """The world that this process has entered."""
+        member = membership(self.environ)
+        if member is None or member.world is None:
+            raise ValueError("a worker of an elastic job has no place before it calls init()")
+        return member.world
+
+    def claim(self) -> tuple[int, int]:
+        topology = self.topology()
+        return topology.rank, topology.size
+
+    def cross(self) -> tuple[int, int]:
+        topology = self.topology()
+        return topology.cross_rank, topology.cross_size
+
+    def topology(self) -> Topology:
+        return self.world().topology

@@ -1,0 +1,358 @@
+"""An elastic worker's view of its job: the newest decision, and the world that it is in.
+
+The engine's `init` calls `Membership.form` instead of starting directly: it enters the newest
+decision, whose workers then meet in a `World`, a part of the job's store; if that fails, or a newer
+decision appears meanwhile, it tries again with the newest. One watcher thread waits for decisions.
+One that says that a peer is gone breaks the world at once (`on_break`), so that nobody waits for a
+timeout; any other is only noted, and the training loop asks for it at its next commit
+(`horovod.elastic.worker`).
+
+A world may also break without any decision, because a connection broke though all workers live.
+Then the same decision is tried again: worlds are numbered by decision and attempt, and an attempt
+that somebody has left is over for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+from horovod.common.config import Config
+from horovod.common.decisions import (
+    LATEST,
+    Decision,
+    Slot,
+    decision_key,
+    done_key,
+    formed_key,
+    heard_key,
+    leaving_key,
+    ready_key,
+    seen_key,
+)
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.launcher_store import launchers_offer
+from horovod.common.logging import get_logger
+from horovod.common.store import Store
+
+logger = get_logger(__name__)
+
+WORKER_ID = "HOROVOD_WORKER_ID"
+
+_SLICE = 0.2  # seconds after which a wait for other workers looks whether it is still worth it
+_WATCH_SLICE = 10.0  # the same for the watcher: a silent driver is noticed that much later
+_MOMENT = 1.0  # seconds for the driver to notice what broke a world before it is tried again
+_CONNECT_SECONDS = 10.0  # to reach the driver, which is there before its workers
+_LAST_WORDS = 5.0  # seconds to end in order once the driver is gone
+_MOST_FRUITLESS = 3  # failures in worlds of one decision before anything was committed
+
+
+def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether an elastic launcher started this process."""
+    return bool(environ.get(WORKER_ID)) and Config.from_env(environ).elastic
+
+
+class World(Store):
+    """The workers of one decision in one attempt to work together: their part of the store.
+
+    Until all have met (`stand`), whoever waits for another worker gives up when a newer decision
+    appears or somebody else has given up. Afterwards only a broken world ends a wait.
+    """
+
+    def __init__(self, member: Membership, decision: Decision, attempt: int, slot: Slot) -> None:
+        self.decision = decision
+        self.topology = slot.topology
+        self.standing = False
+        self.fruitful = False  # something was committed in it
+        self.broken: str | None = None  # why its workers cannot go on
+        self._member = member
+        self._prefix = f"world/{decision.number}/{attempt}/"
+        self._over = f"{self._prefix}over"
+        self._closed = False
+
+    def stand(self) -> None:
+        """All workers have met."""
+        self.standing = True
+        if self.broken is not None:  # checked after `standing` is set: `on_break` sees the rest
+            raise HorovodInternalError(self.broken)
+        if self.topology.rank == 0:
+            self._member.store.set(formed_key(self.decision.number), b"")
+
+    def set(self, key: str, value: bytes) -> None:
+        self._member.store.set(self._prefix + key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                # What is there is taken, whatever else happened: others may count on that.
+                return self._member.store.get(self._prefix + key, max(0.0, min(left, _SLICE)))
+            except TimeoutError:
+                self._check()
+                if left <= _SLICE:
+                    raise TimeoutError(
+                        f"nobody set {key!r} of {self} within {timeout:g} s"
+                    ) from None
+
+    def try_get(self, key: str) -> bytes | None:
+        found = self._member.store.try_get(self._prefix + key)
+        if found is None and not self.standing:
+            self._check()
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        return self._member.store.add(self._prefix + key, amount)
+
+    def delete(self, key: str) -> bool:
+        return self._member.store.delete(self._prefix + key)
+
+    def keys(self, prefix: str) -> list[str]:
+        found = self._member.store.keys(self._prefix + prefix)
+        return [key[len(self._prefix) :] for key in found]
+
+    def close(self) -> None:
+        """Leave it; so nobody needs to wait for us in it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._member._left(self)
+        with contextlib.suppress(OSError):  # at the end of a job the driver may be gone
+            self._member.store.set(self._over, b"")
+
+    def _check(self) -> None:
+        if self.broken is not None:
+            raise HorovodInternalError(self.broken)
+        if self.standing:
+            return
+        newest = self._member.newest
+        if newest.number > self.decision.number:
+            raise HorovodInternalError(f"decision {newest.number} came: {newest.reason}")
+        if self._member.leaving:
+            raise HorovodInternalError("this worker was told to leave")
+        if self._member.store.try_get(self._over) is not None:
+            raise HorovodInternalError("another worker has given up this attempt to meet")
+
+    def __str__(self) -> str:
+        return f"the world of decision {self.decision.number}"
+
+
+class Membership:
+    """One worker in its job. `store` is the driver's."""
+
+    def __init__(self, store: Store, worker_id: str) -> None:
+        self.store = store
+        self.worker_id = worker_id
+        self.world: World | None = None
+        # Called by the watcher, with the reason and the world, which may have been left already.
+        self.on_break: Callable[[str, World], None] = lambda reason, world: None
+        self.leaving = False  # was told to leave (SIGTERM)
+        self.hopeless: str | None = None  # why it is of no use to try again
+        self._newest: Decision | None = None
+        self._changed = threading.Condition()
+        self._expected = 0  # the decision that we hope for after what happened
+        self._fruitless = (0, 0)  # decision, how many of its worlds broke before a commit
+        self._finished = False
+        self._had_place = False  # in any decision so far
+
+    @property
+    def newest(self) -> Decision:
+        """The newest decision that this worker knows."""
+        if self._newest is None:
+            self.store.set(ready_key(self.worker_id), b"")
+            number = self._first_number()
+            self._newest = Decision.decode(self.store.get(decision_key(number), 1.0))
+            threading.Thread(target=self._watch, name="horovod-decisions", daemon=True).start()
+        return self._newest
+
+    def _first_number(self) -> int:
+        """The driver decides when it has enough workers, which is a matter of its patience."""
+        while True:
+            try:
+                return int(self.store.get(LATEST, _WATCH_SLICE))
+            except TimeoutError:
+                if self.leaving:
+                    self.leave()
+
+    # -- forming a world ---------------------------------------------------------------------
+
+    def form(self, start: Callable[[], None], patience: float) -> None:
+        """Enter the newest decision and `start` in its world; again until that succeeds.
+
+        `SystemExit` where this worker has no place any more. `HorovodInternalError` if within
+        `patience` seconds neither the workers meet nor the driver decides anew.
+        """
+        deadline, number = time.monotonic() + patience, 0
+        while True:
+            world = self._enter()
+            if world.decision.number > number:
+                deadline, number = time.monotonic() + patience, world.decision.number
+            try:
+                start()
+                return
+            except (HorovodInternalError, TimeoutError) as error:
+                world.close()
+                if self.hopeless is None and time.monotonic() > deadline:
+                    self.hopeless = (
+                        f"the workers of decision {number} did not meet within {patience:g} s"
+                    )
+                if self.hopeless is not None:
+                    raise HorovodInternalError(f"{self.hopeless}; last: {error}") from error
+                logger.info("%s did not come about: %s", world, error)
+            except BaseException:
+                world.close()
+                raise
+
+    def _enter(self) -> World:
+        while True:
+            decision = self._choose()
+            if self.hopeless is not None:
+                raise HorovodInternalError(self.hopeless)
+            number, slot = decision.number, decision.slots.get(self.worker_id)
+            if self.leaving:
+                self.leave()
+            if slot is None and self._had_place:
+                self._finished = True
+                logger.warning(
+                    "worker %s ends: it has no place in the job any more (%s)",
+                    self.worker_id,
+                    decision.reason,
+                )
+                raise SystemExit(0)
+            if slot is None or len(decision.slots) < decision.min_np:
+                self._await_next(number)
+                continue
+            self._had_place = True
+            attempt = 0
+            while self.store.try_get(f"world/{number}/{attempt}/over") is not None:
+                attempt += 1
+            self.store.set(seen_key(number, self.worker_id), b"%d" % attempt)
+            world = World(self, decision, attempt, slot)
+            with self._changed:
+                if self._newest is decision:
+                    self.world = world
+                    return world
+
+    def _choose(self) -> Decision:
+        """The newest decision. What broke our world is probably on its way to the driver."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.hopeless is not None or self.newest.number >= self._expected, _MOMENT
+            )
+            return self.newest
+
+    def _await_next(self, number: int) -> None:
+        """Until there is a newer decision than `number`, or a reason to end."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.hopeless is not None or self.newest.number > number, _MOMENT
+            )
+
+    def _left(self, world: World) -> None:
+        with self._changed:
+            if self.world is world:
+                self.world = None
+            self._expected = world.decision.number + 1
+
+    def can_recover(self) -> bool:
+        """Whether it is of use to meet again, after a collective has failed."""
+        world = self.world
+        if world is not None and world.standing and not world.fruitful:
+            number = world.decision.number
+            times = self._fruitless[1] + 1 if self._fruitless[0] == number else 1
+            self._fruitless = number, times
+            if times >= _MOST_FRUITLESS and self.hopeless is None:
+                self.hopeless = f"failed {times} times before anything was committed"
+        return self.hopeless is None
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The training function has returned: from now on the driver may end."""
+        self._finished = True
+        with contextlib.suppress(OSError):
+            self.store.set(done_key(self.worker_id), b"")
+
+    def leave(self) -> NoReturn:
+        """Leave the job on purpose: say so, and end the process in order."""
+        self._finished = True
+        logger.warning("worker %s leaves the job, as it was told to", self.worker_id)
+        with contextlib.suppress(OSError):
+            self.store.set(leaving_key(self.worker_id), b"")
+        raise SystemExit(0)
+
+    # -- watching ----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        failures = 0
+        while True:
+            try:
+                content = self.store.get(decision_key(self.newest.number + 1), _WATCH_SLICE)
+            except TimeoutError:
+                failures = 0
+            except OSError as error:
+                failures += 1
+                if self._finished:
+                    return
+                if failures > 1:  # the first may be a connection that broke: it is made anew
+                    self._lose_driver(error)
+                    return
+            else:
+                failures = 0
+                self._note(Decision.decode(content))
+
+    def _note(self, decision: Decision) -> None:
+        logger.info("decision %d (%s): %s", decision.number, decision.kind, decision.reason)
+        with contextlib.suppress(OSError):  # the next wait says if that is for good
+            self.store.set(heard_key(decision.number, self.worker_id), b"")
+        with self._changed:
+            self._newest = decision
+            world = self.world
+            self._changed.notify_all()
+            if world is None or not decision.breaks(world.decision):
+                return
+            world.broken = world.broken or f"decision {decision.number}: {decision.reason}"
+        self.on_break(world.broken, world)
+
+    def _lose_driver(self, error: OSError) -> None:
+        """Nobody can tell us about the job any more: end, in order if possible."""
+        reason = f"the driver of this elastic job (horovodrun) is gone or out of reach: {error}"
+        logger.error("worker %s ends: %s", self.worker_id, reason)
+        with self._changed:
+            self.hopeless = reason
+            world = self.world
+            self._changed.notify_all()
+            if world is not None:
+                world.broken = world.broken or reason
+        if world is not None:
+            self.on_break(reason, world)
+        time.sleep(_LAST_WORDS)
+        if not self._finished:
+            logger.error("worker %s did not end by itself within %g s", self.worker_id, _LAST_WORDS)
+            os._exit(1)
+
+
+_membership: Membership | None = None
+
+
+def membership(environ: Mapping[str, str] = os.environ) -> Membership | None:
+    """This process's membership; None when no elastic launcher started it."""
+    global _membership
+    if not is_elastic(environ):
+        return None
+    if _membership is None:
+        store = launchers_offer(environ).connect(_CONNECT_SECONDS)
+        _membership = Membership(store, environ[WORKER_ID])
+    return _membership
+
+
+def _after_fork_in_child() -> None:
+    global _membership
+    _membership = None
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,105 @@
+"""The training loop's side of an elastic worker: agreeing on changes, and leaving when told to.
+
+`horovod.common.elastic.run_fn` uses it through the bindings' ``elastic.run``. What happens below,
+decisions and worlds, is `horovod.common.membership`'s.
+
+SIGTERM is a request to leave: the worker goes on until the next commit (or check), where all ranks
+learn of it together; it then ends with exit code 0 and nothing is lost. Whoever sends the signal
+must allow for the time until that commit: a worker that is killed before costs the others what
+they did since the last one, like any failure.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from horovod.common.elastic import Verdict
+from horovod.common.logging import get_logger
+from horovod.common.membership import Membership, membership
+from horovod.common.reduce_op import Max
+from horovod.engine.runtime import runtime
+
+logger = get_logger(__name__)
+
+_RANK_BITS = 32
+
+
+class Worker:
+    """This process in its elastic job; an `ElasticJob`."""
+
+    def __init__(self, member: Membership) -> None:
+        self._member = member
+
+    def agree(self, notified: bool) -> Verdict:
+        world, leaving = self._member.world, self._member.leaving
+        assert world is not None, "the engine runs, so there is a world"
+        vector = torch.tensor([self._member.newest.number, int(leaving), int(notified)])
+        runtime.allreduce([vector], [vector], "elastic.agree", Max, background=False).wait()
+        world.fruitful = True
+        newest, anybody_leaves, anybody_notified = vector.tolist()
+        if leaving:
+            return Verdict.LEAVE
+        if newest > world.decision.number or anybody_leaves or anybody_notified:
+            return Verdict.CHANGE
+        return Verdict.STAY
+
+    def newest_state(self, version: int) -> tuple[int, int]:
+        # Usually rank 0, the oldest. But it may have failed just before it got the state.
+        newest = torch.tensor([(version << _RANK_BITS) - runtime.topology.rank])
+        runtime.allreduce([newest], [newest], "elastic.state", Max, background=False).wait()
+        version = -(-int(newest) >> _RANK_BITS)
+        return (version << _RANK_BITS) - int(newest), version
+
+    def leave(self) -> NoReturn:
+        self._member.leave()
+
+    def can_recover(self) -> bool:
+        return self._member.can_recover()
+
+    def finish(self) -> None:
+        self._member.finish()
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """SIGTERM asks to leave, meanwhile."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may receive signals
+            return
+        global _handler_of_parent
+        earlier = _handler_of_parent = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, earlier)
+            _handler_of_parent = None
+
+    def _on_sigterm(self, *_: Any) -> None:
+        if not self._member.leaving:
+            self._member.leaving = True
+            logger.warning("SIGTERM: leaving the job at the next commit")
+
+
+_handler_of_parent: Any = None  # what SIGTERM did before, while it asks to leave
+
+
+def _after_fork_in_child() -> None:
+    # A data loader's worker has to end on SIGTERM, not to leave the job at its next commit.
+    if _handler_of_parent is not None:
+        signal.signal(signal.SIGTERM, _handler_of_parent)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def this_worker() -> Worker | None:
+    """This process as a worker of an elastic job; None when it is not in one."""
+    member = membership()
+    return None if member is None else Worker(member)

@@ -1,0 +1,119 @@
+"""ElasticSampler: goes on with the rest of an epoch after the ranks have changed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch.utils.data
+
+from horovod.engine.runtime import runtime
+
+
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Divides the samples of an epoch that are not processed yet among the ranks.
+
+    Tell it with `record_batch` what has been processed, make it an attribute of the `TorchState`,
+    and call `set_epoch` at the *end* of an epoch. All samples come in one order that every rank
+    knows, dealt out in turn; so while all ranks process batches of the same size, what they have
+    processed is the beginning of that order, and a number describes it.
+
+    Every sample of an epoch is processed at least once. Without failures, even if ranks come and
+    go at commits, it is exactly once, except that every division repeats up to ``size - 1``
+    samples to give all ranks equally many. After a failure, what was recorded since the last
+    commit is processed again.
+    """
+
+    def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0  # of the epoch's order, by all ranks together
+        self.processed_indices: set[int] = set()  # beyond that: see record_indices
+        self.rank = 0
+        self.num_replicas = 1
+        self.remaining_indices: list[int] = []  # when the ranks last changed
+        self.num_samples = 0  # of each rank, since then
+        self.total_size = 0
+        self._positions: list[int] | None = None  # of those in the epoch's order, if it has gaps
+        self._recorded = 0  # of those
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin another epoch, with nothing processed. To be called at the end of an epoch: at
+        the beginning it would undo what was restored."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.processed_indices = set()
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """All ranks have processed a batch of `batch_size` samples, each its own."""
+        self._recorded += batch_size * self.num_replicas
+        if self._positions is None:
+            self.processed_num += batch_size * self.num_replicas
+        elif self._recorded >= len(self._positions):
+            self.processed_num = len(self.dataset)
+        elif self._recorded:
+            self.processed_num = self._positions[self._recorded - 1] + 1
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """This rank has processed these samples; for ranks that process different numbers.
+
+        The other ranks learn of it when the ranks change at a commit. When a rank fails, only
+        those of rank 0 are known, and the others' are processed again: prefer `record_batch`.
+        """
+        self.processed_indices.update(indices)
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """The samples of this rank's batch number `batch_idx` since the ranks last changed."""
+        return self._own()[batch_idx * batch_size : (batch_idx + 1) * batch_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "processed_num": self.processed_num,
+            "processed_indices": sorted(self.processed_indices),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.processed_indices = set(state_dict.get("processed_indices", ()))
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide what is left among the ranks that are there now."""
+        self.rank, self.num_replicas = self._place()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        done = min(self.processed_num, len(order))
+        self.remaining_indices, self._positions = order[done:], None
+        if self.processed_indices:
+            left = [
+                (position, index)
+                for position, index in enumerate(order)
+                if position >= done and index not in self.processed_indices
+            ]
+            self._positions = [position for position, _ in left]
+            self.remaining_indices = [index for _, index in left]
+        self._recorded = 0
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def _place(self) -> tuple[int, int]:
+        return runtime.topology.rank, runtime.topology.size
+
+    def _own(self) -> list[int]:
+        remaining, count = self.remaining_indices, len(self.remaining_indices)
+        places = range(self.rank, self.total_size, self.num_replicas)
+        return [remaining[place % count] for place in places]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._own())
+
+    def __len__(self) -> int:
+        return self.num_samples

@@ -1,0 +1,268 @@
+"""TorchState: models, optimizers and samplers that survive the loss of ranks.
+
+Each is looked after by a handler, chosen by type from a registry that may be extended.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from horovod.common.elastic import ObjectState
+from horovod.engine.runtime import runtime
+from horovod.torch.elastic.checkpoint import CheckpointWriter, newest_checkpoint, not_plain
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.torch.elastic.snapshot import Snapshot, Snapshots, clone
+from horovod.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+
+
+class StateHandler:
+    """Saves, restores and synchronises one value of a state. Derive from it for other types."""
+
+    root_rank = 0  # which rank has the value that `sync` gives to all
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Take a snapshot of the value."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Bring the value back to the snapshot."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give the value of `root_rank` to all ranks. Collective."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Look after another value from now on."""
+        self.value = value
+        self.save()
+
+
+class _StateDictHandler(StateHandler):
+    """For values that have a state dict."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.snapshots = Snapshots()
+        self.save()
+
+    def save(self) -> None:
+        self.prepare()
+        self.publish()
+
+    def prepare(self) -> None:
+        """Copy the value; `restore` goes back to the snapshot before it until `publish`."""
+        self.snapshots.prepare(self.value.state_dict())
+
+    def publish(self) -> None:
+        self.snapshots.publish()
+
+    @property
+    def saved(self) -> Snapshot:
+        assert self.snapshots.current is not None, "taken by the constructor"
+        return self.snapshots.current
+
+    def restore(self) -> None:
+        self.load(self.saved.content)
+
+    def load(self, content: Any) -> None:
+        self.value.load_state_dict(content)
+
+
+class ModelStateHandler(_StateDictHandler):
+    """For torch.nn.Module."""
+
+    def sync(self) -> None:
+        everything = self.value.state_dict()
+        tensors = {k: v for k, v in everything.items() if isinstance(v, torch.Tensor)}
+        broadcast_parameters(tensors, self.root_rank)
+        if len(tensors) < len(everything):  # modules may keep other things as well
+            others = {k: v for k, v in everything.items() if k not in tensors}
+            others = broadcast_object(others, self.root_rank, "elastic.model")
+            self.value.load_state_dict({**everything, **others})
+
+
+class OptimizerStateHandler(_StateDictHandler):
+    """For torch.optim.Optimizer, also one inside a DistributedOptimizer."""
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, self.root_rank)
+
+    def load(self, content: Any) -> None:
+        # It keeps the tensors that it is given, and would change them.
+        self.value.load_state_dict(clone(content))
+
+
+class SamplerStateHandler(_StateDictHandler):
+    """For ElasticSampler."""
+
+    def sync(self) -> None:
+        state = broadcast_object(self.value.state_dict(), self.root_rank, "elastic.sampler")
+        self.value.load_state_dict(state)
+
+    def gather(self) -> None:
+        """Learn what the other ranks have processed. Collective."""
+        everyones = allgather_object(self.value.processed_indices, name="elastic.indices")
+        self.value.processed_indices = set().union(*everyones)
+
+
+Registry = list[tuple[type, type[StateHandler]]]
+
+_registry: Registry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> Registry:
+    """Types and the handlers of their values, in the order in which they are tried."""
+    return _registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Use this registry for states made from now on."""
+    global _registry
+    _registry = registry
+
+
+class TorchState(ObjectState):
+    """The state of a training in PyTorch: ``TorchState(model, optimizer, epoch=0, batch=0)``.
+
+    Models, optimizers and `ElasticSampler` are looked after by handlers; other keyword arguments
+    become attributes as in `ObjectState`. With `checkpoint_dir` rank 0 also writes every commit to
+    disk, the last `checkpoints_kept` of them, and a job that starts again goes on from the newest;
+    the directory must be one that rank 0 finds again, wherever it runs then. Attributes must be
+    plain values in that case.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoints_kept: int = 2,
+        **kwargs: Any,
+    ) -> None:
+        self._handlers: dict[str, StateHandler] = {}
+        self._checkpoint_dir = checkpoint_dir
+        self._writer: CheckpointWriter | None = None
+        if checkpoint_dir is not None:
+            self._writer = CheckpointWriter(checkpoint_dir, checkpoints_kept)
+        plain = {}
+        for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items():
+            handler = _handler(value)
+            if handler is None:
+                plain[name] = value
+            else:
+                self._handlers[name] = handler
+                object.__setattr__(self, name, value)
+        super().__init__(broadcast_object, lambda: runtime.topology.rank, **plain)
+        if self._writer is not None:
+            self._content()  # whether it can be written is better said now
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        handler = self.__dict__.get("_handlers", {}).get(name)
+        if handler is not None:
+            handler.set_value(value)
+        super().__setattr__(name, value)
+
+    def save(self) -> None:
+        ours = [each for each in self._handlers.values() if isinstance(each, _StateDictHandler)]
+        for handler in ours:
+            handler.prepare()
+        for other in self._handlers.values():
+            if not isinstance(other, _StateDictHandler):
+                other.save()
+        super().save()
+        for handler in ours:  # all or none: nothing can fail any more
+            handler.publish()
+
+    def restore(self) -> None:
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        if self._version < 0 and runtime.topology.rank == self._root:
+            self._resume()  # nobody has begun, or another rank would have been chosen
+        for handler in self._handlers.values():
+            handler.root_rank = self._root
+            handler.sync()
+        super().sync()
+        self.save()  # a failure before the next commit must not bring back what was before
+
+    def reset(self) -> None:
+        for handler in self._handlers.values():
+            if isinstance(handler, SamplerStateHandler):
+                handler.value.reset()
+
+    def gather(self) -> None:
+        for handler in self._handlers.values():
+            if isinstance(handler, SamplerStateHandler):
+                handler.gather()
+
+    # -- on disk -----------------------------------------------------------------------------
+
+    def on_commit(self) -> None:
+        if self._writer is not None and runtime.topology.rank == 0:
+            self._writer.submit(self._content(), self._snapshots())
+
+    def _snapshots(self) -> list[Snapshot]:
+        handlers = self._handlers.values()
+        return [each.saved for each in handlers if isinstance(each, _StateDictHandler)]
+
+    def _content(self) -> dict[str, Any]:
+        """The last commit as it goes to disk; `ValueError` if something in it cannot."""
+        problem = not_plain(self._saved_state, "state")
+        values = {}
+        for name, handler in self._handlers.items():
+            if isinstance(handler, _StateDictHandler):
+                values[name] = handler.saved.content
+                problem = problem or not_plain(handler.saved.content, f"state.{name}")
+            else:
+                problem = problem or f"state.{name} has a {type(handler).__name__}"
+        if problem is not None:
+            raise ValueError(
+                f"checkpoint_dir was given, but checkpoints hold only tensors, numbers, texts and "
+                f"lists, tuples and dicts of them, and {problem}"
+            )
+        return {"values": values, "attributes": clone(self._saved_state)}
+
+    def _resume(self) -> None:
+        found = None if self._checkpoint_dir is None else newest_checkpoint(self._checkpoint_dir)
+        if found is None:
+            return
+        path, content = found
+        try:
+            for name, handler in self._handlers.items():
+                if isinstance(handler, _StateDictHandler) and name in content["values"]:
+                    handler.load(content["values"][name])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"the checkpoint {path} does not fit this state: {error}. Use another "
+                f"checkpoint_dir for another model"
+            ) from error
+        for name in self._saved_state:
+            if name in content["attributes"]:
+                setattr(self, name, content["attributes"][name])
+        self.save()
+
+
+def _handler(value: Any) -> StateHandler | None:
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None

@@ -1,0 +1,170 @@
+"""A worker for tests of the driver: the real protocol and training loop, but no torch.
+
+So a worker starts in a fraction of a second. Its collectives go through the job's store. A step
+adds 1 to the state's value, so that afterwards the value must equal the number of steps, whatever
+happened in between. The argument is a JSON object:
+
+- steps, commit_every: how long to train. pace: seconds for each step.
+- faults: {"w1": ["step", 5, "SIGKILL"]}: in that phase (init, meet, sync, step, commit), when the
+  worker has been there so many times, it gets that signal, or it raises ("raise"), ends ("exit 0"),
+  or is slow for two seconds ("slow").
+- size: also go on until there are so many ranks. silence: seconds after which a peer counts as
+  lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from horovod.common.elastic import ObjectState, Verdict, run_fn
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.membership import World, membership
+
+PLAN = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+ME = os.environ["HOROVOD_WORKER_ID"]
+member = membership()
+assert member is not None
+visits: dict[str, int] = {}
+exchanges = 0
+
+
+def pass_through(phase: str) -> None:
+    """Where faults happen."""
+    visits[phase] = visits.get(phase, 0) + 1
+    where, when, what = PLAN.get("faults", {}).get(ME, (None, 0, ""))
+    if (where, when) != (phase, visits[phase]):
+        return
+    print(f"{ME} {what} at {phase} {when}", flush=True)
+    if what == "raise":
+        raise RuntimeError(f"an error of {ME}")
+    if what == "exit 0":
+        sys.exit(0)
+    if what == "slow":
+        time.sleep(2)
+    else:
+        os.kill(os.getpid(), getattr(signal, what))
+
+
+def world() -> World:
+    assert member is not None
+    if member.world is None:
+        raise HorovodInternalError("the world is gone")
+    return member.world
+
+
+def exchange(value: Any) -> list[Any]:
+    """Collective: everybody's value."""
+    global exchanges
+    exchanges += 1
+    here = world()
+    topology = here.topology
+    here.set(f"x/{exchanges}/{topology.rank}", json.dumps(value).encode())
+    try:
+        silence = PLAN.get("silence", 20)
+        keys = [f"x/{exchanges}/{rank}" for rank in range(topology.size)]
+        return [json.loads(here.get(key, silence)) for key in keys]
+    except TimeoutError as error:
+        raise HorovodInternalError(f"a peer is silent: {error}") from error
+
+
+def init() -> None:
+    def meet() -> None:
+        global exchanges
+        exchanges = 0
+        pass_through("meet")
+        here = world()
+        here.set(f"here/{here.topology.rank}", b"")
+        for rank in range(here.topology.size):
+            here.get(f"here/{rank}", 60)
+        here.stand()
+
+    assert member is not None
+    member.form(meet, 60)
+
+
+def shutdown() -> None:
+    assert member is not None
+    if member.world is not None:
+        member.world.close()
+
+
+class Job:
+    """What the loop needs of the job."""
+
+    def agree(self, notified: bool) -> Verdict:
+        assert member is not None
+        here, leaving = world(), member.leaving
+        answers = exchange([member.newest.number, leaving])
+        here.fruitful = True
+        if leaving:
+            return Verdict.LEAVE
+        changed = max(number for number, _ in answers) > here.decision.number
+        return Verdict.CHANGE if changed or any(a for _, a in answers) else Verdict.STAY
+
+    def newest_state(self, version: int) -> tuple[int, int]:
+        versions = exchange(version)
+        return versions.index(max(versions)), max(versions)
+
+    def leave(self) -> NoReturn:
+        assert member is not None
+        member.leave()
+
+    def can_recover(self) -> bool:
+        assert member is not None
+        return member.can_recover()
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        def on_sigterm(*_: object) -> None:
+            assert member is not None
+            member.leaving = True
+
+        signal.signal(signal.SIGTERM, on_sigterm)
+        yield
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def finish(self) -> None:
+        assert member is not None
+        member.finish()
+
+
+def broadcast(value: Any, root_rank: int = 0) -> Any:
+    pass_through("sync")
+    return exchange(value)[root_rank]
+
+
+def reset() -> None:
+    shutdown()
+    init()
+
+
+def say(text: str) -> None:
+    topology = world().topology
+    print(f"{text} worker {ME} rank {topology.rank} size {topology.size}", flush=True)
+
+
+def train(state: ObjectState) -> None:
+    say(f"begin at {state.step}")
+    wanted = PLAN.get("size")
+    while state.step < PLAN.get("steps", 10) or (wanted and world().topology.size != wanted):
+        pass_through("step")
+        time.sleep(PLAN.get("pace", 0.01))
+        state.value += sum(exchange(1)) / world().topology.size
+        state.step += 1
+        if state.step % PLAN.get("commit_every", 2) == 0:
+            pass_through("commit")
+            state.commit()
+
+
+pass_through("init")
+init()
+state = ObjectState(broadcast, lambda: world().topology.rank, step=0, value=0)
+run_fn(train, reset, Job)(state)
+say(f"end {state.step} {state.value:g}")

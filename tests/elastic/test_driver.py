@@ -1,0 +1,179 @@
+"""The driver: real ``horovodrun``, real workers without torch, faults where the plan says."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.launched import Launched
+
+LOCAL = ["-H", "localhost:3", "--min-np", "2", "--max-np", "3", "-np", "3"]
+PATIENT = {"HOROVOD_ELASTIC_ANSWER_TIMEOUT": "2"}
+
+
+def test_without_faults(tmp_path: Path):
+    with Launched(tmp_path, LOCAL, {"steps": 10}) as job:
+        job.check_success(size=3)
+        assert job.sizes() == [3]
+        assert job.errors == "horovodrun: 3 workers: the job begins\n"
+
+
+@pytest.mark.parametrize("phase", ["init", "meet", "sync", "step", "commit"])
+@pytest.mark.parametrize("how", ["SIGKILL", "raise"])
+def test_one_is_lost_and_replaced(tmp_path: Path, phase: str, how: str):
+    plan = {"steps": 30, "size": 3, "faults": {"w1": [phase, 1, how]}}
+    with Launched(tmp_path, LOCAL, plan) as job:
+        job.check_success(size=3)
+        assert set(job.ends()) == {"w0", "w2", "w3"}
+        assert job.ends()["w0"][2] == 0, "the oldest survivor is rank 0"
+
+
+def test_rank_0_is_lost(tmp_path: Path):
+    plan = {"steps": 30, "size": 3, "faults": {"w0": ["step", 7, "SIGSEGV"]}}
+    with Launched(tmp_path, LOCAL, plan) as job:
+        job.check_success(size=3)
+        assert {worker: rank for worker, (_, _, rank, _) in job.ends().items()} == {
+            "w1": 0,
+            "w2": 1,
+            "w3": 2,
+        }
+        assert "w0 (rank 0, localhost) failed: killed by SIGSEGV" in job.errors
+
+
+def test_two_are_lost_at_once(tmp_path: Path):
+    faults = {"w0": ["step", 7, "SIGKILL"], "w2": ["step", 7, "SIGKILL"]}
+    options = ["-H", "localhost:4", "--min-np", "2", "-np", "4"]
+    with Launched(tmp_path, options, {"steps": 30, "size": 4, "faults": faults}) as job:
+        job.check_success(size=4)
+
+
+def test_another_is_lost_during_the_recovery(tmp_path: Path):
+    faults = {"w0": ["step", 7, "SIGKILL"], "w1": ["meet", 2, "SIGKILL"]}
+    options = ["-H", "localhost:3", "--min-np", "1", "-np", "3"]
+    with Launched(tmp_path, options, {"steps": 30, "size": 3, "faults": faults}) as job:
+        job.check_success(size=3)
+
+
+def test_too_few_survivors_wait_for_a_replacement(tmp_path: Path):
+    plan = {"steps": 20, "faults": {"w1": ["step", 7, "SIGKILL"]}}
+    with Launched(tmp_path, ["-H", "localhost:2", "--min-np", "2"], plan) as job:
+        job.check_success(size=2)
+        assert job.sizes() == [2, 1, 2]
+        assert "1 worker, too few to go on (at least 2)" in job.errors
+        assert [e["decision"] for e in job.events("formed")] == [1, 3], "w0 did not go on alone"
+
+
+def test_all_are_lost(tmp_path: Path):
+    """Nobody has the state any more, so training begins again."""
+    faults = {"w0": ["step", 7, "SIGKILL"], "w1": ["step", 7, "SIGKILL"]}
+    with Launched(tmp_path, ["-H", "localhost:2", "--min-np", "2"], {"faults": faults}) as job:
+        job.check_success(size=2)
+        assert set(job.ends()) == {"w2", "w3"}
+
+
+def test_a_stopped_worker_is_given_up(tmp_path: Path):
+    plan = {"steps": 30, "size": 3, "silence": 2, "faults": {"w1": ["step", 7, "SIGSTOP"]}}
+    with Launched(tmp_path, LOCAL, plan, env=PATIENT) as job:
+        job.check_success(size=3)
+        assert "w1 (rank 1, localhost) failed: did not react within 2 s" in job.errors
+
+
+def test_a_slow_worker_is_waited_for(tmp_path: Path):
+    plan = {"steps": 10, "silence": 1, "faults": {"w1": ["step", 5, "slow"]}}
+    with Launched(tmp_path, LOCAL, plan, env=PATIENT) as job:
+        job.check_success(size=3)
+        assert not job.events("failed")
+
+
+def test_who_ends_early_has_finished_and_the_others_go_on(tmp_path: Path):
+    plan = {"steps": 20, "silence": 2, "faults": {"w1": ["step", 7, "exit 0"]}}
+    with Launched(tmp_path, LOCAL, plan) as job:
+        job.check_success(size=2)
+        assert set(job.ends()) == {"w0", "w2"}
+
+
+def test_sigterm_is_a_leave(tmp_path: Path):
+    with Launched(tmp_path, LOCAL, {"steps": 40, "size": 2, "pace": 0.02}) as job:
+        job.await_event("formed")
+        job.kill("w1", signal.SIGTERM)
+        job.check_success(size=2)
+        assert job.sizes() == [3, 2], "it is not replaced"
+        assert not job.events("failed")
+
+
+def test_an_error_of_all_workers_ends_the_job(tmp_path: Path):
+    faults = {f"w{n}": ["step", 3, "raise"] for n in range(20)}
+    with Launched(tmp_path, LOCAL, {"faults": faults}) as job:
+        assert job.wait() == 1, str(job)
+        assert "RuntimeError: an error of w" in job.errors
+        assert "The first to fail was" in job.errors
+        job.check_nothing_left()
+
+
+@pytest.mark.parametrize("how", ["raise", "SIGSEGV"])
+def test_a_program_that_cannot_begin_ends_the_job(tmp_path: Path, how: str):
+    faults = {f"w{n}": ["init", 1, how] for n in range(20)}
+    with Launched(tmp_path, [*LOCAL, "--max-worker-failures", "100"], {"faults": faults}) as job:
+        assert job.wait() == (1 if how == "raise" else 139), str(job)
+        assert len(job.events("started")) <= 6, str(job)
+
+
+def test_a_command_that_does_not_exist(tmp_path: Path):
+    with Launched(tmp_path, LOCAL, program=["-c", "import no_such_module"]) as job:
+        assert job.wait() == 1
+        assert "No module named 'no_such_module'" in job.errors
+
+
+def test_a_host_that_fails_too_often_gets_no_more_workers(tmp_path: Path):
+    faults = {f"w{n}": ["step", 3 + n, "SIGKILL"] for n in range(1, 20)}
+    options = ["-H", "localhost:2", "--min-np", "2", "--max-worker-failures", "2"]
+    with Launched(tmp_path, options, {"steps": 1000, "faults": faults}) as job:
+        assert job.wait() == 137, str(job)
+        assert "localhost gets no new workers after 2 failures" in job.errors
+        assert "every host has failed too often" in job.errors
+        job.check_nothing_left()
+
+
+def test_a_blacklisted_host_comes_back(tmp_path: Path):
+    plan = {"steps": 20, "faults": {"w1": ["step", 3, "SIGKILL"]}}
+    options = ["-H", "localhost:2", "--min-np", "2", "--max-worker-failures", "1"]
+    with Launched(tmp_path, [*options, "--blacklist-cooldown-range", "1", "2"], plan) as job:
+        job.check_success(size=2)
+        assert "localhost gets no new workers after 1 failure, for a while" in job.errors
+
+
+def test_the_reset_limit(tmp_path: Path):
+    plan = {"steps": 1000, "faults": {"w1": ["step", 3, "SIGKILL"]}}
+    with Launched(tmp_path, [*LOCAL, "--reset-limit", "0"], plan) as job:
+        assert job.wait() == 137, str(job)
+        assert "exceeded the limit: 0" in job.errors
+
+
+def test_the_elastic_timeout(tmp_path: Path):
+    plan = {"steps": 1000, "faults": {"w1": ["step", 3, "SIGKILL"]}}
+    options = ["-H", "localhost:2", "--min-np", "2", "--max-worker-failures", "1"]
+    options += ["--blacklist-cooldown-range", "3600", "3600", "--elastic-timeout", "4"]
+    with Launched(tmp_path, options, plan) as job:
+        assert job.wait() == 137, str(job)
+        assert "gave up after 4 s (--elastic-timeout): the job needs 2 workers" in job.errors
+        assert "not used after failures: localhost" in job.errors
+
+
+def test_ctrl_c_lets_workers_leave(tmp_path: Path):
+    with Launched(tmp_path, LOCAL, {"steps": 100000, "pace": 0.02}) as job:
+        job.await_event("formed")
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 130, str(job)
+        assert not job.events("failed")
+        assert job.errors.count("leaves the job, as it was told to") == 3
+        job.check_nothing_left()
+
+
+def test_a_killed_driver_takes_everything_along(tmp_path: Path):
+    with Launched(tmp_path, LOCAL, {"steps": 100000}) as job:
+        job.await_event("formed")
+        job.process.kill()
+        job.process.wait()
+        job.await_nothing_left()

@@ -1,0 +1,274 @@
+"""Decisions and worlds, with threads for workers and a store in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from horovod.common import membership
+from horovod.common.decisions import (
+    LATEST,
+    Decision,
+    Slot,
+    decision_key,
+    formed_key,
+    leaving_key,
+    ready_key,
+    seen_key,
+)
+from horovod.common.environments import Elastic, detect
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.membership import Membership, is_elastic
+from horovod.common.store import MemoryStore
+
+
+def decision(number: int, workers: str, kind: str = "added", lost: str = "") -> Decision:
+    size = len(workers.split())
+    slots = {
+        worker: Slot("here", rank, size, rank, size, 0, 1)
+        for rank, worker in enumerate(workers.split())
+    }
+    return Decision(number, slots, f"reason {number}", kind, tuple(lost.split()))
+
+
+def publish(store: MemoryStore, *decisions: Decision) -> None:
+    for each in decisions:
+        store.set(decision_key(each.number), each.encode())
+        store.set(LATEST, str(each.number).encode())
+
+
+def meet(member: Membership) -> None:
+    """What the engine does, in short: all workers of the world show up, then it stands."""
+    world = member.world
+    assert world is not None
+    world.set(f"here/{world.topology.rank}", b"")
+    for rank in range(world.topology.size):
+        world.get(f"here/{rank}", 30)
+    world.stand()
+
+
+def test_a_decision_survives_the_wire():
+    original = decision(3, "w0 w2", "failure", "w1")
+    assert Decision.decode(original.encode()) == original
+    assert original.slots["w2"].topology.rank == 1
+    with pytest.raises(ValueError, match="unknown kind 'perhaps'"):
+        decision(1, "w0", "perhaps")
+
+
+@pytest.mark.parametrize(
+    ("newer", "breaks"),
+    [
+        (decision(2, "w0", "failure", "w1"), True),
+        (decision(2, "w0", "failure"), True),
+        (decision(2, "w0 w1", "failure", "w7"), False),  # it died before it joined
+        (decision(2, "w0 w1 w2", "added"), False),
+        (decision(2, "w0", "removed"), False),
+        (decision(2, "w0", "removed", "w1"), True),
+        (decision(2, "w0 w2", "mixed", "w1"), True),
+        (decision(2, "w0 w2", "mixed"), False),
+    ],
+)
+def test_which_decisions_break_a_world(newer: Decision, breaks: bool):
+    assert newer.breaks(decision(1, "w0 w1", "start")) is breaks
+
+
+def test_workers_meet_in_the_newest_decision():
+    store = MemoryStore()
+    publish(store, decision(1, "w0 w1 w2", "start"), decision(2, "w1 w0"))
+    members = [Membership(store, worker) for worker in ("w0", "w1")]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda m: m.form(lambda: meet(m), 30), members))
+    assert [m.world.topology.rank for m in members if m.world] == [1, 0]
+    assert store.keys("elastic/seen/") == [seen_key(2, "w0"), seen_key(2, "w1")]
+
+
+def test_a_meeting_is_given_up_for_a_newer_decision():
+    store = MemoryStore()
+    publish(store, decision(1, "w0 w1", "start"))
+    member = Membership(store, "w0")
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(member.form, lambda: meet(member), 30)
+        store.get("world/1/0/here/0", 30)  # it waits for w1, who never comes
+        publish(store, decision(2, "w0", "removed"))
+        forming.result(timeout=30)
+    assert member.world is not None
+    assert member.world.decision.number == 2
+
+
+def test_the_last_of_many_decisions_counts():
+    store = MemoryStore()
+    publish(store, decision(1, "w0 w1", "start"))
+    member = Membership(store, "w0")
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(member.form, lambda: meet(member), 30)
+        store.get("world/1/0/here/0", 30)
+        publish(store, *(decision(n, "w0 w1", "failure", "w1") for n in range(2, 20)))
+        publish(store, decision(20, "w0"))
+        forming.result(timeout=30)
+    assert member.world is not None
+    assert member.world.decision.number == 20
+
+
+def test_a_standing_world_ends_only_when_it_breaks():
+    store, told = MemoryStore(), threading.Event()
+    publish(store, decision(1, "w0", "start"))
+    member = Membership(store, "w0")
+    reasons: list[str] = []
+    member.on_break = lambda reason, world: (reasons.append(reason), told.set())
+    member.form(lambda: meet(member), 30)
+    world = member.world
+    assert world is not None
+    publish(store, decision(2, "w0 w1", "added"))
+    while member.newest.number < 2:
+        threading.Event().wait(0.001)
+    with pytest.raises(TimeoutError, match="the world of decision 1"):
+        world.get("nothing", 0.3)
+    assert not reasons
+    publish(store, decision(3, "w1", "failure", "w0"))
+    assert told.wait(30)
+    assert reasons == ["decision 3: reason 3"]
+    with pytest.raises(HorovodInternalError, match="reason 3"):
+        world.get("nothing", 30)
+
+
+def test_what_is_in_the_store_is_taken_even_if_the_meeting_is_over():
+    """A rank that has all it needs goes on: others may have met with it already."""
+    store = MemoryStore()
+    publish(store, decision(1, "w0 w1", "start"))
+    member = Membership(store, "w0")
+
+    def start() -> None:
+        world = member.world
+        assert world is not None
+        if world.decision.number == 1:
+            world.set("there", b"yes")
+            publish(store, decision(2, "w0", "failure", "w1"))
+            with pytest.raises(HorovodInternalError):
+                world.get("missing", 30)
+            assert world.get("there", 0) == b"yes"
+            assert world.try_get("there") == b"yes"
+            world.stand()
+
+    member.form(start, 30)
+    assert member.world is not None
+    assert member.world.decision.number == 2
+
+
+def test_a_world_that_broke_without_a_decision_is_tried_again():
+    """Also by a worker that comes late: it finds the attempt that the others are in."""
+    store = MemoryStore()
+    publish(store, decision(1, "w0 w1", "start"))
+    early, late = Membership(store, "w0"), Membership(store, "w1")
+    failed = []
+
+    def start_early() -> None:
+        if not failed:
+            failed.append(1)
+            raise HorovodInternalError("a connection broke")
+        meet(early)
+
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(early.form, start_early, 30)
+        store.get("world/1/1/here/0", 30)
+        late.form(lambda: meet(late), 30)
+        forming.result(timeout=30)
+
+
+def test_a_worker_without_a_place_ends():
+    store = MemoryStore()
+    publish(store, decision(1, "w1", "start"))
+    member = Membership(store, "w1")
+    member.form(lambda: meet(member), 30)
+    publish(store, decision(2, "w0", "removed"))
+    assert member.world is not None
+    member.world.close()
+    with pytest.raises(SystemExit) as end:
+        member.form(lambda: None, 30)
+    assert end.value.code == 0
+
+
+def test_a_new_worker_waits_for_its_place():
+    store = MemoryStore()
+    member = Membership(store, "w1")
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(member.form, lambda: meet(member), 30)
+        store.get(ready_key("w1"), 30)
+        publish(store, decision(1, "w0", "start"))
+        publish(store, decision(2, "w0"))
+        publish(store, decision(3, "w1"))
+        forming.result(timeout=30)
+    assert store.try_get(seen_key(2, "w1")) is None
+    assert store.get(seen_key(3, "w1"), 1) == b"0"
+    assert store.try_get(formed_key(3)) is not None
+
+
+def test_too_few_workers_wait_for_the_next_decision():
+    store = MemoryStore()
+    publish(store, dataclasses.replace(decision(1, "w0"), min_np=2))
+    member = Membership(store, "w0")
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(member.form, lambda: None, 30)
+        store.get(ready_key("w0"), 30)
+        publish(store, dataclasses.replace(decision(2, "w0 w1"), min_np=2))
+        forming.result(timeout=30)
+    assert store.try_get(seen_key(1, "w0")) is None
+    assert store.try_get(seen_key(2, "w0")) is not None
+
+
+def test_a_worker_that_is_told_to_leave_does_not_wait_for_others():
+    store = MemoryStore()
+    publish(store, decision(1, "w0 w1", "start"))
+    member = Membership(store, "w0")
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(member.form, lambda: meet(member), 30)
+        store.get("world/1/0/here/0", 30)
+        member.leaving = True
+        with pytest.raises(SystemExit):
+            forming.result(timeout=30)
+    assert store.try_get(leaving_key("w0")) is not None
+
+
+def test_workers_that_never_meet_are_given_up():
+    store = MemoryStore()
+    publish(store, decision(1, "w0 w1", "start"))
+    member = Membership(store, "w0")
+    with pytest.raises(HorovodInternalError, match=r"did not meet within 0\.1 s"):
+        member.form(lambda: member.world and member.world.get("never", 0.2), 0.1)
+    assert member.hopeless
+
+
+class _LostStore(MemoryStore):
+    lost = False
+
+    def get(self, key: str, timeout: float) -> bytes:
+        if self.lost:
+            raise ConnectionError("nobody answers")
+        return super().get(key, min(timeout, 0.05))
+
+
+def test_a_lost_driver_breaks_the_world(monkeypatch: pytest.MonkeyPatch):
+    ended, told = threading.Event(), threading.Event()
+    monkeypatch.setattr(membership, "_LAST_WORDS", 0.01)
+    monkeypatch.setattr(membership.os, "_exit", lambda code: ended.set())
+    store = _LostStore()
+    publish(store, decision(1, "w0", "start"))
+    member = Membership(store, "w0")
+    member.on_break = lambda reason, world: told.set()
+    member.form(lambda: meet(member), 30)
+    store.lost = True
+    assert told.wait(30)
+    assert "is gone or out of reach" in (member.hopeless or "")
+    assert ended.wait(30)
+    with pytest.raises(HorovodInternalError, match="is gone or out of reach"):
+        member.form(lambda: meet(member), 30)
+
+
+def test_an_elastic_worker_is_recognised_first():
+    environ = {"HOROVOD_ELASTIC": "1", "HOROVOD_WORKER_ID": "w3", "HOROVOD_RANK": "0"}
+    assert is_elastic(environ)
+    assert isinstance(detect(environ), Elastic)
+    assert not is_elastic({"HOROVOD_ELASTIC": "1"})
+    assert not is_elastic({"HOROVOD_WORKER_ID": "w3"})
