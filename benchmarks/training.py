@@ -88,6 +88,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--only-speed", action="store_true", help="skip the loss and memory sections"
     )
     parser.add_argument(
+        "--force-reduction",
+        action="store_true",
+        help="reduce gradients also where there is one rank, as an elastic job does",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="exit with 1 when a promise is missed or not measured"
     )
     parser.add_argument(
@@ -124,7 +129,8 @@ def measure(
             "result": f"{folder}/result.json",
         }
         program = [sys.executable, str(ROOT / "benchmarks" / "training_rank.py"), json.dumps(plan)]
-        commands = [(program, environ) for environ in torchrun_environments(size)]
+        forced = {"HOROVOD_ELASTIC": "1"} if options.force_reduction else {}
+        commands = [(program, environ | forced) for environ in torchrun_environments(size)]
         follow(
             commands,
             Path(folder) / "output",

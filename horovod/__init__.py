@@ -1,3 +1,21 @@
 """Distributed training with one small API: ``import horovod.torch as hvd`` in a script."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from horovod.runner.run_function import run
+
 __version__ = "0.29.0"
+
+__all__ = ["__version__", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    """``horovod.run`` needs the launcher, which a training script should not have to import."""
+    if name == "run":
+        from horovod.runner.run_function import run
+
+        return run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,7 +28,8 @@ from typing import Any
 
 import cloudpickle
 
-PRELOAD = ["torch", "pytest", "hypothesis", "horovod.torch", "tests.ranks"]
+# torch._dynamo: what making the first optimizer imports, which takes seconds.
+PRELOAD = ["torch", "torch._dynamo", "pytest", "hypothesis", "horovod.torch", "tests.ranks"]
 OUTPUT_SHOWN = 20_000  # characters of a rank's output in a failure message
 
 

@@ -9,6 +9,8 @@ from horovod.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from horovod.torch import elastic as elastic
+from horovod.torch import hooks as hooks
 from horovod.torch.compression import Compression
 from horovod.torch.functions import (
     allgather_object,

@@ -6,55 +6,42 @@ change of the weights that each rank's own step makes.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from horovod.common.process_sets import global_process_set
 from horovod.common.reduce_op import Adasum, Max
 from horovod.engine.runtime import runtime
-from horovod.torch.optimizer import (
-    adopt,
-    check_arguments,
-    note_step,
-    rebuilding,
-    reduce_before_unscaling,
-    share_groups,
-)
+from horovod.torch.gradients import Named
+from horovod.torch.reducing_optimizer import Reducer, ReducingOptimizer, note_step
 
 
-class _AdasumOptimizer(torch.optim.Optimizer):
-    """What the new class adds to the optimizer's own. Its methods are copied into that class."""
+class LocalGradients:
+    """Stands where others reduce gradients: they stay, until `step` makes something of them."""
 
-    def _configure(self, arguments: dict[str, Any], check: bool = True) -> None:
-        self._arguments = arguments
-        self.backward_passes_per_step: int = arguments["backward_passes_per_step"]
-        self.op = Adasum
-        self.process_set = arguments["process_set"]
-        self._compression = arguments["compression"]
-        named, _ = check_arguments(arguments, self.param_groups, True, check)
-        self._parameter_names = {param: name for name, param in named}
-        reduce_before_unscaling()
+    def __init__(self) -> None:
+        self._any_arrived = False
 
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        if passes <= 0:
-            raise ValueError(f"backward_passes_per_step must be positive, not {passes}")
-        self.backward_passes_per_step = passes
-        self._arguments["backward_passes_per_step"] = passes
+    def arrived(self, param: torch.nn.Parameter) -> None:
+        self._any_arrived = True
 
-    def synchronize(self) -> None:
-        """Nothing: gradients stay local, and `step` combines what becomes of them."""
+    def in_flight(self) -> bool:
+        return self._any_arrived
 
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def finish(self) -> None:
+        self._any_arrived = False
+
+    abandon = finish
+
+
+class AdasumOptimizer(ReducingOptimizer):
+    """What the new class adds to the optimizer's own, from which it derives too."""
+
+    def _make_reducer(self, named: list[Named], groups: list[list[Named]] | None) -> Reducer:
+        return LocalGradients()
+
+    def skip_synchronize(self) -> NoReturn:
         raise AssertionError("op=Adasum combines steps inside step(): it cannot be skipped")
-        yield
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients locally, as every backward pass does here."""
-        return contextlib.nullcontext()
 
     def _share_found(self, found: dict[torch.device, torch.Tensor]) -> Any:
         """torch.amp.GradScaler's finding, which must be everybody's or some would not step."""
@@ -66,11 +53,17 @@ class _AdasumOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Step locally, then replace the step by the Adasum of everybody's."""
         note_step(self)
-        loss = closure() if closure is not None else None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._synchronized:
+            self.synchronize()
+        self._check_gradients()
         params = [param for param in self._parameter_names if param.requires_grad]
         with torch.no_grad():
             starts = [param.detach().clone() for param in params]
-            super(self.__class__, self).step()
+            self._base_step()
             deltas = [param - start for param, start in zip(params, starts, strict=True)]
             sent = [self._compression.compress(delta.contiguous()) for delta in deltas]
             alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -84,16 +77,3 @@ class _AdasumOptimizer(torch.optim.Optimizer):
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch need not: it hooks the base's step
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        super(self.__class__, self).load_state_dict(state_dict)
-        share_groups(self)
-
-    def __reduce__(self) -> Any:
-        return rebuilding(self, _AdasumOptimizer)
-
-
-def make_adasum_optimizer(optimizer: torch.optim.Optimizer, arguments: dict[str, Any]) -> Any:
-    if arguments["process_set"] is not global_process_set:
-        raise NotImplementedError("op=Adasum works on the global process set only")
-    return adopt(optimizer, _AdasumOptimizer, arguments)

@@ -16,6 +16,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.runtime import runtime
 
 FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 INTEGER = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -153,7 +154,7 @@ def check_splits(splits: Any) -> list[int]:
 def set_id(process_set: ProcessSet) -> int:
     """The id of a registered process set."""
     if process_set.process_set_id is None:
-        raise ValueError(f"{process_set} is not registered")
+        raise ValueError(f"{process_set} is not registered{_why(process_set)}")
     return process_set.process_set_id
 
 
@@ -161,8 +162,16 @@ def set_size(process_set: ProcessSet) -> int:
     """The number of ranks of a registered process set."""
     size = process_set.size()
     if size is None:
-        raise ValueError(f"{process_set} is not registered")
+        raise ValueError(f"{process_set} is not registered{_why(process_set)}")
     return size
+
+
+def _why(process_set: ProcessSet) -> str:
+    if runtime.is_elastic() and process_set.ranks:
+        size = runtime.topology.size
+        if process_set.ranks[-1] >= size:
+            return f": the job has only {size} ranks now"
+    return ""
 
 
 def backward_name(name: str | None) -> str | None:

@@ -11,8 +11,7 @@ machines and whatever else each of them has done before. They agree on that in t
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -20,57 +19,18 @@ from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Max, ReduceOp
 from horovod.common.topology import Topology
 from horovod.engine.channel import Lane
-from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
+from horovod.torch.autotune import NUM_WISHES, StepTuner, Terms, wishes
+from horovod.torch.buckets import Bucket, cut
+from horovod.torch.buckets import Named as Named
 from horovod.torch.compression import Compressor, NoneCompressor
+from horovod.torch.hooks.base import CommunicationHook, GradientBucket
+from horovod.torch.layouts import is_dense, memory_shape
 from horovod.torch.sparse import sparse_allreduce_async
 
 LARGEST_BUCKET = 32 * 1024 * 1024  # bytes reduced at a time while backward goes on
 
-Named = tuple[str, torch.nn.Parameter]
-
 _num_named = 0  # reducers of this process that have got a name: numbers below are taken
-
-
-class Bucket:
-    """Parameters whose gradients are reduced together."""
-
-    __slots__ = ("awaited", "dtype", "finishers", "lane", "name", "params", "requests", "started")
-
-    def __init__(self, name: str, params: Sequence[Named]) -> None:
-        self.name = name
-        self.params = list(params)
-        # Of parameters that are alike enough to be reduced without a look at each: their dtype,
-        # and once they have been reduced, the lane on which that goes.
-        dtypes = {param.dtype for _, param in params}
-        alike = len(dtypes) == 1 and all(p.is_cpu and p.is_contiguous() for _, p in params)
-        self.dtype = dtypes.pop() if alike else None
-        self.lane: Lane | None = None
-        self.reset()
-
-    def gradients(self) -> list[torch.Tensor] | None:
-        """All gradients, if they are there and can be reduced as they are."""
-        dtype = self.dtype
-        found = []
-        for _, param in self.params:
-            gradient = param.grad
-            if (
-                gradient is None
-                or gradient.dtype is not dtype
-                or gradient.layout is not torch.strided
-                or not gradient.is_contiguous()
-                or gradient.requires_grad  # of backward(create_graph=True)
-                or not param.requires_grad
-            ):
-                return None
-            found.append(gradient)
-        return found if len(found) > 1 else [found[0].view(-1)]
-
-    def reset(self) -> None:
-        self.awaited = len(self.params)  # gradients that have not arrived yet
-        self.started = False
-        self.requests: list[Request] = []
-        self.finishers: list[Callable[[], None]] = []
 
 
 class GradientReducer:
@@ -85,18 +45,22 @@ class GradientReducer:
         predivide: float,
         sparse_as_dense: bool,
         process_set: ProcessSet,
+        hook: CommunicationHook | None = None,
     ) -> None:
         self.compression = compression
         self.op = op
         self.prescale, self.postscale = 1.0 / predivide, predivide
         self.sparse_as_dense = sparse_as_dense
         self.process_set = process_set
+        self.hook = hook
         self.name = ""
         self._params = list(params)
+        self._params_in_order = self._params  # of arrival, once the ranks have agreed
         self._index = {param: index for index, (_, param) in enumerate(params)}
         self._groups = groups
         self._agreed_in: Topology | None = None  # the job whose ranks have agreed
         self._overlap = False
+        self._tuner: StepTuner | None = None  # while HOROVOD_AUTOTUNE is at work
         self._arrivals: list[int] = []  # until then
         self._sparse_dims: dict[int, int] = {}  # of parameters with sparse gradients, by index
         self._any_arrived = False
@@ -113,8 +77,20 @@ class GradientReducer:
             return
         bucket = self._bucket_of[param]
         bucket.awaited -= 1
-        if bucket.awaited == 0 and self._overlap and not bucket.started:
+        if bucket.awaited > 0 or not self._overlap:
+            return
+        if self.hook is not None:
+            self._start_in_order()
+        elif not bucket.started:
             self._start(bucket, background=True)
+
+    def _start_in_order(self) -> None:
+        """Start complete buckets, but none before those that come first on all ranks."""
+        for bucket in self._buckets:
+            if bucket.awaited > 0:
+                break
+            if not bucket.started:
+                self._start(bucket, background=True)
 
     def in_flight(self) -> bool:
         """Whether gradients have arrived that are not reduced yet."""
@@ -129,33 +105,45 @@ class GradientReducer:
             for bucket in self._buckets:
                 if not bucket.started:
                     self._start(bucket, background=len(self._buckets) > 1)
-            for bucket in self._buckets:
-                try:
-                    for request in bucket.requests:
-                        request.wait()
-                    for finisher in bucket.finishers:
-                        finisher()
-                except Exception as error:  # the others must end before their names are used again
-                    failure = failure or error
-        finally:
-            self.forget()
+        except Exception as error:
+            failure = error
+        failure = self._wait() or failure
         if failure is not None:
             raise failure
+        if self._tuner is not None:
+            self._tune(self._tuner)
 
-    def forget(self) -> None:
-        """Drop all that is under way, e.g. because the state was replaced."""
-        self._any_arrived = False
-        self._arrivals.clear()
-        for bucket in self._buckets:
-            bucket.reset()
+    def abandon(self) -> None:
+        """Wait for what is under way, and drop the results: e.g. the state was replaced."""
+        self._wait()
+
+    def _wait(self) -> Exception | None:
+        """Let all requests end, for their names will be used again. The first failure."""
+        failure: Exception | None = None
+        try:
+            for bucket in self._buckets:
+                for wait in (*(request.wait for request in bucket.requests), *bucket.finishers):
+                    try:
+                        wait()
+                    except Exception as error:
+                        failure = failure or error
+        finally:
+            self._any_arrived = False
+            self._arrivals.clear()
+            for bucket in self._buckets:
+                bucket.reset()
+        return failure
 
     def _start(self, bucket: Bucket, background: bool) -> None:
         bucket.started = True
-        if bucket.lane is not None and not background:
-            gradients = bucket.gradients()
-            if gradients and bucket.lane.channel.reduce_at_once(gradients, bucket.lane):
-                return
+        gradients = bucket.gradients() if bucket.lane is not None else None
+        if bucket.lane is not None and gradients is not None:
+            at_once = not background and gradients[0].is_cpu
+            if not at_once or not bucket.lane.channel.reduce_at_once(gradients, bucket.lane):
+                bucket.requests.append(runtime.allreduce_again(bucket.lane, gradients, background))
+            return
         tensors: dict[torch.device, list[torch.Tensor]] = {}
+        dense: list[Named] = []
         for name, param in bucket.params:
             if not param.requires_grad:
                 continue
@@ -169,6 +157,10 @@ class GradientReducer:
                 self._start_sparse(bucket, name, param)
                 continue
             tensors.setdefault(tensor.device, []).append(tensor)
+            dense.append((name, param))
+        if self.hook is not None:
+            self._start_hook(self.hook, bucket, dense, tensors)
+            return
         number = self.process_set.process_set_id
         assert number is not None
         for place, same_device in enumerate(tensors.values()):
@@ -183,10 +175,35 @@ class GradientReducer:
                 self.postscale,
                 number,
                 not waited_for,
+                True,
             )
             bucket.requests.append(request)
-            if waited_for and self._may_use_lane(bucket, same_device):
+            if len(tensors) == 1 and self._may_use_lane(bucket, same_device):
                 bucket.lane = Lane(request, number)
+
+    def _start_hook(
+        self,
+        hook: CommunicationHook,
+        bucket: Bucket,
+        dense: Sequence[Named],
+        tensors: dict[torch.device, list[torch.Tensor]],
+    ) -> None:
+        finishers = []
+        for place, (device, same_device) in enumerate(tensors.items()):
+            members = [(name, param) for name, param in dense if param.device == device]
+            handed = GradientBucket(
+                f"{bucket.name}.{place}" if place else bucket.name,
+                [name for name, _ in members],
+                [memory_shape(param) for _, param in members],
+                same_device,
+                self.op,
+                self.process_set,
+                self.prescale,
+                self.postscale,
+                bucket.requests,
+            )
+            finishers.append(hook.start(handed))
+        bucket.finishers[:0] = finishers  # what goes on with the results comes after
 
     def _may_use_lane(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the next gradients of the bucket may go the shortest way."""
@@ -209,12 +226,16 @@ class GradientReducer:
         gradient = param.grad.detach()
         if gradient.is_contiguous() and param.is_contiguous():
             flat = gradient.view(-1)
-        elif gradient.stride() == param.stride() and _is_dense(gradient):
+        elif gradient.stride() == param.stride() and is_dense(gradient):
             flat = gradient.as_strided((gradient.numel(),), (1,))  # e.g. channels last
         else:
             ordered = torch.empty_like(param, dtype=gradient.dtype).detach().copy_(gradient)
             flat = ordered.as_strided((ordered.numel(),), (1,))
             bucket.finishers.append(lambda: gradient.copy_(ordered))
+        return self._compressed(bucket, flat)
+
+    def _compressed(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        """What is reduced in place of `flat`, which gets the result before anything else."""
         if self.compression is NoneCompressor:
             return flat
         compressed, context = self.compression.compress(flat)
@@ -232,16 +253,19 @@ class GradientReducer:
             param.grad = dense.to_sparse(num_sparse)
 
         bucket.finishers.append(finish)
-        return dense.view(-1)
+        return self._compressed(bucket, dense.view(-1))
 
     def _start_sparse(self, bucket: Bucket, name: str, param: torch.nn.Parameter) -> None:
         assert param.grad is not None
-        result = sparse_allreduce_async(
-            param.grad, f"{self.name}.{name}", self.op, self.process_set
-        )
+        gradient, decompress = param.grad, self.compression.decompress
+        values, context = self.compression.compress(gradient._values())
+        sent = torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape)
+        result = sparse_allreduce_async(sent, f"{self.name}.{name}", self.op, self.process_set)
 
         def finish() -> None:
-            param.grad = result()
+            reduced = result()
+            values = decompress(reduced._values(), context)
+            param.grad = torch.sparse_coo_tensor(reduced._indices(), values, gradient.shape)
 
         bucket.finishers.append(finish)
 
@@ -272,6 +296,7 @@ class GradientReducer:
                 _num_named,
                 0 if _can_overlap(self._params) else 1,
                 -largest,
+                *wishes(runtime.config, runtime.topology),
                 *(1 if index == place else 0 for index in range(size)),
                 *(order if place == 0 else [0] * count),
                 *(self._sparse_dims.get(index, 0) for index in range(count)),
@@ -281,21 +306,45 @@ class GradientReducer:
         name = "DistributedOptimizer.agreement"
         runtime.allreduce([vector], [vector], name, Max, 1.0, 1.0, number, False).wait()
         mine, no_overlap, negative, *rest = vector.tolist()
+        terms, rest = Terms.of(rest[:NUM_WISHES]), rest[NUM_WISHES:]
         present, order, dims = rest[:size], rest[size : size + count], rest[size + count :]
         _num_named = mine + 1
         self.name = f"DistributedOptimizer.{mine}"
-        self._overlap = no_overlap == 0
         self._sparse_dims = {index: dim for index, dim in enumerate(dims) if dim}
         if not present[0]:
             order = list(reversed(range(count)))
-        groups = self._groups
-        if groups is None:
-            groups = self._cut([self._params[index] for index in order], -negative)
-        self._make(groups)
+        self._params_in_order = [self._params[index] for index in order]
+        self._make(no_overlap == 0, -negative)
+        self._tuner = None
         if min(present) == 1:
             self._agreed_in = runtime.topology
+            if terms.enabled:
+                self._tuner = StepTuner(
+                    self.name,
+                    self._params_in_order,
+                    self._groups is not None,
+                    self._overlap,
+                    -negative,
+                    terms,
+                    self.process_set,
+                )
 
-    def _make(self, groups: Iterable[Sequence[Named]]) -> None:
+    def _tune(self, tuner: StepTuner) -> None:
+        """Go on as the measured times say; between steps, and on all ranks alike."""
+        setting = tuner.after_step()
+        if setting is not None:
+            self._make(setting.overlap, setting.bucket_bytes)
+        if tuner.settled:
+            self._tuner = None
+
+    def _make(self, overlap: bool, most: int) -> None:
+        """Buckets of up to `most` bytes; all in one if nothing overlaps."""
+        self._overlap = overlap
+        groups: Iterable[Sequence[Named]] = [self._params_in_order]
+        if self._groups is not None:
+            groups = self._groups
+        elif overlap:
+            groups = cut(self._params_in_order, most)
         self._buckets = [
             Bucket(f"{self.name}.{number}.{members[0][0]}", members)
             for number, members in enumerate(groups)
@@ -303,26 +352,14 @@ class GradientReducer:
         ]
         self._bucket_of = {param: b for b in self._buckets for _, param in b.params}
 
-    def _cut(self, params: Sequence[Named], most: int) -> list[list[Named]]:
-        """Consecutive parameters up to `most` bytes; all in one if nothing overlaps."""
-        if not self._overlap:
-            return [list(params)]
-        cut: list[list[Named]] = [[]]
-        size = 0
-        for entry in params:
-            if cut[-1] and size + entry[1].nbytes > most:
-                cut.append([])
-                size = 0
-            cut[-1].append(entry)
-            size += entry[1].nbytes
-        return cut
-
 
 def _can_overlap(params: Sequence[Named]) -> bool:
-    """Whether a reduction beside backward helps: an accelerator, or cores without work."""
-    if any(not param.is_cpu for _, param in params):
-        return True
-    return (os.cpu_count() or 1) >= 2 * runtime.topology.local_size
+    """Whether to reduce beside backward: on an accelerator, which works while Python waits.
+
+    In host memory a second thread costs more than it hides, even with cores to spare: ResNet-18 on
+    two of sixteen cores took 16 % longer than without communication, and 5 % longer all at once.
+    """
+    return any(not param.is_cpu for _, param in params)
 
 
 def _nothing(param: torch.nn.Parameter, num_sparse: int | None) -> torch.Tensor:
@@ -334,17 +371,3 @@ def _nothing(param: torch.nn.Parameter, num_sparse: int | None) -> torch.Tensor:
         param.new_empty((0, *param.shape[num_sparse:])).detach(),
         param.shape,
     )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in some order."""
-    expected = 1
-    for extent, stride in sorted(
-        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
-    ):
-        if extent == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= extent
-    return True

@@ -78,6 +78,10 @@ def broadcast_optimizer_state(
         raise ValueError(
             "the state of torch.optim.LBFGS cannot be broadcast: it depends on the closure"
         )
+    sharded: Any = optimizer if getattr(optimizer, "_shards", None) is not None else None
+    if sharded is not None:  # its state is spread over the ranks
+        sharded._broadcast_state(root_rank)
+        return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_root = runtime.topology.rank == root_rank
     tensors: dict[str, Tensor] = {}

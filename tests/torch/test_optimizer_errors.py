@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 import horovod.torch as hvd
 from tests.ranks import RankPool
+from tests.torch.training import overlapping
 
 
 def _model(inputs: int = 3) -> nn.Module:
@@ -105,31 +106,91 @@ def test_wrong_names_and_groups(
         assert "rank 1 could not" in results[0][0]
 
 
-def _wrong_values() -> None:
+def _broken_names(model: nn.Module) -> Any:
+    yield from list(model.named_parameters())[:1]
+    raise KeyError("no more names")
+
+
+def _value(how: str, model: nn.Module, wrapped: Any) -> dict[str, Any]:
+    return {
+        "no passes": {"backward_passes_per_step": 0},
+        "negative passes": {"backward_passes_per_step": -1},
+        "passes in words": {"backward_passes_per_step": "two"},
+        "predivided sum": {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
+        "predivided Adasum": {"op": hvd.Adasum, "gradient_predivide_factor": 2.0},
+        "predivided by nothing": {"gradient_predivide_factor": 0.0},
+        "op": {"op": 17},
+        "op in words": {"op": "average"},
+        "compression": {"compression": "fp16"},
+        "names": {"named_parameters": _broken_names(model)},
+        "no names": {"named_parameters": 5},
+        "LBFGS": {"op": hvd.Adasum, "optimizer": torch.optim.LBFGS(model.parameters())},
+        "wrapped": {"optimizer": wrapped},
+        "no optimizer": {"optimizer": model},
+    }[how]
+
+
+VALUES = {
+    "no passes": "backward_passes_per_step must be positive, not 0",
+    "negative passes": "must be positive, not -1",
+    "passes in words": "must be positive, not 'two'",
+    "predivided sum": "op=Average",
+    "predivided Adasum": "op=Average",
+    "predivided by nothing": "gradient_predivide_factor must be a positive number",
+    "op": r"op must be .*not 17",
+    "op in words": "op must be .*not 'average'",
+    "compression": "compression must be a compressor",
+    "names": "no more names",
+    "no names": "not iterable",
+    "LBFGS": "LBFGS evaluates the closure several times",
+    "wrapped": "already",
+    "no optimizer": r"must be a torch\.optim\.Optimizer",
+}
+
+
+def _wrong_value(how: str, only: int | None) -> Any:
     model = _model()
-    for passes in (0, -1):
-        with pytest.raises(ValueError, match="backward_passes_per_step must be positive"):
-            hvd.DistributedOptimizer(_sgd(model), backward_passes_per_step=passes)
-    for op in (hvd.Sum, hvd.Adasum):
-        with pytest.raises(ValueError, match="op=Average"):
-            hvd.DistributedOptimizer(_sgd(model), op=op, gradient_predivide_factor=2.0)
+    wrapped = hvd.DistributedOptimizer(_sgd(model))
+    given: dict[str, Any] = {"optimizer": _sgd(model)}
+    if only in (None, hvd.rank()):
+        given |= _value(how, model, wrapped)
+    with pytest.raises((ValueError, TypeError, KeyError)) as caught:
+        hvd.DistributedOptimizer(**given)
+    return str(caught.value), _still_usable()
+
+
+@pytest.mark.parametrize("only", [None, 1])
+@pytest.mark.parametrize("how", VALUES)
+def test_wrong_values(pool2: RankPool, how: str, only: int | None):
+    """Also where one rank alone has them: the others must not wait for it."""
+    results = pool2.run(_wrong_value, how, only)
+    for error, weights in results:
+        assert re.search(VALUES[how], error), error
+        assert weights == results[0][1]
+    if only is not None:
+        assert "rank 1 could not make its DistributedOptimizer" in results[0][0]
+
+
+def _wrong_later() -> None:
+    model = _model()
     with pytest.warns(DeprecationWarning, match="groups"):
         optimizer = hvd.DistributedOptimizer(_sgd(model), num_groups=2)
     with pytest.raises(ValueError, match="must be positive"):
         optimizer.set_backward_passes_per_step(0)
-    with pytest.raises(ValueError, match="already"):
-        hvd.DistributedOptimizer(optimizer)
+    for wrong in (hvd.ProcessSet([0]), "everybody", None):
+        with pytest.raises(ValueError, match=r"process_set must be|not registered"):
+            hvd.DistributedOptimizer(_sgd(model), process_set=wrong)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
 
 
-def test_wrong_values(pool2: RankPool):
-    pool2.run(_wrong_values)
+def test_wrong_values_later(pool2: RankPool):
+    pool2.run(_wrong_later)
 
 
 def _too_many(overlap: bool, no_sync: bool) -> Any:
     model = _model()
-    with mock.patch("os.cpu_count", return_value=64 if overlap else 1):
+    with overlapping(overlap):
         optimizer = hvd.DistributedOptimizer(
             _sgd(model), model.named_parameters(), backward_passes_per_step=2
         )
@@ -157,7 +218,7 @@ def test_too_many_backward_passes(pool2: RankPool, overlap: bool, no_sync: bool)
 
 def _zero_grad(overlap: bool, set_to_none: bool) -> Any:
     model = _model()
-    with mock.patch("os.cpu_count", return_value=64 if overlap else 1):
+    with overlapping(overlap):
         optimizer = hvd.DistributedOptimizer(_sgd(model), model.named_parameters())
         for _ in range(2):
             model(torch.ones(1, 3)).sum().backward()
@@ -254,6 +315,58 @@ def _added_while_reducing() -> Any:
 
 def test_param_group_added_between_backward_and_step(pool2: RankPool):
     first, second = pool2.run(_added_while_reducing)
+    assert first == second
+
+
+def _added_wrongly(op: str) -> Any:
+    """One rank adds what cannot be added: nobody gets a new group, and training goes on."""
+    model = _model()
+    optimizer = hvd.DistributedOptimizer(_sgd(model), model.named_parameters(), op=getattr(hvd, op))
+    more = nn.Parameter(torch.ones(2))
+    group = {"params": [more if hvd.rank() == 0 else model[0].weight]}
+    with pytest.raises(ValueError, match="more than one parameter group") as caught:
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return str(caught.value), _still_usable()
+
+
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
+def test_param_group_added_wrongly_on_one_rank(pool2: RankPool, op: str):
+    first, second = pool2.run(_added_wrongly, op)
+    assert "rank 1 could not" in first[0]
+    assert first[1] == second[1]
+
+
+def _loaded_between(sparse: bool) -> Any:
+    """State is loaded while gradients are being reduced; one rank comes late to that."""
+    torch.manual_seed(0)
+    model: Any = nn.Embedding(9, 2, sparse=True) if sparse else _model()
+    data = torch.tensor([1, 2, hvd.rank()]) if sparse else torch.ones(1, 3) + hvd.rank()
+    with overlapping(True):
+        optimizer = hvd.DistributedOptimizer(_sgd(model), model.named_parameters())
+        model(data).sum().backward()
+        optimizer.step()  # names and buckets are known now
+        optimizer.zero_grad()
+        saved = optimizer.state_dict()
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(3):
+            if hvd.rank() == 1:
+                time.sleep(0.1)  # long enough for rank 0 to run into requests of its own
+            model(data).sum().backward()
+            optimizer.load_state_dict(saved)
+            optimizer.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        model(data).sum().backward()
+        optimizer.step()
+    return [p.flatten().tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_state_loaded_between_backward_and_step(pool2: RankPool, sparse: bool):
+    first, second = pool2.run(_loaded_between, sparse)
     assert first == second
 
 

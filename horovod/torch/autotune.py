@@ -1,0 +1,298 @@
+"""HOROVOD_AUTOTUNE: DistributedOptimizer measures its steps and looks for a faster way to reduce.
+
+`horovod.torch.gradients` calls `StepTuner.after_step` after each reduction. What is tuned: whether
+buckets are reduced while backward goes on, how large they are, how long the background thread lets
+requests gather, and the algorithm, where the transport has several. Knobs that the user has set are
+left alone.
+
+Ranks always use the same setting in the same step. Every so many steps they exchange the time of a
+step, the slowest rank's counts, and `horovod.engine.autotune.Tuner` makes the same of it on all.
+Only one optimizer tunes at a time: with two, neither would know whose doing a time is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from horovod.common.config import Config, chosen
+from horovod.common.logging import get_logger
+from horovod.common.process_sets import ProcessSet
+from horovod.common.reduce_op import Max
+from horovod.common.topology import Topology
+from horovod.engine.autotune import Tuner
+from horovod.engine.autotune_log import AutotuneLog
+from horovod.engine.channel import Channel
+from horovod.engine.runtime import runtime
+from horovod.torch.buckets import Named, cut
+
+logger = get_logger(__name__)
+
+MEBIBYTE = 1 << 20
+BUCKET_SIZES = [size * MEBIBYTE for size in (32, 16, 8, 4, 2, 1, 64, 128)]
+CYCLE_TIMES = [0.0, 1.0, 5.0]  # milliseconds
+
+_UNMEASURED = 1  # intervals after a change: what is new for the engine takes longer
+
+# What the user may have chosen: the knob for each kind of thing that is tuned.
+_BUCKETS, _CYCLES = "fusion_threshold", "cycle_time"
+_ALGORITHMS = {
+    "direct": "shm_peer_memory",
+    "staged": "shm_peer_memory",
+    "hierarchical": "hierarchical_allreduce",
+    "flat": "hierarchical_allreduce",
+}
+_FIXABLE = [_BUCKETS, _CYCLES, *dict.fromkeys(_ALGORITHMS.values())]
+
+_active: weakref.ref[StepTuner] | None = None  # the one whose optimizer is being tuned
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to reduce gradients."""
+
+    overlap: bool  # reduce buckets while backward goes on, or all gradients together after it
+    bucket_bytes: int
+    cycle_time: float  # milliseconds
+    algorithm: str | None  # None: the transport has but one
+
+
+# -- what ranks agree on before --------------------------------------------------------------
+
+
+def wishes(config: Config, topology: Topology) -> list[int]:
+    """What this rank says about tuning, for `Terms`: the maximum over all ranks counts."""
+    fixed = chosen()
+    return [
+        0 if config.autotune else 1,
+        0 if _has_spare_core(topology) else 1,
+        config.autotune_warmup_samples,
+        config.autotune_steps_per_sample,
+        config.autotune_bayes_opt_max_samples,
+        *(1 if knob in fixed else 0 for knob in _FIXABLE),
+    ]
+
+
+NUM_WISHES = 5 + len(_FIXABLE)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The same on all ranks, even if their environments differ."""
+
+    enabled: bool
+    spare_cores: bool
+    num_warmup: int
+    num_steps: int
+    most_samples: int
+    fixed: frozenset[str]
+
+    @classmethod
+    def of(cls, agreed: Sequence[int]) -> Terms:
+        off, no_core, num_warmup, num_steps, most, *fixed = agreed
+        names = frozenset(knob for knob, set_ in zip(_FIXABLE, fixed, strict=True) if set_)
+        return cls(not off, not no_core, num_warmup, num_steps, most, names)
+
+
+def _has_spare_core(topology: Topology) -> bool:
+    """Whether a thread beside backward has a core to run on."""
+    available = len(os.sched_getaffinity(0)) // topology.local_size
+    return available > torch.get_num_threads()
+
+
+# -- what is tried ---------------------------------------------------------------------------
+
+Stage = Callable[[Setting], Iterator[Setting]]
+
+
+def stages(
+    default: Setting,
+    params: Sequence[Named],
+    grouped: bool,
+    terms: Terms,
+    algorithms: Sequence[str],
+) -> list[Stage]:
+    """What to try, knob by knob. `grouped`: the user says what the buckets are."""
+
+    def buckets(best: Setting) -> Iterator[Setting]:
+        if terms.spare_cores or any(not param.is_cpu for _, param in params):
+            sizes = [default.bucket_bytes]
+            if not grouped and _BUCKETS not in terms.fixed:
+                sizes += BUCKET_SIZES
+            tried = set()
+            for size in sizes:
+                form = tuple(len(group) for group in cut(params, size))
+                if form not in tried:
+                    tried.add(form)
+                    yield replace(best, overlap=True, bucket_bytes=size)
+        yield replace(best, overlap=False, bucket_bytes=default.bucket_bytes)
+
+    def cycle_times(best: Setting) -> Iterator[Setting]:
+        if best.overlap and _CYCLES not in terms.fixed:
+            for cycle_time in CYCLE_TIMES:
+                yield replace(best, cycle_time=cycle_time)
+
+    def algorithm(best: Setting) -> Iterator[Setting]:
+        for name in algorithms:
+            if _ALGORITHMS[name] not in terms.fixed:
+                yield replace(best, algorithm=name)
+
+    return [buckets, cycle_times, algorithm]
+
+
+# -- measuring -------------------------------------------------------------------------------
+
+
+class StepClock:
+    """Times between steps: on an accelerator its own time, for Python runs ahead of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        """A step ends here."""
+        if self._device.type == "cpu":
+            self.marks.append(time.perf_counter())
+            return
+        module = torch.get_device_module(self._device)
+        event = module.Event(enable_timing=True)
+        event.record(module.current_stream(self._device))
+        self.marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """From mark to mark, once the device has got there."""
+        pairs = list(zip(self.marks, self.marks[1:], strict=False))
+        if self._device.type == "cpu":
+            return [end - start for start, end in pairs]
+        self.marks[-1].synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in pairs]
+
+
+class StepTuner:
+    """Tunes the reduction of one optimizer's gradients."""
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[Named],
+        grouped: bool,
+        overlap: bool,
+        bucket_bytes: int,
+        terms: Terms,
+        process_set: ProcessSet,
+    ) -> None:
+        number, place, size = process_set.process_set_id, process_set.rank(), process_set.size()
+        assert number is not None
+        assert place is not None
+        assert size is not None
+        self._name = name
+        self._params = list(params)
+        self._grouped = grouped
+        self._overlap = overlap
+        self._bucket_bytes = bucket_bytes
+        self._terms = terms
+        self._number, self._place, self._size = number, place, size
+        self._channel: Channel = runtime.channel(number)
+        self._joins = self._channel.num_joins
+        devices = [param.device for _, param in params if not param.is_cpu]
+        self._clock = StepClock(devices[0] if devices else torch.device("cpu"))
+        self._num_bytes = sum(param.nbytes for _, param in params)
+        self._tuner: Tuner[Setting] | None = None  # None: another optimizer is at it
+        self._log: AutotuneLog | None = None
+
+    @property
+    def settled(self) -> bool:
+        return self._tuner is not None and self._tuner.settled
+
+    def after_step(self) -> Setting | None:
+        """Gradients have been reduced, on all ranks; how to do so from now on, if that changes."""
+        if self._joins != self._channel.num_joins:  # those that joined early made fewer steps
+            self._joins = self._channel.num_joins
+            self._clock.marks.clear()
+        self._clock.mark()
+        if len(self._clock.marks) <= _UNMEASURED + self._terms.num_steps:
+            return None
+        mine = median(self._clock.seconds()[_UNMEASURED:])
+        self._clock.marks.clear()
+        seconds, busy, complete = self._exchange(mine)
+        if not complete:  # while a rank has joined: it could not know what the others make of it
+            return None
+        if self._tuner is None:
+            return None if busy else self._begin()
+        return self._learn(self._tuner, seconds)
+
+    def _exchange(self, seconds: float) -> tuple[float, bool, bool]:
+        """The slowest rank's time, whether any is busy with another optimizer, and if all came."""
+        other = _active() if _active is not None else None
+        busy = other is not None and other is not self and other._is_at_work()
+        present = [float(rank == self._place) for rank in range(self._size)]
+        vector = torch.tensor([seconds, float(busy), *present], dtype=torch.float64)
+        name = "DistributedOptimizer.autotune"
+        runtime.allreduce([vector], [vector], name, Max, 1.0, 1.0, self._number, False).wait()
+        slowest, is_busy, *came = vector.tolist()
+        return slowest, is_busy > 0, min(came) > 0
+
+    def _is_at_work(self) -> bool:
+        return not self.settled and self._channel.failure is None
+
+    def _begin(self) -> Setting:
+        global _active
+        _active = weakref.ref(self)
+        channel, config = self._channel, runtime.config
+        names = channel.algorithms if any(param.is_cpu for _, param in self._params) else ()
+        way = config.cycle_time, names[0] if names else None
+        terms = self._terms
+        if channel.tuned is not None:  # by the first optimizer to settle: this one goes by it
+            way, names = channel.tuned, ()
+            terms = replace(terms, fixed=terms.fixed | {_CYCLES})
+        default = Setting(self._overlap, self._bucket_bytes, *way)
+        tried = stages(default, self._params, self._grouped, terms, names)
+        self._tuner = Tuner(default, tried, terms.num_warmup, terms.most_samples)
+        if self._place == 0 and config.autotune_log:
+            self._log = AutotuneLog(config.autotune_log)
+        channel.tune(*way)
+        return default
+
+    def _learn(self, tuner: Tuner[Setting], seconds: float) -> Setting | None:
+        before, phase = tuner.current, tuner.phase
+        tuner.add(seconds)
+        if phase != "warm-up":
+            self._write(before, seconds, phase)
+        if tuner.settled:
+            self._channel.tuned = tuner.best.cycle_time, tuner.best.algorithm
+            self._write(tuner.best, tuner.seconds, "best")
+            if self._place == 0:
+                logger.info("autotune: %s settled on %s", self._name, tuner.best)
+        if tuner.current == before:
+            return None
+        self._channel.tune(tuner.current.cycle_time, tuner.current.algorithm)
+        return tuner.current
+
+    def _write(self, setting: Setting, seconds: float, phase: str) -> None:
+        if self._log is None:
+            return
+        config = runtime.config
+        by_host = "hierarchical" in self._channel.algorithms
+        row = {
+            "hierarchical_allreduce": int(setting.algorithm == "hierarchical"),
+            "hierarchical_allgather": int(by_host and config.hierarchical_allgather is not False),
+            "torus_allreduce": 0,
+            "cache_enabled": int(config.cache_capacity > 0),
+            "cycle_time_ms": f"{setting.cycle_time:g}",
+            "tensor_fusion_threshold": f"{setting.bucket_bytes / MEBIBYTE:g}",
+            "score": f"{self._num_bytes / (1e6 * seconds):.6g}" if seconds > 0 else "0",
+            "overlap": int(setting.overlap),
+            "algorithm": setting.algorithm or "",
+            "step_ms": f"{1000 * seconds:.6g}",
+            "phase": phase,
+            "optimizer": self._name,
+        }
+        self._log.add(row)

@@ -1,0 +1,67 @@
+"""Buckets: parameters whose gradients are reduced together. Used by `horovod.torch.gradients`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from horovod.engine.channel import Lane
+from horovod.engine.request import Request
+
+Named = tuple[str, torch.nn.Parameter]
+
+
+class Bucket:
+    """Parameters whose gradients are reduced together."""
+
+    __slots__ = ("awaited", "dtype", "finishers", "lane", "name", "params", "requests", "started")
+
+    def __init__(self, name: str, params: Sequence[Named]) -> None:
+        self.name = name
+        self.params = list(params)
+        # Of parameters that are alike enough to be reduced without a look at each: their dtype,
+        # and once they have been reduced, the lane on which that goes.
+        dtypes = {param.dtype for _, param in params}
+        devices = {param.device for _, param in params}
+        alike = len(dtypes) == len(devices) == 1 and all(p.is_contiguous() for _, p in params)
+        self.dtype = dtypes.pop() if alike else None
+        self.lane: Lane | None = None
+        self.reset()
+
+    def gradients(self) -> list[torch.Tensor] | None:
+        """All gradients, if they are there and can be reduced as they are."""
+        dtype = self.dtype
+        found = []
+        for _, param in self.params:
+            gradient = param.grad
+            if (
+                gradient is None
+                or gradient.dtype is not dtype
+                or gradient.layout is not torch.strided
+                or not gradient.is_contiguous()
+                or gradient.requires_grad  # of backward(create_graph=True)
+                or not param.requires_grad
+            ):
+                return None
+            found.append(gradient)
+        return found if len(found) > 1 else [found[0].view(-1)]
+
+    def reset(self) -> None:
+        self.awaited = len(self.params)  # gradients that have not arrived yet
+        self.started = False
+        self.requests: list[Request] = []
+        self.finishers: list[Callable[[], object]] = []
+
+
+def cut(params: Sequence[Named], most: int) -> list[list[Named]]:
+    """Consecutive parameters up to `most` bytes."""
+    groups: list[list[Named]] = [[]]
+    size = 0
+    for entry in params:
+        if groups[-1] and size + entry[1].nbytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(entry)
+        size += entry[1].nbytes
+    return groups

@@ -1,0 +1,42 @@
+"""Communication hooks: what travels in place of the gradients. Public as ``hvd.hooks``.
+
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(),
+                                         communication_hook=hvd.hooks.PowerSGD(4))
+
+`FP16`, `BF16`, `PowerSGD`, `TopK` and `EightBit` are there. Write another by deriving from
+`CommunicationHook`; this one has the other ranks' gradients added up in double precision::
+
+    class Double(hvd.hooks.CommunicationHook):
+        def start(self, bucket):
+            wide = [gradient.double() for gradient in bucket.gradients]
+            wait = bucket.allreduce(wide)
+
+            def finish():
+                wait()
+                for gradient, result in zip(bucket.gradients, wide):
+                    gradient.copy_(result)
+
+            return finish
+
+Every hook must leave the same bits on all ranks, or their models drift apart. Gradients that stay
+sparse do not go through a hook. `traffic` of a hook tells what it sends for a parameter. Its
+`state_dict`, on every rank its own, is not part of the optimizer's.
+"""
+
+from __future__ import annotations
+
+from horovod.torch.hooks.base import CommunicationHook, GradientBucket
+from horovod.torch.hooks.casting import BF16, FP16
+from horovod.torch.hooks.eightbit import EightBit
+from horovod.torch.hooks.powersgd import PowerSGD
+from horovod.torch.hooks.topk import TopK
+
+__all__ = [
+    "BF16",
+    "CommunicationHook",
+    "EightBit",
+    "FP16",
+    "GradientBucket",
+    "PowerSGD",
+    "TopK",
+]

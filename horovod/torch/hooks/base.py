@@ -1,0 +1,164 @@
+"""The seam between DistributedOptimizer and whatever sends gradients to the other ranks.
+
+The reducer (`horovod.torch.gradients`) calls a `CommunicationHook` with each `GradientBucket` in
+place of its plain allreduce. The hooks beside this module, and those of users, derive from it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from horovod.common.process_sets import ProcessSet
+from horovod.common.reduce_op import Average, ReduceOp, Sum
+from horovod.engine.request import Request
+from horovod.engine.runtime import runtime
+from horovod.torch.arguments import set_id, set_size
+from horovod.torch.compression import NoneCompressor
+
+Tensor = torch.Tensor
+
+
+class GradientBucket:
+    """Gradients of one device that are reduced together, and the collectives to do it with.
+
+    `gradients` are flat tensors, which are to hold the result in the end; gradients of parameters
+    that this rank did not use are zeros. `names` are the parameters' names and `shapes` their
+    dimensions, outermost in memory first, so that ``gradient.view(shape)`` is the parameter's
+    order. `op` is the optimizer's, Average or Sum; `scale` is what turns a sum into its result.
+    `rank` and `num_ranks` count within the optimizer's process set.
+
+    Collectives start at once and return a function that waits for the result. All ranks must
+    start them alike. A bucket that uses one kind more than once tells them apart by `label`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        gradients: Sequence[Tensor],
+        op: ReduceOp,
+        process_set: ProcessSet,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        requests: list[Request] | None = None,
+    ) -> None:
+        rank = process_set.rank()
+        assert rank is not None
+        self.name = name
+        self.names = list(names)
+        self.shapes = [torch.Size(shape) for shape in shapes]
+        self.gradients = list(gradients)
+        self.op = op
+        self.rank = rank
+        self.num_ranks = set_size(process_set)
+        self.scale = 1.0 / self.num_ranks if op is Average else 1.0
+        self._factors = prescale, postscale
+        self._set_id = set_id(process_set)
+        self._requests = [] if requests is None else requests  # all that were ever started
+
+    def allreduce(self, tensors: Sequence[Tensor], label: str = "") -> Callable[[], list[Tensor]]:
+        """Average or add up contiguous tensors over all ranks, in place."""
+        reduced = list(tensors)
+        name = self.name + label
+        request = runtime.allreduce(
+            reduced, reduced, name, self.op, *self._factors, self._set_id, deferred=True
+        )
+        return self._waiting(request, lambda _: reduced)
+
+    def allgather(self, tensors: Sequence[Tensor], label: str = "") -> Callable[[], list[Tensor]]:
+        """Everybody's tensors, each concatenated along its first dimension in order of ranks."""
+        request = runtime.allgather(list(tensors), self.name + label, self._set_id)
+        return self._waiting(request, _used_here)
+
+    def alltoall(
+        self, tensor: Tensor, splits: Sequence[int], label: str = ""
+    ) -> Callable[[], Tensor]:
+        """Send `splits[i]` rows to rank i; the result is what all ranks sent here, in order."""
+        request = runtime.alltoall(tensor, list(splits), self.name + label, self._set_id)
+        return self._waiting(request, lambda result: _used_here(result[:1])[0])
+
+    def _waiting(self, request: Request, of: Callable[[Any], Any]) -> Callable[[], Any]:
+        self._requests.append(request)
+        return lambda: of(request.wait())
+
+
+class CommunicationHook(ABC):
+    """Replaces the allreduce of gradients. An object serves one optimizer, whose state it keeps."""
+
+    _optimizer: Callable[[], object] | None = None  # a weak reference
+
+    @abstractmethod
+    def start(self, bucket: GradientBucket) -> Callable[[], None]:
+        """Begin to reduce the bucket; return what waits and writes the result into its gradients.
+
+        Called for all buckets in the same order on all ranks, possibly while backward goes on, so
+        it must not wait. What it returns is called after backward, again in the same order.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank must load to go on as if nothing had happened."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on this rank."""
+        self._expect(state, ())
+
+    def _expect(self, state: dict[str, Any], keys: Sequence[str]) -> None:
+        if not isinstance(state, dict) or sorted(state) != sorted(keys):
+            found = sorted(state) if isinstance(state, dict) else type(state).__name__
+            raise ValueError(f"not the state of {self!r}: {found} instead of {sorted(keys)}")
+
+    def serve(self, optimizer: object) -> None:
+        """Belong to `optimizer` from now on."""
+        self._optimizer = weakref.ref(optimizer)
+
+    def serves_another(self, optimizer: object) -> bool:
+        """Whether it belongs to an optimizer, and not to this one."""
+        return self._optimizer is not None and self._optimizer() is not optimizer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies, by pickle or deepcopy, go with copies of the optimizer."""
+        return {key: value for key, value in vars(self).items() if key != "_optimizer"}
+
+    def __repr__(self) -> str:
+        """Name and settings: optimizers are made only if this is the same on all ranks."""
+        return f"{type(self).__name__}()"
+
+
+def _used_here(results: Sequence[Tensor]) -> list[Tensor]:
+    """New tensors of the engine, whose memory must not go back to it before our stream is done."""
+    for tensor in results:
+        if not tensor.is_cpu:
+            module = torch.get_device_module(tensor.device)
+            tensor.record_stream(module.current_stream(tensor.device))
+    return list(results)
+
+
+def check_hook(optimizer: object, hook: Any, compression: Any, op: ReduceOp) -> None:
+    """Refuse a hook that the optimizer cannot have, or not with its other arguments."""
+    if hook is None:
+        return
+    if not isinstance(hook, CommunicationHook):
+        raise ValueError(
+            f"communication_hook must be a CommunicationHook object such as "
+            f"hvd.hooks.PowerSGD(), not {hook!r}"
+        )
+    if compression is not NoneCompressor:
+        raise ValueError(
+            "communication_hook and compression both say what travels: pass one of them"
+        )
+    if op not in (Average, Sum):
+        raise ValueError(
+            f"communication_hook={hook!r} needs op=Average or op=Sum, not {op.name.capitalize()}"
+        )
+    if hook.serves_another(optimizer):
+        raise ValueError(
+            f"communication_hook={hook!r} serves another optimizer already, whose state it keeps: "
+            f"make a new one for each optimizer"
+        )

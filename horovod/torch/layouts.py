@@ -1,0 +1,46 @@
+"""How the elements of parameters lie in memory. Used to reduce gradients and to cut parameters.
+
+Ranks exchange elements in the order in which a parameter has them in memory, which is the same on
+all ranks; a gradient or a loaded state may be laid out differently on each.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in some order."""
+    expected = 1
+    for extent, stride in sorted(
+        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
+    ):
+        if extent == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def memory_shape(param: torch.Tensor) -> list[int]:
+    """The dimensions of a dense parameter, outermost in memory first."""
+    strides = param.stride()
+    order = sorted(range(param.dim()), key=lambda dim: -strides[dim])
+    return [param.shape[dim] for dim in order]
+
+
+def in_memory_order(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """`tensor` flat, its elements in the order in which a dense `param` of its shape has them.
+
+    The tensor's own memory where that is possible, otherwise a copy.
+    """
+    tensor = tensor.detach()
+    if tensor.is_contiguous() and param.is_contiguous():
+        return tensor.view(-1)
+    if tensor.stride() != param.stride():
+        ordered = torch.empty_strided(
+            param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        tensor = ordered.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))

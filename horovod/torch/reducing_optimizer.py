@@ -1,0 +1,355 @@
+"""A torch optimizer whose gradients are averaged over all ranks.
+
+What `horovod.torch.optimizer` makes of a user's optimizer: an instance of a new class with the same
+name that derives from ReducingOptimizer and from the optimizer's own class, so isinstance checks,
+learning-rate schedulers and checkpoints go on working.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from horovod.common import process_sets
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.reduce_op import ReduceOp
+from horovod.engine.runtime import runtime
+from horovod.torch.allreduce_ops import allreduce
+from horovod.torch.compression import Compressor
+from horovod.torch.finite_check import FiniteCheck
+from horovod.torch.grad_scaler import reduce_before_unscaling
+from horovod.torch.gradients import GradientReducer, Named
+from horovod.torch.hooks.base import CommunicationHook
+from horovod.torch.optimizer_checks import (
+    check_arguments,
+    check_passes,
+    default_names,
+    takes_part,
+)
+
+Parameter = torch.nn.Parameter
+
+
+class Reducer(Protocol):
+    """What becomes of the gradients of one optimizer."""
+
+    def arrived(self, param: Parameter) -> None:
+        """The gradient of `param` is complete on this rank."""
+
+    def in_flight(self) -> bool:
+        """Whether gradients have arrived that are not dealt with yet."""
+
+    def finish(self) -> None:
+        """Reduce what is left and wait for everything."""
+
+    def abandon(self) -> None:
+        """Wait for what is under way, and drop the results."""
+
+
+class ReducingOptimizer(torch.optim.Optimizer):
+    """What the new class adds to the optimizer's own, from which it derives too."""
+
+    def _configure(
+        self, arguments: dict[str, Any], named: list[Named], groups: list[list[Named]] | None
+    ) -> None:
+        self._arguments = {**arguments, "named_parameters": None}  # the names are kept below
+        self.backward_passes_per_step: int = arguments["backward_passes_per_step"]
+        self.op: ReduceOp = arguments["op"]
+        self.gradient_predivide_factor: float = arguments["gradient_predivide_factor"]
+        self.sparse_as_dense: bool = arguments["sparse_as_dense"]
+        self.process_set: ProcessSet = arguments["process_set"]
+        self._compression: type[Compressor] = arguments["compression"]
+        self._communication_hook: CommunicationHook | None = arguments["communication_hook"]
+        if self._communication_hook is not None:
+            self._communication_hook.serve(self)
+        self._parameter_names = {param: name for name, param in named}
+        self._passes_left = {param: self.backward_passes_per_step for _, param in named}
+        self._synchronized = False
+        self._seen_by_scaler = False
+        self._should_synchronize = True
+        self._accumulating = False
+        self._hooks: list[Any] = []
+        self._reducer: Reducer | None = None
+        several = takes_part(self.process_set)
+        self._finite_check: FiniteCheck | None = None
+        if runtime.config.check_nan:
+            together = self.process_set if several else None
+            self._finite_check = FiniteCheck(self._parameter_names, together)
+        reduce_before_unscaling()
+        if several:
+            self._reducer = self._make_reducer(named, groups)
+            self._register_hooks()
+        _optimizers.add(self)
+
+    def _make_reducer(self, named: list[Named], groups: list[list[Named]] | None) -> Reducer:
+        return GradientReducer(
+            named,
+            groups,
+            self._compression,
+            self.op,
+            self.gradient_predivide_factor,
+            self.sparse_as_dense,
+            self.process_set,
+            self._communication_hook,
+        )
+
+    def _register_hooks(self) -> None:
+        """Notice gradients as they arrive, of parameters that require them now."""
+        hooked = {id(param) for param, _ in self._hooks}
+        this = weakref.ref(self)
+
+        def on_gradient(param: torch.Tensor) -> None:
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._on_gradient(param)
+
+        for param in self._parameter_names:
+            if param.requires_grad and id(param) not in hooked:
+                hook = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+                self._hooks.append((param, hook))
+
+    def _on_gradient(self, param: Any) -> None:
+        if self._reducer is None or param not in self._passes_left:
+            return
+        if self._accumulating and self._passes_left[param] > 0:
+            return
+        left = self._passes_left[param] = self._passes_left[param] - 1
+        if left < 0:
+            raise AssertionError(
+                f"the gradient of {self._parameter_names[param]!r} was computed more often than "
+                f"backward_passes_per_step={self.backward_passes_per_step} times before step(): "
+                f"raise backward_passes_per_step to accumulate gradients over more passes"
+            )
+        self._synchronized = self._seen_by_scaler = False
+        if left == 0:
+            if self._finite_check is not None:
+                self._finite_check.look(param)
+            self._reducer.arrived(param)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Accumulate gradients over `passes` backward passes from now on."""
+        check_passes(passes)
+        self.backward_passes_per_step = passes
+        self._arguments["backward_passes_per_step"] = passes
+        self._reset_passes()
+
+    def _reset_passes(self) -> None:
+        for param in self._passes_left:
+            self._passes_left[param] = self.backward_passes_per_step
+
+    def synchronize(self) -> None:
+        """Reduce all gradients that are not reduced yet, and wait until they are."""
+        if self._finite_check is not None:
+            self._finite_check.look_at_rest()
+        if self._reducer is not None:
+            try:
+                self._reducer.finish()
+            finally:
+                self._reset_passes()
+            self._register_hooks()  # for parameters that were frozen before
+        self._synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step` use the gradients as they are, after `synchronize` was called explicitly."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally: backward passes inside do not count and reduce nothing."""
+        earlier, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = earlier
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters with the gradients of all ranks."""
+        note_step(self)
+        if closure is not None:
+            return self._base_step(self._synchronizing(closure))
+        if self._should_synchronize:
+            if self._synchronized and self._reducer is not None:
+                if not self._seen_by_scaler:
+                    warnings.warn(
+                        "optimizer.step() after optimizer.synchronize() uses the gradients that "
+                        "are reduced already; write `with optimizer.skip_synchronize(): "
+                        "optimizer.step()` to say that this is meant",
+                        stacklevel=2,
+                    )
+            else:
+                self.synchronize()
+        self._check_gradients()
+        return self._base_step()
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch need not: it hooks the base's step
+
+    def _check_gradients(self) -> None:
+        """The last thing before the step: refuse what is not finite, if that was asked for."""
+        # A scaler has looked at them itself, and means to meet infinities now and then. A step
+        # with gradients that were not synchronized is this rank's own affair.
+        check = self._synchronized and not self._seen_by_scaler
+        self._synchronized = self._seen_by_scaler = False
+        if self._finite_check is not None and check:
+            self._finite_check.raise_if_found()
+
+    def _prepare_for_scaler(self) -> None:
+        """torch.amp.GradScaler is about to look at the gradients."""
+        if self._reducer is not None and not self._synchronized:
+            self.synchronize()
+        self._seen_by_scaler = True
+        if self._finite_check is not None:
+            self._finite_check.forget()
+
+    def _share_found(self, found: dict[torch.device, torch.Tensor]) -> Any:
+        """What it found: the same on all ranks, for so were the gradients."""
+        return found
+
+    def _synchronizing(self, closure: Any) -> Any:
+        """`closure`, whose gradients are reduced each time that the optimizer evaluates it."""
+
+        def evaluate() -> Any:
+            loss = closure()
+            if self._should_synchronize:
+                self.synchronize()
+                self._check_gradients()
+                if isinstance(self, torch.optim.LBFGS) and self._reducer is not None:
+                    # It goes by the loss, so everybody must see the same.
+                    mine = torch.as_tensor(loss).detach()
+                    return allreduce(mine, op=self.op, process_set=self.process_set)
+            return loss
+
+        return evaluate
+
+    def _base_step(self, *arguments: Any) -> Any:
+        return super().step(*arguments)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients; not while they are being reduced."""
+        if self._reducer is not None and self._reducer.in_flight():
+            raise AssertionError(
+                "zero_grad() was called after backward() and before step() or synchronize(), "
+                "while gradients are being reduced: they would be lost"
+            )
+        self._synchronized = self._seen_by_scaler = False
+        if self._finite_check is not None:
+            self._finite_check.forget()
+        super().zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Optimize more parameters from now on; all ranks must do so together."""
+        if self._reducer is not None and self._reducer.in_flight():
+            raise AssertionError("add_param_group() was called between backward() and step()")
+        count, problem = len(self.param_groups), None
+        try:
+            super().add_param_group(param_group)
+        except Exception as error:  # the other ranks must hear of it
+            problem = error
+        named = _pairs(self._parameter_names) + default_names(self.param_groups, first=count)
+        arguments = {**self._arguments, "named_parameters": named}
+        try:
+            checked = check_arguments(self, arguments, problem)
+        except BaseException:
+            del self.param_groups[count:]
+            raise
+        for _, hook in self._hooks:
+            hook.remove()
+        self._configure(arguments, *checked)
+
+    def _restart(self) -> None:
+        """Begin anew among other ranks than before; gradients from before count for nothing."""
+        for _, hook in self._hooks:
+            hook.remove()
+        super().zero_grad(set_to_none=True)
+        arguments = {**self._arguments, "named_parameters": _pairs(self._parameter_names)}
+        self._configure(arguments, *check_arguments(self, arguments, agree=False))
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        if self._reducer is not None:
+            self._reducer.abandon()
+        self._synchronized = self._seen_by_scaler = False
+        if self._finite_check is not None:
+            self._finite_check.forget()
+        self._reset_passes()
+        super().load_state_dict(state_dict)
+        share_groups(self)
+
+    def __reduce__(self) -> Any:
+        """For pickle and deepcopy."""
+        mixin, base = type(self).__bases__
+        chosen = self.process_set
+        arguments = {
+            **self._arguments,
+            "named_parameters": _pairs(self._parameter_names),
+            "process_set": 0 if chosen is global_process_set else chosen.process_set_id,
+        }
+        own = ("param_groups", "state", "defaults")
+        return _rebuild, (base, mixin, {key: self.__dict__[key] for key in own}, arguments)
+
+
+_optimizers: weakref.WeakSet[ReducingOptimizer] = weakref.WeakSet()
+
+
+def restart_optimizers() -> None:
+    """The ranks have changed, in elastic training: all optimizers of this process begin anew."""
+    for optimizer in list(_optimizers):
+        optimizer._restart()
+
+
+def note_step(wrapped: Any) -> None:
+    """Tell a scheduler that was made for the original optimizer that a step happens."""
+    original = wrapped._original()
+    if original is not None:
+        original._opt_called = True
+
+
+def share_groups(wrapped: Any) -> None:
+    """Let such a scheduler set the learning rates of the groups that were loaded."""
+    original = wrapped._original()
+    if original is not None:
+        original.param_groups, original.state = wrapped.param_groups, wrapped.state
+
+
+def new_optimizer(base: type, mixin: type) -> Any:
+    """An empty instance of the class that derives from both."""
+    made: Any = type(base.__name__, (mixin, base), {})
+    return made.__new__(made)
+
+
+def _rebuild(
+    base: Any, mixin: type[ReducingOptimizer], state: Any, arguments: dict[str, Any]
+) -> Any:
+    """Unpickle. All ranks need not do so together, so nothing is checked among them."""
+    base.__new__(base)._patch_step_function()  # as if one had been made here before: step hooks run
+    optimizer = new_optimizer(base, mixin)
+    optimizer.__setstate__(state)
+    optimizer._original = _no_original
+    arguments = {**arguments, "process_set": _process_set(arguments["process_set"])}
+    optimizer._configure(arguments, *check_arguments(optimizer, arguments, agree=False))
+    return optimizer
+
+
+def _no_original() -> None:
+    """Stands for the reference to the optimizer that was wrapped, where there is none."""
+
+
+def _process_set(number: int | None) -> ProcessSet:
+    if number == 0:
+        return global_process_set
+    for known in process_sets._registered:
+        if known.process_set_id == number:
+            return known
+    raise ValueError(f"the optimizer belongs to process set {number}, which is not registered here")
+
+
+def _pairs(names: dict[Parameter, str]) -> list[Named]:
+    return [(name, param) for param, name in names.items()]

@@ -1,0 +1,1 @@
+"""Strangers at the door: attacks on jobs that really train, and what they must not find."""
