@@ -93,6 +93,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="reduce gradients also where there is one rank, as an elastic job does",
     )
     parser.add_argument(
+        "--autotune",
+        action="store_true",
+        help="let Horovod tune itself first (HOROVOD_AUTOTUNE), until it has settled",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="exit with 1 when a promise is missed or not measured"
     )
     parser.add_argument(
@@ -129,8 +134,10 @@ def measure(
             "result": f"{folder}/result.json",
         }
         program = [sys.executable, str(ROOT / "benchmarks" / "training_rank.py"), json.dumps(plan)]
-        forced = {"HOROVOD_ELASTIC": "1"} if options.force_reduction else {}
-        commands = [(program, environ | forced) for environ in torchrun_environments(size)]
+        knobs = {"HOROVOD_ELASTIC": "1"} if options.force_reduction else {}
+        if options.autotune:
+            knobs["HOROVOD_AUTOTUNE"] = "1"
+        commands = [(program, environ | knobs) for environ in torchrun_environments(size)]
         follow(
             commands,
             Path(folder) / "output",

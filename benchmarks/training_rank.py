@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,14 @@ ROUNDS = (5, 200)
 Step = Callable[[Batch], torch.Tensor]
 
 
-def make(contender: str, workload: Workload, device: torch.device, momentum: float) -> Step:
+class Trainee(NamedTuple):
+    """A contender's model: one step of its training, and whether it still looks for its pace."""
+
+    step: Step
+    is_tuning: Callable[[], bool]
+
+
+def make(contender: str, workload: Workload, device: torch.device, momentum: float) -> Trainee:
     """A model of its own with the contender's way to train it; the same start for all."""
     torch.manual_seed(1)
     model = workload.model().to(device)
@@ -54,7 +61,11 @@ def make(contender: str, workload: Workload, device: torch.device, momentum: flo
         optimizer.step()
         return loss.detach()
 
-    return step
+    def is_tuning() -> bool:
+        reducer = getattr(optimizer, "_reducer", None)
+        return reducer is not None and reducer.is_tuning()
+
+    return Trainee(step, is_tuning)
 
 
 def narrow(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -80,10 +91,12 @@ def race(
 ) -> dict[str, list[float]]:
     """Milliseconds per step of each contender: one sample a turn, that of the slowest rank."""
     data = batches(workload, device)
-    steps = {name: make(name, workload, device, momentum=0.9) for name in contenders}
-    for step in steps.values():
-        for number in range(WARM_UP):
+    trainees = {name: make(name, workload, device, momentum=0.9) for name in contenders}
+    for step, is_tuning in trainees.values():
+        number = 0
+        while number < WARM_UP or is_tuning():
             step(data[number % len(data)])
+            number += 1
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders)
     began = time.perf_counter()
@@ -91,7 +104,7 @@ def race(
     gc.disable()
     for turn in range(ROUNDS[1]):
         for name in order:
-            step = steps[name]
+            step = trainees[name].step
             finish(device)
             dist.barrier()
             start = time.perf_counter()
@@ -121,14 +134,14 @@ def agreed(enough: bool) -> bool:
 def losses(workload: Workload, contender: str, device: torch.device, steps: int) -> list[float]:
     """The losses of plain SGD, step by step."""
     data = batches(workload, device)
-    step = make(contender, workload, device, momentum=0.0)
+    step = make(contender, workload, device, momentum=0.0).step
     return [step(data[number % len(data)]).item() for number in range(steps)]
 
 
 def peak_memory(workload: Workload, contender: str, device: torch.device) -> float:
     """Mebibytes at the highest: of this process, or on the accelerator."""
     data = batches(workload, device)
-    step = make(contender, workload, device, momentum=0.9)
+    step = make(contender, workload, device, momentum=0.9).step
     for number in range(2 * WARM_UP):
         step(data[number % len(data)])
     if device.type != "cpu":

@@ -141,10 +141,9 @@ def write_csv(results: Results, path: Path) -> None:
                     values = (median(samples), cuts[0], cuts[-1])
                     ratio = median(samples) / median(found["ours"])
                     peak = run.memory.get(model, {}).get(contender)
-                    writer.writerow(
-                        [run.size, model, contender, *(f"{value:.3f}" for value in values)]
-                        + [len(samples), f"{ratio:.3f}", "" if peak is None else f"{peak:.0f}"]
-                    )
+                    row = [run.size, model, contender, *(f"{value:.3f}" for value in values)]
+                    row += [len(samples), f"{ratio:.3f}", "" if peak is None else f"{peak:.0f}"]
+                    writer.writerow(row)
 
 
 def write_plot(results: Results, path: Path) -> None:

@@ -51,8 +51,8 @@ class ElasticJob(Protocol):
     def leave(self) -> NoReturn:
         """End this process in order."""
 
-    def can_recover(self) -> bool:
-        """Whether it is of use to form a new world after a failure."""
+    def can_recover(self, error: HorovodInternalError) -> bool:
+        """Whether it is of use to form a new world after a failure; the old one is over."""
 
     def taking_part(self) -> AbstractContextManager[object]:
         """While the training function runs."""
@@ -207,7 +207,7 @@ def run_fn(
                     state._version = max(version, 0)
                     result = func(state, *args, **kwargs)
                 except HorovodInternalError as error:
-                    if not job.can_recover():
+                    if not job.can_recover(error):
                         raise
                     logger.warning("going back to the last commit: %s", error)
                     state.restore()

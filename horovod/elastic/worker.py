@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from horovod.common.elastic import Verdict
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger
 from horovod.common.membership import Membership, membership
 from horovod.common.reduce_op import Max
@@ -60,8 +61,12 @@ class Worker:
     def leave(self) -> NoReturn:
         self._member.leave()
 
-    def can_recover(self) -> bool:
-        return self._member.can_recover()
+    def can_recover(self, error: HorovodInternalError) -> bool:
+        hopeful = self._member.can_recover()
+        world = self._member.world
+        if world is not None:  # nobody may wait for what is still in flight
+            runtime.abort(f"rank {world.topology.rank} goes back: {error}", world)
+        return hopeful
 
     def finish(self) -> None:
         self._member.finish()

@@ -130,7 +130,9 @@ class Executor:
             if request.kind is Kind.ALLREDUCE:
                 return self._reduce_batch(batch, request, transport)
             with self._activity(batch, f"{transport.name}_{request.kind.name}"):
-                return _RUN[request.kind](self, request, transport)
+                result = _RUN[request.kind](self, request, transport)
+            _hand_over(result, request.stream)
+            return result
 
     def _reduce_batch(self, batch: Batch, request: Request, transport: Transport) -> None:
         if request.op is ReduceOp.ADASUM:
@@ -278,6 +280,13 @@ def sum_and_scale(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, 
     if op is ReduceOp.AVERAGE:
         return ReduceOp.SUM, postscale / size
     return op, postscale
+
+
+def _hand_over(result: Any, stream: Any) -> None:
+    """Let the caller use new tensors on its stream: their memory must not be ours again before."""
+    for tensor in result if isinstance(result, (list, tuple)) else (result,):
+        if stream is not None and isinstance(tensor, torch.Tensor) and not tensor.is_cpu:
+            tensor.record_stream(stream)
 
 
 def _row_size(tensor: torch.Tensor) -> int:

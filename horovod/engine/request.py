@@ -65,6 +65,7 @@ class Request:
         "ready",
         "result",
         "signature",
+        "stream",
         "submitted",
         "tensors",
         "waiting",
@@ -101,7 +102,8 @@ class Request:
             and op is not ReduceOp.ADASUM
             and tensors[0].is_cpu
         )
-        self.event: Any = None  # device work that must be done before ours may start
+        self.stream: Any = None  # where the caller gives work to the device,
+        self.event: Any = None  # and what of it must be done before ours may start
         self.deferred = False  # finished as soon as the device knows what to do,
         self.ready: Any = None  # and then this event tells when it has done so
         self.finished = False

@@ -25,7 +25,7 @@ _PIECE = 64 * 1024 * 1024
 class Failure:
     """How the function failed on a rank."""
 
-    rank: int
+    rank: int | None  # None where the worker of an elastic job has none
     host: str
     pid: int
     problem: str  # for people, where there is no exception to raise again

@@ -231,7 +231,7 @@ def _raise_failures(store: MemoryStore, outcome: Outcome) -> None:
     first = outcome.first_failure
     if first is not None:
         # A rank that died without a word was there before those that complained about it.
-        if any(failure.rank == first.rank for failure in told):
+        if any(failure.rank == first.rank or failure.pid == first.pid for failure in told):
             _raise_first(told)
         raise RemoteError(outcome.account.strip(), first.rank)
     if outcome.problem or outcome.account:
@@ -240,7 +240,8 @@ def _raise_failures(store: MemoryStore, outcome: Outcome) -> None:
 
 def _raise_first(told: Sequence[Failure]) -> None:
     for failure in told:
-        where = f"rank {failure.rank} on {failure.host} (pid {failure.pid})"
+        who = "a worker" if failure.rank is None else f"rank {failure.rank}"
+        where = f"{who} on {failure.host} (pid {failure.pid})"
         message = f"{where}: {failure.problem}\n\n{failure.traceback}".rstrip()
         remote = RemoteError(message, failure.rank, failure.traceback)
         error = _unpickled(failure)

@@ -34,7 +34,8 @@ from horovod.runner.function_call import (
 
 def main() -> int:
     """The exit status: 1 where the function failed, which has been reported then."""
-    store = launchers_offer(os.environ).connect(Config.from_env().start_timeout)
+    timeout = Config.from_env().start_timeout
+    store = launchers_offer(os.environ).connect(timeout)
     extend_search_path(json.loads(store.get(SEARCH_PATH, 0.0)))
     call = read(store, CALL)
     if call is None:
@@ -55,7 +56,9 @@ def main() -> int:
     except Exception as error:
         _report(store, f"what the function returned cannot be pickled: {error}", None)
         return 1
-    put(store, result_name(rank(store)), content)
+    place = rank(store, timeout)
+    if place is not None:  # else the job goes on without this worker
+        put(store, result_name(place), content)
     return 0
 
 
@@ -64,14 +67,17 @@ def extend_search_path(callers: list[str]) -> None:
     sys.path[:] = [*callers, *(place for place in sys.path if place not in callers)]
 
 
-def rank(store: Store) -> int:
-    """This worker's rank; in an elastic job the one that it has by the newest decision."""
+def rank(store: Store, timeout: float) -> int | None:
+    """This worker's rank; in an elastic job the one by the newest decision, if it has any."""
     if not is_elastic():
         return detect().claim()[0]
-    number = int(store.try_get(LATEST) or b"0")
-    decision = Decision.decode(store.get(decision_key(number), 0.0))
+    try:
+        latest = store.get(LATEST, timeout)  # which a quick function may well precede
+    except TimeoutError:
+        return None
+    decision = Decision.decode(store.get(decision_key(int(latest)), 0.0))
     slot = decision.slots.get(os.environ[WORKER_ID])
-    return -1 if slot is None else slot.rank
+    return None if slot is None else slot.rank
 
 
 def _report(store: Store, problem: str, error: BaseException | None) -> None:
@@ -79,7 +85,7 @@ def _report(store: Store, problem: str, error: BaseException | None) -> None:
     sys.stderr.write(text)
     content = None if error is None else pickled(error)
     put_failure(
-        store, Failure(rank(store), socket.gethostname(), os.getpid(), problem, text, content)
+        store, Failure(rank(store, 0.0), socket.gethostname(), os.getpid(), problem, text, content)
     )
 
 

@@ -26,7 +26,7 @@ from horovod.torch.buckets import Named as Named
 from horovod.torch.compression import Compressor, NoneCompressor
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
 from horovod.torch.layouts import is_dense, memory_shape
-from horovod.torch.sparse import sparse_allreduce_async
+from horovod.torch.sparse import sparse_allreduce_async, sparse_tensor
 
 LARGEST_BUCKET = 32 * 1024 * 1024  # bytes reduced at a time while backward goes on
 
@@ -95,6 +95,10 @@ class GradientReducer:
     def in_flight(self) -> bool:
         """Whether gradients have arrived that are not reduced yet."""
         return self._any_arrived
+
+    def is_tuning(self) -> bool:
+        """Whether HOROVOD_AUTOTUNE is still looking for the best way to reduce."""
+        return self._tuner is not None
 
     def finish(self) -> None:
         """Reduce what is left and wait for everything."""
@@ -259,13 +263,13 @@ class GradientReducer:
         assert param.grad is not None
         gradient, decompress = param.grad, self.compression.decompress
         values, context = self.compression.compress(gradient._values())
-        sent = torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape)
+        sent = sparse_tensor(gradient._indices(), values, gradient.shape)
         result = sparse_allreduce_async(sent, f"{self.name}.{name}", self.op, self.process_set)
 
         def finish() -> None:
             reduced = result()
             values = decompress(reduced._values(), context)
-            param.grad = torch.sparse_coo_tensor(reduced._indices(), values, gradient.shape)
+            param.grad = sparse_tensor(reduced._indices(), values, gradient.shape)
 
         bucket.finishers.append(finish)
 
@@ -366,7 +370,7 @@ def _nothing(param: torch.nn.Parameter, num_sparse: int | None) -> torch.Tensor:
     """A gradient of zeros; without entries if the parameter's gradients are sparse."""
     if num_sparse is None:
         return torch.zeros_like(param)
-    return torch.sparse_coo_tensor(
+    return sparse_tensor(
         torch.empty((num_sparse, 0), dtype=torch.int64, device=param.device),
         param.new_empty((0, *param.shape[num_sparse:])).detach(),
         param.shape,

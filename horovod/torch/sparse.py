@@ -46,6 +46,11 @@ def sparse_allreduce_async(
         if op is Average:
             exact = values.is_floating_point() or values.is_complex()
             values = values.div_(num_ranks, rounding_mode=None if exact else "trunc")
-        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape)
+        return sparse_tensor(indices.t(), values, tensor.shape)
 
     return wait
+
+
+def sparse_tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A sparse tensor of indices that are known to be right: torch warns unless told so."""
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)

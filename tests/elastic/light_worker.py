@@ -7,7 +7,7 @@ happened in between. The argument is a JSON object:
 - steps, commit_every: how long to train. pace: seconds for each step.
 - faults: {"w1": ["step", 5, "SIGKILL"]}: in that phase (init, meet, sync, step, commit), when the
   worker has been there so many times, it gets that signal, or it raises ("raise"), ends ("exit 0"),
-  or is slow for two seconds ("slow").
+  or is slow for two seconds ("slow"). host_faults: the same for all workers of a host.
 - size: also go on until there are so many ranks. silence: seconds after which a peer counts as
   lost.
 """
@@ -38,7 +38,8 @@ exchanges = 0
 def pass_through(phase: str) -> None:
     """Where faults happen."""
     visits[phase] = visits.get(phase, 0) + 1
-    where, when, what = PLAN.get("faults", {}).get(ME, (None, 0, ""))
+    host_faults = PLAN.get("host_faults", {}).get(os.environ["HOROVOD_HOSTNAME"])
+    where, when, what = PLAN.get("faults", {}).get(ME) or host_faults or (None, 0, "")
     if (where, when) != (phase, visits[phase]):
         return
     print(f"{ME} {what} at {phase} {when}", flush=True)

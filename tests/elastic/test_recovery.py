@@ -51,6 +51,17 @@ def test_a_killed_worker_costs_the_steps_since_the_last_commit(transport: str):
         ]
 
 
+def test_a_step_that_is_interrupted_leaves_nothing_behind():
+    """Reductions run in the background while backward goes on: they fail there first."""
+    with ElasticJob(train, Plan(halt={"w0": 5}, overlap=True, size=2)) as job:
+        job.start(2)
+        assert job.heard(0) == "halt"
+        job.kill(0)
+        job.lose(0)
+        job.start(1, kind="added")
+        _check(job.wait(60, [1, 2]), size=2)
+
+
 def test_a_worker_that_hangs_is_not_waited_for_once_the_driver_gives_it_up():
     """Its process lives, so nothing but the decision can end the others' wait."""
     with ElasticJob(train, Plan(halt={"w0": 5})) as job:
@@ -252,6 +263,33 @@ def test_the_same_failure_again_and_again_ends_the_worker():
         for outcome in job.wait(60):
             assert "HorovodInternalError" in (outcome.error or ""), outcome.describe()
             assert "different shapes" in (outcome.error or ""), outcome.describe()
+
+
+# -- signals -------------------------------------------------------------------------------------
+
+
+def _fork_a_child(plan: Plan) -> dict[str, Any]:
+    endings = []
+
+    def fork(state: Any) -> None:
+        receiving, sending = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(sending, b"!")
+            signal.pause()
+            os._exit(0)
+        os.read(receiving, 1)
+        os.kill(child, signal.SIGTERM)  # as a DataLoader ends its workers
+        endings.append(os.WTERMSIG(os.waitpid(child, 0)[1]))
+
+    return {**train(plan, fork), "endings": endings}
+
+
+def test_children_do_not_take_sigterm_for_a_request_to_leave():
+    with ElasticJob(_fork_a_child, Plan(steps=2)) as job:
+        job.start(1)
+        (outcome,) = job.wait(30)
+        assert outcome.result["endings"] == [signal.SIGTERM] * 2, outcome.describe()
 
 
 # -- the driver ----------------------------------------------------------------------------------

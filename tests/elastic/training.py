@@ -31,6 +31,7 @@ class Plan:
     halt: dict[str, int] = field(default_factory=dict)  # worker -> step after which it stands still
     pause: int | None = None  # step after which all tell the test and listen, once
     checkpoint_dir: str | None = None
+    overlap: bool = False  # reduce gradients while backward goes on, whatever the machine
 
 
 def this_worker() -> str:
@@ -64,6 +65,8 @@ def weights(model: torch.nn.Module) -> list[float]:
 
 def train(plan: Plan, each_step: Callable[[Any], None] | None = None) -> dict[str, Any]:
     """What a worker runs. Returns how it ended and what it went through."""
+    if plan.overlap:
+        os.cpu_count = lambda: 64  # type: ignore[assignment]
     hvd.init()
     model, optimizer = make(int(this_worker()[1:]))
     wrapped = hvd.DistributedOptimizer(optimizer, model.named_parameters())

@@ -240,3 +240,37 @@ def test_large_values_travel_in_pieces(monkeypatch: pytest.MonkeyPatch):
         assert function_call.take(store, "value") == content
         assert store.keys("") == []
     assert function_call.take(MemoryStore(), "value") is None
+
+
+def test_an_elastic_job_returns_what_its_ranks_returned_in_the_end(tmp_path: Path):
+    """One worker dies; the one in its place takes part, and the results are by rank."""
+
+    def train() -> tuple[int, int, int]:
+        import torch
+
+        import horovod.torch as hvd
+
+        hvd.init()
+        state = hvd.elastic.TorchState(batch=0)
+
+        @hvd.elastic.run
+        def steps(state: Any) -> tuple[int, int, int]:
+            while state.batch < 6:
+                hvd.allreduce(torch.ones(1), name="step")
+                state.batch += 1
+                state.commit()
+                if state.batch == 3 and hvd.rank() == 1 and not (tmp_path / "died").exists():
+                    (tmp_path / "died").touch()
+                    os.kill(os.getpid(), 9)
+            return hvd.rank(), hvd.size(), state.batch
+
+        return steps(state)
+
+    found = horovod.run(train, num_proc=2, min_num_proc=2, max_num_proc=2)
+    assert found == [(0, 2, 6), (1, 2, 6)]
+    assert (tmp_path / "died").exists()
+
+
+def test_a_function_that_always_fails_ends_an_elastic_job_with_its_exception():
+    with pytest.raises(ZeroDivisionError):
+        horovod.run(lambda: 1 / 0, num_proc=2, min_num_proc=1)

@@ -30,6 +30,11 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, inputs @ torch.arange(5, dtype=torch.float64)
 
 
+def wanted(targets: torch.Tensor, number: int) -> torch.Tensor:
+    """Another aim in every round, so that no step can be left out unnoticed."""
+    return targets * (1 + number % 7)
+
+
 def gradient(weights: torch.Tensor, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return 2 * inputs.T @ (inputs @ weights - targets) / len(inputs)
 
@@ -37,8 +42,9 @@ def gradient(weights: torch.Tensor, inputs: torch.Tensor, targets: torch.Tensor)
 def train_alone(rounds: int) -> torch.Tensor:
     """What the ranks of the job must come to."""
     weights = torch.zeros(5, dtype=torch.float64)
-    for _ in range(rounds * STEPS):
-        weights -= RATE * gradient(weights, *data())
+    inputs, targets = data()
+    for step in range(rounds * STEPS):
+        weights -= RATE * gradient(weights, inputs, wanted(targets, step // STEPS))
     return weights
 
 
@@ -52,8 +58,9 @@ def worker(folder: Path) -> None:
     while not enough:
         hvd.init()
         mine = slice(hvd.rank(), None, hvd.size())
+        aim = wanted(targets, rounds)[mine]
         for _ in range(STEPS):
-            weights -= RATE * hvd.allreduce(gradient(weights, inputs[mine], targets[mine]))
+            weights -= RATE * hvd.allreduce(gradient(weights, inputs[mine], aim))
         rounds += 1
         asked = torch.tensor([float((folder / "enough").exists())])
         enough = bool(hvd.allreduce(asked, op=hvd.Max).item())
@@ -117,7 +124,7 @@ class LiveJob:
         with self.news:
             assert self.news.wait_for(lambda: self.ended, HANG)
         lines = [line.partition("weights ")[2] for line in self.output if "weights " in line]
-        return [torch.tensor(list(map(float, line.split()))).double() for line in lines]
+        return [torch.tensor(list(map(float, line.split())), dtype=torch.float64) for line in lines]
 
 
 @contextmanager

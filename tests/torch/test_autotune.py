@@ -74,7 +74,7 @@ def _form(optimizer: Any) -> tuple[Any, ...]:
 
 
 def _is_tuning(optimizer: Any) -> bool:
-    return optimizer._reducer._tuner is not None
+    return bool(optimizer._reducer.is_tuning())
 
 
 def _until_settled(model: nn.Module, optimizer: Any) -> list[tuple[Any, ...]]:
@@ -199,6 +199,49 @@ def test_an_algorithm_changes_between_the_same_operations_on_all_ranks(pool2: Ra
     assert pool2.run(_change_amid_traffic) == [True, True]
 
 
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "hook": lambda: {"communication_hook": hvd.hooks.TopK(0.5)},
+    "sharded": lambda: {"shard_state": True},
+    "compression": lambda: {"compression": hvd.Compression.fp16},
+    "predivided": lambda: {"gradient_predivide_factor": 2.0},
+}
+
+
+def _with_options(name: str) -> Any:
+    model = make_model("mlp")
+    with _choice():
+        forms = _until_settled(model, _wrap(model, **OPTIONS[name]()))
+    return forms, weights_of(model)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_other_options(tuning2: RankPool, name: str):
+    first, second = tuning2.run(_with_options, name)
+    assert first[0] == second[0]
+    assert all(map(torch.equal, first[1], second[1]))
+
+
+def _in_a_set(rank: int, size: int) -> Any:
+    some = hvd.ProcessSet([0, 2])
+    hvd.init(process_sets=[some])
+    model = make_model("mlp")
+    optimizer = _wrap(model, process_set=some)
+    flags = []
+    for number in range(MOST_STEPS):
+        _step(model, optimizer, number)
+        if some.included():
+            flags.append(_is_tuning(optimizer))
+    return flags, weights_of(model)
+
+
+def test_a_process_set():
+    first, _, last = run_ranks(_in_a_set, 3, env=ON)
+    assert first[0] == last[0]
+    assert first[0][0] is True
+    assert first[0][-1] is False
+    assert all(map(torch.equal, first[1], last[1]))
+
+
 # -- the log ---------------------------------------------------------------------------------
 
 
@@ -269,6 +312,34 @@ def test_what_the_user_has_set_stays(
         (False, cut, cycle, direct) for cut in at_once
     }
     assert len({row["tensor_fusion_threshold"] for row in _rows(path)}) == 1
+
+
+def _on_two_hosts(rank: int, size: int) -> Any:
+    os.environ["HOROVOD_HOSTNAME"] = f"host{rank % 2}"
+    hvd.init()
+    model = make_model("mlp")
+    optimizer = _wrap(model)
+    transport = runtime.channel(0)._transport
+    flat = []
+    with _clock(lambda: 0.5 if transport._by_flat else 1.0):
+        while not flat or _is_tuning(optimizer):
+            _step(model, optimizer, len(flat))
+            flat.append(transport._by_flat)
+    return flat, weights_of(model)
+
+
+def test_hosts(tmp_path: Path):
+    """Between hosts the algorithm is whether to reduce inside each of them first."""
+    path = tmp_path / "log.csv"
+    results = run_ranks(_on_two_hosts, 3, env={**ON, "HOROVOD_AUTOTUNE_LOG": str(path)})
+    for flat, weights in results:
+        assert flat == results[0][0]
+        assert all(map(torch.equal, weights, results[0][1]))
+    assert results[0][0][-1] is True
+    rows = _rows(path)
+    assert {row["hierarchical_allreduce"] for row in rows} == {"0", "1"}
+    assert rows[-1]["hierarchical_allreduce"] == "0"
+    assert {row["hierarchical_allgather"] for row in rows} == {"1"}
 
 
 def _only_one_rank(rank: int, size: int) -> bool:

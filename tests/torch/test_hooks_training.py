@@ -18,7 +18,7 @@ from torch import nn
 import horovod.torch as hvd
 from horovod.torch import hooks
 from tests.ranks import RankPool, run_ranks
-from tests.torch.training import overlapping
+from tests.torch.training import overlapping, weights_of
 
 Tensor = torch.Tensor
 
@@ -123,10 +123,6 @@ def _batch(step: int) -> Tensor:
     return torch.randn(4, 3, 2, 2, generator=generator)
 
 
-def _weights(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
 def _train(
     make: Callable[[], Any] | None, options: dict[str, Any], overlap: bool, steps: int = 3
 ) -> list[Tensor]:
@@ -147,7 +143,7 @@ def _train(
             for part in range(passes):
                 model(_batch(passes * step + part)).square().mean().backward()
             optimizer.step()
-    return _weights(model)
+    return weights_of(model)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -252,7 +248,7 @@ def _scaled(name: str) -> tuple[list[bool], list[Tensor]]:
     moved = []
     for step in range(4):
         optimizer.zero_grad()
-        before = _weights(model)
+        before = weights_of(model)
         generator = torch.Generator().manual_seed(10 * step + hvd.rank())
         loss = model(torch.randn(4, 30, generator=generator)).square().mean()
         if step == 1 and hvd.rank() == 1:
@@ -260,9 +256,9 @@ def _scaled(name: str) -> tuple[list[bool], list[Tensor]]:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        pairs = zip(before, _weights(model), strict=True)
+        pairs = zip(before, weights_of(model), strict=True)
         moved.append(any(not torch.equal(a, b) for a, b in pairs))
-    return moved, _weights(model)
+    return moved, weights_of(model)
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -293,7 +289,7 @@ def _copied(way: str) -> bool:
             its_optimizer.zero_grad()
             each(batch).square().mean().backward()
             its_optimizer.step()
-    return all(torch.equal(a, b) for a, b in zip(*(_weights(m) for m, _ in pairs), strict=True))
+    return all(torch.equal(a, b) for a, b in zip(*(weights_of(m) for m, _ in pairs), strict=True))
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
@@ -347,7 +343,7 @@ def _among_some(rank: int, size: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(10 * step + rank)
         model(torch.randn(4, 30, generator=generator)).square().mean().backward()
         optimizer.step()
-    return _weights(model)
+    return weights_of(model)
 
 
 def test_process_set():
@@ -370,7 +366,7 @@ def _added_group() -> tuple[bool, list[Tensor]]:
         generator = torch.Generator().manual_seed(10 * step + hvd.rank())
         model(torch.randn(4, 30, generator=generator)).square().mean().backward()
         optimizer.step()
-    return len(hook.state_dict()["residuals"]) == 4, _weights(model)
+    return len(hook.state_dict()["residuals"]) == 4, weights_of(model)
 
 
 def test_added_param_group(pool2: RankPool):
@@ -396,7 +392,7 @@ def test_accelerator(pool2: RankPool, name: str):
                 generator = torch.Generator().manual_seed(10 * step + hvd.rank())
                 model(torch.randn(4, 30, generator=generator).to(where)).square().mean().backward()
                 optimizer.step()
-        return [weight.cpu() for weight in _weights(model)]
+        return [weight.cpu() for weight in weights_of(model)]
 
     device = torch.accelerator.current_accelerator()
     assert device is not None

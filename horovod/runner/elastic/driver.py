@@ -418,7 +418,7 @@ class Driver:
             proposal.min_np,
         )
         self._causes, self._asked, self._formed = [], False, False
-        self._roster.place(number, {worker: slot.rank for worker, slot in slots.items()})
+        self._roster.place(proposal.members, {w: slot.rank for w, slot in slots.items()})
         self._publish(decision)
         for worker, slot in slots.items():
             self._outputs.rename(worker, slot.rank)

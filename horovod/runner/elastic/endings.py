@@ -174,7 +174,7 @@ class Endings:
         if view.number == 0 and not view.workers:
             return (
                 f"the job needs {count(self._limits.num_proc, 'slot')} to begin, and "
-                f"{view.slots} are offered ({hosts})"
+                f"{view.slots} {'is' if view.slots == 1 else 'are'} offered ({hosts})"
             )
         return f"the job needs {self._limits.min_np} workers, and {self._have(view)} ({hosts})"
 

@@ -49,13 +49,14 @@ class Worker:
     id: int  # in the order of starting
     host: str
     joined: int | None = None  # the first decision that had a place for it
+    seat: int = 0  # its order among those who joined with it
     placed: bool = False  # it has one in the newest
     ready_at: float | None = None  # since when it waits for its first place
 
     @property
     def age(self) -> tuple[int, int]:
         """Oldest first: who joined earlier has the state of who joined later."""
-        return (1 << 62 if self.joined is None else self.joined), self.id
+        return (1 << 62, self.id) if self.joined is None else (self.joined, self.seat)
 
 
 @dataclass(frozen=True)
@@ -213,12 +214,17 @@ def _propose(
         kind = "mixed" if joining else "removed"
     else:
         kind = "added"
-    joined = [dataclasses.replace(worker, joined=view.number + 1) for worker in joining]
+    order = list(view.hosts)
+    seated = sorted(joining, key=lambda w: (order.index(w.host), w.id))
+    joined = [
+        dataclasses.replace(worker, joined=view.number + 1, seat=seat)
+        for seat, worker in enumerate(seated)
+    ]
     return Proposal(
         members=tuple(sorted([*keep, *joined], key=lambda w: w.age)),
         kind=kind,
         lost=(*view.failed, *view.finished),
-        added=tuple(worker.id for worker in joining),
+        added=tuple(worker.id for worker in seated),
         removed=removed,
         min_np=limits.min_np,
     )

@@ -6,7 +6,7 @@ Workers are numbered in the order of starting; their names in the store are "w0"
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from horovod.runner.elastic import policy
@@ -31,6 +31,7 @@ class Process:
     rank: int  # its newest, or for a new one a guess
     pid: int = 0
     joined: int | None = None
+    seat: int = 0  # see `policy.Worker`
     ready_at: float | None = None
     heard: int = 0  # the newest decision that its process knows
     entered: tuple[int, int] = (0, 0)  # decision and attempt of the world that it entered last
@@ -99,13 +100,13 @@ class Roster:
     def on(self, host: str) -> list[Process]:
         return [p for p in self.alive.values() if p.host == host]
 
-    def place(self, number: int, ranks: dict[int, int]) -> None:
-        """Decision `number` has places for these workers."""
+    def place(self, members: Sequence[policy.Worker], ranks: Mapping[int, int]) -> None:
+        """The newest decision has places for these workers."""
         self.placed = frozenset(ranks)
-        for worker, rank in ranks.items():
-            process = self.alive[worker]
-            process.rank = rank
-            process.joined = number if process.joined is None else process.joined
+        for worker in members:
+            process = self.alive[worker.id]
+            process.rank = ranks[worker.id]
+            process.joined, process.seat = worker.joined, worker.seat
         self.failed, self.left, self.finished = [], [], []
 
     def fail(self, process: Process, code: int) -> Failure:
@@ -122,7 +123,7 @@ class Roster:
         """The living, as the policy sees them."""
         found = [*self.members(), *self.newcomers()]
         return [
-            policy.Worker(p.number, p.host, p.joined, p.number in self.placed, p.ready_at)
+            policy.Worker(p.number, p.host, p.joined, p.seat, p.number in self.placed, p.ready_at)
             for p in found
         ]
 

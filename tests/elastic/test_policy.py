@@ -1,0 +1,279 @@
+"""The policy of elastic jobs, without processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from horovod.runner.elastic.blacklist import Blacklist
+from horovod.runner.elastic.policy import Limits, Plan, View, Worker, arrange, make_plan
+
+LIMITS = Limits(num_proc=2, min_np=2, max_np=4)
+
+
+def member(number: int, host: str = "a", joined: int = 1) -> Worker:
+    return Worker(number, host, joined, seat=number, placed=True)
+
+
+def new(number: int, host: str = "a", ready_at: float | None = None) -> Worker:
+    return Worker(number, host, ready_at=ready_at)
+
+
+def running(*workers: Worker, **details: object) -> View:
+    """A job that trains."""
+    view = View(now=100.0, number=1, formed=True, hosts={"a": 4}, workers=workers)
+    return dataclasses.replace(view, **details)  # type: ignore[arg-type]
+
+
+# -- beginning -----------------------------------------------------------------------------------
+
+
+def test_nothing_starts_without_enough_slots():
+    assert make_plan(View(now=0.0, hosts={"a": 1}), LIMITS) == Plan()
+
+
+def test_all_slots_are_used_up_to_the_maximum():
+    plan = make_plan(View(now=0.0, hosts={"a": 3, "b": 3}), LIMITS)
+    assert plan.start == ("a", "a", "a", "b")
+
+
+def test_the_first_decision_waits_for_all_that_start():
+    workers = [new(0, ready_at=1.0), new(1, ready_at=2.0), new(2)]
+    view = View(now=3.0, hosts={"a": 3}, workers=workers)
+    assert make_plan(view, LIMITS).proposal is None
+    proposal = make_plan(dataclasses.replace(view, now=31.5), LIMITS).proposal
+    assert proposal is not None, "but not for ever"
+    assert (proposal.kind, proposal.added) == ("start", (0, 1))
+
+
+def test_places_follow_the_order_of_hosts_not_of_starting():
+    workers = [new(0, "b", 1.0), new(1, "b", 1.0), new(2, "a", 1.0)]
+    proposal = make_plan(View(now=2.0, hosts={"a": 1, "b": 2}, workers=workers), LIMITS).proposal
+    assert proposal is not None
+    places = arrange(proposal.members)
+    assert [places[worker].rank for worker in (2, 0, 1)] == [0, 1, 2]
+
+
+def test_replacements_wait_until_it_is_clear_whether_all_fail():
+    view = View(now=3.0, hosts={"a": 3}, workers=[new(1)], troubled=True)
+    assert make_plan(view, LIMITS).start == ()
+    ready = dataclasses.replace(view, workers=[new(1, ready_at=2.0)])
+    assert make_plan(ready, LIMITS).start == ("a", "a")
+
+
+# -- losses --------------------------------------------------------------------------------------
+
+
+def test_a_loss_is_decided_at_once_and_the_replacement_comes_later():
+    view = running(member(0), member(2), failed=(1,), hosts={"a": 3})
+    plan = make_plan(view, LIMITS)
+    assert plan.proposal is not None
+    assert (plan.proposal.kind, plan.proposal.lost) == ("failure", (1,))
+    assert [worker.id for worker in plan.proposal.members] == [0, 2]
+    assert plan.start == ("a",)
+    waiting = running(member(0), member(2), new(3), number=2, hosts={"a": 3})
+    assert make_plan(waiting, LIMITS) == Plan()
+    joining = running(member(0), member(2), new(3, ready_at=99.9), number=2, hosts={"a": 3})
+    proposal = make_plan(joining, LIMITS).proposal
+    assert proposal is not None
+    assert (proposal.kind, proposal.added) == ("added", (3,))
+
+
+def test_survivors_below_the_minimum_are_told_but_nobody_joins_them_too_early():
+    limits = dataclasses.replace(LIMITS, min_np=3)
+    plan = make_plan(running(member(0), failed=(1, 2)), limits)
+    assert plan.proposal is not None
+    assert (len(plan.proposal.members), plan.proposal.min_np) == (1, 3)
+    waiting = running(member(0), new(3, ready_at=1.0), new(4), number=2)
+    assert make_plan(waiting, limits).proposal is None, "two are still too few"
+
+
+def test_when_all_are_lost_others_begin_anew_but_not_before_the_old_are_surely_gone():
+    view = running(new(2, ready_at=90.0), new(3, ready_at=90.0), failed=(0, 1), fenced_until=101.0)
+    assert make_plan(view, LIMITS).proposal is None
+    proposal = make_plan(dataclasses.replace(view, now=102.0), LIMITS).proposal
+    assert proposal is not None
+    assert (proposal.kind, proposal.lost, proposal.added) == ("start", (0, 1), (2, 3))
+
+
+def test_the_reset_limit():
+    limits = dataclasses.replace(LIMITS, reset_limit=0)
+    assert make_plan(running(member(0), member(1), failed=(2,)), limits).exhausted
+    grown = running(member(0), member(1), new(2, ready_at=1.0))
+    assert make_plan(grown, limits) == Plan(start=("a",)), "growing is only left out"
+
+
+def test_a_leaver_is_not_a_failure():
+    proposal = make_plan(running(member(0), member(1), left=(2,)), LIMITS).proposal
+    assert proposal is not None
+    assert (proposal.kind, proposal.lost) == ("removed", ())
+
+
+def test_who_has_finished_is_not_replaced_and_not_missed_until_asked_for():
+    view = running(member(0), member(1), finished=(2,), finishing=True)
+    assert make_plan(view, LIMITS) == Plan()
+    proposal = make_plan(dataclasses.replace(view, asked=True), LIMITS).proposal
+    assert proposal is not None
+    assert (proposal.kind, proposal.lost, proposal.min_np) == ("failure", (2,), 1)
+
+
+# -- hosts ---------------------------------------------------------------------------------------
+
+
+def test_a_host_that_is_gone_loses_its_workers_in_order():
+    view = running(member(0, "a"), member(1, "b"), member(2, "b"), hosts={"b": 2})
+    proposal = make_plan(view, LIMITS).proposal
+    assert proposal is not None
+    assert (proposal.kind, proposal.lost, proposal.removed) == ("removed", (), (0,))
+
+
+def test_a_blacklisted_host_is_left_only_if_enough_others_stay():
+    workers = [member(0, "a"), member(1, "b"), member(2, "b")]
+    view = running(*workers, hosts={"a": 1, "b": 2}, blacklisted=frozenset({"a"}))
+    proposal = make_plan(view, LIMITS).proposal
+    assert proposal is not None
+    assert proposal.removed == (0,)
+    alone = dataclasses.replace(view, blacklisted=frozenset({"b"}))
+    assert make_plan(alone, LIMITS) == Plan()
+
+
+def test_the_state_is_handed_over_before_its_last_holder_goes():
+    limits = Limits(num_proc=1, min_np=1)
+    view = running(member(0, "a"), new(1, "b", 99.0), hosts={"b": 1})
+    first = make_plan(view, limits).proposal
+    assert first is not None
+    assert [worker.id for worker in first.members] == [0, 1]
+    both = [member(0, "a"), member(1, "b", joined=2)]
+    meeting = running(*both, hosts={"b": 1}, number=2, formed=False)
+    assert make_plan(meeting, limits) == Plan()
+    then = make_plan(dataclasses.replace(meeting, formed=True), limits).proposal
+    assert then is not None
+    assert [worker.id for worker in then.members] == [1]
+
+
+# -- whatever happens ----------------------------------------------------------------------------
+
+HOSTS = ("a", "b", "c")
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[View, Limits]:
+    number = draw(st.integers(0, 5))
+    count = draw(st.integers(0, 8))
+    workers = []
+    for identity in range(count):
+        host = draw(st.sampled_from(HOSTS))
+        if number and draw(st.booleans()):
+            joined = draw(st.integers(1, number))
+            workers.append(Worker(identity, host, joined, identity, placed=True))
+        else:
+            ready = draw(st.none() | st.floats(90, 100))
+            workers.append(Worker(identity, host, ready_at=ready))
+    gone = st.lists(st.integers(20, 25), max_size=2, unique=True).map(tuple)
+    lost = draw(gone) if number else ()
+    min_np = draw(st.integers(1, 4))
+    limits = Limits(
+        num_proc=min_np,
+        min_np=min_np,
+        max_np=draw(st.none() | st.integers(min_np, 8)),
+        reset_limit=draw(st.none() | st.integers(0, 5)),
+    )
+    view = View(
+        now=100.0,
+        number=number,
+        formed=draw(st.booleans()),
+        hosts=draw(st.dictionaries(st.sampled_from(HOSTS), st.integers(1, 4))),
+        blacklisted=frozenset(draw(st.sets(st.sampled_from(HOSTS), max_size=1))),
+        workers=workers,
+        failed=lost,
+        troubled=draw(st.booleans()),
+        finishing=draw(st.booleans()),
+    )
+    return view, limits
+
+
+@settings(max_examples=300, deadline=None)
+@given(views())
+def test_rules_that_always_hold(case: tuple[View, Limits]):
+    view, limits = case
+    plan = make_plan(view, limits)
+    proposal = plan.proposal
+    alive = {worker.id: worker for worker in view.workers}
+    assert set(plan.stop) <= {w.id for w in view.workers if w.joined is None}
+    assert all(host in view.usable for host in plan.start)
+    if view.finishing:
+        assert not plan.start
+    placed = Counter(w.host for w in view.workers if w.id not in plan.stop)
+    for host, extra in Counter(plan.start).items():
+        stays = proposal.members if proposal else [w for w in view.workers if w.placed]
+        there = sum(w.host == host for w in stays)
+        assert there + extra <= max(view.hosts[host], placed[host])
+    if proposal is None:
+        return
+    assert proposal.members, "a decision without workers would lose the state"
+    assert {worker.id for worker in proposal.members} <= set(alive)
+    assert not set(proposal.lost) & {worker.id for worker in proposal.members}
+    ages = [worker.age for worker in proposal.members]
+    assert ages == sorted(ages), "the oldest comes first"
+    survivors = [w for w in view.workers if w.placed and w.id not in proposal.removed]
+    if survivors:
+        oldest = min(survivors, key=lambda w: w.age)
+        assert arrange(proposal.members)[oldest.id].rank == 0
+    if limits.max_np is not None and proposal.added:
+        assert len(proposal.members) <= max(limits.max_np, len(survivors))
+    if limits.reset_limit is not None and not view.finishing:
+        assert view.number <= limits.reset_limit
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(HOSTS), st.integers(1, 4)), min_size=1, max_size=12))
+def test_places_are_complete_and_hosts_are_together(people: list[tuple[str, int]]):
+    workers = [member(n, host, joined) for n, (host, joined) in enumerate(people)]
+    places = arrange(workers)
+    ordered = sorted(places.values(), key=lambda slot: slot.rank)
+    assert [slot.rank for slot in ordered] == list(range(len(workers)))
+    runs = [slot.hostname for i, slot in enumerate(ordered) if not slot.local_rank]
+    assert len(runs) == len(set(runs)), "the ranks of a host are neighbours"
+    for slot in ordered:
+        local = [other for other in ordered if other.hostname == slot.hostname]
+        assert slot.local_size == len(local)
+        across = [other for other in ordered if other.local_rank == slot.local_rank]
+        assert slot.cross_size == len(across)
+        assert across[slot.cross_rank] == slot
+
+
+# -- the blacklist -------------------------------------------------------------------------------
+
+
+def test_a_host_is_blacklisted_after_so_many_failures_for_good():
+    record = Blacklist(max_failures=2)
+    assert not record.record_failure("a", 0.0)
+    assert not record.is_blacklisted("a", 0.0)
+    assert record.record_failure("a", 1.0)
+    assert record.is_blacklisted("a", 1e9)
+    assert record.is_for_good("a")
+    assert not record.is_blacklisted("b", 1.0)
+
+
+def test_the_cooldown_doubles_from_the_lower_to_the_upper_end():
+    record = Blacklist(1, (10, 35), dice=lambda: 0.0)
+    now = 0.0
+    for expected in (10, 20, 35, 35):
+        assert record.record_failure("a", now)
+        assert not record.record_failure("a", now + 1), "it counts once"
+        assert record.is_blacklisted("a", now + expected - 0.1)
+        assert not record.is_blacklisted("a", now + expected)
+        now += expected
+    assert not record.is_for_good("a")
+
+
+@given(st.floats(0, 1), st.integers(1, 8))
+def test_the_cooldown_stays_in_its_range(dice: float, times: int):
+    record = Blacklist(1, (2, 20), dice=lambda: dice)
+    for attempt in range(times):
+        record.record_failure("a", 1000.0 * attempt)
+        assert record.is_blacklisted("a", 1000.0 * attempt + 1.99)
+        assert not record.is_blacklisted("a", 1000.0 * attempt + 20.0)
