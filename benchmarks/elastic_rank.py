@@ -88,7 +88,13 @@ def run_horovod(journal: Journal) -> None:
 def run_torchrun(journal: Journal, folder: Path) -> None:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    # Under a number of its own for each restart: in torch 2.13 Gloo otherwise finds the addresses
+    # of the ranks before the restart, and gives up after 10 s of refused connections.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    store = dist.PrefixStore(attempt, dist.TCPStore(address, port, is_master=False))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     checkpoint, step = folder.with_suffix(".pt"), 0

@@ -203,6 +203,8 @@ class TorchStore(Bootstrap):
     def __init__(self, address: str, port: int, job: str, serve: bool, timeout: float) -> None:
         dist: Any = importlib.import_module("torch.distributed")
         self.where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+        if not serve:
+            _await_listener(address, port, timeout)
         # Multi-tenant: the user's own init_process_group("env://") may share the port with us.
         self._store: Any = dist.TCPStore(
             address,
@@ -227,6 +229,18 @@ class TorchStore(Bootstrap):
     def finish(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._store.delete_key(self._key)  # the key of the job need not lie there any longer
+
+
+def _await_listener(address: str, port: int, timeout: float) -> None:
+    """Wait until somebody listens there: torch's client would wait half a second and more between
+    two attempts. It also says best what is wrong if nobody ever does."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((address, port), max(deadline - time.monotonic(), 0.1)).close()
+            return
+        except OSError:
+            time.sleep(_PAUSE)
 
 
 class MpiBroadcast(Bootstrap):

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from horovod.runner.cores import usable_cores
-from horovod.runner.hosts import is_local
+from horovod.runner.hosts import Slot, is_local
 from horovod.runner.report import LaunchError
 from horovod.runner.static_job import JobRequest
-from horovod.runner.worker_env import interface_variables, threads_per_worker
+from horovod.runner.worker_env import interface_variables, slot_variables, threads_per_worker
 
 GLOO = "gloo"
 MPI = "mpi"
@@ -30,6 +30,9 @@ JSRUN = "jsrun"
 _KUBEFLOW_AGENT = "/etc/mpi/kubexec.sh"
 """What Kubeflow's first MPI operator has instead of ssh. It runs a command in another pod without
 passing stdin on, over which our agents get their orders; mpirun gets by without."""
+
+
+_PLACE = frozenset(slot_variables(Slot("", 0, 1, 0, 1, 0, 1)))
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,9 @@ def run_and_wait(plan: Plan) -> int:
 
 
 def _with_defaults(request: JobRequest) -> JobRequest:
-    env = {**request.env, **interface_variables(list(request.nics)), "PYTHONUNBUFFERED": "1"}
+    # The place of this process in another job would mislead the ranks of this one.
+    env = {name: value for name, value in request.env.items() if name not in _PLACE}
+    env |= {**interface_variables(list(request.nics)), "PYTHONUNBUFFERED": "1"}
     if not env.get("OMP_NUM_THREADS") and request.all_local:
         # How many cores another host has is not known here.
         env["OMP_NUM_THREADS"] = str(threads_per_worker(usable_cores(), len(request.slots)))

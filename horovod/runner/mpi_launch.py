@@ -27,7 +27,6 @@ _MANY_HOSTS = 64
 
 _NOT_EXPORTED = re.compile(
     r"(OMPI|PMIX|PRTE|PMI|HYDRA|HYDI|I_MPI|MV2|SLURM)_.*"  # of another launcher, or of mpirun's own
-    r"|HOROVOD_(LAUNCHER_TTY|RANK|SIZE|(LOCAL|CROSS)_(RANK|SIZE)|HOSTNAME)"
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

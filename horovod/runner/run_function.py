@@ -177,7 +177,11 @@ def _results(store: MemoryStore, count: int) -> list[Any]:
     for rank in range(count):
         content = take(store, result_name(rank))
         if content is None:
-            raise RemoteError(f"rank {rank} ended well but returned nothing", rank)
+            raise RemoteError(
+                f"rank {rank} ended well but returned nothing; in an elastic job the function must "
+                f"call init(), which gives it a rank",
+                rank,
+            )
         try:
             results.append(cloudpickle.loads(content))
         except Exception as error:

@@ -34,8 +34,7 @@ from horovod.runner.function_call import (
 
 def main() -> int:
     """The exit status: 1 where the function failed, which has been reported then."""
-    timeout = Config.from_env().start_timeout
-    store = launchers_offer(os.environ).connect(timeout)
+    store = launchers_offer(os.environ).connect(Config.from_env().start_timeout)
     extend_search_path(json.loads(store.get(SEARCH_PATH, 0.0)))
     call = read(store, CALL)
     if call is None:
@@ -56,8 +55,8 @@ def main() -> int:
     except Exception as error:
         _report(store, f"what the function returned cannot be pickled: {error}", None)
         return 1
-    place = rank(store, timeout)
-    if place is not None:  # else the job goes on without this worker
+    place = rank(store)
+    if place is not None:  # else it never called init, or the job goes on without it
         put(store, result_name(place), content)
     return 0
 
@@ -67,13 +66,12 @@ def extend_search_path(callers: list[str]) -> None:
     sys.path[:] = [*callers, *(place for place in sys.path if place not in callers)]
 
 
-def rank(store: Store, timeout: float) -> int | None:
+def rank(store: Store) -> int | None:
     """This worker's rank; in an elastic job the one by the newest decision, if it has any."""
     if not is_elastic():
         return detect().claim()[0]
-    try:
-        latest = store.get(LATEST, timeout)  # which a quick function may well precede
-    except TimeoutError:
+    latest = store.try_get(LATEST)
+    if latest is None:
         return None
     decision = Decision.decode(store.get(decision_key(int(latest)), 0.0))
     slot = decision.slots.get(os.environ[WORKER_ID])
@@ -85,7 +83,7 @@ def _report(store: Store, problem: str, error: BaseException | None) -> None:
     sys.stderr.write(text)
     content = None if error is None else pickled(error)
     put_failure(
-        store, Failure(rank(store, 0.0), socket.gethostname(), os.getpid(), problem, text, content)
+        store, Failure(rank(store), socket.gethostname(), os.getpid(), problem, text, content)
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 import horovod
 from horovod.runner import controllers
 from horovod.runner.arguments import make_options
+from horovod.runner.mpi_launch import mpi_available
 from horovod.runner.run_function import RemoteError
 from tests.runner.jobs import ROOT, environment, run, run_python
 
@@ -65,18 +66,24 @@ def parameters(arguments: list[str]) -> dict[str, str]:
 @pytest.mark.parametrize("kind", VERSIONS)
 def test_every_mpi_gets_processes_hosts_and_names_of_variables(tmp_path: Path, kind: str):
     stub = install(tmp_path, "mpirun", VERSIONS[kind], status=7)
+    command = ["python", "train me.py", "$(touch pwned);'\"\n`touch pwned`"]
     env = {**stub, "API_TOKEN": SECRET, "BASH_FUNC_x%%": "() { :; }", "SSH_AUTH_SOCK": "/x"}
+    env |= {"RANK": "5", "WORLD_SIZE": "6", "ODD": "$(touch pwned)\n'\""}
     done = run(
         *("-np", "4", "-H", "alpha:2,beta:2", "--mpi", "--cycle-time-ms", "5"),
-        *("--network-interfaces", "eth7", "-p", "2222", "--", "python", "train me.py", "-x"),
+        *("--network-interfaces", "eth7", "-p", "2222", "--", *command),
         env=env,
+        cwd=tmp_path,
     )
     assert done.returncode == 7, done.stderr
     arguments, seen = recorded(tmp_path)
-    assert arguments[-3:] == ["python", "train me.py", "-x"]
+    assert arguments[-3:] == command
+    assert not (tmp_path / "pwned").exists()
     assert after(arguments, "-np") == ["4"]
     assert SECRET not in " ".join(arguments)
     assert seen["API_TOKEN"] == SECRET
+    assert seen["ODD"] == env["ODD"]
+    assert "RANK" not in seen, "that was the rank in another job"
     assert seen["HOROVOD_CYCLE_TIME"] == "5.0"
     if kind in ("Open MPI", "IBM Spectrum MPI"):
         assert after(arguments, "-H") == ["alpha:2,beta:2"]
@@ -161,7 +168,9 @@ def test_no_mpi_or_an_unknown_one(tmp_path: Path):
     if done.returncode == 127:  # unless the system has one
         assert "needs mpirun, which is not on PATH; install an MPI" in done.stderr
         assert "leave --mpi out" in done.stderr
+        assert not mpi_available({"PATH": "/usr/bin:/bin"})
     stub = install(tmp_path, "mpirun", "HAL 9000")
+    assert not mpi_available(stub)
     done = run("-np", "2", "--mpi", "true", env=stub)
     assert done.returncode == 1
     assert "is of no MPI that is known here" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from horovod.common.store import MemoryStore
 from horovod.runner import function_call
 from horovod.runner.run_function import RemoteError
 from tests.runner import stub_ssh
-from tests.runner.jobs import HANG, ROOT
+from tests.runner.jobs import HANG, ROOT, Job, environment
 
 
 def place(first: str, second: str = "") -> tuple[int, str, str]:
@@ -142,6 +143,36 @@ def test_a_process_that_dies_without_a_word():
     assert caught.value.rank in (0, 1)
 
 
+INTERRUPTED = """
+import os, signal, horovod
+def wait():
+    print("pid", os.getpid(), flush=True)
+    signal.pause()
+try:
+    horovod.run(wait, num_proc=2)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def test_ctrl_c_ends_the_workers_and_is_a_keyboard_interrupt():
+    program = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    job = Job(program)
+    try:
+        pids = job.wait_for_pids(2)
+        program.send_signal(signal.SIGINT)
+        assert all(job.gone(pid) for pid in pids)
+        status, output, _ = job.finish()
+        assert (status, output) == (0, "interrupted\n")
+    finally:
+        job.close()
+
+
 def test_hosts_through_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name, value in stub_ssh.install(tmp_path).items():
         monkeypatch.setenv(name, value)
@@ -217,8 +248,8 @@ def test_the_signature_is_the_known_one():
     assert names == (
         "func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range "
         "hosts hostfile host_discovery_script start_timeout ssh_port ssh_identity_file "
-        "disable_cache output_filename verbose use_gloo use_mpi mpi_args network_interface network_interfaces "
-        "executable np min_np max_np"
+        "disable_cache output_filename verbose use_gloo use_mpi mpi_args network_interface "
+        "network_interfaces executable np min_np max_np"
     )
 
 
@@ -274,3 +305,5 @@ def test_an_elastic_job_returns_what_its_ranks_returned_in_the_end(tmp_path: Pat
 def test_a_function_that_always_fails_ends_an_elastic_job_with_its_exception():
     with pytest.raises(ZeroDivisionError):
         horovod.run(lambda: 1 / 0, num_proc=2, min_num_proc=1)
+    with pytest.raises(RemoteError, match=r"the function must call init\(\)"):
+        horovod.run(os.getpid, num_proc=1, min_num_proc=1)
