@@ -8,7 +8,6 @@ all ranks use the same setting in the same step.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from statistics import median
 from typing import Generic, TypeVar
 
 Setting = TypeVar("Setting", bound=Hashable)
@@ -88,3 +87,10 @@ class Tuner(Generic[Setting]):
         self.seconds = median(olds)
         if median(gains) > _CLEAR_GAIN and sum(gain > 1 for gain in gains) >= _CLEAR_WINS:
             self.best, self.seconds = best, median(news)
+
+
+def median(values: Sequence[float]) -> float:
+    """That of the standard library takes longer to import than all of this package."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -122,7 +122,7 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
         type=values.whole(1),
         metavar="N",
         help="Number of processes; for an elastic job, those needed before it starts. Required, "
-        "except inside LSF, where it is what LSF granted.",
+        "except with --min-np, and inside LSF, where it is what LSF granted.",
     )
     group.add_argument(
         "--config-file",
@@ -299,7 +299,8 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
         "--status-file",
         type=values.new_file,
         metavar="FILE",
-        help="Keep the job's state (hosts, ranks, failures) in this JSON file (default: none).",
+        help="Append what happens (hosts, workers, decisions, failures) to this file, one JSON "
+        "object a line (default: none).",
     )
 
 

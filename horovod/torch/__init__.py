@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import typing
+
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import (
     ProcessSet,
@@ -9,8 +12,6 @@ from horovod.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
-from horovod.torch import elastic as elastic
-from horovod.torch import hooks as hooks
 from horovod.torch.compression import Compression
 from horovod.torch.functions import (
     allgather_object,
@@ -145,3 +146,14 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+if typing.TYPE_CHECKING:
+    from horovod.torch import elastic as elastic
+    from horovod.torch import hooks as hooks
+
+
+def __getattr__(name: str) -> typing.Any:
+    """``hvd.elastic`` and ``hvd.hooks``, imported when a script first asks for them."""
+    if name in ("elastic", "hooks"):
+        return importlib.import_module(f"horovod.torch.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

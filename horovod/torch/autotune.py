@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from horovod.common.logging import get_logger
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Max
 from horovod.common.topology import Topology
-from horovod.engine.autotune import Tuner
+from horovod.engine.autotune import Tuner, median
 from horovod.engine.autotune_log import AutotuneLog
 from horovod.engine.channel import Channel
 from horovod.engine.runtime import runtime

@@ -12,13 +12,11 @@ import torch
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp
 from horovod.engine.runtime import runtime
-from horovod.torch.adasum_optimizer import AdasumOptimizer
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.gradients import Named
 from horovod.torch.hooks.base import CommunicationHook
 from horovod.torch.optimizer_checks import check_arguments
 from horovod.torch.reducing_optimizer import ReducingOptimizer, new_optimizer
-from horovod.torch.sharded_optimizer import ShardedOptimizer
 
 
 def DistributedOptimizer(
@@ -80,7 +78,11 @@ def DistributedOptimizer(
 def _mixin(arguments: dict[str, Any]) -> type[ReducingOptimizer]:
     """The class that has what these arguments ask for."""
     if arguments["op"] == Adasum and runtime.topology.size > 1:
+        from horovod.torch.adasum_optimizer import AdasumOptimizer  # few need it
+
         return AdasumOptimizer
     if arguments["shard_state"]:
+        from horovod.torch.sharded_optimizer import ShardedOptimizer
+
         return ShardedOptimizer
     return ReducingOptimizer

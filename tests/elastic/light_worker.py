@@ -117,7 +117,7 @@ class Job:
         assert member is not None
         member.leave()
 
-    def can_recover(self) -> bool:
+    def can_recover(self, error: HorovodInternalError) -> bool:
         assert member is not None
         return member.can_recover()
 

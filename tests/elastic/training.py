@@ -104,4 +104,5 @@ def train(plan: Plan, each_step: Callable[[Any], None] | None = None) -> dict[st
         "weights": weights(model),
         "steps": state.step,
         "rank": hvd.rank() if hvd.is_initialized() else None,
+        "size": hvd.size() if hvd.is_initialized() else None,
     }

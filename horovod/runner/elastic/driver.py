@@ -35,7 +35,7 @@ _TICK = 0.5
 _ABSENCE_SECONDS = 5.0
 """For how long workers whose world broke wait for one another before the driver calls them all."""
 
-_FENCE_SECONDS = 40.0
+_FENCE_SECONDS = 60.0
 """Within which workers on a host that was lost end themselves: they cannot reach us either."""
 
 _KEPT_WORLDS = 3
@@ -454,6 +454,9 @@ class Driver:
     def _give_up(self, processes: Sequence[Process], why: str) -> None:
         for process in processes:
             self._dismiss(process, 0.0)
+            agent = self._agents.agent(process.host)
+            if agent is None or agent.ssh is not None:
+                self._fenced_until = now() + _FENCE_SECONDS
             failure = self._roster.fail(process, -signal.SIGKILL)
             self._endings.failed(failure, after_done=False)
             self._report_failure(process, why)

@@ -25,11 +25,16 @@ sparse do not go through a hook. `traffic` of a hook tells what it sends for a p
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
-from horovod.torch.hooks.casting import BF16, FP16
-from horovod.torch.hooks.eightbit import EightBit
-from horovod.torch.hooks.powersgd import PowerSGD
-from horovod.torch.hooks.topk import TopK
+
+if TYPE_CHECKING:
+    from horovod.torch.hooks.casting import BF16, FP16
+    from horovod.torch.hooks.eightbit import EightBit
+    from horovod.torch.hooks.powersgd import PowerSGD
+    from horovod.torch.hooks.topk import TopK
 
 __all__ = [
     "BF16",
@@ -40,3 +45,18 @@ __all__ = [
     "PowerSGD",
     "TopK",
 ]
+
+_MODULES = {
+    "BF16": "casting",
+    "EightBit": "eightbit",
+    "FP16": "casting",
+    "PowerSGD": "powersgd",
+    "TopK": "topk",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The hook's module is imported when somebody asks for the hook: few need one."""
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
