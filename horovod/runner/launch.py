@@ -55,6 +55,10 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         if options.dry_run:
             from horovod.runner.dry_run import describe_plan
 
+            if options.host_discovery_script:
+                raise LaunchError(
+                    "--dry-run does not run a discovery script; name hosts with -H", 2
+                )
             request = make_request(options, options.command, os.environ)
             print(describe_plan(request))
             return 0
@@ -167,6 +171,9 @@ def _run_elsewhere(controller: str, options: argparse.Namespace, console: Consol
     if options.dry_run:
         print(controllers.describe(plan))
         return 0
+    if not (options.use_mpi or options.use_jsrun):
+        program = os.path.basename(plan.command[0])
+        console.say(f"{program} starts the processes here; --gloo lets horovodrun do it itself")
     if options.verbose:
         console.say(f"running {plan.command!r}")
     controllers.replace_us(plan)

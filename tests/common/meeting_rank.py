@@ -37,7 +37,8 @@ def main() -> None:
         "torch": "torch" in sys.modules,
         "mpi": "mpi4py.MPI" in sys.modules,
     }
-    print("REPORT" + json.dumps(report), flush=True)
+    # In one piece: all ranks write to one pipe, and print may send the end of the line later.
+    os.write(1, f"REPORT{json.dumps(report)}\n".encode())
 
 
 if __name__ == "__main__":

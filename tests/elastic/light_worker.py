@@ -5,9 +5,10 @@ adds 1 to the state's value, so that afterwards the value must equal the number 
 happened in between. The argument is a JSON object:
 
 - steps, commit_every: how long to train. pace: seconds for each step.
-- faults: {"w1": ["step", 5, "SIGKILL"]}: in that phase (init, meet, sync, step, commit), when the
-  worker has been there so many times, it gets that signal, or it raises ("raise"), ends ("exit 0"),
-  or is slow for two seconds ("slow"). host_faults: the same for all workers of a host.
+- faults: {"w1": ["step", 5, "SIGKILL"]}: in that phase (init, meet, sync, step, commit, last: at
+  the end of training, end: after it), when the worker has been there so many times, it gets that
+  signal, or it raises ("raise"), ends ("exit 0"), or is slow for two seconds ("slow").
+  host_faults: the same for all workers of a host.
 - size: also go on until there are so many ranks. silence: seconds after which a peer counts as
   lost.
 """
@@ -162,10 +163,12 @@ def train(state: ObjectState) -> None:
         if state.step % PLAN.get("commit_every", 2) == 0:
             pass_through("commit")
             state.commit()
+    pass_through("last")
 
 
 pass_through("init")
 init()
 state = ObjectState(broadcast, lambda: world().topology.rank, step=0, value=0)
 run_fn(train, reset, Job)(state)
+pass_through("end")
 say(f"end {state.step} {state.value:g}")

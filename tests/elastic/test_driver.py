@@ -20,8 +20,16 @@ def test_without_faults(tmp_path: Path):
         assert job.errors == "horovodrun: 3 workers: the job begins\n"
 
 
-@pytest.mark.parametrize("phase", ["init", "meet", "sync", "step", "commit"])
-@pytest.mark.parametrize("how", ["SIGKILL", "raise"])
+@pytest.mark.parametrize(
+    ("phase", "how"),
+    [
+        ("init", "raise"),
+        ("meet", "SIGKILL"),
+        ("sync", "raise"),
+        ("step", "SIGKILL"),
+        ("commit", "SIGKILL"),
+    ],
+)
 def test_one_is_lost_and_replaced(tmp_path: Path, phase: str, how: str):
     plan = {"steps": 30, "size": 3, "faults": {"w1": [phase, 1, how]}}
     with Launched(tmp_path, LOCAL, plan) as job:
@@ -92,6 +100,15 @@ def test_who_ends_early_has_finished_and_the_others_go_on(tmp_path: Path):
     with Launched(tmp_path, LOCAL, plan) as job:
         job.check_success(size=2)
         assert set(job.ends()) == {"w0", "w2"}
+
+
+def test_one_dies_while_another_has_finished(tmp_path: Path):
+    """Who is done takes no part in the new world, so nobody may wait for it."""
+    faults = {"w0": ["end", 1, "slow"], "w1": ["end", 1, "SIGKILL"], "w2": ["last", 1, "slow"]}
+    with Launched(tmp_path, LOCAL, {"steps": 10, "silence": 2, "faults": faults}) as job:
+        assert job.wait() == 137, str(job)  # w1 was done with training, but not with its work
+        assert set(job.ends()) == {"w0", "w2"}
+        assert job.events("started")[-1]["worker"] == "w2", "it is not replaced"
 
 
 def test_sigterm_is_a_leave(tmp_path: Path):

@@ -256,6 +256,7 @@ def test_an_mpi_job_of_kubeflow(tmp_path: Path):
     }
     done = run("-np", "4", "--hostfile", str(hostfile), "train", env={**stub, **operator})
     assert done.returncode == 0, done.stderr
+    assert "mpirun starts the processes here" in done.stderr
     arguments, env = recorded(tmp_path)
     assert after(arguments, "-H") == ["train-worker-0:2,train-worker-1:2"]
     assert env["OMPI_MCA_plm_rsh_agent"] == "/etc/mpi/kubexec.sh"

@@ -44,18 +44,32 @@ def refused(server: StoreServer, number: int) -> None:
                 pass
 
 
-def test_refusals_are_counted_and_told_without_flooding_the_log(
-    server: StoreServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(get_logger(), "propagate", True)
-    with caplog.at_level(logging.DEBUG, logger="horovod"):
+class Collector(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def test_refusals_are_counted_and_told_without_flooding_the_log(server: StoreServer):
+    logger, collector = get_logger(), Collector()
+    level = logger.level
+    logger.addHandler(collector)
+    logger.setLevel(logging.DEBUG)
+    try:
         refused(server, 120)
+        server.close()
+    finally:
+        logger.removeHandler(collector)
+        logger.setLevel(level)
     assert server.rejected == 120
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    warnings = [r.getMessage() for r in collector.records if r.levelno == logging.WARNING]
     assert [text.rpartition("(")[2] for text in warnings] == [f"{n} so far)" for n in (1, 10, 100)]
     assert f"{server.address}:{server.port} refused a connection from 127.0.0.1:" in warnings[0]
     assert "does not speak Horovod's protocol" in warnings[0]
-    drops = [r for r in caplog.records if r.getMessage().startswith("store: dropped")]
+    drops = [r for r in collector.records if r.getMessage().startswith("store: dropped")]
     assert len(drops) == 120
 
 

@@ -159,12 +159,14 @@ class HostManager:
     ) -> None:
         self.discovery = discovery
         self.blacklisting = Blacklist(max_failures, cooldown_range)
-        self._slots: dict[str, int] = {}
+        self._slots: dict[str, int] = {}  # as discovered
+        self._given_back: dict[str, int] = {}
         self._excluded: frozenset[str] = frozenset()
 
     @property
     def current_hosts(self) -> DiscoveredHosts:
-        return DiscoveredHosts(dict(self._slots), tuple(self._slots), self._blacklisted())
+        slots = {h: max(0, n - self._given_back.get(h, 0)) for h, n in self._slots.items()}
+        return DiscoveredHosts(slots, tuple(slots), self._blacklisted())
 
     def update_available_hosts(self) -> int:
         """Ask for the hosts and take the answer; what changed, as in `HostUpdateResult`."""
@@ -181,10 +183,17 @@ class HostManager:
             back = host in self._excluded and host not in excluded
             if slots > self._slots.get(host, 0) or back:
                 changed |= HostUpdateResult.added
+        for host in {*self._slots, *found}:
+            if found.get(host) != self._slots.get(host):
+                self._given_back.pop(host, None)
         self._excluded = excluded
         known = {host: found[host] for host in self._slots if host in found}
         self._slots = {**known, **{host: n for host, n in found.items() if host not in known}}
         return changed
+
+    def give_back(self, host: str) -> None:
+        """A worker left its slot for good; until that host is offered differently."""
+        self._given_back[host] = self._given_back.get(host, 0) + 1
 
     def blacklist(self, host: str) -> None:
         """Do not use this host, for now or for good."""

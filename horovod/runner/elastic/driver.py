@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from horovod.common.decisions import LATEST, Decision, decision_key
+from horovod.common.decisions import Decision
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.agents import Agents, WorkerRequest
+from horovod.runner.elastic.announcing import Announcer
 from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.endings import Ending, Endings
+from horovod.runner.elastic.mailbox import Mailbox
 from horovod.runner.elastic.polling import HostPoller
-from horovod.runner.elastic.roster import Failure, Process, Roster, name_of, names, now
+from horovod.runner.elastic.roster import Failure, Process, Roster, name_of, now, number_of
 from horovod.runner.elastic.status import Status, count, listing
 from horovod.runner.host_agent import HostAgent
 from horovod.runner.meeting import MeetingPlace
-from horovod.runner.outputs import Outputs
 from horovod.runner.processes import signal_groups
 from horovod.runner.report import Outcome, exit_status
 from horovod.runner.supervise import FAILURE_GRACE, Supervisor
@@ -38,10 +38,19 @@ _ABSENCE_SECONDS = 5.0
 _FENCE_SECONDS = 60.0
 """Within which workers on a host that was lost end themselves: they cannot reach us either."""
 
-_KEPT_WORLDS = 3
 _WORDS_OF_WORKERS = tuple(
     f"elastic/{word}/" for word in ("ready", "heard", "seen", "formed", "done", "leaving")
 )
+
+
+class WorkerOutputs(Protocol):
+    """Where workers' output goes."""
+
+    def open(self, process: Process) -> None:
+        """Expect output of a worker."""
+
+    def rename(self, worker: int, rank: int) -> None:
+        """The worker is that rank now."""
 
 
 class Driver:
@@ -54,10 +63,8 @@ class Driver:
         manager: HostManager,
         place: MeetingPlace,
         supervisor: Supervisor,
-        outputs: Outputs,
+        outputs: WorkerOutputs,
         status: Status,
-        answer_timeout: float,
-        open_output: Callable[[Process], None],
     ) -> None:
         self._limits = limits
         self._manager = manager
@@ -65,36 +72,33 @@ class Driver:
         self._supervisor = supervisor
         self._outputs = outputs
         self._status = status
-        self._answer_timeout = answer_timeout
-        self._open_output = open_output
+        self._verbose = request.verbose
         self._agents = Agents(request, place, supervisor)
         self._roster = Roster()
         self._endings = Endings(limits, self._roster, manager)
-        self._number = 0
-        self._formed = False
+        self._announcer = Announcer(place.store)
         self._asked = False
         self._finishing = False
         self._fenced_until = 0.0
-        self._returned: dict[str, int] = {}  # slots that leaving workers gave back
         self._causes: list[str] = []  # of the next decision, for people
-        self._messages: deque[tuple[str, Any]] = deque()
-        self._wakeup, self._waker = os.pipe()
-        for fd in (self._wakeup, self._waker):
-            os.set_blocking(fd, False)
+        self._mailbox = Mailbox()
         self._last_problem = ""
 
     def run(self) -> Outcome:
         """From discovery to the end."""
-        self._supervisor.watch(self._wakeup, self._take_messages)
+        self._supervisor.watch(self._mailbox.descriptor, self._take_messages)
         self._place.store.watch(self._on_key)
         self._supervisor.held = True
         self._tick()
-        poller = HostPoller(self._manager.discovery, lambda answer: self._post("hosts", answer))
+        poller = HostPoller(
+            self._manager.discovery, lambda answer: self._mailbox.post("hosts", answer)
+        )
         try:
             self._supervisor.run(self)
         finally:
             poller.close()
-            self._supervisor.unwatch(self._wakeup)
+            self._supervisor.unwatch(self._mailbox.descriptor)
+            self._mailbox.close()
         outcome = self._endings.outcome
         outcome.interrupted = next(iter(self._supervisor.signals), None)
         outcome.output_lost = self._supervisor.console.broken
@@ -110,29 +114,15 @@ class Driver:
 
     def _on_key(self, key: str) -> None:
         if key.startswith(_WORDS_OF_WORKERS):
-            self._post("key", key)
-
-    def _post(self, kind: str, content: Any) -> None:
-        self._messages.append((kind, content))
-        try:
-            os.write(self._waker, b"\0")
-        except BlockingIOError:
-            pass  # it will wake up anyway
-        except OSError:
-            return  # the job has ended
+            self._mailbox.post("key", key)
 
     def _take_messages(self) -> None:
-        try:
-            os.read(self._wakeup, 1 << 12)
-        except BlockingIOError:
-            pass
         if self._take_all():
             self._settle()
 
     def _take_all(self) -> bool:
         changed = False
-        while self._messages:
-            kind, content = self._messages.popleft()
+        for kind, content in self._mailbox.take_all():
             changed |= self._take_hosts(content) if kind == "hosts" else self._take_key(content)
         return changed
 
@@ -151,21 +141,18 @@ class Driver:
             return False
         self._endings.discovered = True
         self._last_problem = ""
-        for host, slots in answer.items():
-            if before.get_slots(host) != slots:
-                self._returned.pop(host, None)
         for host in before.host_slots:
-            if host not in answer:
-                self._returned.pop(host, None)
-                if self._roster.on(host):
-                    self._causes.append(f"{host} is not available any more")
+            if host not in answer and self._roster.on(host):
+                self._causes.append(f"{host} is not available any more")
         self._status.note("hosts", hosts=answer)
         return True
 
     def _take_key(self, key: str) -> bool:
         what, *rest = key.split("/")[1:]
         if what == "formed":
-            self._take_formed(int(rest[0]))
+            self._status.note("formed", decision=int(rest[0]))
+            if self._announcer.take_formed(int(rest[0])):
+                self._endings.formed()
             return True
         process = self._roster.get(rest[-1])
         if process is None:
@@ -179,28 +166,20 @@ class Driver:
             attempt = int(self._place.store.try_get(key) or 0)
             process.entered = max(process.entered, (int(rest[0]), attempt))
             self._mind_absence(*process.entered)
-        elif what == "done":
+        elif what == "done" and not process.done:
             process.done = True
-            self._finish()
+            self._finish(process)
         elif what == "leaving" and not process.leaving:
             process.leaving = True
             if process.number in self._roster.placed:
                 self._roster.left.append(process.number)
-            self._returned[process.host] = self._returned.get(process.host, 0) + 1
+            self._manager.give_back(process.host)
             self._causes.append(f"{process} leaves, as it was told to")
         return what not in ("heard", "seen")
 
-    def _take_formed(self, number: int) -> None:
-        self._status.note("formed", decision=number)
-        if number == self._number:
-            self._formed = True
-            self._endings.formed()
-            for key in self._place.store.keys(f"world/{number - _KEPT_WORLDS}/"):
-                self._place.store.delete(key)
-
     def _mind_absence(self, number: int, attempt: int) -> None:
         """Workers want to meet again though nobody died: see to it that all come."""
-        if number != self._number or attempt == 0:
+        if number != self._announcer.number or attempt == 0:
             return
         if self._roster.finished:
             self._ask(number, attempt)
@@ -209,7 +188,7 @@ class Driver:
 
     def _ask(self, number: int, attempt: int) -> None:
         absent = self._roster.absent(number, attempt)
-        if number != self._number or not (absent or self._roster.finished):
+        if number != self._announcer.number or not (absent or self._roster.finished):
             return
         if absent:
             who = listing([str(process) for process in absent])
@@ -236,6 +215,8 @@ class Driver:
         process = self._roster.alive.get(worker)
         if process is not None:
             process.pid = pid
+            if self._verbose:
+                self._supervisor.console.say(f"{process.name} runs on {agent.name}, pid {pid}")
             self._status.note("started", worker=process.name, host=agent.name, pid=pid)
 
     def failed(self, agent: HostAgent, worker: int, number: int, what: str) -> None:
@@ -264,10 +245,9 @@ class Driver:
             del roster.alive[process.number]
         elif code == 0:
             del roster.alive[process.number]
-            if had_place:
-                roster.finished.append(process.number)
             self._endings.finished()
-            self._finish()
+            if not process.done:
+                self._finish(process)
         elif self._supervisor.stopping or self._supervisor.signals:
             del roster.alive[process.number]
         else:
@@ -346,13 +326,12 @@ class Driver:
 
     def _view(self) -> policy.View:
         hosts = self._manager.current_hosts
-        offered = {h: max(0, n - self._returned.get(h, 0)) for h, n in hosts.host_slots.items()}
-        resting = frozenset(host for host in offered if not self._agents.is_ready(host))
+        resting = frozenset(h for h in hosts.host_slots if not self._agents.is_ready(h))
         return policy.View(
             now=now(),
-            number=self._number,
-            formed=self._formed,
-            hosts=offered,
+            number=self._announcer.number,
+            formed=self._announcer.formed,
+            hosts=hosts.host_slots,
             blacklisted=hosts.blacklisted,
             resting=resting,
             connecting=any(map(self._agents.is_connecting, resting)),
@@ -380,10 +359,10 @@ class Driver:
 
     def _start(self, host: str) -> None:
         process = self._roster.new(host)
-        self._open_output(process)
+        self._outputs.open(process)
         slots = self._manager.current_hosts.get_slots(host)
         self._agents.start(host, process.number, process.index, max(slots, process.index + 1))
-        if self._number:
+        if self._announcer.number:
             self._status.tell(f"starting {process.name} on {host}", "starting", worker=process.name)
 
     def _dismiss(self, process: Process, grace: float) -> None:
@@ -392,61 +371,52 @@ class Driver:
         if agent is not None:
             agent.stop(grace, [process.number])
 
-    def _finish(self) -> None:
+    def _finish(self, process: Process) -> None:
         """Somebody has finished: nobody new is needed."""
+        if process.number in self._roster.placed:
+            self._roster.finished.append(process.number)
+        # Where the others are about to meet, or wait for more, they must not count on it.
+        self._asked |= not self._announcer.formed
         if not self._finishing:
             self._finishing = True
-            for process in self._roster.newcomers():
-                self._dismiss(process, FAILURE_GRACE)
+            for newcomer in self._roster.newcomers():
+                self._dismiss(newcomer, FAILURE_GRACE)
 
     # -- decisions -------------------------------------------------------------------------
 
     def _decide(self, proposal: policy.Proposal) -> None:
-        self._number += 1
-        number = self._number
-        slots = policy.arrange(proposal.members)
-        if proposal.added and number > 1:
-            joining = [f"{name_of(w)} on {slots[w].hostname}" for w in proposal.added]
-            self._causes.append(f"{listing(joining)} {'joins' if len(joining) == 1 else 'join'}")
-        reason = "; ".join(self._causes) or "the job begins"
-        decision = Decision(
-            number,
-            {name_of(worker): slot for worker, slot in slots.items()},
-            reason,
-            proposal.kind,
-            names(proposal.lost),
-            proposal.min_np,
-        )
-        self._causes, self._asked, self._formed = [], False, False
-        self._roster.place(proposal.members, {w: slot.rank for w, slot in slots.items()})
-        self._publish(decision)
-        for worker, slot in slots.items():
-            self._outputs.rename(worker, slot.rank)
-        self._supervisor.call_later(self._answer_timeout, lambda: self._check_heard(number))
-        self._supervisor.call_later(
-            self._limits.elastic_timeout, lambda: self._check_entered(decision)
-        )
+        decision = self._announcer.announce(proposal, self._causes)
+        self._causes, self._asked = [], False
+        slots = decision.slots
+        ranks = {number_of(name): slot.rank for name, slot in slots.items()}
+        self._roster.place(proposal.members, ranks)
+        for worker, rank in ranks.items():
+            self._outputs.rename(worker, rank)
+        later = self._supervisor.call_later
+        later(self._limits.answer_timeout, lambda: self._check_heard(decision.number))
+        later(self._limits.elastic_timeout, lambda: self._check_entered(decision))
         size = count(len(slots), "worker")
         if len(slots) < proposal.min_np:
             size += f", too few to go on (at least {proposal.min_np})"
         self._status.tell(
-            f"{size}: {reason}",
+            f"{size}: {decision.reason}",
             "decision",
-            number=number,
-            kind=proposal.kind,
-            workers={name: [slot.hostname, slot.rank] for name, slot in decision.slots.items()},
+            number=decision.number,
+            kind=decision.kind,
+            workers={name: [slot.hostname, slot.rank] for name, slot in slots.items()},
             lost=decision.lost,
         )
 
     def _check_heard(self, number: int) -> None:
         """Processes that do not even notice a decision are stopped, swapping, or cut off."""
         late = self._roster.behind(number)
-        self._give_up(late, f"did not react within {self._answer_timeout:g} s")
+        self._give_up(late, f"did not react within {self._limits.answer_timeout:g} s")
 
     def _check_entered(self, decision: Decision) -> None:
         """After a failure everybody comes back to meet, unless the program hangs elsewhere."""
+        newest = decision.number == self._announcer.number
         paused = len(decision.slots) < decision.min_np
-        if decision.number == self._number and decision.kind in ("failure", "start") and not paused:
+        if newest and not paused and decision.kind in ("failure", "start"):
             late = self._roster.absent(decision.number, 0)
             seconds = self._limits.elastic_timeout
             self._give_up(late, f"did not come back to training within {seconds:g} s")
@@ -466,12 +436,6 @@ class Driver:
 
     def _end(self, ending: Ending) -> None:
         self._endings.settle(ending)
-        if self._number and (ending.problem or ending.failure):
-            # Nobody has a place any more, so that nobody waits for anybody while all end.
-            lost = names(self._roster.placed)
-            self._publish(Decision(self._number + 1, {}, "the job ends", "failure", lost))
+        if ending.problem or ending.failure:
+            self._announcer.announce_the_end(self._roster.placed)
         self._supervisor.stop(FAILURE_GRACE)
-
-    def _publish(self, decision: Decision) -> None:
-        self._place.store.set(decision_key(decision.number), decision.encode())
-        self._place.store.set(LATEST, str(decision.number).encode())

@@ -47,6 +47,7 @@ def run_elastic_job(
         reset_limit=options.reset_limit,
         elastic_timeout=config.elastic_timeout,
         start_timeout=config.start_timeout,
+        answer_timeout=config.elastic_answer_timeout,
     )
     request = WorkerRequest(
         command=command,
@@ -64,26 +65,16 @@ def run_elastic_job(
     with ExitStack() as stack:
         status = stack.enter_context(Status(console, options.status_file))
         outputs = Outputs(console, options.output_ranks)
-        copies = _Copies(options.output_filename, stack)
+        workers = _WorkerOutputs(outputs, options.output_filename, stack)
         place = MeetingPlace(new_key(), store)
         stack.callback(place.close)
         supervisor = Supervisor(console, outputs)
         stack.callback(supervisor.close)
-        driver = Driver(
-            request,
-            limits,
-            manager,
-            place,
-            supervisor,
-            outputs,
-            status,
-            config.elastic_answer_timeout,
-            lambda process: outputs.open(process.number, process.rank, copies.open(process)),
-        )
+        driver = Driver(request, limits, manager, place, supervisor, workers, status)
         outcome = driver.run()
     blamed = driver.last_failure
     if blamed is not None:
-        log = copies.path(blamed.worker, "stderr")
+        log = workers.path(blamed.worker, "stderr")
         outcome.account = describe_failure(outcome, outputs.tail(blamed.worker), log)
     return outcome
 
@@ -112,10 +103,11 @@ def make_discovery(options: argparse.Namespace) -> HostDiscovery:
     return FixedHosts(slots)
 
 
-class _Copies:
-    """DIR/worker.<n>/stdout and stderr for every worker ever started."""
+class _WorkerOutputs:
+    """The console and, where asked for, DIR/worker.<n>/stdout and stderr for every worker."""
 
-    def __init__(self, directory: str | None, stack: ExitStack) -> None:
+    def __init__(self, outputs: Outputs, directory: str | None, stack: ExitStack) -> None:
+        self._outputs = outputs
         self._directory = directory
         self._stack = stack
 
@@ -124,12 +116,15 @@ class _Copies:
             return None
         return os.path.join(self._directory, f"worker.{worker}", stream)
 
-    def open(self, process: Process) -> dict[str, BinaryIO]:
-        found: dict[str, BinaryIO] = {}
+    def open(self, process: Process) -> None:
+        copies: dict[str, BinaryIO] = {}
         for stream in STREAMS:
             path = self.path(process.number, stream)
             if path is not None:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 file = open(path, "wb", buffering=0)  # noqa: SIM115
-                found[stream] = self._stack.enter_context(file)
-        return found
+                copies[stream] = self._stack.enter_context(file)
+        self._outputs.open(process.number, process.rank, copies)
+
+    def rename(self, worker: int, rank: int) -> None:
+        self._outputs.rename(worker, rank)

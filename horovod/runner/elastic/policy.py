@@ -40,6 +40,7 @@ class Limits:
     reset_limit: int | None = None
     elastic_timeout: float = 600.0
     start_timeout: float = 30.0
+    answer_timeout: float = 30.0  # for processes to notice a decision
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,14 @@ class HostPoller:
             self._tell(answer)
             self._closing.wait(DISCOVER_HOSTS_FREQUENCY_SECS)
 
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Ask no more; also ends a script that is running."""
         self._closing.set()
         deadline = time.monotonic() + _CLOSE_SECONDS
-        while self._thread.is_alive() and time.monotonic() < deadline:
+        while self.running and time.monotonic() < deadline:
             self._discovery.close()  # again: an attempt may just have begun
             self._thread.join(0.1)

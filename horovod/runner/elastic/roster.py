@@ -87,15 +87,13 @@ class Roster:
 
     def members(self) -> list[Process]:
         """Alive, in the newest decision, and staying."""
-        return [
-            p
-            for p in self.alive.values()
-            if p.number in self.placed and not p.leaving and not p.dismissed
-        ]
+        staying = [p for p in self.alive.values() if p.number in self.placed]
+        return [p for p in staying if not (p.leaving or p.done or p.dismissed)]
 
     def newcomers(self) -> list[Process]:
         """Alive and without a place so far."""
-        return [p for p in self.alive.values() if p.joined is None and not p.dismissed]
+        new = [p for p in self.alive.values() if p.joined is None]
+        return [p for p in new if not (p.done or p.dismissed)]
 
     def on(self, host: str) -> list[Process]:
         return [p for p in self.alive.values() if p.host == host]
@@ -134,7 +132,7 @@ class Roster:
 
     def absent(self, number: int, attempt: int) -> list[Process]:
         """Members who have not come to that world."""
-        return [p for p in self.members() if p.entered < (number, attempt) and not p.done]
+        return [p for p in self.members() if p.entered < (number, attempt)]
 
 
 def now() -> float:
