@@ -127,8 +127,6 @@ def main() -> int:
                     f"{fault} x{many}  members {len(job.victims())}",
                     flush=True,
                 )
-                if fault == "SIGTERM" and len(job.victims()) <= 2:
-                    pass
             stop.touch()
             try:
                 code = process.wait(600)

@@ -36,8 +36,8 @@ def load() -> TensorDataset:
 def main() -> None:
     asked: list[int] = []
     signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
-    hvd.init()
     data = load()
+    hvd.init()
     sampler = hvd.elastic.ElasticSampler(data)
     loader = DataLoader(data, 16, sampler=sampler)
     model = make_model()

@@ -37,12 +37,12 @@ def make_model() -> nn.Module:
     )
 
 
-def batches(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's data, again and again."""
+def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """One rank's data, again and again."""
     digits = load_digits()
     images = torch.tensor(digits.images / 16.0, dtype=torch.float32).unsqueeze(1)
     labels = torch.tensor(digits.target)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(seed)
     while True:
         chosen = torch.randint(len(labels), (BATCH,), generator=generator)
         yield images[chosen], labels[chosen]
@@ -67,11 +67,13 @@ class Journal:
 def run_horovod(journal: Journal) -> None:
     import horovod.torch as hvd
 
-    hvd.init()
+    # All that needs no rank comes before init: a new worker does it while the others train.
     model = make_model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    data = batches(os.getpid())
+    next(data)
+    hvd.init()
     optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
-    data = batches(hvd.rank())
 
     @hvd.elastic.run
     def train(state: hvd.elastic.TorchState) -> None:

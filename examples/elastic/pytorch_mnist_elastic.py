@@ -90,14 +90,16 @@ def accuracy(model: nn.Module, data: TensorDataset, device: torch.device) -> flo
 
 def main() -> int:
     args = parse_arguments()
-    hvd.init()
     torch.manual_seed(args.seed)
-    device = choose_device(args.no_cuda)
+    # Elastic: before init, what a new process may do while the others train.
     train_data, test_data = load_data()
+    model = make_model()
+    hvd.init()
+    device = choose_device(args.no_cuda)
+    model.to(device)
     # Elastic: divides what is left of an epoch among the processes that are there.
     sampler = hvd.elastic.ElasticSampler(train_data, seed=args.seed)
     loader = DataLoader(train_data, args.batch_size, sampler=sampler)
-    model = make_model().to(device)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=args.momentum),
         named_parameters=model.named_parameters(),

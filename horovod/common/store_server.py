@@ -80,6 +80,7 @@ class StoreServer:
         self._pid = os.getpid()
         self.store = MemoryStore() if store is None else store
         self.rejected = 0
+        self._next_warning = 1
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=1024)
         self._listener.setblocking(False)
@@ -350,7 +351,8 @@ class StoreServer:
         if not connection.open:
             return
         self.rejected += 1
-        if str(self.rejected).strip("0") == "1":  # a flood of them must not flood the log
+        if self.rejected >= self._next_warning:  # a flood of them must not flood the log
+            self._next_warning *= 10
             get_logger(__name__).warning(
                 "the job's store at %s:%d refused a connection from %s: %s (%d so far)",
                 self.address,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import importlib
 import json
 import os
 import threading
@@ -88,6 +89,8 @@ class Runtime:
             return
         if comm is not None and (not isinstance(comm, Iterable) or list(comm)):
             raise ValueError("an elastic job's driver chooses the ranks: call init() without comm")
+        # Optimizers load it when the first is made. Before we join, nobody waits for that.
+        importlib.import_module("torch._dynamo")
         member.on_break = self.abort
         patience = config.elastic_timeout + config.start_timeout
         member.form(lambda: self._start(None, config), patience)

@@ -6,6 +6,7 @@ import base64
 import os
 import pickle
 import random
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -125,7 +126,9 @@ def test_ten_thousand_random_frames(job: LiveJob):
             else:
                 sock.sendall(stranger(chance))
     job.train_on()
-    assert f"({FRAMES // 10} so far)" in job.errors()  # a warning now and then
+    warned = [int(count) for count in re.findall(r"\((\d+) so far\)", job.errors())]
+    assert max(warned) >= FRAMES // 10  # now and then,
+    assert len(warned) <= 6  # not for each
     told = "".join(job.output)
     assert told.count("store: dropped 127.0.0.1:") >= FRAMES
     for reason in ("speaks version", "limit is", "closed by the peer", "does not speak"):

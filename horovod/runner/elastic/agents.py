@@ -74,11 +74,24 @@ class Agents:
 
     # -- which hosts -----------------------------------------------------------------------
 
+    def first(self, slots: Mapping[str, int], most: int | None) -> list[str]:
+        """As many of these hosts as `most` workers need; hosts that rest are beside them."""
+        found, room = [], 0
+        for name, count in slots.items():
+            if most is not None and room >= most:
+                break
+            found.append(name)
+            room += 0 if self._rests_now(name) else count
+        return found
+
+    def _rests_now(self, name: str) -> bool:
+        return time.monotonic() < self._rests.get(name, 0.0)
+
     def want(self, names: Sequence[str]) -> dict[str, str]:
         """Have an agent on these hosts; those that cannot even be tried, with the reason."""
         problems = {}
         for name in names:
-            if name in self._hosts or time.monotonic() < self._rests.get(name, 0.0):
+            if name in self._hosts or self._rests_now(name):
                 continue
             local = is_local(name)
             if not local:

@@ -24,6 +24,10 @@ SCRIPT_SECONDS = 60.0
 """After which a discovery script that has not ended is killed."""
 
 
+GIVEN_BACK_SECONDS = 60.0
+"""For which a slot that a worker was told to leave is not used again."""
+
+
 class HostDiscovery(ABC):
     """Says which hosts are available."""
 
@@ -160,12 +164,16 @@ class HostManager:
         self.discovery = discovery
         self.blacklisting = Blacklist(max_failures, cooldown_range)
         self._slots: dict[str, int] = {}  # as discovered
-        self._given_back: dict[str, int] = {}
+        self._given_back: dict[str, list[float]] = {}  # for each slot, until when
         self._excluded: frozenset[str] = frozenset()
 
     @property
     def current_hosts(self) -> DiscoveredHosts:
-        slots = {h: max(0, n - self._given_back.get(h, 0)) for h, n in self._slots.items()}
+        now = time.monotonic()
+        slots = {
+            host: max(0, count - sum(until > now for until in self._given_back.get(host, ())))
+            for host, count in self._slots.items()
+        }
         return DiscoveredHosts(slots, tuple(slots), self._blacklisted())
 
     def update_available_hosts(self) -> int:
@@ -192,8 +200,12 @@ class HostManager:
         return changed
 
     def give_back(self, host: str) -> None:
-        """A worker left its slot for good; until that host is offered differently."""
-        self._given_back[host] = self._given_back.get(host, 0) + 1
+        """A worker was told to leave its slot: do not use it again at once.
+
+        Whoever told it to will probably take the host away. If it is still there after a while,
+        or is offered differently, its slots count again.
+        """
+        self._given_back.setdefault(host, []).append(time.monotonic() + GIVEN_BACK_SECONDS)
 
     def blacklist(self, host: str) -> None:
         """Do not use this host, for now or for good."""

@@ -179,11 +179,11 @@ class Driver:
 
     def _mind_absence(self, number: int, attempt: int) -> None:
         """Workers want to meet again though nobody died: see to it that all come."""
-        if number != self._announcer.number or attempt == 0:
+        if number != self._announcer.number:
             return
-        if self._roster.finished:
+        if self._roster.finished and (attempt or not self._announcer.formed):
             self._ask(number, attempt)
-        else:
+        elif attempt:
             self._supervisor.call_later(_ABSENCE_SECONDS, lambda: self._ask(number, attempt))
 
     def _ask(self, number: int, attempt: int) -> None:
@@ -267,13 +267,17 @@ class Driver:
         self._settle()
 
     def _lose_workers(self, agent: HostAgent, why: str) -> None:
-        workers = [p for p in self._roster.on(agent.name) if not p.dismissed]
+        workers = self._roster.on(agent.name)
         if agent.ssh is None:
             signal_groups([p.pid for p in workers if p.pid], signal.SIGKILL)
         else:
             self._fenced_until = now() + _FENCE_SECONDS
         for process in workers:
-            self._roster.fail(process, -signal.SIGKILL)
+            if process.dismissed:
+                del self._roster.alive[process.number]
+                continue
+            failure = self._roster.fail(process, -signal.SIGKILL)
+            self._endings.failed(failure, after_done=process.done)
             self._report_failure(process, "lost with its host")
         self._blame_host(agent.name, why)
 
@@ -351,7 +355,8 @@ class Driver:
         if self._supervisor.signals or self._finishing:
             return
         if view.number or view.workers or view.slots >= self._limits.num_proc:
-            for host, problem in self._agents.want(list(view.usable)).items():
+            wanted = self._agents.first(view.usable, self._limits.max_np)
+            for host, problem in self._agents.want(wanted).items():
                 self._blame_host(host, f"cannot start on {host}: {problem}")
         for host in self._agents.names():
             if host not in view.usable and not self._roster.on(host):
@@ -373,14 +378,24 @@ class Driver:
 
     def _finish(self, process: Process) -> None:
         """Somebody has finished: nobody new is needed."""
-        if process.number in self._roster.placed:
-            self._roster.finished.append(process.number)
-        # Where the others are about to meet, or wait for more, they must not count on it.
-        self._asked |= not self._announcer.formed
+        roster, number = self._roster, self._announcer.number
+        if process.number in roster.placed:
+            roster.finished.append(process.number)
         if not self._finishing:
             self._finishing = True
-            for newcomer in self._roster.newcomers():
+            for newcomer in roster.newcomers():
                 self._dismiss(newcomer, FAILURE_GRACE)
+        if self._announcer.formed:
+            return
+        # The newest world has not come about. Those who train on in an older one will finish as
+        # well; who wanted to join them is too late; who waits must not wait for this one.
+        members = roster.members()
+        if any(member.joined != number for member in members):
+            for member in members:
+                if member.joined == number:
+                    self._dismiss(member, FAILURE_GRACE)
+        paused = len(self._announcer.newest.slots) < self._announcer.newest.min_np
+        self._asked |= paused or any(m.entered[0] == number for m in roster.members())
 
     # -- decisions -------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ class Endings:
         self._unrecovered: Failure | None = None  # since then nobody has finished
         self._bad_end: Failure | None = None  # of a worker that had finished training
         self._fruitless = 0
+        self._met = False  # workers have met since all were lost
         self._short_since: float | None = None
         self._told = ""
 
@@ -55,7 +56,7 @@ class Endings:
 
     def formed(self) -> None:
         """The workers of the newest decision have met."""
-        self._fruitless = 0
+        self._fruitless, self._met = 0, True
         self._roster.failures.clear()
 
     def finished(self) -> None:
@@ -105,8 +106,9 @@ class Endings:
             return Ending(self.host_problem, status=first.status)  # none could be started
         if all_by_exit_code(failures):
             return Ending(failure=blamed)
-        if not view.formed:
+        if not self._met:
             self._fruitless += 1
+        self._met = False
         if self._fruitless >= _MOST_FRUITLESS:
             return Ending("all workers were lost again before they could begin", blamed)
         failures.clear()

@@ -127,8 +127,9 @@ class Roster:
 
     def behind(self, number: int) -> list[Process]:
         """Those who should know decision `number` by now but do not, so probably hang."""
-        told = [p for p in self.alive.values() if p.joined is not None and not p.dismissed]
-        return [p for p in told if max(p.heard, p.entered[0]) < number and not p.done]
+        told = [p for p in self.alive.values() if p.joined is not None]
+        ending = [p for p in told if p.done or p.leaving or p.dismissed]
+        return [p for p in told if p not in ending and max(p.heard, p.entered[0]) < number]
 
     def absent(self, number: int, attempt: int) -> list[Process]:
         """Members who have not come to that world."""
