@@ -113,6 +113,8 @@ def main() -> int:
                 # Some faults hit a job that is about to recover from another.
                 patient = dice.random() < 0.7
                 fault = dice.choices(FAULTS, WEIGHTS)[0]
+                if fault == "exception":
+                    many, patient = 1, True  # errors of all workers end a job, rightly
                 deadline = time.monotonic() + 120
                 while (patient and not job.formed) or len(job.victims()) < many:
                     if process.poll() is not None or time.monotonic() > deadline:

@@ -7,14 +7,16 @@ happened in between. The argument is a JSON object:
 - steps, commit_every: how long to train. pace: seconds for each step.
 - faults: {"w1": ["step", 5, "SIGKILL"]}: in that phase (init, meet, sync, step, commit, last: at
   the end of training, end: after it), when the worker has been there so many times, it gets that
-  signal, or it raises ("raise"), ends ("exit 0"), or is slow for two seconds ("slow").
-  host_faults: the same for all workers of a host.
+  signal, or it raises ("raise"), ends ("exit 0"), or does nothing for three seconds ("slow"), or
+  even holds the interpreter's lock meanwhile ("hold").
+- host_faults: the same for all workers of a host.
 - size: also go on until there are so many ranks. silence: seconds after which a peer counts as
   lost.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -49,7 +51,9 @@ def pass_through(phase: str) -> None:
     if what == "exit 0":
         sys.exit(0)
     if what == "slow":
-        time.sleep(2)
+        time.sleep(3)
+    elif what == "hold":
+        ctypes.PyDLL(None).sleep(3)  # with the interpreter's lock: no thread of ours runs
     else:
         os.kill(os.getpid(), getattr(signal, what))
 

@@ -88,8 +88,9 @@ def test_a_stopped_worker_is_given_up(tmp_path: Path):
         assert "w1 (rank 1, localhost) failed: did not react within 2 s" in job.errors
 
 
-def test_a_slow_worker_is_waited_for(tmp_path: Path):
-    plan = {"steps": 10, "silence": 1, "faults": {"w1": ["step", 5, "slow"]}}
+@pytest.mark.parametrize("how", ["slow", "hold"])
+def test_a_slow_worker_is_waited_for(tmp_path: Path, how: str):
+    plan = {"steps": 10, "silence": 1, "faults": {"w1": ["step", 5, how]}}
     with Launched(tmp_path, LOCAL, plan, env=PATIENT) as job:
         job.check_success(size=3)
         assert not job.events("failed")
@@ -113,7 +114,7 @@ def test_one_dies_while_another_has_finished(tmp_path: Path):
 
 def test_sigterm_is_a_leave(tmp_path: Path):
     with Launched(tmp_path, LOCAL, {"steps": 40, "size": 2, "pace": 0.02}) as job:
-        job.await_event("formed")
+        job.await_output("begin at 0 worker w1")
         job.kill("w1", signal.SIGTERM)
         job.check_success(size=2)
         assert job.sizes() == [3, 2], "it is not replaced"
@@ -180,7 +181,8 @@ def test_the_elastic_timeout(tmp_path: Path):
 
 def test_ctrl_c_lets_workers_leave(tmp_path: Path):
     with Launched(tmp_path, LOCAL, {"steps": 100000, "pace": 0.02}) as job:
-        job.await_event("formed")
+        for worker in ("w0", "w1", "w2"):
+            job.await_output(f"begin at 0 worker {worker}")
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 130, str(job)
         assert not job.events("failed")
