@@ -79,12 +79,6 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--np", type=int, default=4)
-    parser.add_argument(
-        "--epochs",
-        type=int,
-        default=0,
-        help="at least so many (default: until all faults have happened, and two more)",
-    )
     parser.add_argument("--pause", type=float, default=1.5, help="mean seconds between faults")
     args = parser.parse_args()
     dice = random.Random(args.seed)
@@ -95,7 +89,7 @@ def main() -> int:
         command = [sys.executable, "-m", "horovod.runner", "-np", "2", "--min-np", "2"]
         command += ["--max-np", str(args.np), "-H", f"localhost:{args.np}"]
         command += ["--max-worker-failures", "1000000", "--status-file", str(status)]
-        command += [sys.executable, RANK_PROGRAM, str(folder), str(args.epochs)]
+        command += [sys.executable, RANK_PROGRAM, str(folder)]
         env = environment(
             HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="5",
             HOROVOD_STALL_CHECK_TIME_SECONDS="2",
