@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.ranks import RankPool
+
+
+def pytest_configure() -> None:
+    """A shell ignores Ctrl-C for what it runs in the background, and so would all our jobs."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _pool(size: int) -> Iterator[RankPool]:
