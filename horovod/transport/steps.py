@@ -30,6 +30,7 @@ CONTROL = 4096  # bytes of the control page, at the beginning of a segment
 _STEP, _SLEEPING, STATE = 0, 8, 16
 _REASON_AT, _REASON_LIMIT = 1024, 3000
 _RUNNING, _CLOSED, _ABORTED = 0, 1, 2
+_NEVER = 1 << 62  # a step that no rank takes
 
 _SPIN_ROUNDS = 600  # about 50 microseconds
 _SAFETY_WAKE_MS = 500  # a sleeper looks again this often even if nobody rings
@@ -104,7 +105,7 @@ class SteppedTransport(Transport):
                 behind = [r for r in self._others if self._control[r][_STEP] < step]
                 if not behind:
                     return
-                self._check_states(behind)
+                self._check_states(behind, step)
                 ready = self._poll.poll(_SAFETY_WAKE_MS)
                 if not ready and not self._met:
                     self.group.check_meeting()
@@ -122,13 +123,16 @@ class SteppedTransport(Transport):
         # The others are at work on the same collective: sleeping would outlast the wait.
         self._await(self._publish(), patience=8)
 
-    def _check_states(self, behind: Sequence[int]) -> None:
-        """Raise if a rank has aborted, or one that we wait for has left."""
+    def _check_states(self, behind: Sequence[int], step: int = _NEVER) -> None:
+        """Raise if a rank has aborted, or one of those `behind` has left without taking `step`.
+
+        A rank may take its last step and leave after somebody has counted it among them.
+        """
         for rank in range(self.size):
             state = self._control[rank][STATE]
             if state == _ABORTED:
                 raise HorovodInternalError(self._reason_of(rank))
-            if state == _CLOSED and rank in behind:
+            if state == _CLOSED and rank in behind and self._control[rank][_STEP] < step:
                 who = self.group.describe(rank)
                 raise PeerLostError(f"{who} has shut down Horovod", [rank])
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
 import horovod.torch as hvd
+from horovod.transport.steps import SteppedTransport
 from tests.faults import TRANSPORTS
 from tests.ranks import run_ranks
 
@@ -74,3 +76,26 @@ def _repeated(rank: int, size: int) -> list[bool]:
 
 def test_init_and_shutdown_may_be_repeated():
     assert run_ranks(_repeated, 2) == [[False, True, True, False, False, True]] * 2
+
+
+def _leave_at_once(rank: int, size: int) -> float:
+    """Rank 1 takes the last step and shuts down while rank 0 is about to look at its state."""
+    hvd.init()
+    hvd.allreduce(torch.ones(1), name="together")
+    if rank == 0:
+        look = SteppedTransport._check_states
+
+        def look_later(self: SteppedTransport, *arguments: Any) -> None:
+            time.sleep(0.5)
+            look(self, *arguments)
+
+        SteppedTransport._check_states = look_later  # type: ignore[method-assign]
+    else:
+        time.sleep(0.1)  # rank 0 has begun to wait
+    total = hvd.allreduce(torch.ones(1), name="last", op=hvd.Sum).item()
+    hvd.shutdown()
+    return total
+
+
+def test_a_rank_may_leave_as_soon_as_it_has_its_result():
+    assert run_ranks(_leave_at_once, 2) == [2, 2]

@@ -289,6 +289,8 @@ dist.init_process_group("gloo")
 total = torch.ones(3)
 dist.all_reduce(total)
 print({"total": total.tolist(), "rank": dist.get_rank()})
+dist.barrier()
+dist.destroy_process_group()
 """
 
 
