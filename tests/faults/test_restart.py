@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 import horovod.torch as hvd
+from horovod.engine.runtime import runtime
+from horovod.transport import steps
 from horovod.transport.steps import SteppedTransport
 from tests.faults import TRANSPORTS
 from tests.ranks import run_ranks
@@ -81,20 +84,28 @@ def test_init_and_shutdown_may_be_repeated():
 def _leave_at_once(rank: int, size: int) -> float:
     """Rank 1 takes the last step and shuts down while rank 0 is about to look at its state."""
     hvd.init()
-    hvd.allreduce(torch.ones(1), name="together")
+    transport: Any = runtime.channel(0)._transport
+    other = transport._control[1 - rank]
+    look = SteppedTransport._check_states
+
+    def look_when_it_has_left(self: SteppedTransport, *arguments: Any) -> None:
+        _await(lambda: other[steps.STATE] != 0)
+        look(self, *arguments)
+
     if rank == 0:
-        look = SteppedTransport._check_states
-
-        def look_later(self: SteppedTransport, *arguments: Any) -> None:
-            time.sleep(0.5)
-            look(self, *arguments)
-
-        SteppedTransport._check_states = look_later  # type: ignore[method-assign]
+        SteppedTransport._check_states = look_when_it_has_left  # type: ignore[method-assign]
     else:
-        time.sleep(0.1)  # rank 0 has begun to wait
+        _await(lambda: other[steps._SLEEPING] != 0)
     total = hvd.allreduce(torch.ones(1), name="last", op=hvd.Sum).item()
     hvd.shutdown()
     return total
+
+
+def _await(condition: Callable[[], bool], patience: float = 30) -> None:
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_a_rank_may_leave_as_soon_as_it_has_its_result():

@@ -61,7 +61,7 @@ def test_the_environment_travels_but_not_what_belongs_to_a_machine(stub: dict[st
         "XDG_RUNTIME_DIR": "/run/user/9",
         "TMPDIR": "/tmp",
         "HOSTNAME": "launcher",
-        "HOME": "/root/launcher",
+        "HOME": "/home/launcher",
         "OMP_NUM_THREADS": "3",
     }
     options = ["-H", "alpha:1,localhost:1", "--cycle-time-ms", "7"]

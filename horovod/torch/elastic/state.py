@@ -6,6 +6,7 @@ Each is looked after by a handler, chosen by type from a registry that may be ex
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from horovod.torch.functions import (
 )
 
 
-class StateHandler:
+class StateHandler(ABC):
     """Saves, restores and synchronises one value of a state. Derive from it for other types."""
 
     root_rank = 0  # which rank has the value that `sync` gives to all
@@ -31,17 +32,17 @@ class StateHandler:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    @abstractmethod
     def save(self) -> None:
         """Take a snapshot of the value."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self) -> None:
         """Bring the value back to the snapshot."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sync(self) -> None:
         """Give the value of `root_rank` to all ranks. Collective."""
-        raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
         """Look after another value from now on."""
