@@ -40,6 +40,7 @@ from benchmarks.processes import (  # noqa: E402
     processes,
     torchrun_environments,
 )
+from benchmarks.promises import all_met, warn_if_busy, write_files  # noqa: E402
 
 SIZES = "4,64,1K,4K,16K,64K,256K,1M,4M,16M,100M"
 REPEATS = 5  # of the import and init sections
@@ -240,9 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     mpirun, reason = (None, "--no-mpi was given") if options.no_mpi else find_mpirun()
     if mpirun is None:
         print(f"Open MPI is left out: {reason}. The ranks are started directly instead.")
-    busy = os.getloadavg()[0]
-    if busy > 0.5:
-        print(f"The machine is not idle (load {busy:.1f}): do not trust these numbers too far.")
+    warn_if_busy()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end with us
     progress = Progress(
         len(options.np) * (len(options.sizes) + 1) + (0 if options.only_allreduce else 2)
@@ -266,22 +265,14 @@ def main(arguments: list[str] | None = None) -> int:
         progress.advance("done")
     progress.clear()
 
-    options.output.mkdir(parents=True, exist_ok=True)
-    write_csv(results, options.output / "collectives.csv")
-    print(f"Written: {options.output / 'collectives.csv'}")
-    if importlib.util.find_spec("matplotlib") is None:
-        print("No plot: matplotlib is not installed (pip install horovod[bench]).")
-    else:
-        write_plot(results, options.output / "collectives.png")
-        print(f"Written: {options.output / 'collectives.png'}")
-    print()
-
-    missed = False
-    for requirement in requirements(results):
-        word = {True: "met", False: "MISSED", None: "-"}[requirement.met]
-        print(f"{word:>7}  {requirement.text}: {requirement.found}")
-        missed |= requirement.met is not True
-    return 1 if options.check and missed else 0
+    write_files(
+        "collectives",
+        options.output,
+        lambda path: write_csv(results, path),
+        lambda path: write_plot(results, path),
+    )
+    met = all_met(requirements(results))
+    return 1 if options.check and not met else 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 
+from benchmarks.promises import Requirement, times_text
+
 LABELS = {"ours": "Horovod", "gloo": "torch Gloo", "mpi": "Open MPI"}
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -35,15 +37,6 @@ class Results:
     runs: list[Run] = field(default_factory=list)
     import_ms: list[float] = field(default_factory=list)
     init_ms: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """One promise of the project and how this run fared: None where it was not measured."""
-
-    text: str
-    met: bool | None
-    found: str
 
 
 def human(nbytes: int) -> str:
@@ -85,10 +78,6 @@ def microseconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def times_text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
 
 
 # -- what the project promises -----------------------------------------------------------------

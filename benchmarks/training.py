@@ -8,9 +8,7 @@ ranks (`benchmarks.training_rank`), shows progress and reports; see --help.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -26,6 +24,7 @@ from benchmarks.processes import (  # noqa: E402
     positive,
     torchrun_environments,
 )
+from benchmarks.promises import all_met, warn_if_busy, write_files  # noqa: E402
 from benchmarks.training_report import (  # noqa: E402
     Results,
     Run,
@@ -150,9 +149,7 @@ def measure(
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    busy = os.getloadavg()[0]
-    if busy > 0.5:
-        print(f"The machine is not idle (load {busy:.1f}): do not trust these numbers too far.")
+    warn_if_busy()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end with us
     sections = 1 if options.only_speed else 2 + len(CONTENDERS)
     progress = Progress(len(options.np) * len(options.models) * sections)
@@ -170,22 +167,14 @@ def main(arguments: list[str] | None = None) -> int:
         progress.clear()
         print(f"\n{table(run, options.device)}\n", flush=True)
 
-    options.output.mkdir(parents=True, exist_ok=True)
-    write_csv(results, options.output / "training.csv")
-    print(f"Written: {options.output / 'training.csv'}")
-    if importlib.util.find_spec("matplotlib") is None:
-        print("No plot: matplotlib is not installed (pip install horovod[bench]).")
-    else:
-        write_plot(results, options.output / "training.png")
-        print(f"Written: {options.output / 'training.png'}")
-    print()
-
-    missed = False
-    for requirement in requirements(results, options.device):
-        word = {True: "met", False: "MISSED", None: "-"}[requirement.met]
-        print(f"{word:>7}  {requirement.text}: {requirement.found}")
-        missed |= requirement.met is not True
-    return 1 if options.check and missed else 0
+    write_files(
+        "training",
+        options.output,
+        lambda path: write_csv(results, path),
+        lambda path: write_plot(results, path),
+    )
+    met = all_met(requirements(results, options.device))
+    return 1 if options.check and not met else 0
 
 
 if __name__ == "__main__":

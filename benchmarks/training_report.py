@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks.collectives_report import Requirement, times_text
+from benchmarks.promises import Requirement, times_text
 from benchmarks.training_models import WORKLOADS
 
 LABELS = {"plain": "no communication", "ours": "Horovod", "ddp": "DDP"}

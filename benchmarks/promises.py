@@ -1,0 +1,53 @@
+"""What the benchmarks that guard promises have in common: their beginning and their end."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One promise of the project and how this run fared: None where it was not measured."""
+
+    text: str
+    met: bool | None
+    found: str
+
+
+def times_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def warn_if_busy() -> None:
+    busy = os.getloadavg()[0]
+    if busy > 0.5:
+        print(f"The machine is not idle (load {busy:.1f}): do not trust these numbers too far.")
+
+
+def write_files(
+    name: str, folder: Path, csv: Callable[[Path], None], plot: Callable[[Path], None]
+) -> None:
+    """Leave NAME.csv in `folder`, and NAME.png where it can be drawn; say so."""
+    folder.mkdir(parents=True, exist_ok=True)
+    csv(folder / f"{name}.csv")
+    print(f"Written: {folder / f'{name}.csv'}")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("No plot: matplotlib is not installed (pip install horovod[bench]).")
+    else:
+        plot(folder / f"{name}.png")
+        print(f"Written: {folder / f'{name}.png'}")
+    print()
+
+
+def all_met(requirements: Iterable[Requirement]) -> bool:
+    """Print every promise with what became of it."""
+    met = True
+    for requirement in requirements:
+        word = {True: "met", False: "MISSED", None: "-"}[requirement.met]
+        print(f"{word:>7}  {requirement.text}: {requirement.found}")
+        met &= requirement.met is True
+    return met
