@@ -48,10 +48,10 @@ def needs_wide(dtype: torch.dtype, op: ReduceOp, operands: int) -> bool:
     return operands > 2 and dtype in _HALF and op in (ReduceOp.SUM, ReduceOp.PRODUCT)
 
 
-def reduce_into(output: Any, operands: Sequence[Any], op: ReduceOp) -> None:
+def reduce_into(output: Any, operands: Sequence[Any], op: ReduceOp, scratch: Any = None) -> None:
     """output = operands[0] op operands[1] op ...; `output` may be one of them.
 
-    All are tensors, or all are arrays (`as_blocks`).
+    All are tensors, or all are arrays (`as_blocks`). `scratch`, of their size, saves allocating.
     """
     if len(operands) == 1:
         output[:] = operands[0]
@@ -62,10 +62,11 @@ def reduce_into(output: Any, operands: Sequence[Any], op: ReduceOp) -> None:
         return
     if needs_wide(output.dtype, op, len(operands)):
         total = operands[0].float()
-        rest = operands[1:]
-    else:
-        total = combine(operands[0], operands[1])
-        rest = operands[2:]
-    for operand in rest:
+        for operand in operands[1:]:
+            combine(total, operand, out=total)
+        output[:] = total
+        return
+    total = combine(operands[0], operands[1], out=scratch)
+    for operand in operands[2:-1]:
         combine(total, operand, out=total)
-    output[:] = total
+    combine(total, operands[-1], out=output)

@@ -38,7 +38,7 @@ class Layout:
         lo, hi = share(sum(counts), width, rank, size)
         begin = taken = 0  # of the block that is being filled: its first span, its elements so far
         most = block_bytes(size) // width
-        for tensor, start, count in _pieces(counts, lo, hi):
+        for tensor, start, count in pieces(counts, lo, hi):
             while count:
                 part = min(count, most - taken)
                 spans.append((tensor, start, part))
@@ -78,7 +78,7 @@ def share(count: int, width: int, rank: int, size: int) -> tuple[int, int]:
     return min(count, rank * each), min(count, (rank + 1) * each)
 
 
-def _pieces(counts: Sequence[int], lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+def pieces(counts: Sequence[int], lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
     """What elements `lo` to `hi` of all tensors are in each of them."""
     begin = 0
     for tensor, count in enumerate(counts):

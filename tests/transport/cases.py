@@ -41,7 +41,11 @@ TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.float32: 1e-5}
 
 @dataclass(frozen=True)
 class Case:
-    """One collective. `counts` has one entry for each rank, or a row of them for alltoall."""
+    """One collective.
+
+    `counts` has one entry for each rank, a row of them for alltoall, or for a vector one for each
+    of its tensors.
+    """
 
     kind: str
     dtype: str = "float32"
@@ -82,6 +86,7 @@ def cases(size: int) -> st.SearchStrategy[Case]:
 
     return st.one_of(
         reduction("allreduce", lengths(size)),
+        reduction("allreduce_vector", st.lists(lengths(size), min_size=1, max_size=5)),
         reduction("reduce_scatter", ragged),
         st.builds(Case, st.just("allgather"), dtype, counts=ragged, seed=seed),
         st.builds(Case, st.just("broadcast"), dtype, counts=lengths(size), root=rank, seed=seed),
@@ -115,7 +120,7 @@ def agreements(draw: st.DrawFn, size: int) -> Case:
                 del queue[place:]
         queues.append(tuple(queue))
     same = len(set(queues)) == 1
-    preload = draw(st.one_of(st.none(), st.sampled_from([0, 1, 100, 8192, 100_000])))
+    preload = draw(st.one_of(st.none(), st.sampled_from([0, 1, 100, 8192, 50_000, 100_000])))
     preloads: tuple[int, ...] = ()
     if preload is not None:  # ranks that disagree may be about to reduce different tensors
         preloads = tuple(preload if same else preload + rank for rank in range(size))
@@ -192,6 +197,16 @@ def _allreduce(transport: Transport, case: Case) -> str:
     transport.allreduce(tensor, case.op)
     check(case, tensor, reduced(case, inputs))
     return digest(tensor)
+
+
+def _allreduce_vector(transport: Transport, case: Case) -> str:
+    everyone = [data(case, rank, sum(case.counts)) for rank in range(transport.size)]
+    counts = case.counts if transport.vectored else [sum(case.counts)]
+    vector = [part.clone() for part in everyone[transport.rank].split(counts)]
+    transport.allreduce_vector(vector, case.op)
+    got = torch.cat(vector)
+    check(case, got, reduced(case, everyone))
+    return digest(got)
 
 
 def _reduce_scatter(transport: Transport, case: Case) -> str:

@@ -29,6 +29,7 @@ def _switch(rank: int, size: int, kind: str, names: tuple[str, ...]) -> list[str
             for case in (
                 cases.Case("agree", words=words, preloads=(count,) * size, seed=turn),
                 cases.Case("allreduce", counts=count, seed=turn),
+                cases.Case("allreduce_vector", counts=[7, 12 * count, count], seed=turn),
                 cases.Case("reduce_scatter", counts=counts, seed=turn),
                 cases.Case("allgather", counts=counts, seed=turn),
                 cases.Case("broadcast", counts=count, root=1, seed=turn),
