@@ -66,6 +66,14 @@ def plan(requests: Sequence[Request], threshold: int, fuse_groups: bool) -> list
     return batches
 
 
+def before_join(requests: list[Request]) -> list[Request]:
+    """Of agreed requests those that run now: a join is settled, not run."""
+    for index, request in enumerate(requests):
+        if request.kind is Kind.JOIN:
+            return requests[:index]
+    return requests
+
+
 def _single(request: Request) -> Batch:
     batch = Batch(request)
     if request.kind is Kind.ALLREDUCE and request.tensors:

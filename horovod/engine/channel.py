@@ -19,15 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.reduce_op import ReduceOp
-from horovod.engine.batches import Batch, plan
-from horovod.engine.executor import Executor, Trace, reduce_, sum_and_scale
-from horovod.engine.request import Kind, Request, caller, signature_of
+from horovod.engine.batches import Batch, before_join, plan
+from horovod.engine.executor import Executor, Trace, reduce_
+from horovod.engine.lane import Lane, Lone
+from horovod.engine.request import Kind, Request, copy_of, signature_of
 from horovod.engine.settlement import Settlement, settle
 from horovod.engine.timeline import Timeline
 from horovod.transport.base import MAX_TENSORS, MAX_WORDS, Group
@@ -35,92 +35,6 @@ from horovod.transport.base import MAX_TENSORS, MAX_WORDS, Group
 _LONGEST_GATHERING = 5  # cycles that the background thread waits while requests keep coming
 _LONGEST_PAUSE = 0.02  # seconds between rounds that settled nothing
 _LONGEST_GOODBYE = 5.0  # seconds that shutting down waits for a round in progress
-
-
-class Lone(NamedTuple):
-    """A reduction that runs at once, as far as somebody who watches needs to know it."""
-
-    name: str
-    submitted: float
-    frame: FrameType
-
-    @property
-    def source(self) -> str:
-        place, line = caller(self.frame)
-        return f"{place}:{line}"
-
-
-class Lane:
-    """All that is known of floating-point tensors that are reduced again and again by one name.
-
-    What a request would have to find out each time. `reduce` is for one tensor; whoever keeps a
-    lane for a group of tensors checks itself that they are like those of the first request.
-    """
-
-    __slots__ = (
-        "channel",
-        "dtype",
-        "name",
-        "op",
-        "plain",
-        "postscale",
-        "scale",
-        "set_id",
-        "shapes",
-        "signature",
-    )
-
-    def __init__(self, request: Request, set_id: int) -> None:
-        self.channel = request.channel
-        self.set_id = set_id
-        self.dtype = request.tensors[0].dtype
-        self.shapes = [tensor.shape for tensor in request.tensors]
-        self.name = request.name
-        self.signature = request.signature
-        self.op = request.op
-        self.postscale = request.postscale
-        self.plain, self.scale = sum_and_scale(
-            request.op, request.postscale, request.channel.group.size
-        )
-
-    def reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, postscale: float, set_id: int | None
-    ) -> bool:
-        """Reduce `tensor` in place if it is like those before and nothing is in the way.
-
-        Whether it was done; if not, nothing was.
-        """
-        if (
-            tensor.shape != self.shapes[0]
-            or tensor.dtype is not self.dtype
-            or op != self.op
-            or postscale != self.postscale
-            or set_id != self.set_id
-            or not tensor.is_cpu
-            or tensor.requires_grad
-            or tensor.is_neg()
-            or not tensor.is_contiguous()
-        ):
-            return False
-        vector = [tensor if tensor.dim() == 1 else tensor.view(-1)]
-        return self.channel.reduce_at_once(vector, self)
-
-    def request(self, vector: Sequence[torch.Tensor]) -> Request:
-        """An ordinary request for the same, whose caller waits."""
-        tensors = [tensor.view(shape) for tensor, shape in zip(vector, self.shapes, strict=True)]
-        request = Request(
-            self.channel,
-            Kind.ALLREDUCE,
-            self.name,
-            self.signature,
-            tensors,
-            tensors,
-            self.op,
-            1.0,
-            self.postscale,
-        )
-        request.waiting = True
-        return request
 
 
 class Channel:
@@ -138,7 +52,7 @@ class Channel:
         self.set_id = set_id
         self.group = group
         self.failure: HorovodInternalError | None = None
-        self.num_joins = 0  # times that all ranks have joined, and gone on
+        self.num_joins = 0  # times that ranks had joined, and all have gone on
         self.tuned: tuple[float, str | None] | None = None  # what autotuning has settled on
         self._executor = executor
         self._transport = executor.transport
@@ -174,7 +88,7 @@ class Channel:
         """Queue a request. With `background` false the caller will wait for it at once."""
         with self._queue_lock:
             if self.failure is not None:
-                raise _copy(self.failure)
+                raise copy_of(self.failure)
             if request.name in self._in_flight:
                 earlier = self._in_flight[request.name]
                 raise ValueError(
@@ -318,16 +232,16 @@ class Channel:
         elif len(pending) == 1 and pending[0].plain:
             self._round_of_one(pending[0])
             return
-        batches = plan(_before_join(pending), self._threshold, self._fuse_groups)
+        batches = plan(before_join(pending), self._threshold, self._fuse_groups)
         preload = self._executor.preload(batches[0]) if batches else None
         words = b"".join([request.signature for request in pending])
         common = self._executor.transport.agree(words, preload)
         if common < len(pending):
             pending = pending[:common]
-            batches = plan(_before_join(pending), self._threshold, self._fuse_groups)
+            batches = plan(before_join(pending), self._threshold, self._fuse_groups)
         if batches:
             self._pause = self._cycle
-            self._run(_before_join(pending), batches)
+            self._run(before_join(pending), batches)
         else:
             self._settle()
 
@@ -354,16 +268,16 @@ class Channel:
         with self._queue_lock:
             queue = list(self._queue)
         verdict = settle(queue, self.group, self._executor.transport, self._settlement)
+        if verdict.join_ended:
+            # Ranks that had joined have used fewer automatic names than the others: all begin anew.
+            with self._queue_lock:
+                self._unnamed.clear()
+            self.num_joins += 1
         for request, error in verdict.failed:
             self._forget([request])
             request.fail(error)
         for request, result in verdict.completed:
             self._forget([request])
-            # A join has ended and nothing is in flight anywhere: ranks that had joined have used
-            # fewer automatic names than the others, so all begin anew.
-            with self._queue_lock:
-                self._unnamed.clear()
-            self.num_joins += 1
             request.complete(result)
         if verdict.ready:
             ready = [r if r.channel is not None else self._adopt(r) for r in verdict.ready]
@@ -471,22 +385,8 @@ class Channel:
         self._executor.after_fork_in_child()
 
 
-def _before_join(requests: list[Request]) -> list[Request]:
-    for index, request in enumerate(requests):
-        if request.kind is Kind.JOIN:
-            return requests[:index]
-    return requests
-
-
 def _end_in(timeline: Timeline, request: Request) -> None:
     if request.tensors:
         timeline.end(request.name, request.tensors[0].dtype, request.tensors[0].shape)
     else:
         timeline.end(request.name)
-
-
-def _copy(error: HorovodInternalError) -> HorovodInternalError:
-    copy = type(error)(*error.args)
-    copy.__dict__.update(error.__dict__)
-    copy.__cause__ = error.__cause__
-    return copy

@@ -229,7 +229,8 @@ class Executor:
                 transport = self._device_transports[device] = self._for_device(device)
             self._streams[device] = module.Stream(device)
         stream = self._streams[device]
-        with module.device(device), module.stream(stream):
+        requests = list(dict.fromkeys(requests))  # of a group, every tensor names its request
+        with module.stream(stream):  # which makes its device the current one, too
             for request in requests:
                 if request.event is not None:
                     stream.wait_event(request.event)

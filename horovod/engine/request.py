@@ -35,6 +35,7 @@ class Kind(str, Enum):
     ALLTOALL = "alltoall"
     REDUCESCATTER = "reducescatter"
     BARRIER = "barrier"
+    REQUIRE_ALL = "require_all"
     JOIN = "join"
     PROCESS_SET = "process_set"
     ALGORITHM = "algorithm"
@@ -93,7 +94,7 @@ class Request:
         self.op = op
         self.prescale = prescale
         self.postscale = postscale
-        self.detail = detail  # root of a broadcast, splits of an alltoall, plan of a process set
+        self.detail = detail  # e.g. the root of a broadcast, or the splits of an alltoall
         # One tensor in host memory that may be shown to the others as it is.
         self.plain = (
             kind is Kind.ALLREDUCE
@@ -108,7 +109,7 @@ class Request:
         self.ready: Any = None  # and then this event tells when it has done so
         self.finished = False
         self.waiting = False
-        self.failure: BaseException | None = None
+        self.failure: HorovodInternalError | None = None
         self.result: Any = None
         self.place = caller(sys._getframe(1))
         self.submitted = time.monotonic()
@@ -132,13 +133,9 @@ class Request:
         self.result = result
         self.finished = True
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: HorovodInternalError) -> None:
         if not self.finished:
-            # Each handle raises an error of its own: tracebacks pile up on a shared one.
-            self.failure = type(error)(*error.args) if isinstance(error, RuntimeError) else error
-            if isinstance(error, HorovodInternalError):
-                self.failure.__dict__.update(error.__dict__)
-                self.failure.__cause__ = error.__cause__
+            self.failure = copy_of(error)
             self.finished = True
 
     @property
@@ -162,7 +159,7 @@ class Request:
             "prescale": self.prescale,
             "postscale": self.postscale,
             "root": self.detail if self.kind is Kind.BROADCAST else None,
-            "detail": self.detail if self.kind is Kind.PROCESS_SET else None,
+            "detail": self.detail if self.kind in (Kind.PROCESS_SET, Kind.REQUIRE_ALL) else None,
             "source": self.source,
         }
 
@@ -189,6 +186,14 @@ def signature_of(
     ]
     text = repr((kind.value, name, forms, int(op), prescale, postscale, detail))
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+
+def copy_of(error: HorovodInternalError) -> HorovodInternalError:
+    """The same, to be raised once: tracebacks pile up on an error that several callers raise."""
+    copy = type(error)(*error.args)
+    copy.__dict__.update(error.__dict__)
+    copy.__cause__ = error.__cause__
+    return copy
 
 
 def caller(frame: FrameType) -> tuple[str, int]:

@@ -64,6 +64,7 @@ class Verdict:
     ready: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, HorovodInternalError]] = field(default_factory=list)
     completed: list[tuple[Request, Any]] = field(default_factory=list)
+    join_ended: bool = False  # nobody is joined any more
 
 
 def settle(
@@ -82,7 +83,8 @@ def settle(
     memory.joined = joined
     if len(joined) == group.size and all(len(names) == 1 for names in queues):
         memory.joined = set()
-        return Verdict(completed=[(own[JOIN], group.global_ranks[memory.last_joined])])
+        last = group.global_ranks[memory.last_joined]
+        return Verdict(completed=[(own[JOIN], last)], join_ended=True)
     findings = _compare(queues, joined)
     obscure = {name for name, finding in findings.items() if finding is not Finding.READY}
     if not obscure:
@@ -90,7 +92,10 @@ def settle(
     described = {name: own[name].describe() for name in own if name in obscure}
     texts = gather_texts(json.dumps(described).encode(), transport)
     descriptions = [json.loads(text) for text in texts]
-    return _judge(findings, descriptions, own, group)
+    verdict = _judge(findings, descriptions, own, group)
+    if verdict.join_ended:
+        memory.joined = set()
+    return verdict
 
 
 def gather_texts(text: bytes, transport: Transport) -> list[bytes]:
@@ -156,8 +161,13 @@ def _judge(
         if finding is Finding.READY:
             verdict.ready.append(own[name])
             continue
-        if finding is Finding.STOOD_IN_FOR and name.partition(".")[0] in _REDUCTIONS:
+        if finding is Finding.STOOD_IN_FOR and _kind(name) in _REDUCTIONS:
             verdict.ready.append(request or _stand_in(name, next(iter(entries.values()))))
+            continue
+        if finding is Finding.STOOD_IN_FOR and _kind(name) == Kind.REQUIRE_ALL.value:
+            missed = HorovodInternalError(_missed(entries, group))
+            verdict.failed.append((request or own[JOIN], missed))
+            verdict.join_ended = True
             continue
         if request is None:
             continue
@@ -166,13 +176,16 @@ def _judge(
         elif finding is Finding.CROSSED:
             message = _crossing(_label(name), descriptions, group)
         else:
-            who = ", ".join(group.describe(r) for r in range(group.size) if r not in entries)
             message = (
-                f"{name!r} cannot run: {who} has joined, and only allreduce and barrier go on "
-                f"while a rank has joined"
+                f"{name!r} cannot run: {_absent(entries, group)} has joined, and only allreduce "
+                f"and barrier go on while a rank has joined"
             )
         verdict.failed.append((request, HorovodInternalError(message)))
     return verdict
+
+
+def _kind(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _label(name: str) -> str:
@@ -199,6 +212,19 @@ def _stand_in(name: str, entry: Entry) -> Request:
         op,
         entry["prescale"],
         entry["postscale"],
+    )
+
+
+def _absent(entries: Mapping[int, Entry], group: Group) -> str:
+    return ", ".join(group.describe(rank) for rank in range(group.size) if rank not in entries)
+
+
+def _missed(entries: Mapping[int, Entry], group: Group) -> str:
+    """Who has joined and must not, for them as well as for those who cannot go on."""
+    rank, entry = next(iter(entries.items()))
+    return (
+        f"{_absent(entries, group)} has joined, and {group.describe(rank)} cannot go on without "
+        f"({entry['source']}): {entry['detail']}"
     )
 
 

@@ -36,9 +36,12 @@ def allgather(
 
     The first dimension may differ between ranks, and be zero.
     """
+    gathered: Tensor
     if needs_gradient(tensor):
-        return HorovodAllgather.apply(tensor, name, process_set)
-    return start_allgather([tensor], name, process_set, False).wait()[0]
+        gathered = HorovodAllgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
+    else:
+        (gathered,) = start_allgather([tensor], name, process_set, False).wait()
+    return gathered
 
 
 def allgather_async(
@@ -55,9 +58,12 @@ def grouped_allgather(
 ) -> tuple[Tensor, ...]:
     """Gather several tensors as one operation. Differentiable."""
     tensors = check_group(tensors)
+    gathered: Sequence[Tensor]
     if needs_gradient(*tensors):
-        return HorovodGroupedAllgather.apply(name, process_set, *tensors)
-    return tuple(start_allgather(tensors, name, process_set, False).wait())
+        gathered = HorovodGroupedAllgather.apply(name, process_set, *tensors)  # type: ignore[no-untyped-call]
+    else:
+        gathered = start_allgather(tensors, name, process_set, False).wait()
+    return tuple(gathered)
 
 
 def grouped_allgather_async(
@@ -75,7 +81,7 @@ class HorovodAllgather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
-        gathered = start_allgather([tensor], name, process_set, False).wait()[0]
+        gathered: Tensor = start_allgather([tensor], name, process_set, False).wait()[0]
         ctx.rows = tensor.shape[0]
         ctx.arguments = backward_name(name), process_set
         return gathered

@@ -222,7 +222,8 @@ class HorovodAllreduce(torch.autograd.Function):
         op = resolve_reduce_op(op, average)
         ctx.arguments = backward_name(name), op, prescale_factor, postscale_factor, process_set
         request = _start([tensor], name, op, prescale_factor, postscale_factor, process_set, False)
-        return request.wait()[0]
+        reduced: Tensor = request.wait()[0]
+        return reduced
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -325,12 +326,15 @@ def _allreduce(
     process_set: ProcessSet,
 ) -> Tensor:
     """Blocking and differentiable; autograd takes part only where a gradient is asked for."""
+    reduced: Tensor
     if needs_gradient(tensor):
-        return HorovodAllreduce.apply(
+        reduced = HorovodAllreduce.apply(  # type: ignore[no-untyped-call]
             tensor, None, name, op, prescale_factor, postscale_factor, process_set
         )
-    request = _start([tensor], name, op, prescale_factor, postscale_factor, process_set, False)
-    return request.wait()[0]
+    else:
+        request = _start([tensor], name, op, prescale_factor, postscale_factor, process_set, False)
+        (reduced,) = request.wait()
+    return reduced
 
 
 def _grouped_allreduce(
@@ -341,12 +345,15 @@ def _grouped_allreduce(
     postscale_factor: float,
     process_set: ProcessSet,
 ) -> Sequence[Tensor]:
+    reduced: Sequence[Tensor]
     if needs_gradient(*tensors):
-        return HorovodGroupedAllreduce.apply(
+        reduced = HorovodGroupedAllreduce.apply(  # type: ignore[no-untyped-call]
             None, name, op, prescale_factor, postscale_factor, process_set, *tensors
         )
-    request = _start(tensors, name, op, prescale_factor, postscale_factor, process_set, False)
-    return request.wait()
+    else:
+        request = _start(tensors, name, op, prescale_factor, postscale_factor, process_set, False)
+        reduced = request.wait()
+    return reduced
 
 
 def _check_adasum(process_set: ProcessSet) -> None:

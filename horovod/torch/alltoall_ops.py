@@ -38,7 +38,7 @@ def alltoall(
     with the numbers of rows received from each rank. Differentiable.
     """
     if needs_gradient(tensor):
-        output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)
+        output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
     else:
         request, finish = _start(tensor, splits, name, process_set, False)
         output, received = finish(request.wait())

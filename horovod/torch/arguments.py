@@ -121,7 +121,7 @@ def is_differentiable(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
-def check_group(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def check_group(tensors: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
     """A group of tensors for one grouped operation."""
     if isinstance(tensors, torch.Tensor):
         raise ValueError("a grouped operation takes a list of tensors, not one tensor")

@@ -34,9 +34,10 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """The root's tensor as a new one on every rank. Differentiable."""
-    if needs_gradient(tensor):
-        return HorovodBroadcast.apply(tensor, root_rank, name, process_set)
-    return _broadcast(tensor, root_rank, name, process_set)
+    if not needs_gradient(tensor):
+        return _broadcast(tensor, root_rank, name, process_set)
+    output: Tensor = HorovodBroadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+    return output
 
 
 def broadcast_async(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from horovod.engine.channel import Lane
+from horovod.engine.lane import Lane
 from horovod.engine.request import Request
 
 Named = tuple[str, torch.nn.Parameter]

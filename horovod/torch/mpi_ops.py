@@ -103,7 +103,8 @@ def join(device: int = -1) -> int:
     """Say that this rank has no more data; wait until all ranks say so.
 
     Meanwhile the rank takes part in the others' allreduces with neutral elements. Returns the
-    rank that joined last. `device` is accepted for compatibility: neutral elements are made where
+    rank that joined last; raises if the others take a step that needs this rank, as those of a
+    sharded optimizer do. `device` is accepted for compatibility: neutral elements are made where
     the others' tensors are.
     """
     return int(runtime.join(background=False).wait())

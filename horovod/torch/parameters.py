@@ -160,12 +160,13 @@ def _rebuild(
 
     def rebuild(value: Any, current: Any, device: torch.device) -> Any:
         def tensor_of(form: _TensorForm) -> Tensor:
-            tensor = current
             if (
-                not isinstance(current, Tensor)
-                or current.shape != form.shape
-                or current.dtype != form.dtype
+                isinstance(current, Tensor)
+                and current.shape == form.shape
+                and current.dtype == form.dtype
             ):
+                tensor = current
+            else:
                 place = device if form.beside_parameter else torch.device("cpu")
                 tensor = torch.zeros(form.shape, dtype=form.dtype, device=place)
             tensors[form.name] = tensor

@@ -46,7 +46,7 @@ def reducescatter(
     compressed, context = compression.compress(tensor)
     arguments = name, op, process_set, prescale_factor, postscale_factor
     if needs_gradient(compressed):
-        reduced = HorovodReducescatter.apply(compressed, *arguments)
+        reduced = HorovodReducescatter.apply(compressed, *arguments)  # type: ignore[no-untyped-call]
     else:
         reduced = _start([compressed], *arguments, background=False).wait()[0]
     return compression.decompress(reduced, context)
@@ -79,7 +79,7 @@ def grouped_reducescatter(
     compressed = [tensor for tensor, _ in pairs]
     arguments = name, op, process_set, prescale_factor, postscale_factor
     if needs_gradient(*compressed):
-        reduced = HorovodGroupedReducescatter.apply(*arguments, *compressed)
+        reduced = HorovodGroupedReducescatter.apply(*arguments, *compressed)  # type: ignore[no-untyped-call]
     else:
         reduced = _start(compressed, *arguments, background=False).wait()
     return [
@@ -105,8 +105,17 @@ class HorovodReducescatter(torch.autograd.Function):
     """reducescatter; the gradient is gathered and scaled as `_gradient_factor` says."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
-        reduced = _start([tensor], name, *arguments, background=False).wait()[0]
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        name: str | None,
+        op: ReduceOp,
+        process_set: ProcessSet,
+        prescale_factor: float,
+        postscale_factor: float,
+    ) -> Tensor:
+        arguments = op, process_set, prescale_factor, postscale_factor
+        reduced: Tensor = _start([tensor], name, *arguments, background=False).wait()[0]
         ctx.arguments = backward_name(name), arguments
         return reduced
 

@@ -14,8 +14,11 @@ The state is complete on no rank. To save it, all ranks bring it to one::
         torch.save(optimizer.state_dict(), path)
 
 That is the ordinary format, which every optimizer can load, sharded over any number of ranks or not
-at all; load it on all ranks, or on one and call `hvd.broadcast_optimizer_state`. `hvd.join` cannot
-be used: the slices of a rank that has joined would not be updated, so the step raises.
+at all; load it on all ranks, or on one and call `hvd.broadcast_optimizer_state`.
+
+All ranks must take equally many steps. The slices of a rank that has left for `hvd.join` would not
+be updated, so before a step changes anything the ranks make sure that all of them are there; if one
+is not, the step raises on all others, and `hvd.join` on that one.
 """
 
 from __future__ import annotations
@@ -39,6 +42,12 @@ from horovod.torch.shards import Shards
 
 Parameter = torch.nn.Parameter
 State = defaultdict[torch.Tensor, Any]  # entries by parameter, as torch has it
+
+_ALL_MUST_STEP = (
+    "with shard_state=True each rank updates slices that no other rank can update. No parameter "
+    "and no optimizer state has been changed by this step. Let all ranks take equally many steps, "
+    "or use shard_state=False"
+)
 
 
 class ShardedOptimizer(ReducingOptimizer):
@@ -80,8 +89,15 @@ class ShardedOptimizer(ReducingOptimizer):
         for evaluate in closure:  # here, where zero_grad() means all parameters
             with torch.enable_grad():
                 loss = evaluate()
+        self._require_all_ranks()
         self._step_on_slices()
         return loss
+
+    def _require_all_ranks(self) -> None:
+        """Raise if a rank has joined, on all ranks and before anything is changed."""
+        number = self.process_set.process_set_id
+        assert number is not None
+        runtime.require_all(f"{self._name}.step", _ALL_MUST_STEP, number, background=False).wait()
 
     @torch.optim.Optimizer.profile_hook_step
     def _step_on_slices(self) -> None:
@@ -111,7 +127,12 @@ class ShardedOptimizer(ReducingOptimizer):
                 view.grad = None
         for group, used in zip(groups, mine, strict=True):  # where an optimizer keeps things there
             group.update({key: value for key, value in used.items() if key != "params"})
-        shards.share(f"{getattr(self._reducer, 'name', '')}.slices")
+        shards.share(f"{self._name}.slices")
+
+    @property
+    def _name(self) -> str:
+        """That of the reducer, on which all ranks have agreed."""
+        return getattr(self._reducer, "name", "")
 
     def _gradient(self, param: Parameter) -> torch.Tensor | None:
         """The gradient of this rank's slice."""

@@ -83,7 +83,8 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input(input)
         name = _names.name_of(self, tuple(ranks))
-        output, mean, variance, count = _SyncBatchNorm.apply(
+        output: Tensor
+        output, mean, variance, count = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, name, self.process_set
         )
         if self.training and self.track_running_stats:
@@ -128,7 +129,8 @@ class SyncBatchNorm(_BatchNorm):
         The new layers hold the parameters and buffers of those they replace. Returns `module`, or
         the new layer if `module` is itself a batch normalisation.
         """
-        return cls._convert(module, process_set, {})
+        converted: ModuleT | SyncBatchNorm = cls._convert(module, process_set, {})
+        return converted
 
     @classmethod
     def _convert(cls, module: Any, process_set: ProcessSet, converted: dict[int, Any]) -> Any:
@@ -161,12 +163,13 @@ class SyncBatchNorm(_BatchNorm):
     # A copy is another layer, to be matched by itself, on the same process set.
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         state["process_set"] = _SetReference(self.process_set)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "process_set": state["process_set"].process_set})
+        own = {**state, "process_set": state["process_set"].process_set}
+        super().__setstate__(own)  # type: ignore[no-untyped-call]
         self._number = _names.next_number(self.process_set)
 
 

@@ -16,7 +16,7 @@ from horovod.engine.runtime import runtime
 from tests.ranks import RankPool, run_ranks
 
 
-def reduce(tensor: torch.Tensor, name: str, **options: object) -> torch.Tensor:
+def reduce(tensor: torch.Tensor, name: str | None, **options: object) -> torch.Tensor:
     op = options.pop("op", ReduceOp.SUM)
     return runtime.allreduce([tensor], [tensor], name, op, **options).wait()[0]  # type: ignore[arg-type]
 
@@ -147,6 +147,36 @@ def test_joined_ranks_contribute_what_changes_nothing(pool3: RankPool, op: str, 
         assert seen == pytest.approx(
             expected[: rank + 1], rel=1e-2 if dtype == "bfloat16" else 1e-6
         )
+
+
+def joined_but_required() -> tuple[str, list[float], int]:
+    """Rank 1 has joined when the others need it."""
+    runtime.require_all("all here", "nobody is missing").wait()
+    try:
+        if runtime.topology.rank == 1:
+            runtime.join().wait()
+        else:
+            reduce(torch.ones(1), None)  # goes on, and uses up an automatic name
+            runtime.require_all("all here", "it has the key").wait()
+        message = "nothing"
+    except HorovodInternalError as error:
+        message = str(error)
+    sums = [float(reduce(torch.ones(1), None)) for _ in range(2)]
+    return message, sums, runtime.join().wait()
+
+
+def test_what_requires_all_fails_where_a_rank_has_joined_and_so_does_its_join(
+    pool3: RankPool,
+) -> None:
+    outcomes = pool3.run(joined_but_required)
+    for message, sums, last in outcomes:
+        assert message == outcomes[0][0]
+        assert message.startswith("rank 1")
+        assert "has joined, and rank 0" in message
+        assert "test_channel.py" in message
+        assert message.endswith("it has the key")
+        assert sums == [3.0, 3.0]  # nobody counts as joined any more, and names agree
+        assert last in range(3)
 
 
 def two_sets_at_once() -> list[float]:

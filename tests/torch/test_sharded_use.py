@@ -351,19 +351,45 @@ def test_pickled_by_another_rank(pool2: RankPool):
     pool2.run(_pickled_elsewhere)
 
 
-def _joined() -> None:
-    """The slices of a rank that has joined cannot be updated: an error, not a hang."""
+def _joined(own_synchronize: bool) -> list[Any]:
+    """The slices of a rank that has joined cannot be updated: all ranks hear of it, in time."""
     model = _model()
     optimizer = hvd.DistributedOptimizer(_adam(model.parameters()), shard_state=True)
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("step"))
     _train(model, optimizer, range(1))
-    if hvd.rank() == 0:
-        with pytest.raises(hvd.HorovodInternalError, match="rank 1 has joined"):
-            _train(model, optimizer, range(1))
+    before = copy.deepcopy((list(model.parameters()), list(optimizer.state.values())))
+    if own_synchronize:  # the rank that joins leaves between synchronize() and step()
+        optimizer.zero_grad()
+        _backward(model, 1)
+        optimizer.synchronize()
+
+    def proceed() -> None:
+        if hvd.rank() == 1:
+            hvd.join()
+        elif own_synchronize:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            _train(model, optimizer, range(1, 2))
+
+    with pytest.raises(hvd.HorovodInternalError) as caught:
+        proceed()
+    for phrase in ("rank 1", "has joined", "test_sharded_use.py", "shard_state=True"):
+        assert phrase in str(caught.value)
+    assert seen == ["step"]
+    after = list(model.parameters()), list(optimizer.state.values())
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    # Nobody counts as joined any more: training goes on, and an ordinary join ends it.
+    _train(model, optimizer, range(2, 4))
     hvd.join()
+    return [param.tolist() for param in model.parameters()]
 
 
-def test_join(pool2: RankPool):
-    pool2.run(_joined)
+@pytest.mark.parametrize("own_synchronize", [False, True])
+def test_join(pool3: RankPool, own_synchronize: bool):
+    results = pool3.run(_joined, own_synchronize)
+    assert results[0] == results[1] == results[2]
 
 
 def _in_set(rank: int, size: int) -> Any:

@@ -1,0 +1,162 @@
+"""What exists between `init` and `shutdown`: the job's ranks, its process sets and their channels.
+
+Made by the runtime once this process knows its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from horovod.common.config import Config
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.logging import get_logger
+from horovod.common.store import PrefixStore, Store
+from horovod.common.topology import Topology
+from horovod.engine.channel import Channel
+from horovod.engine.executor import Executor, Trace
+from horovod.engine.request import Request
+from horovod.engine.stall import StallInspector
+from horovod.engine.timeline import Timeline
+from horovod.transport import select
+from horovod.transport.base import Group
+
+logger = get_logger(__name__)
+
+WORLD = 0  # id of the set of all ranks
+
+
+class Job:
+    """One job, as this rank sees it. Sets are made and removed on all ranks in the same order."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        config: Config,
+        connection: Store,
+        store: Store,
+        identities: Sequence[str],
+        change_process_sets: Callable[[Request], Any],
+    ) -> None:
+        self.topology = topology
+        self.config = config
+        self.connection = connection  # to the job's store
+        self.store = store  # this job's part of it
+        self.sets: dict[int, tuple[int, ...]] = {}
+        self.channels: dict[int, Channel] = {}  # of the sets that this rank belongs to
+        self.trace = Trace()
+        self._identities = list(identities)
+        self._change_process_sets = change_process_sets
+        self._free_ids: list[int] = []
+        self._next_id = WORLD
+        self._generation = 0  # of process sets: makes their keys in the store unique
+        self._inspector: StallInspector | None = None
+
+    # -- life ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Connect with all other ranks, and watch that they keep up."""
+        config = self.config
+        if config.timeline and config.timeline.upper() != "DYNAMIC":
+            self.trace.timeline = Timeline(
+                config.timeline, self.topology.rank, config.timeline_mark_cycles
+            )
+        self.open_set(tuple(range(self.topology.size)))
+        if not config.stall_check_disable and self.topology.size > 1:
+            self._inspector = StallInspector(
+                lambda: list(self.channels.values()),
+                config.stall_check_time_seconds,
+                config.stall_shutdown_time_seconds,
+            )
+
+    def abort(self, reason: str) -> None:
+        """Fail all operations, in flight and to come, here and on the other ranks."""
+        for channel in list(self.channels.values()):
+            channel.abort(HorovodInternalError(reason))
+
+    def close(self) -> None:
+        """Stop. Operations in flight fail, here and where other ranks wait for us."""
+        if self._inspector is not None:
+            self._inspector.stop()
+        error = HorovodInternalError("Horovod has been shut down")
+        for channel in reversed(list(self.channels.values())):
+            channel.close(error)
+        self.channels.clear()  # the inspector's hold on the job is a cycle: let go of memory now
+        self._inspector = None
+        self.connection.close()
+        if self.trace.timeline is not None:
+            self.trace.timeline.close()
+
+    def after_fork_in_child(self) -> None:
+        for channel in self.channels.values():
+            channel.after_fork_in_child()
+
+    # -- process sets ----------------------------------------------------------------------
+
+    def open_set(self, ranks: tuple[int, ...]) -> int:
+        """Make a set, with a channel if this rank belongs to it. Its id."""
+        if self._free_ids:
+            set_id = self._free_ids.pop(0)
+        else:
+            set_id, self._next_id = self._next_id, self._next_id + 1
+        self._generation += 1
+        self.sets[set_id] = ranks
+        if self.topology.rank in ranks:
+            self.channels[set_id] = self._open_channel(set_id, ranks)
+        return set_id
+
+    def remove_set(self, set_id: int) -> tuple[int, ...] | None:
+        """End a set's operations; another may get its id. The ranks that it had."""
+        ranks = self.sets.pop(set_id, None)
+        if ranks is not None:
+            self._free_ids.append(set_id)
+        channel = self.channels.pop(set_id, None)
+        if channel is not None:
+            channel.close(HorovodInternalError(f"process set {set_id} has been removed"))
+        return ranks
+
+    def ranks_of(self, set_id: int) -> tuple[int, ...]:
+        ranks = self.sets.get(set_id)
+        if ranks is None:
+            raise ValueError(f"there is no process set {set_id}")
+        return ranks
+
+    def hosts(self) -> list[list[int]]:
+        """The ranks on each host."""
+        return select.by_host(self._identities)
+
+    def _open_channel(self, set_id: int, ranks: tuple[int, ...]) -> Channel:
+        group = Group(
+            rank=ranks.index(self.topology.rank),
+            size=len(ranks),
+            global_ranks=ranks,
+            store=PrefixStore(self.store, f"set{self._generation}/"),
+            config=self.config,
+        )
+        hosts = select.by_host([self._identities[rank] for rank in ranks])
+        transport, reason = select.for_host_memory(group, hosts)
+        if group.rank == 0:
+            where = "all ranks" if set_id == WORLD else f"process set {set_id}"
+            logger.info("%s: CPU tensors through %s (%s)", where, transport.name, reason)
+        executor = Executor(
+            transport,
+            lambda device: select.for_device(group, transport, device),
+            self.trace,
+        )
+        core = _core_of_background(self.config, self.topology)
+        return Channel(set_id, group, executor, self.trace, self._change_process_sets, core)
+
+
+def _core_of_background(config: Config, topology: Topology) -> int | None:
+    """The core that HOROVOD_THREAD_AFFINITY gives to this rank's background threads."""
+    if not config.thread_affinity:
+        return None
+    cores = [int(core) for core in config.thread_affinity.split(",")]
+    if topology.local_rank < len(cores):
+        return cores[topology.local_rank]
+    logger.error(
+        "HOROVOD_THREAD_AFFINITY names %d cores for %d local ranks: not pinning",
+        len(cores),
+        topology.local_size,
+    )
+    return None

@@ -1,0 +1,102 @@
+"""The short way: a blocking reduction of tensors like those before, without a request.
+
+The runtime and the gradient reducer keep lanes; a channel takes them (`Channel.reduce_at_once`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+from horovod.common.reduce_op import ReduceOp
+from horovod.engine.executor import sum_and_scale
+from horovod.engine.request import Kind, Request, caller
+
+
+class Lone(NamedTuple):
+    """A reduction that runs at once, as far as somebody who watches needs to know it."""
+
+    name: str
+    submitted: float
+    frame: FrameType
+
+    @property
+    def source(self) -> str:
+        place, line = caller(self.frame)
+        return f"{place}:{line}"
+
+
+class Lane:
+    """All that is known of floating-point tensors that are reduced again and again by one name.
+
+    What a request would have to find out each time. `reduce` is for one tensor; whoever keeps a
+    lane for a group of tensors checks itself that they are like those of the first request.
+    """
+
+    __slots__ = (
+        "channel",
+        "dtype",
+        "name",
+        "op",
+        "plain",
+        "postscale",
+        "scale",
+        "set_id",
+        "shapes",
+        "signature",
+    )
+
+    def __init__(self, request: Request, set_id: int) -> None:
+        self.channel = request.channel
+        self.set_id = set_id
+        self.dtype = request.tensors[0].dtype
+        self.shapes = [tensor.shape for tensor in request.tensors]
+        self.name = request.name
+        self.signature = request.signature
+        self.op = request.op
+        self.postscale = request.postscale
+        self.plain, self.scale = sum_and_scale(
+            request.op, request.postscale, request.channel.group.size
+        )
+
+    def reduce(
+        self, tensor: torch.Tensor, op: ReduceOp, postscale: float, set_id: int | None
+    ) -> bool:
+        """Reduce `tensor` in place if it is like those before and nothing is in the way.
+
+        Whether it was done; if not, nothing was.
+        """
+        if (
+            tensor.shape != self.shapes[0]
+            or tensor.dtype is not self.dtype
+            or op != self.op
+            or postscale != self.postscale
+            or set_id != self.set_id
+            or not tensor.is_cpu
+            or tensor.requires_grad
+            or tensor.is_neg()
+            or not tensor.is_contiguous()
+        ):
+            return False
+        vector = [tensor if tensor.dim() == 1 else tensor.view(-1)]
+        return self.channel.reduce_at_once(vector, self)
+
+    def request(self, vector: Sequence[torch.Tensor]) -> Request:
+        """An ordinary request for the same, whose caller waits."""
+        tensors = [tensor.view(shape) for tensor, shape in zip(vector, self.shapes, strict=True)]
+        request = Request(
+            self.channel,
+            Kind.ALLREDUCE,
+            self.name,
+            self.signature,
+            tensors,
+            tensors,
+            self.op,
+            1.0,
+            self.postscale,
+        )
+        request.waiting = True
+        return request
