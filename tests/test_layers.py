@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "horovod"
 
 # Each layer may import itself and what comes after it.
 LAYERS = [
-    {"torch", "tensorflow", "keras", "jax", "mxnet", "lightning"},
+    {"torch", "tensorflow", "keras", "_keras", "jax", "mxnet", "lightning"},
     {"runner", "elastic", "spark", "ray", "data"},
     {"engine"},
     {"transport"},
