@@ -1,5 +1,6 @@
 # make train   install into .venv and train a real model on two processes
-# make test    install into .venv and run every check and test
+# make test    install and run every check and test: .venv for all but TensorFlow and Keras,
+#              .venv-tensorflow for those (`make test-core` and `make test-tensorflow` do one part)
 # make bench   install into .venv and compare collectives with Gloo and Open MPI
 #
 # PYTHON chooses the interpreter:  make test PYTHON=python3.12
@@ -7,12 +8,13 @@
 PYTHON ?= python3
 VENV   ?= .venv
 
-SHELL := /bin/bash
-BIN   := $(VENV)/bin
-PIP   := $(BIN)/python -m pip --disable-pip-version-check install
+SHELL   := /bin/bash
+BIN     := $(VENV)/bin
+TF_BIN  := $(VENV)-tensorflow/bin
+INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench clean
+.PHONY: help train test test-core test-tensorflow lint bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
@@ -20,8 +22,13 @@ help:
 train: $(VENV)/.examples
 	PATH="$(abspath $(BIN)):$$PATH" horovodrun -np 2 python examples/pytorch/pytorch_mnist.py
 
-test: lint
+test: test-core test-tensorflow
+
+test-core: lint
 	$(BIN)/python -m pytest
+
+test-tensorflow: $(VENV)-tensorflow/.installed
+	TF_CPP_MIN_LOG_LEVEL=2 $(TF_BIN)/python -m pytest tests/tensorflow tests/keras
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -32,12 +39,19 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/collectives.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-tensorflow build dist *.egg-info
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp for each set of extras; a changed requirement installs again.
 $(VENV)/.examples $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -c constraints.txt -e '.[$*]'
+	$(BIN)/python $(INSTALL) -e '.[$*]'
 	@touch $@
 
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+# tf-keras asks for the package "tensorflow", which is three times as large as its build for CPUs.
+$(VENV)-tensorflow/.installed: pyproject.toml constraints.txt | $(TF_BIN)/python
+	$(TF_BIN)/python $(INSTALL) -e '.[test]' tensorflow-cpu keras jax
+	$(TF_BIN)/python $(INSTALL) --no-deps tf-keras
+	@touch $@
+
+$(BIN)/python $(TF_BIN)/python:
+	$(PYTHON) -m venv $(@D)/..
