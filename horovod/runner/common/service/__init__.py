@@ -1,0 +1,3 @@
+"""Services that processes of one or several jobs talk to: `compute_service`."""
+
+from __future__ import annotations

@@ -1,0 +1,236 @@
+"""Where compute workers and training processes of the TF data service find each other.
+
+`horovod.tensorflow.data` uses it: rank 0 of the compute workers runs a `ComputeService`, to which
+all talk with a `ComputeClient`. Dispatchers say where they listen, workers to which dispatcher they
+belong, training processes wait for both, and somebody ends it all with `shutdown`.
+
+The service is the project's authenticated store (`horovod.common.store`) with these entries, so
+every byte is authenticated with the service's key and nothing is ever unpickled:
+
+    layout                      numbers of dispatchers and of workers for each
+    dispatcher/<id>/claims      how often somebody wanted to be this dispatcher
+    dispatcher/<id>/address     where the first of them listens
+    worker/<dispatcher>/<id>    exists for each worker that has registered
+    complete/<dispatcher>       exists once this dispatcher has all its workers
+    shutdown                    exists once the end was asked for
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from horovod.common.addresses import LOOPBACK, is_loopback
+from horovod.common.logging import get_logger
+from horovod.common.store import MemoryStore, StoreClient, StoreServer
+from horovod.runner.common.util.network import NoValidAddressesFound
+from horovod.runner.common.util.timeout import TimeoutException
+from horovod.runner.probe import interface_address, source_towards
+
+Addresses = Mapping[str, Sequence[tuple[str, int]]]
+"""For each network interface, the addresses and ports where the service listens."""
+
+_CONNECT_TIMEOUT = 20.0
+_CLAIM_TIMEOUT = 20.0  # seconds between a dispatcher's claim and its address, at the very most
+_LONG = 1e6  # seconds
+
+
+class ComputeService:
+    """Serves those who know ``key``, until `shutdown`.
+
+    It listens on ``nics`` alone (names of interfaces, or addresses of this host), and without any
+    on loopback, where only processes of this host reach it.
+    """
+
+    def __init__(
+        self,
+        dispatchers: int,
+        workers_per_dispatcher: int,
+        key: bytes,
+        nics: Sequence[str] | None = None,
+    ) -> None:
+        if dispatchers <= 0:
+            raise ValueError(f"dispatchers must be larger than 0, not {dispatchers}")
+        if workers_per_dispatcher <= 0:
+            raise ValueError(
+                f"workers_per_dispatcher must be larger than 0, not {workers_per_dispatcher}"
+            )
+        self._store = MemoryStore()
+        self._store.set("layout", json.dumps([dispatchers, workers_per_dispatcher]).encode())
+        self._servers: dict[str, StoreServer] = {}
+        try:
+            for nic in nics or [LOOPBACK]:
+                self._servers[nic] = StoreServer(_address_of(nic), key, store=self._store)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def addresses(self) -> dict[str, list[tuple[str, int]]]:
+        return {nic: [(door.address, door.port)] for nic, door in self._servers.items()}
+
+    def shutdown(self) -> None:
+        """Stop serving; clients that still wait for something see the connection end."""
+        for server in self._servers.values():
+            server.close()
+
+
+class ComputeClient:
+    """Talks to the `ComputeService` that is served at one of ``compute_addresses``.
+
+    With ``verbose`` above 1 it logs which one. Errors: `NoValidAddressesFound` when none can be
+    reached, `PermissionError` when the service has another key, `ConnectionError` when the service
+    has gone, and what the methods say.
+    """
+
+    def __init__(self, compute_addresses: Addresses, key: bytes, verbose: int = 1) -> None:
+        self._store = _connect(compute_addresses, key)
+        self._where = f"{self._store.address}:{self._store.port}"
+        if verbose > 1:
+            get_logger(__name__).info("the compute service answers at %s", self._where)
+        with self._service_errors():
+            layout = json.loads(self._store.get("layout", _CONNECT_TIMEOUT))
+        self._dispatchers, self._workers_per_dispatcher = map(int, layout)
+
+    @property
+    def own_address(self) -> str:
+        """This host's address on the way to the service, where others of the service reach it."""
+        return source_towards(self._store.address) or LOOPBACK
+
+    def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
+        """Say where a dispatcher listens.
+
+        `IndexError`: there is no such dispatcher; `ValueError`: it listens elsewhere already.
+        """
+        self._check(dispatcher_id)
+        entry = f"dispatcher/{dispatcher_id}"
+        with self._service_errors():
+            if self._store.add(f"{entry}/claims", 1) == 1:
+                self._store.set(f"{entry}/address", dispatcher_address.encode())
+                return
+            known = self._store.get(f"{entry}/address", _CLAIM_TIMEOUT).decode()
+        if known != dispatcher_address:
+            raise ValueError(
+                f"dispatcher {dispatcher_id} has registered with address {known} already, so it "
+                f"cannot be at {dispatcher_address}; start the compute workers anew for another "
+                f"training job"
+            )
+
+    def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
+        """Where a dispatcher listens, once it has said so.
+
+        `IndexError`: there is no such dispatcher; `TimeoutException`: not within ``timeout`` s.
+        """
+        self._check(dispatcher_id)
+        with self._service_errors():
+            try:
+                return self._store.get(f"dispatcher/{dispatcher_id}/address", timeout).decode()
+            except TimeoutError:
+                pass
+        raise TimeoutException(
+            f"dispatcher {dispatcher_id} of {self._dispatchers} did not register with the compute "
+            f"service at {self._where} within {timeout:g} s: check that the processes that run "
+            f"dispatchers have started, and give them more time with a larger timeout"
+        )
+
+    def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
+        """Say that a worker serves a dispatcher; `IndexError`: there is no such dispatcher."""
+        self._check(dispatcher_id)
+        with self._service_errors():
+            self._store.set(f"worker/{dispatcher_id}/{worker_id}", b"")
+            # Of workers that register at once, the last sees all of them.
+            if len(self._store.keys(f"worker/{dispatcher_id}/")) >= self._workers_per_dispatcher:
+                self._store.set(f"complete/{dispatcher_id}", b"")
+
+    def wait_for_dispatcher_worker_registration(self, dispatcher_id: int, timeout: float) -> None:
+        """Return once a dispatcher has all its workers.
+
+        `IndexError`: there is no such dispatcher; `TimeoutException`: not within ``timeout`` s.
+        """
+        self._check(dispatcher_id)
+        with self._service_errors():
+            try:
+                self._store.get(f"complete/{dispatcher_id}", timeout)
+                return
+            except TimeoutError:
+                arrived = len(self._store.keys(f"worker/{dispatcher_id}/"))
+        raise TimeoutException(
+            f"{arrived} of {self._workers_per_dispatcher} workers of dispatcher {dispatcher_id} "
+            f"registered with the compute service at {self._where} within {timeout:g} s: check "
+            f"that all compute workers have started, and give them more time with a larger timeout"
+        )
+
+    def shutdown(self) -> None:
+        """Tell everybody who waits for it, now or later, that the end has come."""
+        with self._service_errors():
+            self._store.set("shutdown", b"")
+
+    def wait_for_shutdown(self) -> None:
+        """Return once somebody has called `shutdown`, however long that takes."""
+        with self._service_errors():
+            while True:
+                try:
+                    self._store.get("shutdown", _LONG)
+                    return
+                except TimeoutError:
+                    continue
+
+    def close(self) -> None:
+        """End this client's connections."""
+        self._store.close()
+
+    def _check(self, dispatcher_id: int) -> None:
+        if not 0 <= dispatcher_id < self._dispatchers:
+            raise IndexError(
+                f"there is no dispatcher {dispatcher_id}: the compute service has "
+                f"{self._dispatchers}, counted from 0"
+            )
+
+    @contextmanager
+    def _service_errors(self) -> Iterator[None]:
+        """Say of which service errors of the connection speak."""
+        try:
+            yield
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"lost the compute service at {self._where}: rank 0 of the compute workers, which "
+                f"serves it, has probably ended; look at its output first"
+            ) from error
+
+
+def _address_of(nic: str) -> str:
+    try:
+        return str(ipaddress.ip_address(nic))
+    except ValueError:
+        address = interface_address(nic)
+    if not address:
+        raise ValueError(f"this host has no network interface {nic!r} with an IPv4 address")
+    return address
+
+
+def _connect(addresses: Addresses, key: bytes) -> StoreClient:
+    failures: list[str] = []
+    refused = False
+    for address, port in [door for doors in addresses.values() for door in doors]:
+        try:
+            return StoreClient(address, port, key, _CONNECT_TIMEOUT)
+        except PermissionError:
+            refused = True
+            failures.append(f"{address}:{port} (has another key)")
+        except ConnectionError as error:
+            failures.append(f"{address}:{port} ({error.__cause__ or error})")
+    tried = ", ".join(failures) or "it has no addresses"
+    if refused:
+        raise PermissionError(
+            f"the compute service and this process have different keys: {tried}. The "
+            f"configuration is probably that of an earlier start of the compute workers"
+        )
+    hint = "check that the compute workers still run, and that this host may connect to theirs"
+    if all(is_loopback(address) for doors in addresses.values() for address, _ in doors):
+        hint = (
+            "check that the compute workers still run. They listen on loopback, where only "
+            "processes of their own host reach them: for others, start them with "
+            "HOROVOD_GLOO_IFACE set to the network interface that leads there"
+        )
+    raise NoValidAddressesFound(f"cannot reach the compute service: {tried}; {hint}")

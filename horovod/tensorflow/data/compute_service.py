@@ -1,0 +1,236 @@
+"""The TF data service for Horovod: compute workers prepare the data that ranks train on.
+
+A training script reads the `TfDataServiceConfig` that `compute_worker` wrote, and sends its dataset
+to the workers: with `send_to_data_service` when these run the dispatchers, and inside
+`tf_data_service` when the training processes do. `compute_worker_fn` is what a worker runs.
+Everybody meets at the authenticated `ComputeService`; datasets and elements then travel between
+TensorFlow's own servers, which authenticate nobody (see `listening`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+import horovod.tensorflow as hvd
+from horovod.common.logging import get_logger
+from horovod.common.wire import check_key
+from horovod.runner.common.service.compute_service import Addresses, ComputeClient
+from horovod.tensorflow.data.listening import only_at
+from horovod.tensorflow.functions import allgather_object
+
+SIDES = ("compute", "training")
+_POLL_SECONDS = 1.0
+_JOB_NAME = "job"
+
+_service = tf.data.experimental.service
+
+
+@dataclass(frozen=True)
+class TfDataServiceConfig:
+    """What training processes and compute workers must know of each other.
+
+    ``dispatcher_side`` says whether compute workers or training processes run the dispatchers,
+    ``addresses`` and ``key`` lead to the compute service, ``timeout`` is how many seconds one may
+    wait for the others. Whoever has the key can take part: keep files of it private.
+    """
+
+    dispatchers: int
+    workers_per_dispatcher: int
+    dispatcher_side: str
+    addresses: Addresses
+    key: bytes = field(repr=False)
+    timeout: int = 60
+
+    def __post_init__(self) -> None:
+        if self.dispatcher_side not in SIDES:
+            raise ValueError(
+                f"dispatcher_side must be 'compute' or 'training', not {self.dispatcher_side!r}"
+            )
+        check_key(self.key)
+
+    def compute_client(self, verbose: int = 1) -> ComputeClient:
+        """A new connection to the compute service."""
+        return ComputeClient(self.addresses, self.key, verbose=verbose)
+
+    def to_dict(self) -> dict[str, Any]:
+        """This configuration as JSON can hold it, with the key in hexadecimal."""
+        return {
+            "dispatchers": self.dispatchers,
+            "workers_per_dispatcher": self.workers_per_dispatcher,
+            "dispatcher_side": self.dispatcher_side,
+            "addresses": {nic: list(doors) for nic, doors in self.addresses.items()},
+            "key": self.key.hex(),
+            "timeout": self.timeout,
+        }
+
+    @staticmethod
+    def from_dict(config: Mapping[str, Any]) -> TfDataServiceConfig:
+        addresses = {
+            nic: [(str(address), int(port)) for address, port in doors]
+            for nic, doors in config["addresses"].items()
+        }
+        return TfDataServiceConfig(
+            dispatchers=config["dispatchers"],
+            workers_per_dispatcher=config["workers_per_dispatcher"],
+            dispatcher_side=config["dispatcher_side"],
+            addresses=addresses,
+            key=bytes.fromhex(config["key"]),
+            timeout=config["timeout"],
+        )
+
+    def write(self, filename: str | os.PathLike[str]) -> None:
+        """Write a file that nobody else can read, and that appears with all its content."""
+        path = os.path.abspath(filename)
+        fd, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".tf_data_service_")
+        try:
+            with open(fd, "w", encoding="utf-8") as file:
+                json.dump(self.to_dict(), file)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @staticmethod
+    def read(
+        filename: str | os.PathLike[str], wait_for_file_creation: bool = False
+    ) -> TfDataServiceConfig:
+        """Read what `write` wrote; with ``wait_for_file_creation`` as soon as there is a file."""
+        while wait_for_file_creation and not os.path.exists(filename):
+            time.sleep(_POLL_SECONDS)
+        with open(filename, encoding="utf-8") as file:
+            return TfDataServiceConfig.from_dict(json.load(file))
+
+
+@contextmanager
+def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
+    """The address of this training rank's dispatcher, once all of its workers are there.
+
+    Use it as ``service`` of `tf.data.experimental.service.distribute`. A dispatcher on the training
+    side runs inside this block: in every rank, or, when there is but one, in rank 0, which leaves
+    the block only together with the other ranks.
+    """
+    on_training_side = compute_config.dispatcher_side == "training"
+    is_shared = compute_config.dispatchers == 1
+    if is_shared or not on_training_side:
+        dispatcher_id = rank % compute_config.dispatchers
+    else:
+        dispatcher_id = rank
+    with ExitStack() as stack:
+        compute = compute_config.compute_client()
+        stack.callback(compute.close)
+        if on_training_side and (rank == 0 or not is_shared):
+            address = stack.enter_context(_dispatcher(compute.own_address))
+            compute.register_dispatcher(dispatcher_id, address)
+        address = compute.wait_for_dispatcher_registration(dispatcher_id, compute_config.timeout)
+        compute.wait_for_dispatcher_worker_registration(dispatcher_id, compute_config.timeout)
+        yield address
+        if on_training_side and is_shared and hvd.is_initialized():
+            # The others may still be reading.
+            allgather_object(rank, name="tf_data_service")
+
+
+def send_to_data_service(
+    dataset: tf.data.Dataset,
+    compute_config: TfDataServiceConfig,
+    rank: int,
+    size: int | None = None,
+    processing_mode: str = "distributed_epoch",
+    reuse_dataset: bool = False,
+    round_robin: bool = False,
+) -> tf.data.Dataset:
+    """The same dataset, processed by compute workers, for training ``rank``.
+
+    ``processing_mode`` "distributed_epoch" shares the elements among the workers of a dispatcher,
+    "parallel_epochs" has each of them process all. With ``reuse_dataset`` the ranks share one pass
+    over the dataset, each element going to one of them; otherwise each gets its own pass. With
+    ``round_robin`` too, the ranks (``size`` of them) take elements in turn: for this the dataset
+    must be infinite (``repeat()``). Needs dispatchers on the compute side.
+
+    Also a method of `tf.data.Dataset`.
+    """
+    if compute_config.dispatcher_side == "training":
+        raise RuntimeError(
+            "the dispatchers of this data service run in the training processes, and must live as "
+            "long as the dataset is read: use `with tf_data_service(compute_config, rank) as "
+            "service:` and apply tf.data.experimental.service.distribute(service=service, ...)"
+        )
+    if round_robin and not reuse_dataset:
+        get_logger(__name__).warning(
+            "send_to_data_service: round_robin has no effect without reuse_dataset"
+        )
+    takes_turns = reuse_dataset and round_robin
+    if takes_turns and size is None:
+        raise ValueError("round_robin needs `size`, the number of ranks that take turns")
+    with tf_data_service(compute_config, rank) as dispatcher_address:
+        return dataset.apply(
+            _service.distribute(
+                processing_mode=processing_mode,
+                service=dispatcher_address,
+                job_name=_JOB_NAME if reuse_dataset else None,
+                consumer_index=rank if takes_turns else None,
+                num_consumers=size if takes_turns else None,
+            )
+        )
+
+
+tf.data.Dataset.send_to_data_service = send_to_data_service
+
+
+def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
+    """Be a compute worker until somebody shuts the compute service down; runs on every rank."""
+    hvd.init()
+    index = hvd.rank()
+    dispatcher_id, place = divmod(index, compute_config.workers_per_dispatcher)
+    with ExitStack() as stack:
+        compute = compute_config.compute_client()
+        stack.callback(compute.close)
+        if compute_config.dispatcher_side == "compute" and place == 0:
+            address = stack.enter_context(_dispatcher(compute.own_address))
+            compute.register_dispatcher(dispatcher_id, address)
+        address = compute.wait_for_dispatcher_registration(dispatcher_id, compute_config.timeout)
+        stack.enter_context(_worker(address, compute.own_address, compute_config.timeout))
+        compute.register_worker_for_dispatcher(dispatcher_id, index)
+        compute.wait_for_shutdown()
+
+
+@contextmanager
+def _dispatcher(own_address: str) -> Iterator[str]:
+    """Run a dispatcher; where it is, as ``protocol://address:port``."""
+    with only_at(own_address):
+        server = _service.DispatchServer()
+    try:
+        protocol, _, local = server.target.partition("://")
+        yield f"{protocol}://{_host(own_address)}:{local.rpartition(':')[2]}"
+    finally:
+        server.stop()
+
+
+@contextmanager
+def _worker(dispatcher_address: str, own_address: str, timeout: float) -> Iterator[None]:
+    """Run a worker of this dispatcher."""
+    protocol, _, address = dispatcher_address.partition("://")
+    config = _service.WorkerConfig(
+        dispatcher_address=address,
+        worker_address=f"{_host(own_address)}:%port%",
+        protocol=protocol,
+        dispatcher_timeout_ms=int(1000 * timeout),
+    )
+    with only_at(own_address):
+        server = _service.WorkerServer(config)
+    try:
+        yield
+    finally:
+        server.stop()
+
+
+def _host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,78 @@
+"""Keeps servers of TensorFlow's data service to one address of this host.
+
+They know no authentication, listen on all addresses, and cannot be told otherwise. So
+`compute_service` starts them inside `only_at`, which gives their listening sockets a filter: the
+kernel drops what is addressed to any other address, as if they had been bound to that one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from horovod.common.logging import get_logger
+
+# From linux/filter.h: operations of the kernel's packet filter, on a packet's network header.
+_SO_ATTACH_FILTER = 26
+_LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _JUMP_IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x15, 0x06
+_NETWORK_HEADER = 0xFFF00000
+_DESTINATION = {4: 16, 6: 24}  # its offset in the header of either version of IP
+_ALL, _NOTHING = 0xFFFFFFFF, 0
+
+
+@contextmanager
+def only_at(address: str) -> Iterator[None]:
+    """Servers that this process starts meanwhile on all addresses answer on this one alone."""
+    before = set(_listening())
+    yield
+    started = [fd for inode, fd in _listening().items() if inode not in before]
+    try:
+        for fd in started:
+            with socket.socket(fileno=os.dup(fd)) as listener:
+                _drop_others(listener, address)
+    except OSError as error:
+        get_logger(__name__).warning(
+            "cannot keep TensorFlow's data service to %s (%s): it listens on all addresses of this "
+            "host and serves whoever reaches them; see that a firewall stands before it",
+            address,
+            error,
+        )
+
+
+def _listening() -> dict[int, int]:
+    """The sockets of this process that wait for connections on all addresses: inode and fd."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                waits = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if waits and ipaddress.ip_address(sock.getsockname()[0]).is_unspecified:
+                    found[os.fstat(sock.fileno()).st_ino] = int(name)
+        except OSError:
+            continue  # another thread has just closed it
+    return found
+
+
+def _drop_others(listener: socket.socket, address: str) -> None:
+    destination = ipaddress.ip_address(address)
+    words = struct.unpack(f"!{len(destination.packed) // 4}I", destination.packed)
+    at = _NETWORK_HEADER + _DESTINATION[destination.version]
+    expected = [(_LOAD_WORD, at + 4 * index, word) for index, word in enumerate(words)]
+    steps = [(_LOAD_BYTE, 0, 0, _NETWORK_HEADER), (_SHIFT_RIGHT, 0, 0, 4)]
+    # Each comparison that fails jumps over the remaining ones, and over the step that lets pass.
+    steps.append((_JUMP_IF_EQUAL, 0, 2 * len(expected) + 1, destination.version))
+    for left, (load, where, word) in zip(range(len(expected) - 1, -1, -1), expected, strict=True):
+        steps += [(load, 0, 0, where), (_JUMP_IF_EQUAL, 0, 2 * left + 1, word)]
+    steps += [(_RETURN, 0, 0, _ALL), (_RETURN, 0, 0, _NOTHING)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
+    program = struct.pack("@HP", len(steps), ctypes.addressof(code))
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
