@@ -2,15 +2,21 @@
 
 Which samples an epoch has seen is part of the committed state, as a count for each: so what a
 rollback forgets is forgotten there too, and what is missing at the end of an epoch is missing.
+
+A fault may be ordered for the moment when this rank takes its next step, commits, meets the others
+or gives them its state: it then inflicts it on itself. SIGUSR1 makes it hold the interpreter's lock
+wherever it is.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +26,69 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import horovod.torch as hvd
 from benchmarks.elastic_rank import make_model
+from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
+from horovod.transport import select
 
 FOLDER = Path(sys.argv[1])
+ORDER = FOLDER / f"order.{os.getpid()}"
+HOLD_SECONDS = 10
+SLOW_SECONDS = 6
 MORE_EPOCHS = 8  # after the last fault, so that accuracy shows what training gives
+
+
+def pass_through(moment: str) -> None:
+    """Carry out what was ordered for this moment."""
+    if not ORDER.exists():
+        return
+    when, what = json.loads(ORDER.read_text())
+    if when != moment:
+        return
+    ORDER.unlink()
+    if what == "exception":
+        raise RuntimeError("the exception that chaos asked for")
+    if what == "exit 0":
+        sys.exit(0)
+    if what == "hold":
+        hold()
+    elif what == "slow":
+        time.sleep(SLOW_SECONDS)
+    else:
+        os.kill(os.getpid(), getattr(signal, what))
+
+
+def hold(*_: object) -> None:
+    """No thread of this process runs any Python meanwhile."""
+    left = HOLD_SECONDS
+    while left:
+        left = ctypes.PyDLL(None).sleep(left)  # a signal may end it early
+
+
+class Witness:
+    """A value of the state, to be there in the middle of a commit and of a synchronisation."""
+
+
+class WitnessHandler(StateHandler):
+    def save(self) -> None:
+        pass_through("commit")
+
+    def restore(self) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass_through("sync")
+
+
+def be_present() -> None:
+    """Also where there is no public way to be: when ranks have met and make their connections."""
+    connect = select.for_host_memory
+
+    def connect_later(*args: Any) -> Any:
+        pass_through("rendezvous")
+        return connect(*args)
+
+    select.for_host_memory = connect_later
+    set_handler_registry([*get_handler_registry(), (Witness, WitnessHandler)])
+    signal.signal(signal.SIGUSR1, hold)
 
 
 def load() -> TensorDataset:
@@ -34,8 +100,7 @@ def load() -> TensorDataset:
 
 
 def main() -> None:
-    asked: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
+    be_present()
     data = load()
     hvd.init()
     sampler = hvd.elastic.ElasticSampler(data)
@@ -48,8 +113,7 @@ def main() -> None:
     def train(state: Any) -> None:
         while state.left != 0:
             for batch, (images, labels, numbers) in enumerate(loader):
-                if asked:
-                    raise RuntimeError("the exception that chaos asked for")
+                pass_through("training")
                 optimizer.zero_grad()
                 F.cross_entropy(model(images), labels).backward()
                 optimizer.step()
@@ -75,6 +139,7 @@ def main() -> None:
     state = hvd.elastic.TorchState(
         model,
         optimizer,
+        witness=Witness(),
         sampler=sampler,
         epoch=0,
         left=-1,

@@ -99,8 +99,9 @@ class State(ABC):
         """
         self.save()
         self._version += 1
+        verdict = self._agree()
         self.on_commit()
-        self.check_host_updates()
+        self._follow(verdict)
 
     def check_host_updates(self) -> None:
         """Look whether the ranks change. Collective; raises like `commit`.
@@ -108,18 +109,22 @@ class State(ABC):
         The interrupt never allows to skip the synchronisation: it is what a rank that failed in
         this very moment, or one that is new, takes part in.
         """
+        self._follow(self._agree())
+
+    def _agree(self) -> Verdict:
         notified, self._notified = self._notified, False
         if self._job is None:
-            if notified:
-                raise HostsUpdatedInterrupt(skip_sync=False)
-            return
-        verdict = self._job.agree(notified)
+            return Verdict.CHANGE if notified else Verdict.STAY
+        return self._job.agree(notified)
+
+    def _follow(self, verdict: Verdict) -> None:
         if verdict is Verdict.STAY:
             return
-        self.gather()
-        if verdict is Verdict.LEAVE:
-            self.hand_over()
-            self._job.leave()
+        if self._job is not None:
+            self.gather()
+            if verdict is Verdict.LEAVE:
+                self.hand_over()
+                self._job.leave()
         raise HostsUpdatedInterrupt(skip_sync=False)
 
     @abstractmethod
@@ -135,7 +140,10 @@ class State(ABC):
         """Give all ranks the state of rank `_root`, and take a snapshot of it. Collective."""
 
     def on_commit(self) -> None:  # noqa: B027 (a snapshot in memory is enough for most)
-        """A snapshot has been taken, to come back to."""
+        """All ranks have taken a snapshot, to come back to; `_version` is its number.
+
+        A rank that the others have given up does not get here.
+        """
 
     def reset(self) -> None:  # noqa: B027 (not every state depends on the ranks)
         """Adapt to the new ranks, before the callbacks and the synchronisation."""
@@ -144,8 +152,9 @@ class State(ABC):
         """Exchange what only single ranks know, before some of them go. Collective."""
 
     def hand_over(self) -> None:
-        """This rank is about to leave."""
+        """This rank is about to leave. The others count what they have now as a commit as well."""
         self.save()
+        self._version += 1
         self.on_commit()
 
 
@@ -204,7 +213,7 @@ def run_fn(
                     first = False
                     state._root, version = job.newest_state(state._version)
                     state.sync()
-                    state._version = max(version, 0)
+                    state._version = max(version, state._version, 0)
                     result = func(state, *args, **kwargs)
                 except HorovodInternalError as error:
                     if not job.can_recover(error):

@@ -29,8 +29,10 @@ class Launched:
         *,
         program: list[str] | None = None,
         env: dict[str, str] | None = None,
+        patience: float = HANG,
     ) -> None:
         folder.mkdir(exist_ok=True)
+        self._patience = patience
         self._status = folder / "status"
         self._out, self._err = folder / "out", folder / "err"
         worker = program or ["-m", "tests.elastic.light_worker", json.dumps(plan or {})]
@@ -65,7 +67,7 @@ class Launched:
         self._await(lambda: text in self.output or None, repr(text))
 
     def _await(self, look: Any, what: str) -> Any:
-        deadline = time.monotonic() + HANG
+        deadline = time.monotonic() + self._patience
         while (found := look()) is None:
             ended = self.process.poll() is not None and (found := look()) is None
             assert not ended, f"ended without {what}:\n{self}"
@@ -102,7 +104,7 @@ class Launched:
 
     def wait(self) -> int:
         try:
-            return self.process.wait(HANG)
+            return self.process.wait(self._patience)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running:\n{self}") from None
 
@@ -121,7 +123,7 @@ class Launched:
 
     def await_nothing_left(self) -> None:
         """The workers end soon, though nobody waits for them."""
-        deadline = time.monotonic() + HANG
+        deadline = time.monotonic() + self._patience
         while any(os.path.exists(f"/proc/{pid}") for pid in self.pids().values()):
             assert time.monotonic() < deadline, str(self)
             time.sleep(0.02)  # between looks at the process table

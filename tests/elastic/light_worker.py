@@ -7,8 +7,8 @@ happened in between. The argument is a JSON object:
 - steps, commit_every: how long to train. pace: seconds for each step.
 - faults: {"w1": ["step", 5, "SIGKILL"]}: in that phase (init, meet, sync, step, commit, last: at
   the end of training, end: after it), when the worker has been there so many times, it gets that
-  signal, or it raises ("raise"), ends ("exit 0"), or does nothing for three seconds ("slow"), or
-  even holds the interpreter's lock meanwhile ("hold").
+  signal, or it raises ("raise"), ends ("exit 0"), or does nothing for some seconds ("slow 3"), or
+  even holds the interpreter's lock meanwhile ("hold 10").
 - host_faults: the same for all workers of a host.
 - size: also go on until there are so many ranks. silence: seconds after which a peer counts as
   lost.
@@ -16,7 +16,6 @@ happened in between. The argument is a JSON object:
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -29,6 +28,7 @@ from typing import Any, NoReturn
 from horovod.common.elastic import ObjectState, Verdict, run_fn
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.membership import World, membership
+from tests.elastic.holding import hold_the_lock
 
 PLAN = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
 ME = os.environ["HOROVOD_WORKER_ID"]
@@ -50,10 +50,11 @@ def pass_through(phase: str) -> None:
         raise RuntimeError(f"an error of {ME}")
     if what == "exit 0":
         sys.exit(0)
-    if what == "slow":
-        time.sleep(3)
-    elif what == "hold":
-        ctypes.PyDLL(None).sleep(3)  # with the interpreter's lock: no thread of ours runs
+    kind, _, seconds = what.partition(" ")
+    if kind == "slow":
+        time.sleep(int(seconds))
+    elif kind == "hold":
+        hold_the_lock(int(seconds))
     else:
         os.kill(os.getpid(), getattr(signal, what))
 

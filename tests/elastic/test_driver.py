@@ -88,7 +88,7 @@ def test_a_stopped_worker_is_given_up(tmp_path: Path):
         assert "w1 (rank 1, localhost) failed: did not react within 2 s" in job.errors
 
 
-@pytest.mark.parametrize("how", ["slow", "hold"])
+@pytest.mark.parametrize("how", ["slow 3", "hold 3"])
 def test_a_slow_worker_is_waited_for(tmp_path: Path, how: str):
     plan = {"steps": 10, "silence": 1, "faults": {"w1": ["step", 5, how]}}
     with Launched(tmp_path, LOCAL, plan, env=PATIENT) as job:
@@ -105,7 +105,11 @@ def test_who_ends_early_has_finished_and_the_others_go_on(tmp_path: Path):
 
 def test_one_dies_while_another_has_finished(tmp_path: Path):
     """Who is done takes no part in the new world, so nobody may wait for it."""
-    faults = {"w0": ["end", 1, "slow"], "w1": ["end", 1, "SIGKILL"], "w2": ["last", 1, "slow"]}
+    faults = {
+        "w0": ["end", 1, "slow 3"],
+        "w1": ["end", 1, "SIGKILL"],
+        "w2": ["last", 1, "slow 3"],
+    }
     with Launched(tmp_path, LOCAL, {"steps": 10, "silence": 2, "faults": faults}) as job:
         assert job.wait() == 137, str(job)  # w1 was done with training, but not with its work
         assert set(job.ends()) == {"w0", "w2"}

@@ -143,7 +143,7 @@ def test_a_snapshot_costs_about_one_copy():
 
 
 def _write(writer: CheckpointWriter, number: int) -> None:
-    writer.submit({"values": {"t": torch.full((1000,), number)}}, [])
+    writer.submit(number, {"values": {"t": torch.full((1000,), number)}}, [])
     assert writer.flush(30)
 
 
@@ -159,9 +159,11 @@ def test_the_newest_is_read_and_the_last_are_kept(tmp_path: Path):
     for number in range(5):
         _write(writer, number)
         assert _read(folder) == number
-    assert sorted(os.listdir(folder)) == ["commit-4.pt", "commit-5.pt"]
+    assert sorted(os.listdir(folder)) == ["commit-3.pt", "commit-4.pt"]
     _write(CheckpointWriter(folder, keep=2), 7)  # of the next job
-    assert sorted(os.listdir(folder)) == ["commit-5.pt", "commit-6.pt"]
+    assert sorted(os.listdir(folder)) == ["commit-4.pt", "commit-7.pt"]
+    _write(writer, 6)  # of one that was asleep
+    assert sorted(os.listdir(folder)) == ["commit-4.pt", "commit-7.pt"]
     with pytest.raises(ValueError, match="at least one"):
         CheckpointWriter(folder, keep=0)
 
@@ -184,13 +186,14 @@ def test_damaged_files_are_skipped(tmp_path: Path, damage: str, caplog: pytest.L
         torch.save({"something": 1}, newest)
     else:
         torch.save({"format": 1, "values": Path}, newest)
-    (tmp_path / "unfinished-9-9.tmp").write_bytes(b"half")
+    (tmp_path / "unfinished-3-9.tmp").write_bytes(b"half")
+    (tmp_path / "unfinished-9-9.tmp").write_bytes(b"somebody is at it")
     (tmp_path / "commit-x.pt").write_bytes(b"not ours")
     assert _read(tmp_path) == 1
     assert str(newest) in caplog.text
     _write(writer, 3)
     assert _read(tmp_path) == 3
-    assert not list(tmp_path.glob("unfinished*"))
+    assert [path.name for path in tmp_path.glob("unfinished*")] == ["unfinished-9-9.tmp"]
 
 
 def test_a_busy_writer_takes_the_newest_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -205,10 +208,10 @@ def test_a_busy_writer_takes_the_newest_next(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(checkpoint.torch, "save", save)
     writer = CheckpointWriter(tmp_path, keep=1)
     snapshots = [Snapshot(number) for number in range(4)]
-    writer.submit({"values": 0}, snapshots[:1])
+    writer.submit(0, {"values": 0}, snapshots[:1])
     assert begun.wait(30)
     for number in (1, 2, 3):
-        writer.submit({"values": number}, [snapshots[number]])
+        writer.submit(number, {"values": number}, [snapshots[number]])
     assert [snapshot.held for snapshot in snapshots] == [True, False, False, True]
     assert not writer.flush(0.01)
     go_on.set()

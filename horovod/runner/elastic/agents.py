@@ -217,6 +217,12 @@ class Agents:
         spec = WorkerSpec(worker, request.command, own, request.cwd, bind)
         host.agent.start([spec], env, HOSTS_OWN if remote else ())
 
+    def stop(self, name: str, worker: int, grace: float) -> None:
+        """End a worker: SIGTERM, and SIGKILL after `grace` seconds. Nothing if its host is lost."""
+        agent = self.agent(name)
+        if agent is not None:
+            agent.stop(grace, [worker])
+
     def _threads(self, agent: HostAgent, slots: int) -> int:
         cores = (agent.hello or {})["cores"]
         threads = threads_per_worker(cores, slots)

@@ -6,7 +6,7 @@ said in `horovod.common.decisions`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from horovod.common.decisions import LATEST, Decision, decision_key
 from horovod.common.store import Store
@@ -23,6 +23,7 @@ class Announcer:
     def __init__(self, store: Store) -> None:
         self.newest = Decision(0, {}, "", "start")
         self.formed = False  # its workers have met
+        self.causes: list[str] = []  # of the next one, for people
         self._store = store
         self._forgotten = 0  # worlds up to this one have no keys in the store any more
 
@@ -31,10 +32,10 @@ class Announcer:
         """Of the newest decision; 0 before the first."""
         return self.newest.number
 
-    def announce(self, proposal: policy.Proposal, causes: Sequence[str]) -> Decision:
-        """Make a proposal the next decision; `causes` are for people."""
+    def announce(self, proposal: policy.Proposal) -> Decision:
+        """Make a proposal the next decision."""
         slots = policy.arrange(proposal.members)
-        causes = list(causes)
+        causes, self.causes = self.causes, []
         if proposal.added and self.number:
             joining = [
                 f"{name_of(worker)} on {slots[worker].hostname}" for worker in proposal.added

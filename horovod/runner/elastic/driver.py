@@ -3,40 +3,34 @@
 It is the `Handler` of the launcher's loop. What happens (agents' events, discovered hosts, what
 workers write to the store) changes the book in `roster`; then `_settle` asks the policy what
 follows. Everything runs in the loop's thread; the store's and the poller's threads only leave
-messages. Workers learn of decisions through the store, see `horovod.common.decisions`.
+messages. Workers learn of decisions through the store, see `horovod.common.decisions`; `roll_call`
+minds their answers, and `losses` what becomes of those who fail.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from horovod.common.decisions import Decision
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.announcing import Announcer
 from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.endings import Ending, Endings
+from horovod.runner.elastic.losses import Losses
 from horovod.runner.elastic.mailbox import Mailbox
 from horovod.runner.elastic.polling import HostPoller
+from horovod.runner.elastic.roll_call import RollCall
 from horovod.runner.elastic.roster import Failure, Process, Roster, name_of, now, number_of
-from horovod.runner.elastic.status import Status, count, listing
+from horovod.runner.elastic.status import Status, count
 from horovod.runner.host_agent import HostAgent
 from horovod.runner.meeting import MeetingPlace
-from horovod.runner.processes import signal_groups
 from horovod.runner.report import Outcome, exit_status
 from horovod.runner.supervise import FAILURE_GRACE, Supervisor
 
 _TICK = 0.5
 """Seconds after which the loop looks at the clock, if nothing else happens."""
-
-_ABSENCE_SECONDS = 5.0
-"""For how long workers whose world broke wait for one another before the driver calls them all."""
-
-_FENCE_SECONDS = 60.0
-"""Within which workers on a host that was lost end themselves: they cannot reach us either."""
 
 _WORDS_OF_WORKERS = tuple(
     f"elastic/{word}/" for word in ("ready", "heard", "seen", "formed", "done", "leaving")
@@ -77,10 +71,18 @@ class Driver:
         self._roster = Roster()
         self._endings = Endings(limits, self._roster, manager)
         self._announcer = Announcer(place.store)
-        self._asked = False
+        self._losses = Losses(
+            self._roster, self._agents, manager, self._endings, self._announcer, status
+        )
+        self._roll_call = RollCall(
+            limits,
+            self._roster,
+            self._announcer,
+            self._losses,
+            supervisor.call_later,
+            self._settle,
+        )
         self._finishing = False
-        self._fenced_until = 0.0
-        self._causes: list[str] = []  # of the next decision, for people
         self._mailbox = Mailbox()
         self._last_problem = ""
 
@@ -143,7 +145,7 @@ class Driver:
         self._last_problem = ""
         for host in before.host_slots:
             if host not in answer and self._roster.on(host):
-                self._causes.append(f"{host} is not available any more")
+                self._announcer.causes.append(f"{host} is not available any more")
         self._status.note("hosts", hosts=answer)
         return True
 
@@ -165,7 +167,7 @@ class Driver:
         elif what == "seen":
             attempt = int(self._place.store.try_get(key) or 0)
             process.entered = max(process.entered, (int(rest[0]), attempt))
-            self._mind_absence(*process.entered)
+            self._roll_call.entered(*process.entered)
         elif what == "done" and not process.done:
             process.done = True
             self._finish(process)
@@ -174,27 +176,8 @@ class Driver:
             if process.number in self._roster.placed:
                 self._roster.left.append(process.number)
             self._manager.give_back(process.host)
-            self._causes.append(f"{process} leaves, as it was told to")
+            self._announcer.causes.append(f"{process} leaves, as it was told to")
         return what not in ("heard", "seen")
-
-    def _mind_absence(self, number: int, attempt: int) -> None:
-        """Workers want to meet again though nobody died: see to it that all come."""
-        if number != self._announcer.number:
-            return
-        if self._roster.finished and (attempt or not self._announcer.formed):
-            self._ask(number, attempt)
-        elif attempt:
-            self._supervisor.call_later(_ABSENCE_SECONDS, lambda: self._ask(number, attempt))
-
-    def _ask(self, number: int, attempt: int) -> None:
-        absent = self._roster.absent(number, attempt)
-        if number != self._announcer.number or not (absent or self._roster.finished):
-            return
-        if absent:
-            who = listing([str(process) for process in absent])
-            self._causes.append(f"the others have lost {who}")
-        self._asked = True
-        self._settle()
 
     # -- what the agents say ---------------------------------------------------------------
 
@@ -208,7 +191,7 @@ class Driver:
         if problem:
             self._agents.let_go(agent.name)
             self._agents.rest(agent.name)
-            self._blame_host(agent.name, problem)
+            self._losses.blame(agent.name, problem)
         self._settle()
 
     def started(self, agent: HostAgent, worker: int, pid: int) -> None:
@@ -224,8 +207,7 @@ class Driver:
         if process is None or self._supervisor.stopping or self._supervisor.signals:
             return
         why = f"{what!r}: {os.strerror(number)}" if what else os.strerror(number)
-        self._roster.fail(process, 127)
-        self._blame_host(agent.name, f"cannot start a worker on {agent.name}: {why}")
+        self._losses.could_not_start(process, why)
         self._settle()
 
     def exited(self, agent: HostAgent, exits: Sequence[tuple[int, int]]) -> None:
@@ -251,52 +233,17 @@ class Driver:
         elif self._supervisor.stopping or self._supervisor.signals:
             del roster.alive[process.number]
         else:
-            failure = roster.fail(process, code)
-            self._endings.failed(failure, after_done=process.done)
-            self._report_failure(process, failure.exit.describe())
-            self._blame_host(process.host)
+            self._losses.failed(process, code)
 
     def lost(self, agent: HostAgent, code: int) -> None:
         if self._supervisor.stopping or not self._agents.lost(agent):
             return
         said = agent.last_words or f"ended with exit code {code} and no message"
         if agent.hello is None:
-            self._blame_host(agent.name, f"cannot start on {agent.name}: {said}")
+            self._losses.blame(agent.name, f"cannot start on {agent.name}: {said}")
         else:
-            self._lose_workers(agent, f"the connection to {agent.name} is lost: {said}")
+            self._losses.lost_host(agent, f"the connection to {agent.name} is lost: {said}")
         self._settle()
-
-    def _lose_workers(self, agent: HostAgent, why: str) -> None:
-        workers = self._roster.on(agent.name)
-        if agent.ssh is None:
-            signal_groups([p.pid for p in workers if p.pid], signal.SIGKILL)
-        else:
-            self._fenced_until = now() + _FENCE_SECONDS
-        for process in workers:
-            if process.dismissed:
-                del self._roster.alive[process.number]
-                continue
-            failure = self._roster.fail(process, -signal.SIGKILL)
-            self._endings.failed(failure, after_done=process.done)
-            self._report_failure(process, "lost with its host")
-        self._blame_host(agent.name, why)
-
-    def _report_failure(self, process: Process, how: str) -> None:
-        self._causes.append(f"{process} failed: {how}")
-        self._status.note("failed", worker=process.name, host=process.host, how=how)
-
-    def _blame_host(self, host: str, why: str = "") -> None:
-        if why:
-            self._endings.host_problem = why
-            self._status.tell(why, "host failed", host=host)
-        if self._manager.record_failure(host):
-            failures = self._manager.blacklisting.failures(host)
-            self._status.tell(
-                f"{host} gets no new workers after {count(failures, 'failure')}"
-                + ("" if self._manager.blacklisting.is_for_good(host) else ", for a while"),
-                "blacklisted",
-                host=host,
-            )
 
     # -- the next step ---------------------------------------------------------------------
 
@@ -343,10 +290,10 @@ class Driver:
             failed=tuple(self._roster.failed),
             left=tuple(self._roster.left),
             finished=tuple(self._roster.finished),
-            asked=self._asked,
+            asked=self._roll_call.asked,
             troubled=bool(self._roster.failures),
             finishing=self._finishing or bool(self._supervisor.signals),
-            fenced_until=self._fenced_until,
+            fenced_until=self._losses.fenced_until,
         )
 
     def _mind_hosts(self) -> None:
@@ -357,7 +304,7 @@ class Driver:
         if view.number or view.workers or view.slots >= self._limits.num_proc:
             wanted = self._agents.first(view.usable, self._limits.max_np)
             for host, problem in self._agents.want(wanted).items():
-                self._blame_host(host, f"cannot start on {host}: {problem}")
+                self._losses.blame(host, f"cannot start on {host}: {problem}")
         for host in self._agents.names():
             if host not in view.usable and not self._roster.on(host):
                 self._agents.let_go(host)
@@ -372,9 +319,7 @@ class Driver:
 
     def _dismiss(self, process: Process, grace: float) -> None:
         process.dismissed = True
-        agent = self._agents.agent(process.host)
-        if agent is not None:
-            agent.stop(grace, [process.number])
+        self._agents.stop(process.host, process.number, grace)
 
     def _finish(self, process: Process) -> None:
         """Somebody has finished: nobody new is needed."""
@@ -388,28 +333,24 @@ class Driver:
         if self._announcer.formed:
             return
         # The newest world has not come about. Those who train on in an older one will finish as
-        # well; who wanted to join them is too late; who waits must not wait for this one.
+        # well; who wanted to join them is too late.
         members = roster.members()
         if any(member.joined != number for member in members):
             for member in members:
                 if member.joined == number:
                     self._dismiss(member, FAILURE_GRACE)
-        paused = len(self._announcer.newest.slots) < self._announcer.newest.min_np
-        self._asked |= paused or any(m.entered[0] == number for m in roster.members())
+        self._roll_call.finished()
 
     # -- decisions -------------------------------------------------------------------------
 
     def _decide(self, proposal: policy.Proposal) -> None:
-        decision = self._announcer.announce(proposal, self._causes)
-        self._causes, self._asked = [], False
+        decision = self._announcer.announce(proposal)
         slots = decision.slots
         ranks = {number_of(name): slot.rank for name, slot in slots.items()}
         self._roster.place(proposal.members, ranks)
         for worker, rank in ranks.items():
             self._outputs.rename(worker, rank)
-        later = self._supervisor.call_later
-        later(self._limits.answer_timeout, lambda: self._check_heard(decision.number))
-        later(self._limits.elastic_timeout, lambda: self._check_entered(decision))
+        self._roll_call.begin(decision)
         size = count(len(slots), "worker")
         if len(slots) < proposal.min_np:
             size += f", too few to go on (at least {proposal.min_np})"
@@ -421,33 +362,6 @@ class Driver:
             workers={name: [slot.hostname, slot.rank] for name, slot in slots.items()},
             lost=decision.lost,
         )
-
-    def _check_heard(self, number: int) -> None:
-        """Processes that do not even notice a decision are stopped, swapping, or cut off."""
-        late = self._roster.behind(number)
-        self._give_up(late, f"did not react within {self._limits.answer_timeout:g} s")
-
-    def _check_entered(self, decision: Decision) -> None:
-        """After a failure everybody comes back to meet, unless the program hangs elsewhere."""
-        newest = decision.number == self._announcer.number
-        paused = len(decision.slots) < decision.min_np
-        if newest and not paused and decision.kind in ("failure", "start"):
-            late = self._roster.absent(decision.number, 0)
-            seconds = self._limits.elastic_timeout
-            self._give_up(late, f"did not come back to training within {seconds:g} s")
-
-    def _give_up(self, processes: Sequence[Process], why: str) -> None:
-        for process in processes:
-            self._dismiss(process, 0.0)
-            agent = self._agents.agent(process.host)
-            if agent is None or agent.ssh is not None:
-                self._fenced_until = now() + _FENCE_SECONDS
-            failure = self._roster.fail(process, -signal.SIGKILL)
-            self._endings.failed(failure, after_done=False)
-            self._report_failure(process, why)
-            self._blame_host(process.host)
-        if processes:
-            self._settle()
 
     def _end(self, ending: Ending) -> None:
         self._endings.settle(ending)

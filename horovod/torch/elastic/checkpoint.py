@@ -4,6 +4,10 @@ Used by `TorchState(checkpoint_dir=...)`. Rank 0 writes, in a thread of its own 
 waits for: a commit that comes while the writer is busy waits, and replaces one that waits already.
 A file appears under its name only when it is complete and on disk. Files hold tensors and plain
 Python values only and are read with ``weights_only``, so a foreign file cannot run code here.
+
+A file has the number of its commit, which counts on from job to job and is the same on all ranks.
+So a former rank 0 that was stopped, given up and wakes up with something to write cannot put it in
+the place of what the others have committed since.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from horovod.torch.elastic.snapshot import Snapshot
 logger = get_logger(__name__)
 
 _NAME = re.compile(r"commit-(\d+)\.pt")
-_UNFINISHED = "unfinished-*.tmp"
+_UNFINISHED = re.compile(r"unfinished-(\d+)-\d+\.tmp")
 _FORMAT = 1
 _LAST_WORDS = 300.0  # seconds that the end of the process waits for what is not on disk yet
 
@@ -54,16 +58,16 @@ class CheckpointWriter:
         self._directory = Path(directory)
         self._keep = keep
         self._changed = threading.Condition()
-        self._waiting: tuple[dict[str, Any], Sequence[Snapshot]] | None = None
+        self._waiting: tuple[int, dict[str, Any], Sequence[Snapshot]] | None = None
         self._busy = False
         self._thread: threading.Thread | None = None
 
-    def submit(self, content: dict[str, Any], snapshots: Sequence[Snapshot]) -> None:
-        """Write `content`, made of `snapshots`, which are held until that is done."""
+    def submit(self, number: int, content: dict[str, Any], snapshots: Sequence[Snapshot]) -> None:
+        """Write commit `number`, made of `snapshots`, which are held until that is done."""
         for snapshot in snapshots:
             snapshot.hold()
         with self._changed:
-            replaced, self._waiting = self._waiting, (content, snapshots)
+            replaced, self._waiting = self._waiting, (number, content, snapshots)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="horovod-checkpoints", daemon=True
@@ -71,7 +75,7 @@ class CheckpointWriter:
                 self._thread.start()
                 atexit.register(self.flush)
             self._changed.notify_all()
-        for snapshot in replaced[1] if replaced is not None else ():
+        for snapshot in replaced[2] if replaced is not None else ():
             snapshot.release()
 
     def flush(self, timeout: float = _LAST_WORDS) -> bool:
@@ -87,10 +91,10 @@ class CheckpointWriter:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None)
                 assert self._waiting is not None
-                content, snapshots = self._waiting
+                number, content, snapshots = self._waiting
                 self._waiting, self._busy = None, True
             try:
-                self._write(content)
+                self._write(number, content)
             except Exception as error:  # a full disk must not end the training
                 logger.error("cannot write a checkpoint into %s: %s", self._directory, error)
             finally:
@@ -100,11 +104,18 @@ class CheckpointWriter:
                     self._busy = False
                     self._changed.notify_all()
 
-    def _write(self, content: dict[str, Any]) -> None:
+    def _write(self, number: int, content: dict[str, Any]) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        existing = _numbers(self._directory)
-        number = existing[0] + 1 if existing else 1
-        unfinished = self._directory / _UNFINISHED.replace("*", f"{number}-{os.getpid()}")
+        newest = newest_number(self._directory)
+        if newest >= number:
+            logger.warning(
+                "not writing commit %d into %s: %d is there already",
+                number,
+                self._directory,
+                newest,
+            )
+            return
+        unfinished = self._directory / f"unfinished-{number}-{os.getpid()}.tmp"
         try:
             with open(unfinished, "wb") as file:
                 torch.save({"format": _FORMAT, **content}, file)
@@ -118,11 +129,13 @@ class CheckpointWriter:
             os.fsync(directory)  # the name, too, has to be on disk
         finally:
             os.close(directory)
-        for old in existing[self._keep - 1 :]:
+        for old in _numbers(self._directory)[self._keep :]:
             _path(self._directory, old).unlink(missing_ok=True)
-        for left_over in self._directory.glob(_UNFINISHED):  # of a writer that was killed
-            with contextlib.suppress(OSError):
-                left_over.unlink()
+        for name in os.listdir(self._directory):
+            left_over = _UNFINISHED.fullmatch(name)
+            if left_over and int(left_over[1]) <= number:  # of a writer that was killed
+                with contextlib.suppress(OSError):
+                    (self._directory / name).unlink()
 
 
 def newest_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]] | None:
@@ -142,6 +155,11 @@ def newest_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, dict[str
         except Exception as error:  # zip files, pickles and disks fail in many ways
             logger.warning("skipping the checkpoint %s: %s", path, error)
     return None
+
+
+def newest_number(directory: str | os.PathLike[str]) -> int:
+    """The number of the newest checkpoint, even if it cannot be read; -1 if there is none."""
+    return next(iter(_numbers(Path(directory))), -1)
 
 
 def _numbers(directory: Path) -> list[int]:

@@ -13,7 +13,12 @@ import torch
 
 from horovod.common.elastic import ObjectState
 from horovod.engine.runtime import runtime
-from horovod.torch.elastic.checkpoint import CheckpointWriter, newest_checkpoint, not_plain
+from horovod.torch.elastic.checkpoint import (
+    CheckpointWriter,
+    newest_checkpoint,
+    newest_number,
+    not_plain,
+)
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.elastic.snapshot import Snapshot, Snapshots, clone
 from horovod.torch.functions import (
@@ -203,6 +208,8 @@ class TorchState(ObjectState):
             handler.root_rank = self._root
             handler.sync()
         super().sync()
+        if self._writer is not None:
+            self._version = broadcast_object(self._version, self._root, "elastic.version")
         self.save()  # a failure before the next commit must not bring back what was before
 
     def reset(self) -> None:
@@ -219,7 +226,7 @@ class TorchState(ObjectState):
 
     def on_commit(self) -> None:
         if self._writer is not None and runtime.topology.rank == 0:
-            self._writer.submit(self._content(), self._snapshots())
+            self._writer.submit(self._version, self._content(), self._snapshots())
 
     def _snapshots(self) -> list[Snapshot]:
         handlers = self._handlers.values()
@@ -243,7 +250,10 @@ class TorchState(ObjectState):
         return {"values": values, "attributes": clone(self._saved_state)}
 
     def _resume(self) -> None:
-        found = None if self._checkpoint_dir is None else newest_checkpoint(self._checkpoint_dir)
+        if self._checkpoint_dir is None:
+            return
+        self._version = newest_number(self._checkpoint_dir)  # go on counting, whatever can be read
+        found = newest_checkpoint(self._checkpoint_dir)
         if found is None:
             return
         path, content = found

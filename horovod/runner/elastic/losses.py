@@ -1,0 +1,100 @@
+"""Workers and hosts that fail: what is noted, what is said, and what counts against a host.
+
+`driver` and `roll_call` report every loss here. Those who go on learn of it by the next decision.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from horovod.runner.elastic.agents import Agents
+from horovod.runner.elastic.announcing import Announcer
+from horovod.runner.elastic.discovery import HostManager
+from horovod.runner.elastic.endings import Endings
+from horovod.runner.elastic.roster import Process, Roster, now
+from horovod.runner.elastic.status import Status, count
+from horovod.runner.host_agent import HostAgent
+from horovod.runner.processes import signal_groups
+
+_FENCE_SECONDS = 60.0
+"""Within which workers on a host that was lost end themselves: they cannot reach us either."""
+
+
+class Losses:
+    """What the job has lost."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        agents: Agents,
+        manager: HostManager,
+        endings: Endings,
+        announcer: Announcer,
+        status: Status,
+    ) -> None:
+        self.fenced_until = 0.0  # workers that we cannot kill may live until then
+        self._roster = roster
+        self._agents = agents
+        self._manager = manager
+        self._endings = endings
+        self._announcer = announcer
+        self._status = status
+
+    def failed(self, process: Process, code: int) -> None:
+        """A worker has ended by itself, and not well."""
+        self._note(process, code, process.exit(code).describe())
+        self.blame(process.host)
+
+    def could_not_start(self, process: Process, why: str) -> None:
+        self._roster.fail(process, 127)
+        self.blame(process.host, f"cannot start a worker on {process.host}: {why}")
+
+    def give_up(self, process: Process, why: str) -> None:
+        """A worker lives but is of no use: from now on it is out of the job.
+
+        It is killed where that is possible. Where it is not it may wake up later: then it finds
+        that it has no place any more, or cannot reach us, and ends itself.
+        """
+        self._agents.stop(process.host, process.number, 0.0)
+        agent = self._agents.agent(process.host)
+        if agent is None or agent.ssh is not None:
+            self._fence()
+        self._note(process, -signal.SIGKILL, why)
+        self.blame(process.host)
+
+    def lost_host(self, agent: HostAgent, why: str) -> None:
+        """The connection to a host is gone, and with it the workers there."""
+        workers = self._roster.on(agent.name)
+        if agent.ssh is None:
+            signal_groups([p.pid for p in workers if p.pid], signal.SIGKILL)
+        else:
+            self._fence()
+        for process in workers:
+            if process.dismissed:
+                del self._roster.alive[process.number]
+            else:
+                self._note(process, -signal.SIGKILL, "lost with its host")
+        self.blame(agent.name, why)
+
+    def blame(self, host: str, why: str = "") -> None:
+        """One more failure on a host; `why` if it is the host itself that failed."""
+        if why:
+            self._endings.host_problem = why
+            self._status.tell(why, "host failed", host=host)
+        if self._manager.record_failure(host):
+            failures = self._manager.blacklisting.failures(host)
+            self._status.tell(
+                f"{host} gets no new workers after {count(failures, 'failure')}"
+                + ("" if self._manager.blacklisting.is_for_good(host) else ", for a while"),
+                "blacklisted",
+                host=host,
+            )
+
+    def _note(self, process: Process, code: int, how: str) -> None:
+        failure = self._roster.fail(process, code)
+        self._endings.failed(failure, after_done=process.done)
+        self._announcer.causes.append(f"{process} failed: {how}")
+        self._status.note("failed", worker=process.name, host=process.host, how=how)
+
+    def _fence(self) -> None:
+        self.fenced_until = now() + _FENCE_SECONDS
