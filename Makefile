@@ -11,6 +11,7 @@ VENV   ?= .venv
 SHELL   := /bin/bash
 BIN     := $(VENV)/bin
 TF_BIN  := $(VENV)-tensorflow/bin
+PYTEST  ?= -n 2 --dist loadfile
 INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -25,10 +26,10 @@ train: $(VENV)/.examples
 test: test-core test-tensorflow
 
 test-core: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST)
 
 test-tensorflow: $(VENV)-tensorflow/.installed
-	TF_CPP_MIN_LOG_LEVEL=2 $(TF_BIN)/python -m pytest tests/tensorflow tests/keras
+	TF_CPP_MIN_LOG_LEVEL=2 $(TF_BIN)/python -m pytest $(PYTEST) tests/tensorflow tests/keras
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

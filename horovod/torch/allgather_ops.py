@@ -13,18 +13,12 @@ import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
+from horovod.engine.arguments import check_group, movement_input, set_id
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch import handles
 from horovod.torch.allreduce_ops import allreduce, grouped_allreduce
-from horovod.torch.arguments import (
-    backward_name,
-    check_group,
-    is_differentiable,
-    movement_input,
-    needs_gradient,
-    set_id,
-)
+from horovod.torch.autograd import backward_name, is_differentiable, needs_gradient
 
 Tensor = torch.Tensor
 

@@ -15,19 +15,17 @@ import torch
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp
 from horovod.common.util import resolve_reduce_op
-from horovod.engine.request import Request
-from horovod.engine.runtime import runtime
-from horovod.torch import handles
-from horovod.torch.arguments import (
-    backward_name,
+from horovod.engine.arguments import (
     check_group,
     check_writable,
-    is_differentiable,
-    needs_gradient,
     reduction_input,
     set_id,
     write_back,
 )
+from horovod.engine.request import Request
+from horovod.engine.runtime import runtime
+from horovod.torch import handles
+from horovod.torch.autograd import backward_name, is_differentiable, needs_gradient
 from horovod.torch.compression import Compression, Compressor
 
 Tensor = torch.Tensor

@@ -11,16 +11,11 @@ from typing import Any
 import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.arguments import check_splits, movement_input, set_id
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch import handles
-from horovod.torch.arguments import (
-    backward_name,
-    check_splits,
-    movement_input,
-    needs_gradient,
-    set_id,
-)
+from horovod.torch.autograd import backward_name, needs_gradient
 
 Tensor = torch.Tensor
 Splits = Tensor | Sequence[int] | None

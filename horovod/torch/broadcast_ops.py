@@ -12,17 +12,11 @@ import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
+from horovod.engine.arguments import check_writable, movement_input, set_id, write_back
 from horovod.engine.runtime import runtime
 from horovod.torch import handles
 from horovod.torch.allreduce_ops import allreduce
-from horovod.torch.arguments import (
-    backward_name,
-    check_writable,
-    movement_input,
-    needs_gradient,
-    set_id,
-    write_back,
-)
+from horovod.torch.autograd import backward_name, needs_gradient
 
 Tensor = torch.Tensor
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.arguments import set_id
 from horovod.engine.basics import HorovodBasics
 from horovod.engine.runtime import runtime
 from horovod.torch import handles
@@ -34,7 +35,6 @@ from horovod.torch.allreduce_ops import (
     grouped_allreduce_async_,
 )
 from horovod.torch.alltoall_ops import HorovodAlltoall, alltoall, alltoall_async
-from horovod.torch.arguments import set_id
 from horovod.torch.broadcast_ops import (
     HorovodBroadcast,
     broadcast,

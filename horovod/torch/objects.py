@@ -6,7 +6,7 @@ from typing import Any
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine import objects
-from horovod.torch.arguments import set_id
+from horovod.engine.arguments import set_id
 
 
 def broadcast_object(

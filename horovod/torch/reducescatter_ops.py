@@ -15,19 +15,12 @@ import torch
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.common.util import resolve_reduce_op
+from horovod.engine.arguments import check_group, reduction_input, set_id, set_size
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch import handles
 from horovod.torch.allgather_ops import allgather, grouped_allgather
-from horovod.torch.arguments import (
-    backward_name,
-    check_group,
-    is_differentiable,
-    needs_gradient,
-    reduction_input,
-    set_id,
-    set_size,
-)
+from horovod.torch.autograd import backward_name, is_differentiable, needs_gradient
 from horovod.torch.compression import Compression, Compressor
 
 Tensor = torch.Tensor

@@ -12,8 +12,8 @@ import torch
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
 from horovod.common.util import resolve_reduce_op
+from horovod.engine.arguments import movement_input, set_size
 from horovod.torch.allgather_ops import start_allgather
-from horovod.torch.arguments import movement_input, set_size
 
 
 def sparse_allreduce_async(

@@ -30,9 +30,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Sum
 from horovod.common.topology import Topology
+from horovod.engine.arguments import FLOATING, set_id, set_size
 from horovod.engine.runtime import runtime
 from horovod.torch.allreduce_ops import allreduce
-from horovod.torch.arguments import FLOATING, set_id, set_size
 
 Tensor = torch.Tensor
 Ranks = tuple[int, ...]

@@ -15,9 +15,9 @@ import torch
 
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Average, ReduceOp, Sum
+from horovod.engine.arguments import set_id, set_size
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
-from horovod.torch.arguments import set_id, set_size
 from horovod.torch.compression import NoneCompressor
 
 Tensor = torch.Tensor

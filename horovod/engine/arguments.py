@@ -1,8 +1,8 @@
-"""Checks of what users pass to the collectives, before anything is enqueued.
+"""Checks of what users pass to the collectives of any binding, before anything is enqueued.
 
 The collectives call these first, so that a wrong argument raises a ValueError on the rank that
 passed it, uses up no automatic name and leaves nothing behind. What depends on the state of the
-engine (names in flight, membership, roots, splits) is checked by the engine.
+engine (names in flight, membership, roots, splits) is checked when a request is submitted.
 """
 
 from __future__ import annotations
@@ -110,17 +110,6 @@ def write_back(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
         tensor.detach().copy_(buffer)
 
 
-def needs_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether autograd has to record an operation on these tensors."""
-    return torch.is_grad_enabled() and any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
-    )
-
-
-def is_differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
 def check_group(tensors: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
     """A group of tensors for one grouped operation."""
     if isinstance(tensors, torch.Tensor):
@@ -172,8 +161,3 @@ def _why(process_set: ProcessSet) -> str:
         if process_set.ranks[-1] >= size:
             return f": the job has only {size} ranks now"
     return ""
-
-
-def backward_name(name: str | None) -> str | None:
-    """The name of the collective that carries the gradient of the one called `name`."""
-    return None if name is None else f"{name}.grad"

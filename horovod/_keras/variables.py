@@ -1,0 +1,137 @@
+"""Giving all ranks the same values of Keras variables.
+
+Values travel as numpy arrays in host memory: that is what every backend can read and assign, and
+it happens once in a training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from horovod._keras.arrays import to_numpy, to_torch
+from horovod._keras.flavour import backend_of, is_tf_keras, keras_of
+from horovod.common.exceptions import HorovodInternalError
+from horovod.engine.runtime import runtime
+from horovod.torch.mpi_ops import broadcast_async_, synchronize
+from horovod.torch.objects import allgather_object
+
+
+def broadcast_model(model: Any, root_rank: int, local_variables: Sequence[Any] = ()) -> None:
+    """Overwrite a model's weights and its optimizer's state with the root's, on all ranks.
+
+    The states of random generators are left alone: each rank shall drop other units.
+    """
+    left_out = {identity(variable) for variable in local_variables}
+    optimizer = getattr(model, "optimizer", None)
+    variables = [
+        variable
+        for variable in [*model.weights, *optimizer_variables(optimizer)]
+        if identity(variable) not in left_out
+    ]
+    keras = keras_of(model)
+    values = _read(variables, keras, is_tf_keras(model))
+    with errors_of(backend_of(model)):
+        _check_same(variables, values, root_rank)
+        received = _broadcast(values, root_rank)
+    _write(variables, received, keras, is_tf_keras(model))
+
+
+def optimizer_variables(optimizer: Any) -> list[Any]:
+    """Everything that an optimizer keeps."""
+    if optimizer is None:
+        return []
+    found = optimizer.variables
+    variables = list(found() if callable(found) else found)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    # What tf-keras keeps apart: the learning rate, and of its legacy optimizers other options too.
+    apart = [getattr(inner, "_learning_rate", None), *getattr(inner, "_hyper", {}).values()]
+    there = {id(variable) for variable in variables}
+    return variables + [each for each in apart if hasattr(each, "assign") and id(each) not in there]
+
+
+def identity(variable: Any) -> int:
+    """The same for a variable of TensorFlow and for the Keras variable that wraps it."""
+    return id(getattr(variable, "handle", variable))
+
+
+@contextlib.contextmanager
+def errors_of(backend: str) -> Iterator[None]:
+    """Raise the engine's errors as TensorFlow's where TensorFlow computes."""
+    if backend != "tensorflow":
+        yield
+        return
+    from horovod.tensorflow.errors import eager_error
+
+    was_initialised = runtime.is_initialized()
+    try:
+        yield
+    except (HorovodInternalError, ValueError) as error:
+        raise eager_error(error, was_initialised) from error
+
+
+def _read(variables: Sequence[Any], keras: Any, legacy: bool) -> list[Any]:
+    if legacy:
+        values = keras.backend.batch_get_value(list(variables))  # also from a v1 session
+    else:
+        values = [keras.ops.convert_to_numpy(variable) for variable in variables]
+    return [np.array(value, order="C") for value in values]
+
+
+def _write(variables: Sequence[Any], values: Sequence[Any], keras: Any, legacy: bool) -> None:
+    if legacy:
+        keras.backend.batch_set_value(list(zip(variables, values, strict=True)))
+        return
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _check_same(variables: Sequence[Any], values: Sequence[Any], root_rank: int) -> None:
+    """`ValueError` on all ranks if one rank's variables cannot take the root's values."""
+    mine = [
+        (str(getattr(variable, "path", variable.name)), value.shape, value.dtype.name)
+        for variable, value in zip(variables, values, strict=True)
+    ]
+    everybody = allgather_object(mine, "BroadcastGlobalVariables.forms")
+    root = everybody[root_rank]
+    for rank, theirs in enumerate(everybody):
+        for (name, *form), (root_name, *root_form) in zip(theirs, root, strict=False):
+            if form != root_form:
+                raise ValueError(
+                    f"the models of the ranks differ: the variable {name} of rank {rank} is "
+                    f"{_form(form)}, and in its place rank {root_rank} has {root_name}, "
+                    f"{_form(root_form)}"
+                )
+        if len(theirs) != len(root):
+            longer, those = (rank, theirs) if len(theirs) > len(root) else (root_rank, root)
+            extra = those[min(len(theirs), len(root))][0]
+            raise ValueError(
+                f"the models of the ranks differ: rank {rank} has {len(theirs)} variables and "
+                f"rank {root_rank} has {len(root)}; {extra} of rank {longer} is the first that "
+                "the other does not have"
+            )
+
+
+def _form(form: Sequence[Any]) -> str:
+    shape, dtype = form
+    return f"{dtype} of shape {tuple(shape)}"
+
+
+def _broadcast(values: Sequence[Any], root_rank: int) -> list[Any]:
+    tensors = [to_torch(value) for value in values]
+    handles = [
+        broadcast_async_(tensor, root_rank, f"BroadcastGlobalVariables.{number}")
+        for number, tensor in enumerate(tensors)
+    ]
+    failure = None
+    for handle in handles:
+        try:
+            synchronize(handle)
+        except HorovodInternalError as error:
+            failure = failure or error  # but wait for all: none may be left in flight
+    if failure is not None:
+        raise failure
+    return [to_numpy(tensor, value) for tensor, value in zip(tensors, values, strict=True)]

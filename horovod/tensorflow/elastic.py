@@ -1,0 +1,125 @@
+"""Elastic training with TensorFlow: ``hvd.elastic.run`` and the states to use with it.
+
+`TensorFlowKerasState` is for a Keras model and its optimizer, `TensorFlowState` for any variables.
+A tf.function that was traced before the ranks changed goes on working after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import torch
+
+from horovod._keras.arrays import to_numpy, to_torch
+from horovod._keras.elastic import KerasStateBase, VariablesState, run
+from horovod.tensorflow import bridge
+
+__all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
+
+
+class TensorFlowKerasState(KerasStateBase):
+    """A Keras model, its optimizer, and attributes: ``TensorFlowKerasState(model, epoch=0)``.
+
+    The model must be built. `optimizer` is the model's unless another is given; it is built for
+    the model's trainable variables if it is not yet, so that it can receive its state. `backend`:
+    what has the session of a v1 graph (`get_session`), if it is not tf.compat.v1.keras.backend.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
+    ) -> None:
+        self._session_source = backend
+        super().__init__(model, optimizer, **kwargs)
+
+    def _read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
+        if tf.executing_eagerly():
+            return super()._read(variables)
+        return _read_in_session(variables, self._session())
+
+    def _write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+        if tf.executing_eagerly():
+            super()._write(variables, values)
+        else:
+            _write_in_session(variables, values, self._session())
+
+    def _session(self) -> Any:
+        source = self._session_source
+        if not hasattr(source, "get_session"):  # nor has tf.keras.backend
+            source = tf.compat.v1.keras.backend
+        return source.get_session()
+
+
+class TensorFlowState(VariablesState):
+    """Variables and attributes: ``TensorFlowState(model.variables, epoch=0)``.
+
+    In a v1 graph: all global variables unless others are given, and the default session unless
+    `session` is given.
+    """
+
+    def __init__(self, variables: Any = None, session: Any = None, **kwargs: Any) -> None:
+        if variables is None:
+            if tf.executing_eagerly():
+                raise ValueError(
+                    "pass the variables to look after, such as model.variables: TensorFlow has no "
+                    "list of all variables in eager execution"
+                )
+            variables = tf.compat.v1.global_variables()
+        self.variables = list(variables)
+        self.session = session
+        super().__init__(**kwargs)
+
+    def _shared_variables(self) -> list[Any]:
+        return self.variables
+
+    def _read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
+        if tf.executing_eagerly():
+            return read_variables(variables)
+        return _read_in_session(variables, self._current_session())
+
+    def _write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+        if tf.executing_eagerly():
+            write_variables(variables, values)
+        else:
+            _write_in_session(variables, values, self._current_session())
+
+    def _current_session(self) -> Any:
+        session = self.session or tf.compat.v1.get_default_session()
+        if session is None:
+            raise ValueError("the variables belong to a v1 graph: pass the session that has them")
+        return session
+
+
+# -- variables as torch tensors; also for horovod._keras.elastic -----------------------------------
+
+
+def read_variables(variables: Sequence[Any]) -> list[torch.Tensor]:
+    """Views of the memory of variables, those of Keras included."""
+    with tf.device("CPU:0"):  # copies only what is elsewhere
+        return [bridge.to_torch(tf.identity(variable)) for variable in variables]
+
+
+def write_variables(variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+    """Assign values, whose memory the variables take over."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(bridge.to_tensorflow(value))
+
+
+def _read_in_session(variables: Sequence[Any], session: Any) -> list[torch.Tensor]:
+    return [to_torch(np.asarray(value)) for value in session.run(list(variables))]
+
+
+def _write_in_session(
+    variables: Sequence[Any], values: Sequence[torch.Tensor], session: Any
+) -> None:
+    # Through their initializers, because nothing may be added to a graph that is in use.
+    initializers = [variable.initializer for variable in variables]
+    feeds = {
+        initializer.inputs[1]: to_numpy(
+            value, np.empty(0, initializer.inputs[1].dtype.as_numpy_dtype)
+        )
+        for initializer, value in zip(initializers, values, strict=True)
+    }
+    session.run(initializers, feeds)

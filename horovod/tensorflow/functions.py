@@ -1,0 +1,272 @@
+"""Making variables and objects equal on all ranks.
+
+The variables of one call travel together: ranks first compare what they are about to exchange, so
+that models which differ end in an error that names the variable, with nothing changed anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+import torch
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine import objects
+from horovod.engine.arguments import set_id
+from horovod.engine.request import Request
+from horovod.engine.runtime import runtime
+from horovod.tensorflow import bridge
+from horovod.tensorflow.errors import FailedPreconditionError, eager_error
+
+_ALIGNMENT = 64  # bytes; TensorFlow takes over memory that is aligned like this, and copies other
+_CHUNK = 64 * 2**20  # bytes; what is sent at once, unless a variable is larger
+
+_Description = list[tuple[str, str, list[int]]]  # name, type and shape of every variable
+
+
+# -- variables ------------------------------------------------------------------------------
+
+
+@bridge.unconverted
+def broadcast_variables(
+    variables: Sequence[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> Any:
+    """Give every rank the root's values of these variables, those of Keras included.
+
+    Eagerly they are assigned at once; in a graph the result is the op that does it. `inplace` is
+    accepted for compatibility: the variables are always updated where they are.
+    """
+    results = _broadcast(list(variables), root_rank, None, process_set)
+    return None if tf.executing_eagerly() else tf.group(*results)
+
+
+@bridge.unconverted
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """Give every rank the root's values of these variables; returns the new values."""
+    variables = list(variables)
+    if len({_is_ref(variable) for variable in variables}) > 1:
+        raise ValueError("the variables must be all resource variables or all reference variables")
+    results = _broadcast(variables, root_rank, name, process_set)
+    return [tf.convert_to_tensor(result) for result in results]
+
+
+def _is_ref(variable: Any) -> bool:
+    return isinstance(variable, tf.Variable) and not hasattr(variable, "handle")
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """The op of a v1 graph that gives every rank the root's values of all global variables."""
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "broadcast_global_variables() needs a v1 graph, as there are no global variables in "
+            "eager execution: call broadcast_variables(model.variables, root_rank)"
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
+    """Gives every rank the root's variables when a session begins or is restored."""
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.bcast_op: Any = None
+
+    def begin(self) -> None:
+        if self.bcast_op is None or self.bcast_op.graph != tf.compat.v1.get_default_graph():
+            with tf.device(self.device or None):
+                self.bcast_op = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        session.run(self.bcast_op)
+
+
+def _broadcast(
+    variables: list[Any], root_rank: int, name: str | None, process_set: ProcessSet
+) -> list[Any]:
+    """Exchange and assign; what the assignments return."""
+    if not variables and not tf.executing_eagerly():
+        return []  # eagerly they are compared all the same: another rank may have some
+    for variable in variables:
+        if not hasattr(variable, "assign"):
+            raise ValueError(f"only variables can be broadcast into, not {type(variable).__name__}")
+    names = [getattr(variable, "path", None) or variable.name for variable in variables]
+    values = [tf.convert_to_tensor(variable) for variable in variables]
+
+    def exchange(tensors: list[torch.Tensor], wire_name: str | None) -> list[torch.Tensor]:
+        return _exchange(tensors, names, root_rank, wire_name or "variables", set_id(process_set))
+
+    received = bridge.run(
+        exchange,
+        values,
+        [value.dtype for value in values],
+        [value.shape for value in values],
+        name or "HorovodBroadcastVariables",
+        ignore_name_scope=name is None,
+    )
+    if tf.executing_eagerly() and runtime.topology.rank == root_rank:
+        return variables  # they have these values
+    return [variable.assign(value) for variable, value in zip(variables, received, strict=True)]
+
+
+def _exchange(
+    tensors: list[torch.Tensor], names: list[str], root_rank: int, wire_name: str, number: int
+) -> list[torch.Tensor]:
+    """The root's tensors, which are parts of a few large ones."""
+    _check_alike(tensors, names, wire_name, number)
+    is_root = runtime.topology.rank == root_rank
+    results: list[torch.Tensor] = []
+    requests: list[Request] = []
+    for chunk in _chunks(tensors):
+        offsets, total = [], 0
+        for tensor in chunk:
+            offsets.append(total)
+            total += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        buffer = torch.empty(total, dtype=torch.uint8, device=chunk[0].device)
+        parts = [
+            buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for offset, tensor in zip(offsets, chunk, strict=True)
+        ]
+        if is_root:
+            for part, tensor in zip(parts, chunk, strict=True):
+                part.copy_(tensor)
+        results += parts
+        own_name = f"{wire_name}.{len(requests)}"
+        requests.append(runtime.broadcast(buffer, buffer, root_rank, own_name, number))
+    failure = None
+    for request in requests:
+        try:
+            bridge.wait(request)
+        except HorovodInternalError as error:
+            failure = failure or error  # but wait for all: none may be left in flight
+    if failure is not None:
+        raise failure
+    return results
+
+
+def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Neighbours that travel together: on one device and not too much."""
+    chunks: list[list[torch.Tensor]] = []
+    size = 0
+    for tensor in tensors:
+        size += tensor.nbytes
+        if not chunks or size > _CHUNK or tensor.device != chunks[-1][0].device:
+            chunks.append([])
+            size = tensor.nbytes
+        chunks[-1].append(tensor)
+    return chunks
+
+
+def _check_alike(
+    tensors: list[torch.Tensor], names: list[str], wire_name: str, number: int
+) -> None:
+    """Raise on all ranks if they are about to exchange different variables."""
+    mine: _Description = [
+        (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
+    comparable = [(_without_numbers(name), *form) for name, *form in mine]
+    digest = hashlib.blake2b(repr(comparable).encode(), digest_size=8).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    (digests,) = bridge.wait(runtime.allgather([own], f"{wire_name}.form", number, False))
+    if len(set(digests.tolist())) == 1:
+        return
+    everyone = objects.allgather_object(mine, f"{wire_name}.forms", number)
+    ranks = runtime.process_set_ranks(number)
+    other = next(i for i, value in enumerate(digests.tolist()) if value != digests[0])
+    raise FailedPreconditionError.because(
+        f"the variables to broadcast differ between ranks {ranks[0]} and {ranks[other]}: "
+        f"{_first_difference(everyone[0], everyone[other])}. No variable was changed."
+    )
+
+
+def _without_numbers(name: str) -> str:
+    """A name without the numbers that frameworks put behind names that are taken.
+
+    They depend on what else a rank has made, such as a model of its own, or one before a restart.
+    """
+    return re.sub(r"_\d+(?=$|[/:_])", "", name.partition(":")[0])
+
+
+def _first_difference(one: _Description, other: _Description) -> str:
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left[1:] != right[1:] or _without_numbers(left[0]) != _without_numbers(right[0]):
+            return f"number {index} is {_described(left)} and {_described(right)}"
+    longer = max(one, other, key=len)
+    extra = longer[min(len(one), len(other))]
+    return (
+        f"there are {len(one)} and {len(other)} of them; only one of the ranks has "
+        f"{_described(extra)}"
+    )
+
+
+def _described(variable: tuple[str, str, list[int]]) -> str:
+    name, dtype, shape = variable
+    return f"{name!r} of type {dtype} and shape {shape}"
+
+
+# -- objects --------------------------------------------------------------------------------
+
+
+@bridge.unconverted
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The root's object on every rank; what the others pass is ignored.
+
+    Objects do not travel through TensorFlow, so `session` is accepted for compatibility only.
+    """
+    with _tensorflow_errors():
+        return objects.broadcast_object(
+            obj, root_rank, name or "broadcast_object", set_id(process_set)
+        )
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """A function that broadcasts the object it is called with."""
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+@bridge.unconverted
+def allgather_object(
+    obj: Any,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Every rank's object, in the order of ranks. `session` is accepted for compatibility."""
+    with _tensorflow_errors():
+        return objects.allgather_object(obj, name or "allgather_object", set_id(process_set))
+
+
+@contextlib.contextmanager
+def _tensorflow_errors() -> Iterator[None]:
+    was_initialised = runtime.is_initialized()
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise eager_error(error, was_initialised) from error

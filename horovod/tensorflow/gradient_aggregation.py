@@ -1,0 +1,244 @@
+"""Gradient accumulation: adding up several passes on each rank before the ranks exchange them.
+
+The v1 optimizers and the Keras optimizers call these helpers in place of reducing and applying the
+gradients themselves. The same code runs eagerly, in tf.functions and in v1 graphs, where nothing
+runs in the order of the program unless it is told to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.tensorflow.bridge import unconverted
+from horovod.tensorflow.gradients import as_list, identity, scaled_down
+
+Allreduce = Callable[[list[Any], list[Any]], Sequence[Any]]  # (gradients, variables) -> gradients
+
+
+class GradientAggregation:
+    """Counts passes; on every `backward_passes_per_step`-th the sum is reduced and applied.
+
+    With `average_aggregated_gradients` the sum is divided by the number of passes. Gradients of
+    variables given to `register_local_var` are summed up but not reduced; `scale_local_gradients`
+    divides them by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        backward_passes_per_step: int,
+        allreduce_func: Allreduce,
+        sparse_as_dense: bool,
+        average_aggregated_gradients: bool,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+        name: str = "",
+    ) -> None:
+        if backward_passes_per_step <= 0:
+            raise ValueError(
+                f"backward_passes_per_step must be positive, not {backward_passes_per_step}"
+            )
+        self.backward_passes_per_step = backward_passes_per_step
+        self.counter: Any = None  # passes since the last reduction, once there was one
+        self._allreduce = allreduce_func
+        self._sparse_as_dense = sparse_as_dense
+        self._average = average_aggregated_gradients
+        self._process_set = process_set
+        self._scale_local = scale_local_gradients
+        self._name = name or "gradient_aggregation"
+        self._local: dict[int, Any] = {}
+        self._sums: dict[int, Any] = {}
+        self._summed: list[Any] = []  # held, so that no other variable gets their identity
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave the gradient of this variable to this rank."""
+        self._local[identity(var)] = var
+
+    @unconverted
+    def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+        """Add up the gradients of a pass. The reduced ones if this pass completes a step.
+
+        On other passes the result is not to be applied; `apply_gradients` sees to that.
+        """
+        variables = list(vars)
+        results = [self._as_dense(gradient) for gradient in grads]
+        if self.backward_passes_per_step == 1:
+            return self._reduced(results, variables)
+        self._make_variables(results, variables)
+        sums = {
+            index: self._sums[identity(variable)]
+            for index, variable in enumerate(variables)
+            if identity(variable) in self._sums
+        }
+        added = [
+            total.assign_add(results[index], read_value=False)
+            for index, total in sums.items()
+            if results[index] is not None
+        ]
+        added.append(self.counter.assign_add(1, read_value=False))
+
+        def complete() -> list[tf.Tensor]:
+            totals: list[Any] = [None] * len(variables)
+            for index, total in sums.items():
+                totals[index] = self._total(total)
+            reduced = self._reduced(totals, variables)
+            with after([reduced[index] for index in sums]):
+                # Assigned, not multiplied: an infinity times zero would stay with us.
+                cleared = [
+                    total.assign(tf.zeros_like(total), read_value=False) for total in sums.values()
+                ]
+                cleared.append(self.counter.assign(0, read_value=False))
+            with after(cleared):
+                return [tf.identity(reduced[index]) for index in sums]
+
+        def keep() -> list[tf.Tensor]:
+            return [total.read_value() for total in sums.values()]
+
+        with after(added):
+            is_complete = tf.equal(self.counter.read_value(), self.backward_passes_per_step)
+            computed = tf.cond(is_complete, complete, keep)
+        for index, result in zip(sums, as_list(computed), strict=True):
+            results[index] = result
+        return results
+
+    @unconverted
+    def apply_gradients(
+        self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call `apply_grads_closure` if the last pass completed a step, else only count the pass.
+
+        `args` and `kwargs` are those of the optimizer's `apply_gradients`. Eagerly the result is
+        that of the closure, or None; in a graph it is the op that does this.
+        """
+        if self.backward_passes_per_step == 1:
+            return apply_grads_closure()
+        if self.counter is None:
+            raise ValueError("apply_gradients takes what compute_gradients returned: call it first")
+        pairs = list(args[0]) if args else list(kwargs["grads_and_vars"])
+        with after([gradient for gradient, _ in pairs]):
+            is_complete = tf.equal(self.counter.read_value(), 0)
+            return tf.cond(
+                is_complete,
+                lambda: _result(apply_grads_closure()),
+                lambda: as_op([self._count_pass(optimizer, *args, **kwargs)]),
+            )
+
+    def _count_pass(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the optimizer counts with moves on, though nothing was applied."""
+        return optimizer.iterations.assign_add(1)
+
+    def _total(self, total: tf.Variable) -> tf.Tensor:
+        value = total.read_value()
+        if not self._average:
+            return value
+        return value / tf.cast(self.backward_passes_per_step, value.dtype)
+
+    def _as_dense(self, gradient: Any) -> Any:
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        if not self._sparse_as_dense:
+            raise ValueError(
+                "gradients of embeddings (tf.IndexedSlices) can be added up over several passes "
+                "only with sparse_as_dense=True"
+            )
+        return tf.convert_to_tensor(gradient)
+
+    def _reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        results = list(gradients)
+        shared = []
+        for index, variable in enumerate(variables):
+            if identity(variable) not in self._local:
+                shared.append(index)
+            elif self._scale_local and results[index] is not None:
+                results[index] = scaled_down(results[index], self._process_set)
+        reduced = self._allreduce(
+            [results[index] for index in shared], [variables[index] for index in shared]
+        )
+        for index, result in zip(shared, reduced, strict=True):
+            results[index] = result
+        return results
+
+    def _make_variables(self, gradients: list[Any], variables: list[Any]) -> None:
+        if self.counter is None:
+            self.counter = new_variable(tf.TensorShape([]), tf.int32, f"{self._name}_counter")
+        for number, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is not None and identity(variable) not in self._sums:
+                self._summed.append(variable)
+                shape = tf.TensorShape(variable.shape)
+                self._sums[identity(variable)] = new_variable(
+                    shape, gradient.dtype, f"{self._name}_{number}"
+                )
+
+
+class LocalGradientAggregationHelper(GradientAggregation):
+    """The helper of v1 optimizers and of Keras optimizers in v1 graphs.
+
+    Its variables are local ones: v1 graphs initialise them with `local_variables_initializer`.
+    """
+
+    _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
+    _OPTIMIZER_TYPE_LEGACY = "optimizer_type_legacy"
+
+    def __init__(
+        self,
+        backward_passes_per_step: int,
+        allreduce_func: Allreduce,
+        sparse_as_dense: bool,
+        average_aggregated_gradients: bool,
+        rank: int,
+        optimizer_type: str,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+        name: str = "",
+    ) -> None:
+        super().__init__(
+            backward_passes_per_step,
+            allreduce_func,
+            sparse_as_dense,
+            average_aggregated_gradients,
+            process_set,
+            scale_local_gradients,
+            name,
+        )
+        self.rank = rank
+        self.optimizer_type = optimizer_type
+
+    def _count_pass(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.optimizer_type == self._OPTIMIZER_TYPE_KERAS:
+            return super()._count_pass(optimizer, *args, **kwargs)
+        global_step = kwargs.get("global_step", args[1] if len(args) > 1 else None)
+        return None if global_step is None else tf.compat.v1.assign_add(global_step, 1)
+
+
+def new_variable(shape: tf.TensorShape, dtype: tf.DType, name: str) -> tf.Variable:
+    """Zeros that outlive the graph of a tf.function, and that nobody trains, saves or sends."""
+    with tf.init_scope():
+        return tf.compat.v1.Variable(
+            tf.zeros(shape, dtype),
+            trainable=False,
+            collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+            use_resource=True,
+            name=name,
+        )
+
+
+def after(values: Sequence[Any]) -> Any:
+    """The context of what is to run after `values`; eagerly everything is in order anyway."""
+    return tf.control_dependencies([] if tf.executing_eagerly() else _present(values))
+
+
+def as_op(values: Sequence[Any], name: str | None = None) -> Any:
+    """The graph op that does all of `values`; eagerly they are done already."""
+    return None if tf.executing_eagerly() else tf.group(*_present(values), name=name)
+
+
+def _present(values: Sequence[Any]) -> list[Any]:
+    return [value for value in values if value is not None]
+
+
+def _result(value: Any) -> Any:
+    """What an optimizer's `apply_gradients` returned, for both branches of a graph to be alike."""
+    return value if tf.executing_eagerly() else as_op([value])

@@ -1,0 +1,63 @@
+"""Callbacks for `fit` of tf.keras."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from horovod._keras.callbacks import (
+    BestModelCheckpointBase,
+    BroadcastGlobalVariablesCallbackBase,
+    LearningRateScheduleCallbackBase,
+    LearningRateWarmupCallbackBase,
+    MetricAverageCallbackBase,
+)
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+
+class BroadcastGlobalVariablesCallback(
+    BroadcastGlobalVariablesCallbackBase, tf.keras.callbacks.Callback
+):
+    __doc__ = BroadcastGlobalVariablesCallbackBase.__doc__
+
+
+class MetricAverageCallback(MetricAverageCallbackBase, tf.keras.callbacks.Callback):
+    __doc__ = MetricAverageCallbackBase.__doc__
+
+
+class LearningRateScheduleCallback(LearningRateScheduleCallbackBase, tf.keras.callbacks.Callback):
+    __doc__ = LearningRateScheduleCallbackBase.__doc__
+
+
+class LearningRateWarmupCallback(LearningRateWarmupCallbackBase, tf.keras.callbacks.Callback):
+    __doc__ = LearningRateWarmupCallbackBase.__doc__
+
+
+class BestModelCheckpoint(BestModelCheckpointBase, tf.keras.callbacks.ModelCheckpoint):
+    __doc__ = BestModelCheckpointBase.__doc__
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+    ) -> None:
+        super().__init__(
+            # A name is asked for; it is taken away below.
+            "best.weights.h5" if save_weights_only else "best.keras",
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        self.filepath = None

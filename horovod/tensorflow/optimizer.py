@@ -1,0 +1,163 @@
+"""`DistributedOptimizer` for TensorFlow: the choice of a wrapper, and that of v1 optimizers.
+
+Optimizers of Keras are wrapped by `horovod.tensorflow.keras`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.reduce_op import Adasum, Average, ReduceOp
+from horovod.engine.runtime import runtime
+from horovod.tensorflow.adasum_optimizer import AdasumOptimizer
+from horovod.tensorflow.compression import Compression
+from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from horovod.tensorflow.gradients import GradientReduction, wire_name
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """An optimizer like `optimizer`, of tf.compat.v1 or Keras, that uses all ranks' gradients.
+
+    `backward_passes_per_step`: how many passes to add up before the ranks exchange gradients and
+    take a step; `average_aggregated_gradients` divides the sum by their number. With op=Adasum,
+    for v1 optimizers only, each rank takes its own step and the steps are combined. The other
+    arguments are explained at `GradientReduction`.
+    """
+    if op == Adasum and average_aggregated_gradients:
+        raise ValueError("op=Adasum does not go with average_aggregated_gradients=True")
+    if backward_passes_per_step <= 0:
+        raise ValueError(
+            f"backward_passes_per_step must be positive, not {backward_passes_per_step}"
+        )
+    is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
+    if not is_v1 and op == Adasum:
+        raise ValueError("op=Adasum needs a tf.compat.v1 optimizer; Keras optimizers take others")
+    if not is_v1:
+        from horovod.tensorflow import keras
+
+        return keras.DistributedOptimizer(
+            optimizer,
+            name=name,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+            op=op,
+            backward_passes_per_step=backward_passes_per_step,
+            average_aggregated_gradients=average_aggregated_gradients,
+            num_groups=num_groups,
+            groups=groups,
+            process_set=process_set,
+            scale_local_gradients=scale_local_gradients,
+        )
+    reduction = GradientReduction(
+        op=op,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        name=wire_name(name or f"Distributed{type(optimizer).__name__}"),
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+    )
+    if op == Adasum:
+        if process_set is not global_process_set:
+            raise NotImplementedError("op=Adasum works on the global process set only")
+        return AdasumOptimizer(optimizer, name, use_locking, compression, backward_passes_per_step)
+    aggregation = None
+    if backward_passes_per_step > 1:
+        if tf.executing_eagerly():
+            raise ValueError(
+                "backward_passes_per_step > 1 needs a v1 graph with this optimizer: in eager "
+                "execution use an optimizer of tf.keras"
+            )
+        aggregation = LocalGradientAggregationHelper(
+            backward_passes_per_step,
+            reduction,
+            sparse_as_dense,
+            average_aggregated_gradients,
+            runtime.topology.rank,
+            LocalGradientAggregationHelper._OPTIMIZER_TYPE_LEGACY,
+            process_set,
+            scale_local_gradients,
+        )
+    return _DistributedOptimizer(optimizer, name, use_locking, reduction, aggregation)
+
+
+class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
+    """A v1 optimizer that computes the gradients of all ranks and leaves the rest to another."""
+
+    def __init__(
+        self,
+        optimizer: tf.compat.v1.train.Optimizer,
+        name: str | None,
+        use_locking: bool,
+        reduction: GradientReduction,
+        aggregation: LocalGradientAggregationHelper | None,
+    ) -> None:
+        super().__init__(
+            use_locking=use_locking, name=name or f"Distributed{type(optimizer).__name__}"
+        )
+        self._optimizer = optimizer
+        self._reduction = reduction
+        self._aggregation = aggregation
+
+    def register_local_var(self, var: Any) -> None:
+        """Do not reduce the gradient of this variable."""
+        self._reduction.register_local(var)
+        if self._aggregation is not None:
+            self._aggregation.register_local_var(var)
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """The other optimizer's gradients with their variables, reduced over all ranks."""
+        pairs = self._optimizer.compute_gradients(*args, **kwargs)
+        gradients = [gradient for gradient, _ in pairs]
+        variables = [variable for _, variable in pairs]
+        if self._aggregation is not None:
+            reduced = self._aggregation.compute_gradients(gradients, variables)
+        else:
+            reduced = self._reduction(gradients, variables)
+        return list(zip(reduced, variables, strict=True))
+
+    def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        if self._aggregation is None:
+            return self._optimizer.apply_gradients(*args, **kwargs)
+        return self._aggregation.apply_gradients(
+            lambda: self._optimizer.apply_gradients(*args, **kwargs),
+            self._optimizer,
+            *args,
+            **kwargs,
+        )
+
+    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
+        return self._optimizer.get_slot(*args, **kwargs)
+
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
+        return self._optimizer.get_slot_names(*args, **kwargs)
+
+    def variables(self, *args: Any, **kwargs: Any) -> Any:
+        return self._optimizer.variables(*args, **kwargs)

@@ -1,0 +1,24 @@
+"""What the differentiable forms of the collectives ask and name.
+
+What users pass is checked by `horovod.engine.arguments`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def needs_gradient(*tensors: torch.Tensor) -> bool:
+    """Whether autograd has to record an operation on these tensors."""
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+    )
+
+
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def backward_name(name: str | None) -> str | None:
+    """The name of the collective that carries the gradient of the one called `name`."""
+    return None if name is None else f"{name}.grad"
