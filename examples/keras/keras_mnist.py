@@ -38,7 +38,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
     parser.add_argument("--lr", type=float, default=0.001, help="learning rate of one process")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/keras_mnist.keras"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument(
@@ -104,28 +103,23 @@ def make_model(image_size: int) -> keras.Model:
     )
 
 
-def choose_device(cpu_only: bool) -> None:
+def choose_device() -> None:
     """This process's own GPU if there is one, by local rank: every backend has its own way."""
     if keras.config.backend() == "torch":
         import torch
 
-        if cpu_only:
-            torch.set_default_device("cpu")
-        elif torch.cuda.is_available():
+        if torch.cuda.is_available():
             torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     elif keras.config.backend() == "jax":
         import jax
 
-        if cpu_only:
-            jax.config.update("jax_platforms", "cpu")
-        else:
-            jax.config.update("jax_cuda_visible_devices", str(hvd.local_rank()))
+        jax.config.update("jax_cuda_visible_devices", str(hvd.local_rank()))
     else:
         import tensorflow as tf
 
         gpus = tf.config.list_physical_devices("GPU")
-        own = gpus[hvd.local_rank() % len(gpus)] if gpus and not cpu_only else []
-        tf.config.set_visible_devices(own, "GPU")
+        if gpus:
+            tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")
 
 
 def verbosity() -> int:
@@ -140,7 +134,7 @@ def verbosity() -> int:
 def main() -> int:
     args = parse_arguments()
     hvd.init()  # Horovod: find the other processes
-    choose_device(args.no_cuda)  # Horovod: one GPU for each process
+    choose_device()  # Horovod: one GPU for each process
     keras.utils.set_random_seed(args.seed + hvd.rank())  # other dropout on every process
 
     train_x, train_y, test_x, test_y = load_data(args.data_dir)

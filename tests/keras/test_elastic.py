@@ -348,6 +348,11 @@ def test_the_example_survives_a_kill_and_learns():
     assert "final test accuracy" in output
 
 
+def _await_two_epochs(job: Launched) -> None:
+    latest = int(re.findall(r"Epoch (\d+)/", job.output)[-1])
+    job.await_output(f"Epoch {latest + 2}/")
+
+
 def test_the_example_takes_in_a_new_host_and_survives_the_loss_of_the_first(tmp_path: Path):
     """Under the real launcher."""
     cluster = Cluster(tmp_path, "alpha:1")
@@ -357,10 +362,10 @@ def test_the_example_takes_in_a_new_host_and_survives_the_loss_of_the_first(tmp_
         job.await_output("Epoch 2/")
         cluster.set("alpha:1", "beta:1")
         job.await_event("formed", decision=2)
+        _await_two_epochs(job)  # by then the new one has the state as well
         job.kill("w0")
         job.await_event("formed", decision=3)
-        first = int(re.findall(r"Epoch (\d+)/", job.output)[-1])
-        job.await_output(f"Epoch {first + 2}/")
+        _await_two_epochs(job)
         epochs = [int(number) for number in re.findall(r"Epoch (\d+)/", job.output)]
         assert sorted(set(epochs)) == list(range(1, epochs[-1] + 1)), "none is left out"
         accuracies = [float(found) for found in re.findall(r"accuracy: ([\d.]+)", job.output)]
