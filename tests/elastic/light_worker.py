@@ -157,10 +157,18 @@ def say(text: str) -> None:
     print(f"{text} worker {ME} rank {topology.rank} size {topology.size}", flush=True)
 
 
+sizes: list[int] = []  # of the worlds in which this process took a step
+
+
 def train(state: ObjectState) -> None:
     say(f"begin at {state.step}")
     wanted = PLAN.get("size")
-    while state.step < PLAN.get("steps", 10) or (wanted and world().topology.size != wanted):
+    while (
+        state.step < PLAN.get("steps", 10)
+        or max(sizes, default=0) < PLAN.get("largest", 0)
+        or (wanted and world().topology.size != wanted)
+    ):
+        sizes.append(world().topology.size)
         pass_through("step")
         time.sleep(PLAN.get("pace", 0.01))
         state.value += sum(exchange(1)) / world().topology.size

@@ -35,26 +35,33 @@ def events(path: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in found if event["event"] == kind]
 
 
-def await_event(path: Path, kind: str) -> dict[str, Any]:
+def await_all(path: Path, size: int) -> dict[str, tuple[str, int]]:
+    """Until `size` workers have met: their hosts and ranks. The job may begin with fewer."""
     deadline = time.monotonic() + HANG
-    while not (found := events(path, kind)):
+    while True:
+        formed = [event["decision"] for event in events(path, "formed")]
+        for decision in events(path, "decision"):
+            if decision["number"] in formed and len(decision["workers"]) == size:
+                return decision["workers"]
         assert time.monotonic() < deadline, path.read_text() if path.exists() else "no status"
         time.sleep(0.05)  # between looks at a file
-    return found[0]
 
 
 def test_a_host_that_is_cut_off_is_left_behind_and_ends_itself(cluster: SshHosts, tmp_path: Path):
-    """Never two rank 0s: the worker on the other side of the cut does not go on alone."""
+    """Never two rank 0s: the worker on the other side of the cut does not go on alone.
+
+    It is rank 0, unless its host was the last to start.
+    """
     status = tmp_path / "status"
-    plan = {"steps": 30, "size": 2, "silence": 2}
+    plan = {"steps": 30, "largest": 3, "size": 2, "silence": 2}
     options = ["-np", "3", "--min-np", "1", "-H", "host2:1,host0:1,host1:1"]
     options += ["--max-worker-failures", "1", "--status-file", str(status)]
     worker = [sys.executable, "-m", "tests.elastic.light_worker", json.dumps(plan)]
     launcher = cluster.start(*options, *worker)
     try:
-        await_event(status, "formed")
+        workers = await_all(status, 3)
         (event,) = [e for e in events(status, "started") if e["host"] == "host2"]
-        rank_0 = os.pidfd_open(event["pid"])
+        process = os.pidfd_open(event["pid"])
         cluster.hosts.cut(2)
         try:
             stdout, stderr = launcher.communicate(timeout=HANG)
@@ -62,11 +69,12 @@ def test_a_host_that_is_cut_off_is_left_behind_and_ends_itself(cluster: SshHosts
             ends = re.findall(r"end \d+ \S+ worker (w\d)", stdout.decode())
             assert len(ends) == 2, stdout.decode() + stderr.decode()
             assert event["worker"] not in ends
-            assert select.select([rank_0], [], [], HANG)[0], "the worker that was cut off is left"
+            assert select.select([process], [], [], HANG)[0], "the worker that was cut off is left"
         finally:
             cluster.hosts.heal(2)
-            os.close(rank_0)
-        assert f"{event['worker']} (rank 0, host2) failed: " in stderr.decode()
+            os.close(process)
+        rank = workers[event["worker"]][1]
+        assert f"{event['worker']} (rank {rank}, host2) failed: " in stderr.decode()
     finally:
         launcher.kill()
         launcher.communicate()
