@@ -86,7 +86,7 @@ class Slot:
 class Decision:
     """Who is in the job from now on, by worker id; `lost` are the workers that are gone.
 
-    With fewer workers than `min_np` they do not meet but wait for the next decision.
+    With fewer workers than `min_np` they do not meet but wait for the next decision (`too_few`).
     """
 
     number: int
@@ -99,6 +99,11 @@ class Decision:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"decision {self.number} is of unknown kind {self.kind!r}")
+
+    @property
+    def too_few(self) -> bool:
+        """Whether its workers wait for others."""
+        return 0 < len(self.slots) < self.min_np
 
     def breaks(self, world: Decision) -> bool:
         """Whether the workers of the older decision `world` cannot go on together until they

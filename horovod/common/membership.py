@@ -7,6 +7,10 @@ One that says that a peer is gone breaks the world at once (`on_break`), so that
 timeout; any other is only noted, and the training loop asks for it at its next commit
 (`horovod.elastic.worker`).
 
+A worker that is told to leave does so at a commit, where the others learn of it, and in between
+meets them like any other: it may be the last that has the state. Only one that has never been in a
+world leaves at once.
+
 A world may also break without any decision, because a connection broke though all workers live.
 Then the same decision is tried again: worlds are numbered by decision and attempt, and an attempt
 that somebody has left is over for all.
@@ -79,6 +83,7 @@ class World(Store):
         self.standing = True
         if self.broken is not None:  # checked after `standing` is set: `on_break` sees the rest
             raise HorovodInternalError(self.broken)
+        self._member.owes_state = True
         if self.topology.rank == 0:
             self._member.store.set(formed_key(self.decision.number), b"")
 
@@ -132,7 +137,7 @@ class World(Store):
         newest = self._member.newest
         if newest.number > self.decision.number:
             raise HorovodInternalError(f"decision {newest.number} came: {newest.reason}")
-        if self._member.leaving:
+        if self._member.may_leave:
             raise HorovodInternalError("this worker was told to leave")
         if self._member.store.try_get(self._over) is not None:
             raise HorovodInternalError("another worker has given up this attempt to meet")
@@ -151,6 +156,7 @@ class Membership:
         # Called by the watcher, with the reason and the world, which may have been left already.
         self.on_break: Callable[[str, World], None] = lambda reason, world: None
         self.leaving = False  # was told to leave (SIGTERM)
+        self.owes_state = False  # has been in a world, so that others may need what it has
         self.hopeless: str | None = None  # why it is of no use to try again
         self._newest: Decision | None = None
         self._changed = threading.Condition()
@@ -169,13 +175,18 @@ class Membership:
             threading.Thread(target=self._watch, name="horovod-decisions", daemon=True).start()
         return self._newest
 
+    @property
+    def may_leave(self) -> bool:
+        """Whether it was told to leave and nobody can need it."""
+        return self.leaving and not self.owes_state
+
     def _first_number(self) -> int:
         """The driver decides when it has enough workers, which is a matter of its patience."""
         while True:
             try:
                 return int(self.store.get(LATEST, _WATCH_SLICE))
             except TimeoutError:
-                if self.leaving:
+                if self.may_leave:
                     self.leave()
 
     # -- forming a world ---------------------------------------------------------------------
@@ -213,7 +224,7 @@ class Membership:
             if self.hopeless is not None:
                 raise HorovodInternalError(self.hopeless)
             number, slot = decision.number, decision.slots.get(self.worker_id)
-            if self.leaving:
+            if self.may_leave:
                 self.leave()
             if slot is None and self._had_place:
                 self._finished = True
@@ -223,7 +234,7 @@ class Membership:
                     decision.reason,
                 )
                 raise SystemExit(0)
-            if slot is None or len(decision.slots) < decision.min_np:
+            if slot is None or decision.too_few:
                 self._await_next(number)
                 continue
             self._had_place = True

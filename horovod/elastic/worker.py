@@ -4,9 +4,10 @@
 decisions and worlds, is `horovod.common.membership`'s.
 
 SIGTERM is a request to leave: the worker goes on until the next commit (or check), where all ranks
-learn of it together; it then ends with exit code 0 and nothing is lost. Whoever sends the signal
-must allow for the time until that commit: a worker that is killed before costs the others what
-they did since the last one, like any failure.
+learn of it together; it then ends with exit code 0 and nothing is lost. If all of them are to leave
+while others wait to join, they first meet those, and leave at the commit after that. Whoever sends
+the signal must allow for the time until then: a worker that is killed before costs the others what
+they did since the last commit, like any failure.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ class Worker:
     def agree(self, notified: bool) -> Verdict:
         world, leaving = self._member.world, self._member.leaving
         assert world is not None, "the engine runs, so there is a world"
-        vector = torch.tensor([self._member.newest.number, int(leaving), int(notified)])
+        newest = self._member.newest.number
+        vector = torch.tensor([newest, int(leaving), int(not leaving), int(notified)])
         runtime.allreduce([vector], [vector], "elastic.agree", Max, background=False).wait()
         world.fruitful = True
-        newest, anybody_leaves, anybody_notified = vector.tolist()
-        if leaving:
+        newest, anybody_leaves, anybody_stays, anybody_notified = vector.tolist()
+        outdated = newest > world.decision.number
+        if leaving and (anybody_stays or not outdated):
             return Verdict.LEAVE
-        if newest > world.decision.number or anybody_leaves or anybody_notified:
+        if outdated or anybody_leaves or anybody_notified:
             return Verdict.CHANGE
         return Verdict.STAY
 

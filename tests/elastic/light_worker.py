@@ -110,9 +110,9 @@ class Job:
         here, leaving = world(), member.leaving
         answers = exchange([member.newest.number, leaving])
         here.fruitful = True
-        if leaving:
-            return Verdict.LEAVE
         changed = max(number for number, _ in answers) > here.decision.number
+        if leaving and not (changed and all(a for _, a in answers)):
+            return Verdict.LEAVE
         return Verdict.CHANGE if changed or any(a for _, a in answers) else Verdict.STAY
 
     def newest_state(self, version: int) -> tuple[int, int]:

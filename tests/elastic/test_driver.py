@@ -194,6 +194,18 @@ def test_ctrl_c_lets_workers_leave(tmp_path: Path):
         job.check_nothing_left()
 
 
+def test_ctrl_c_while_workers_wait_for_others(tmp_path: Path):
+    plan = {"steps": 1000, "faults": {"w1": ["step", 3, "SIGKILL"]}}
+    options = ["-H", "localhost:2", "--min-np", "2", "--max-worker-failures", "1"]
+    options += ["--blacklist-cooldown-range", "3600", "3600"]
+    with Launched(tmp_path, options, plan) as job:
+        job.await_event("waiting")
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 130, str(job)
+        assert "w0 ends: it has no place in the job any more (the job ends)" in job.errors
+        job.check_nothing_left()
+
+
 def test_a_killed_driver_takes_everything_along(tmp_path: Path):
     with Launched(tmp_path, LOCAL, {"steps": 100000}) as job:
         job.await_event("formed")

@@ -231,6 +231,29 @@ def test_a_worker_that_is_told_to_leave_does_not_wait_for_others():
     assert store.try_get(leaving_key("w0")) is not None
 
 
+@pytest.mark.parametrize("too_few", [False, True])
+def test_a_worker_that_has_the_state_does_not_leave_before_it_has_met_others(too_few: bool):
+    """It may be the last that has it."""
+    store = MemoryStore()
+    publish(store, decision(1, "w0", "start"))
+    member = Membership(store, "w0")
+    member.form(lambda: meet(member), 30)
+    shutdown = member.world
+    assert shutdown is not None
+    shutdown.close()
+    member.leaving = True
+    publish(store, dataclasses.replace(decision(2, "w0"), min_np=2 if too_few else 1))
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(member.form, lambda: meet(member), 30)
+        if too_few:
+            publish(store, dataclasses.replace(decision(3, "w0 w1"), min_np=2))
+            store.get("world/3/0/here/0", 30)
+            store.set("world/3/0/here/1", b"")
+        forming.result(timeout=30)
+    assert member.world is not None
+    assert store.try_get(leaving_key("w0")) is None
+
+
 def test_workers_that_never_meet_are_given_up():
     store = MemoryStore()
     publish(store, decision(1, "w0 w1", "start"))

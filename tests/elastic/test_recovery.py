@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
 import torch
 
 import horovod.torch as hvd
+from horovod.common.membership import membership
 from horovod.transport.store_adapter import TorchStore
 from tests.elastic.job import ElasticJob
 from tests.elastic.training import Plan, expected, this_worker, train
@@ -104,6 +106,53 @@ def test_a_worker_that_is_told_to_leave_takes_nothing_with_it():
         results = _check(job.wait(60, [1, 2]), size=2)
     for result in results:
         assert _steps(result) == list(range(1, result["steps"] + 1)), "nothing is repeated"
+
+
+def _wait_for_the_newcomer(state: Any) -> None:
+    """So that the commit after this step knows of it."""
+    if state.step == 4 and this_worker() != "w2":
+        member = membership()
+        assert member is not None
+        while member.newest.number < 2:
+            time.sleep(0.01)
+
+
+def test_the_last_workers_with_the_state_hand_it_to_newcomers_before_they_leave():
+    with ElasticJob(train, Plan(steps=8, size=1, pause=3), _wait_for_the_newcomer) as job:
+        job.start(2)
+        for worker in (0, 1):
+            assert job.heard(worker) == "paused"
+            job.signal(worker, signal.SIGTERM)
+            job.wait_for_output(worker, "SIGTERM")
+        job.start(1, kind="added")
+        job.say_to([0, 1])
+        for worker in (0, 1):
+            job.await_leaving(worker)
+        leavers = job.wait(30, [0, 1])
+        job.decide([2], "removed", "w0 and w1 left")
+        (result,) = _check(job.wait(60, [2]), size=1)
+    for leaver in leavers:
+        assert (leaver.result["ended"], leaver.exitcode) == ("exit 0", 0), leaver.describe()
+        assert leaver.result["history"] == [(step, 2) for step in range(1, 5)] + [(5, 3), (6, 3)]
+    assert _steps(result) == list(range(5, result["steps"] + 1)), "it goes on where they were"
+
+
+def test_a_worker_that_is_told_to_leave_during_a_recovery_hands_the_state_over():
+    """The only other one that had it is lost, and w2 is new."""
+    with ElasticJob(train, Plan(steps=8, size=1, halt={"w0": 5})) as job:
+        job.start(2)
+        assert job.heard(0) == "halt"
+        job.wait_until_blocked(1)
+        job.signal(1, signal.SIGTERM)
+        job.kill(0)
+        job.lose(0)
+        job.start(1, kind="added")
+        job.await_leaving(1)
+        (leaver,) = job.wait(60, [1])
+        assert (leaver.result["ended"], leaver.exitcode) == ("exit 0", 0), leaver.describe()
+        job.decide([2], "removed", "w1 left")
+        (result,) = _check(job.wait(60, [2]), size=1)
+    assert _steps(result)[0] >= 5, "it goes on from the last commit"
 
 
 def test_a_worker_without_a_place_ends_by_itself():

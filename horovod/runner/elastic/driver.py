@@ -260,6 +260,9 @@ class Driver:
         if ending is not None:
             self._end(ending)
             return
+        if self._supervisor.signals and self._announcer.newest.too_few:
+            self._announcer.announce_the_end(self._roster.placed)  # nobody will come any more
+            return
         plan = policy.make_plan(self._view(), self._limits)
         if plan.exhausted:
             self._end(self._endings.exhausted())
@@ -352,7 +355,7 @@ class Driver:
             self._outputs.rename(worker, rank)
         self._roll_call.begin(decision)
         size = count(len(slots), "worker")
-        if len(slots) < proposal.min_np:
+        if decision.too_few:
             size += f", too few to go on (at least {proposal.min_np})"
         self._status.tell(
             f"{size}: {decision.reason}",

@@ -61,9 +61,8 @@ class RollCall:
         if self._announcer.formed:
             return
         newest = self._announcer.newest
-        paused = len(newest.slots) < newest.min_np
         members = self._roster.members()
-        self.asked |= paused or any(m.entered[0] == newest.number for m in members)
+        self.asked |= newest.too_few or any(m.entered[0] == newest.number for m in members)
 
     def _ask(self, number: int, attempt: int) -> None:
         absent = self._roster.absent(number, attempt)
@@ -83,8 +82,7 @@ class RollCall:
     def _check_entered(self, decision: Decision) -> None:
         """After a failure everybody comes back to meet, unless the program hangs elsewhere."""
         newest = decision.number == self._announcer.number
-        paused = len(decision.slots) < decision.min_np
-        if newest and not paused and decision.kind in ("failure", "start"):
+        if newest and not decision.too_few and decision.kind in ("failure", "start"):
             late = self._roster.absent(decision.number, 0)
             seconds = self._limits.elastic_timeout
             self._give_up(late, f"did not come back to training within {seconds:g} s")
