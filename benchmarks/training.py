@@ -52,6 +52,7 @@ examples:
   python benchmarks/training.py                    2 ranks and 1, all four models, some minutes
   python benchmarks/training.py --np 2 --models mlp --seconds 30 --only-speed
   python benchmarks/training.py --np 4 8           where there are that many cores
+  python benchmarks/training.py --np 4 8 --strong  the same with the batch of two ranks in all
   python benchmarks/training.py --np 1 --device cuda
   python benchmarks/training.py --check            for scripts: status 1 when a promise is missed
 
@@ -97,6 +98,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="let Horovod tune itself first (HOROVOD_AUTOTUNE), until it has settled",
     )
     parser.add_argument(
+        "--strong",
+        action="store_true",
+        help="share the batches of two ranks out among all: a job that is spread, not enlarged",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="exit with 1 when a promise is missed or not measured"
     )
     parser.add_argument(
@@ -130,6 +136,7 @@ def measure(
             "device": options.device,
             "seconds": options.seconds,
             "steps": LOSS_STEPS,
+            "strong": options.strong,
             "result": f"{folder}/result.json",
         }
         program = [sys.executable, str(ROOT / "benchmarks" / "training_rank.py"), json.dumps(plan)]

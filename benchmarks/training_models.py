@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +21,17 @@ class Workload:
     model: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
     turn: int  # steps of one contender before the next is due, about a tenth of a second
+
+
+def shared_out(workload: Workload, size: int) -> Workload:
+    """The same with a rank's part when two ranks' batches are shared out among `size`."""
+
+    def make(generator: torch.Generator) -> Batch:
+        inputs, targets = workload.batch(generator)
+        count = max(1, 2 * len(inputs) // size)
+        return inputs[:count], targets[: count * (len(targets) // len(inputs))]
+
+    return dataclasses.replace(workload, batch=make)
 
 
 class ConvNet(nn.Module):

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod.torch as hvd
-from benchmarks.training_models import WORKLOADS, Batch, Workload
+from benchmarks.training_models import WORKLOADS, Batch, Workload, shared_out
 
 WARM_UP = 5
 DISTINCT_BATCHES = 8
@@ -160,6 +160,8 @@ def main(plan: dict[str, Any]) -> None:
     found: dict[str, Any] = {}
     for name in plan["models"]:
         workload = WORKLOADS[name]
+        if plan["strong"]:
+            workload = shared_out(workload, hvd.size())
         if plan["section"] == "speed":
             found[name] = race(workload, plan["contenders"], device, plan["seconds"])
         elif plan["section"] == "losses":

@@ -23,6 +23,7 @@ from horovod.common.store import PrefixStore
 from horovod.common.topology import Topology
 from horovod.engine import place
 from horovod.engine.channel import Channel
+from horovod.engine.heap import keep_heap
 from horovod.engine.job import WORLD, Job
 from horovod.engine.request import Kind, Request, signature_of
 from horovod.engine.submission import Submission
@@ -50,6 +51,7 @@ class Runtime(Submission):
         """Find our place among the ranks, meet them, and connect. Does nothing if running."""
         if self._job is not None:
             return
+        keep_heap()
         config = Config.from_env()
         member = membership()
         if member is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import sys
 from collections.abc import Iterable
 
@@ -19,11 +20,8 @@ _NO_SUCH_PROCESS = 3  # ESRCH
 _BAD_ADDRESS = 14  # EFAULT
 
 
-class _Span(ctypes.Structure):
-    """struct iovec"""
-
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
+_SPAN = struct.Struct("PN")  # struct iovec: address and length
+_PAIR = struct.Struct("PNPN")
 
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 if _libc is not None:
@@ -54,16 +52,15 @@ def allow_peers(pids: Iterable[int]) -> None:
 
 
 class PeerMemory:
-    """One peer's address space. Not thread-safe: the two spans are reused between calls."""
+    """One peer's address space. Not thread-safe: what describes a copy is reused for the next."""
 
     def __init__(self, pid: int) -> None:
         if _libc is None:
             raise OSError("cross memory attach needs Linux")
         self.pid = pid
-        self._local = _Span()
-        self._remote = _Span()
-        self._local_at = ctypes.addressof(self._local)
-        self._remote_at = ctypes.addressof(self._remote)
+        self._spans = ctypes.create_string_buffer(_PAIR.size)  # ours, the peer's
+        self._local_at = ctypes.addressof(self._spans)
+        self._remote_at = self._local_at + _SPAN.size
         self._readv = _libc.process_vm_readv
         self._writev = _libc.process_vm_writev
 
@@ -89,18 +86,15 @@ class PeerMemory:
     def _move_spans(
         self, call: ctypes._NamedFuncPointer, local: int, nbytes: int, spans: int, count: int
     ) -> None:
-        near = self._local
-        near.base, near.length = local, nbytes
+        _SPAN.pack_into(self._spans, 0, local, nbytes)
         moved = call(self.pid, self._local_at, 1, spans, count, 0)
         if moved != nbytes:
             code = ctypes.get_errno() if moved < 0 else _BAD_ADDRESS
             raise OSError(code, os.strerror(code), f"memory of process {self.pid}")
 
     def _move(self, call: ctypes._NamedFuncPointer, local: int, remote: int, length: int) -> None:
-        near, far = self._local, self._remote
         while length > 0:
-            near.base, near.length = local, length
-            far.base, far.length = remote, length
+            _PAIR.pack_into(self._spans, 0, local, length, remote, length)
             moved = call(self.pid, self._local_at, 1, self._remote_at, 1, 0)
             if moved <= 0:
                 code = ctypes.get_errno() if moved < 0 else _NO_SUCH_PROCESS

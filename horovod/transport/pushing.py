@@ -101,6 +101,8 @@ class PeerReducer:
         width, base = dtype.itemsize, tensor.data_ptr()
         lo, hi = share(tensor.numel(), width, self.rank, 2)
         most, combine = self._block // width, combination(array, op)
+        if hi - lo <= 2 * most:
+            most *= 2  # as much as scratch memory holds: fewer calls count for more than caches
         for start in range(lo, hi, most):
             count = min(most, hi - start)
             operand, scratch = self._area(dtype, 0, count)
