@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # measure this checkout, whatever else is installed
 
 from benchmarks.collectives_report import (  # noqa: E402
+    LABELS,
+    Duel,
     Results,
     Run,
     human,
@@ -48,10 +50,11 @@ REPEATS = 5  # of the import and init sections
 DESCRIPTION = """\
 Compare Horovod's allreduce with torch.distributed's Gloo and with Open MPI on this machine.
 
-All contenders run in the same processes and take turns of a few calls (--turn) on the same
-rotating buffers, each call after a common barrier; OMP_NUM_THREADS is 1. A sample is the time of
-the slowest rank, a result the median of the samples. Ratios say how many times as long as ours a
-contender takes: 2.00x means that we are twice as fast.
+Horovod meets each of them alone: beside MPI, Gloo takes several times as long. The two run in the
+same processes and take turns of a few calls (--turn) on the same rotating buffers, each call after
+a common barrier; OMP_NUM_THREADS is 1. A sample is the time of the slowest rank, a result the
+median of the samples. Ratios say how many times as long as ours a contender takes: 2.00x means that
+we are twice as fast.
 """
 EPILOG = """\
 examples:
@@ -157,15 +160,17 @@ def find_mpirun() -> tuple[str | None, str]:
 
 def race(
     size: int,
+    rival: str,
     options: argparse.Namespace,
     mpirun: str | None,
     advance: Callable[[str], None],
-) -> Run:
-    """All contenders on `size` ranks."""
+) -> Duel:
+    """Horovod and a rival on `size` ranks; `mpirun` starts them if it is Open MPI."""
     with tempfile.TemporaryDirectory(prefix="horovod-benchmark-") as folder:
         plan = {
             "np": size,
-            "mpi": mpirun is not None,
+            "rival": rival,
+            "barrier": f"{folder}/barrier",
             "sizes": options.sizes,
             "seconds": options.seconds,
             "turn": options.turn,
@@ -174,14 +179,14 @@ def race(
         }
         program = [sys.executable, str(ROOT / "benchmarks" / "collectives_rank.py")]
         program.append(json.dumps(plan))
-        if mpirun is None:
+        if rival != "mpi" or mpirun is None:
             commands = [(program, environ) for environ in torchrun_environments(size)]
         else:
             flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
             commands = [([mpirun, "-np", str(size), *flags, *program], environment())]
         follow(commands, Path(folder) / "output", options.timeout, advance)
         found = json.loads(Path(plan["result"]).read_text())
-    return Run(size, {int(n): samples for n, samples in found["allreduce"].items()}, found["many"])
+    return Duel({int(n): samples for n, samples in found["allreduce"].items()}, found["many"])
 
 
 # -- the cost of starting ----------------------------------------------------------------------
@@ -240,21 +245,26 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     mpirun, reason = (None, "--no-mpi was given") if options.no_mpi else find_mpirun()
     if mpirun is None:
-        print(f"Open MPI is left out: {reason}. The ranks are started directly instead.")
+        print(f"Open MPI is left out: {reason}.")
+    rivals = ["gloo"] if mpirun is None else ["gloo", "mpi"]
     warn_if_busy()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end with us
     progress = Progress(
-        len(options.np) * (len(options.sizes) + 1) + (0 if options.only_allreduce else 2)
+        len(options.np) * len(rivals) * (len(options.sizes) + 1)
+        + (0 if options.only_allreduce else 2)
     )
     results = Results()
     for size in options.np:
-        progress.show(f"{size} ranks")
+        results.runs.append(Run(size))
+        for rival in rivals:
+            title = f"{size} ranks, {LABELS[rival]}"
+            progress.show(title)
 
-        def advance(what: str, size: int = size) -> None:
-            label = human(int(what)) if what.isdigit() else "1,000 small"
-            progress.advance(f"{size} ranks, {label}")
+            def advance(what: str, title: str = title) -> None:
+                label = human(int(what)) if what.isdigit() else "1,000 small"
+                progress.advance(f"{title}, {label}")
 
-        results.runs.append(race(size, options, mpirun, advance))
+            results.runs[-1].duels[rival] = race(size, rival, options, mpirun, advance)
         progress.clear()
         print(f"\n{table(results.runs[-1])}\n", flush=True)
     if not options.only_allreduce:

@@ -15,21 +15,29 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @dataclass
-class Run:
-    """The samples, in microseconds, of one number of ranks."""
+class Duel:
+    """The samples, in microseconds, of Horovod and a rival in the same processes."""
 
-    size: int
     allreduce: dict[int, dict[str, list[float]]]  # bytes -> contender -> samples
     many: dict[str, list[float]]
 
-    def of(self, nbytes: int, contender: str) -> float | None:
-        samples = self.allreduce.get(nbytes, {}).get(contender)
-        return median(samples) if samples else None
+    def median(self, nbytes: int, contender: str) -> float:
+        return median(self.allreduce[nbytes][contender])
 
-    def ratio(self, nbytes: int, contender: str) -> float | None:
-        """How many times as long as ours the contender takes."""
-        ours, theirs = self.of(nbytes, "ours"), self.of(nbytes, contender)
-        return theirs / ours if ours and theirs else None
+
+@dataclass
+class Run:
+    """What one number of ranks gave."""
+
+    size: int
+    duels: dict[str, Duel] = field(default_factory=dict)  # by rival
+
+    def times(self, rival: str) -> dict[int, tuple[float, float]]:
+        """Bytes -> ours, theirs."""
+        if rival not in self.duels:
+            return {}
+        duel = self.duels[rival]
+        return {n: (duel.median(n, "ours"), duel.median(n, rival)) for n in duel.allreduce}
 
 
 @dataclass
@@ -47,36 +55,27 @@ def human(nbytes: int) -> str:
 
 
 def table(run: Run) -> str:
-    """One line per size, microseconds and how many times as long as ours the others take."""
-    present = [key for key in LABELS if any(key in found for found in run.allreduce.values())]
-    others = [key for key in present if key != "ours"]
-    header = ["size", *(LABELS[key] for key in present), *(f"{LABELS[k]} / ours" for k in others)]
-    rows = []
-    for nbytes in run.allreduce:
-        times = [run.of(nbytes, key) for key in present]
-        ratios = [run.ratio(nbytes, key) for key in others]
-        rows.append([human(nbytes), *map(microseconds, times), *map(times_text, ratios)])
-    many = {key: median(samples) for key, samples in run.many.items()}
-    if many:
-        rows.append(
-            [
-                "1,000 small",
-                *(microseconds(many.get(key)) for key in present),
-                *(times_text(many[key] / many["ours"]) for key in others),
-            ]
-        )
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [
-        "   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [header, *rows]
-    ]
+    """One line per size: for each rival ours, theirs, and how many times as long as ours."""
+    header = ["size"]
+    rows: dict[str, list[str]] = {}
+    for rival, duel in run.duels.items():
+        header += [LABELS["ours"], LABELS[rival], "theirs / ours"]
+        small = {key: median(samples) for key, samples in duel.many.items()}
+        found = {human(nbytes): pair for nbytes, pair in run.times(rival).items()}
+        for size, (ours, theirs) in {**found, "1,000 small": (small["ours"], small[rival])}.items():
+            row = rows.setdefault(size, [size])
+            row += [microseconds(ours), microseconds(theirs), times_text(theirs / ours)]
+    lines = [header, *rows.values()]
+    widths = [max(len(row[column]) for row in lines) for column in range(len(header))]
     title = f"{run.size} ranks, float32 sum in place, microseconds (median of the slowest rank)"
-    return "\n".join([title, "", *lines])
+    body = [
+        "   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in lines
+    ]
+    return "\n".join([title, "", *body])
 
 
-def microseconds(value: float | None) -> str:
-    if value is None:
-        return "-"
+def microseconds(value: float) -> str:
     return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
@@ -85,14 +84,15 @@ def microseconds(value: float | None) -> str:
 
 def requirements(results: Results) -> Iterator[Requirement]:
     """The promises, all of them for two ranks on an otherwise idle machine."""
-    run = next((run for run in results.runs if run.size == 2), Run(2, {}, {}))
+    run = next((run for run in results.runs if run.size == 2), Run(2))
     yield at_least("4x Gloo from 4 B to 64 KiB", run, "gloo", 4.0, 0, 64 * KIB)
     yield at_least("2.5x Gloo up to 16 MiB", run, "gloo", 2.5, 0, 16 * MIB)
     yield at_least("1.5x Gloo at 100 MiB", run, "gloo", 1.5, 100 * MIB, 100 * MIB)
     yield at_least("level with Open MPI from 1 MiB up", run, "mpi", 1.0, MIB, 1 << 62)
     yield behind_mpi(run)
-    if "gloo" in run.many:
-        ratio = median(run.many["gloo"]) / median(run.many["ours"])
+    if "gloo" in run.duels:
+        small = run.duels["gloo"].many
+        ratio = median(small["gloo"]) / median(small["ours"])
         yield Requirement(
             "1,000 small async at least 5x as fast as 1,000 blocking Gloo calls",
             ratio >= 5,
@@ -105,12 +105,12 @@ def requirements(results: Results) -> Iterator[Requirement]:
 
 
 def at_least(
-    text: str, run: Run, contender: str, wanted: float, smallest: int, biggest: int
+    text: str, run: Run, rival: str, wanted: float, smallest: int, biggest: int
 ) -> Requirement:
     found = {
-        nbytes: ratio
-        for nbytes in run.allreduce
-        if smallest <= nbytes <= biggest and (ratio := run.ratio(nbytes, contender)) is not None
+        nbytes: theirs / ours
+        for nbytes, (ours, theirs) in run.times(rival).items()
+        if smallest <= nbytes <= biggest
     }
     if not found:
         return Requirement(text, None, "not measured")
@@ -123,11 +123,7 @@ def at_least(
 def behind_mpi(run: Run) -> Requirement:
     text = "at most 80 microseconds behind Open MPI below 1 MiB"
     found = {
-        nbytes: ours - theirs
-        for nbytes in run.allreduce
-        if nbytes < MIB
-        and (ours := run.of(nbytes, "ours")) is not None
-        and (theirs := run.of(nbytes, "mpi")) is not None
+        nbytes: ours - theirs for nbytes, (ours, theirs) in run.times("mpi").items() if nbytes < MIB
     }
     if not found:
         return Requirement(text, None, "not measured")
@@ -148,22 +144,23 @@ def write_csv(results: Results, path: Path) -> None:
     """One line per measurement, so that a spreadsheet or pandas can pivot it as it likes."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        header = "section ranks bytes contender median_us p10_us p90_us samples times_ours"
+        header = "section ranks rival bytes contender median_us p10_us p90_us samples times_ours"
         writer.writerow(header.split())
-        for run in results.runs:
-            sections = [("allreduce", nbytes, found) for nbytes, found in run.allreduce.items()]
-            for section, nbytes, found in [*sections, ("1000_small", "", run.many)]:
+        duels = [(run.size, *found) for run in results.runs for found in run.duels.items()]
+        for size, rival, duel in duels:
+            sections = [("allreduce", nbytes, found) for nbytes, found in duel.allreduce.items()]
+            for section, nbytes, found in [*sections, ("1000_small", "", duel.many)]:
                 for contender, samples in found.items():
                     ratio = median(samples) / median(found["ours"])
                     row = [*summary(samples), f"{ratio:.3f}"]
-                    writer.writerow([section, run.size, nbytes, contender, *row])
+                    writer.writerow([section, size, rival, nbytes, contender, *row])
         for section, ranks, samples in (
             ("import", 1, results.import_ms),
             ("init", 2, results.init_ms),
         ):
             if samples:
                 row = summary([1000 * sample for sample in samples])
-                writer.writerow([section, ranks, "", "ours", *row, ""])
+                writer.writerow([section, ranks, "", "", "ours", *row, ""])
 
 
 def summary(samples: list[float]) -> list[str]:
@@ -180,27 +177,28 @@ def write_plot(results: Results, path: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter
 
-    styles = {"ours": ("#0b6e4f", "o"), "gloo": ("#c1440e", "s"), "mpi": ("#3a5ba0", "^")}
+    colours = {"gloo": ("#0b6e4f", "#c1440e"), "mpi": ("#64b58f", "#3a5ba0")}  # ours, theirs
     figure, panels = pyplot.subplots(
         1, len(results.runs), figsize=(6.2 * len(results.runs), 4.6), sharey=True, squeeze=False
     )
     for panel, run in zip(panels[0], results.runs, strict=True):
-        sizes = list(run.allreduce)
-        for key, (colour, marker) in styles.items():
-            points = [(n, value) for n in sizes if (value := run.of(n, key)) is not None]
-            if not points:
-                continue
-            panel.plot(*zip(*points, strict=True), color=colour, marker=marker, label=LABELS[key])
-            found = [run.allreduce[nbytes][key] for nbytes, _ in points]
-            spread = [quantiles(samples, n=10) for samples in found]
-            panel.fill_between(
-                [nbytes for nbytes, _ in points],
-                [cuts[0] for cuts in spread],
-                [cuts[-1] for cuts in spread],
-                color=colour,
-                alpha=0.15,
-                linewidth=0,
-            )
+        sizes: list[int] = []
+        for rival, duel in run.duels.items():
+            sizes = list(duel.allreduce)
+            for key, colour in zip(("ours", rival), colours[rival], strict=True):
+                label = f"Horovod (beside {LABELS[rival]})" if key == "ours" else LABELS[key]
+                marker = "o" if key == "ours" else "s"
+                times = [duel.median(nbytes, key) for nbytes in sizes]
+                panel.plot(sizes, times, color=colour, marker=marker, label=label)
+                spread = [quantiles(duel.allreduce[nbytes][key], n=10) for nbytes in sizes]
+                panel.fill_between(
+                    sizes,
+                    [cuts[0] for cuts in spread],
+                    [cuts[-1] for cuts in spread],
+                    color=colour,
+                    alpha=0.15,
+                    linewidth=0,
+                )
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_xticks(sizes, [human(nbytes) for nbytes in sizes], rotation=45, ha="right")

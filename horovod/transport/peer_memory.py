@@ -66,11 +66,17 @@ class PeerMemory:
 
     def read(self, local: int, remote: int, length: int) -> None:
         """Copy `length` bytes from the peer's address `remote` to our address `local`."""
-        self._move(self._readv, local, remote, length)
+        _PAIR.pack_into(self._spans, 0, local, length, remote, length)
+        moved = self._readv(self.pid, self._local_at, 1, self._remote_at, 1, 0)
+        if moved != length:
+            self._move_rest(self._readv, local, remote, length, moved)
 
     def write(self, local: int, remote: int, length: int) -> None:
         """Copy `length` bytes from our address `local` to the peer's address `remote`."""
-        self._move(self._writev, local, remote, length)
+        _PAIR.pack_into(self._spans, 0, local, length, remote, length)
+        moved = self._writev(self.pid, self._local_at, 1, self._remote_at, 1, 0)
+        if moved != length:
+            self._move_rest(self._writev, local, remote, length, moved)
 
     def read_spans(self, local: int, nbytes: int, spans: int, count: int) -> None:
         """Copy `count` pieces of the peer's memory one after the other to our address `local`.
@@ -92,13 +98,15 @@ class PeerMemory:
             code = ctypes.get_errno() if moved < 0 else _BAD_ADDRESS
             raise OSError(code, os.strerror(code), f"memory of process {self.pid}")
 
-    def _move(self, call: ctypes._NamedFuncPointer, local: int, remote: int, length: int) -> None:
-        while length > 0:
+    def _move_rest(
+        self, call: ctypes._NamedFuncPointer, local: int, remote: int, length: int, moved: int
+    ) -> None:
+        """Go on after a call that copied only a part: the kernel moves at most 2 GiB at once."""
+        while moved > 0:
+            local, remote, length = local + moved, remote + moved, length - moved
+            if not length:
+                return
             _PAIR.pack_into(self._spans, 0, local, length, remote, length)
             moved = call(self.pid, self._local_at, 1, self._remote_at, 1, 0)
-            if moved <= 0:
-                code = ctypes.get_errno() if moved < 0 else _NO_SUCH_PROCESS
-                raise OSError(code, os.strerror(code), f"memory of process {self.pid}")
-            local += moved
-            remote += moved
-            length -= moved
+        code = ctypes.get_errno() if moved < 0 else _NO_SUCH_PROCESS
+        raise OSError(code, os.strerror(code), f"memory of process {self.pid}")

@@ -7,9 +7,9 @@ ranks begin and end together.
 
 from __future__ import annotations
 
+import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from ctypes import memmove
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from horovod.transport.arithmetic import as_blocks, combination, needs_wide
 from horovod.transport.peer_memory import PeerMemory
 from horovod.transport.spans import SPAN, Layout, block_bytes, share
 
-_KEPT = 256  # layouts, and places in scratch memory, that are remembered
+_KEPT = 256  # layouts, blocks of tensors, and places in scratch memory, that are remembered
 
 Fetch = Callable[[int, int], None]  # (rank, address): copy that rank's block to the address
 
@@ -38,6 +38,7 @@ class PeerReducer:
         self._scratch = torch.empty(self.size * self._block, dtype=torch.uint8)
         self._areas: dict[tuple[torch.dtype, int, int], tuple[Any, int]] = {}
         self._layouts: OrderedDict[tuple[Any, ...], Layout] = OrderedDict()
+        self._pairs: dict[tuple[int, int, torch.dtype], list[tuple[Any, Any, int, int, int]]] = {}
 
     def allreduce(
         self,
@@ -70,7 +71,7 @@ class PeerReducer:
                 own, address = self._area(dtype, self.rank, block.elements)
                 to = address
                 for span in range(first, first + spans):
-                    memmove(to, addresses[span], lengths[span])
+                    ctypes.memmove(to, addresses[span], lengths[span])
                     to += lengths[span]
             at = SPAN * first
 
@@ -87,7 +88,7 @@ class PeerReducer:
                 peers[rank].write_spans(address, nbytes, tables[rank] + at, spans)
             if spans > 1:
                 for span in range(first, first + spans):
-                    memmove(addresses[span], address, lengths[span])
+                    ctypes.memmove(addresses[span], address, lengths[span])
                     address += lengths[span]
 
     def allreduce_pair(
@@ -97,23 +98,44 @@ class PeerReducer:
 
         `away`: what is to be added to an address in our tensor to have the other's.
         """
-        dtype, array, peer = tensor.dtype, as_blocks(tensor), self._peers[1 - self.rank]
-        width, base = dtype.itemsize, tensor.data_ptr()
-        lo, hi = share(tensor.numel(), width, self.rank, 2)
-        most, combine = self._block // width, combination(array, op)
-        if hi - lo <= 2 * most:
-            most *= 2  # as much as scratch memory holds: fewer calls count for more than caches
-        for start in range(lo, hi, most):
-            count = min(most, hi - start)
-            operand, scratch = self._area(dtype, 0, count)
-            here, nbytes = base + start * width, count * width
+        peer = self._peers[1 - self.rank]
+        for own, operand, scratch, here, nbytes in self._pair_blocks(tensor):
             peer.read(scratch, here + away, nbytes)
-            own = array[start : start + count]
-            combine(own, operand, out=own)
+            combination(own, op)(own, operand, out=own)
             if scale != 1.0:
                 own *= scale
             check()
             peer.write(here, here + away, nbytes)
+
+    def _pair_blocks(self, tensor: torch.Tensor) -> list[tuple[Any, Any, int, int, int]]:
+        """The blocks of our share: ours, a place for the other's and its address, our address and
+        bytes.
+
+        They are remembered by where the tensor is, and do not keep it alive: whoever looks them up
+        has it.
+        """
+        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype)
+        known = self._pairs.get(key)
+        if known is not None:
+            return known
+        base, count, dtype = key
+        array, width, most = as_blocks(tensor), dtype.itemsize, self._block // dtype.itemsize
+        passing = isinstance(array, np.ndarray)
+        if passing:  # only numpy has arrays that own nothing
+            memory = (ctypes.c_byte * (count * width)).from_address(base)
+            array = np.frombuffer(memoryview(memory), array.dtype)
+        blocks = []
+        lo, hi = share(count, width, self.rank, 2)
+        for start in range(lo, hi, most):
+            part = min(most, hi - start)
+            operand, scratch = self._area(dtype, 0, part)
+            own = array[start : start + part]
+            blocks.append((own, operand, scratch, base + start * width, part * width))
+        if passing:
+            if len(self._pairs) >= _KEPT:
+                self._pairs.clear()
+            self._pairs[key] = blocks
+        return blocks
 
     def reduce_scatter(
         self,

@@ -203,14 +203,15 @@ class SharedMemoryTransport(SteppedTransport):
             else:
                 slot = self._expose(tensors, reduced=True)
             self._preloaded = None
-            nbytes = sum([tensor.nbytes for tensor in tensors])
+            alone = len(tensors) == 1
+            nbytes = tensors[0].nbytes if alone else sum([tensor.nbytes for tensor in tensors])
             if nbytes <= self._inline:
                 self._allreduce_inline(tensors, op, scale, slot)
             elif self._is_staged(nbytes):
                 areas = [words[slot // WORD] for words in self._words]
                 self._stager.allreduce(tensors, areas, op, scale, self._step_together)
             else:
-                if self.size == 2 and len(tensors) == 1:
+                if alone and self.size == 2:
                     away = self._words[self._others[0]][slot // WORD] - tensors[0].data_ptr()
                     self._reducer.allreduce_pair(tensors[0], away, op, scale, self._check_others)
                 else:
