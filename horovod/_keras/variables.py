@@ -23,10 +23,13 @@ from horovod.torch.objects import allgather_object
 def broadcast_model(model: Any, root_rank: int, local_variables: Sequence[Any] = ()) -> None:
     """Overwrite a model's weights and its optimizer's state with the root's, on all ranks.
 
-    The states of random generators are left alone: each rank shall drop other units.
+    The states of random generators are left alone: each rank shall drop other units. So are sums
+    of gradients that the ranks have yet to exchange: they are every rank's own.
     """
-    left_out = {identity(variable) for variable in local_variables}
     optimizer = getattr(model, "optimizer", None)
+    sums = None if is_tf_keras(model) else getattr(optimizer, "_hvd_sums", None)
+    own = [*local_variables, *(sums.variables if sums else ())]
+    left_out = {identity(variable) for variable in own}
     variables = [
         variable
         for variable in [*model.weights, *optimizer_variables(optimizer)]

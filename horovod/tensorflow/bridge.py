@@ -1,13 +1,14 @@
 """Between TensorFlow and the engine: TF tensors as torch tensors, and collectives as graph ops.
 
-Every collective of this binding, and whatever else talks to the engine, goes through `run`. No
-bytes are copied on the way: the engine reads TensorFlow's buffers, which it must not change, and
-TensorFlow takes over the tensors that the engine returns.
+Every collective of this binding, and whatever else talks to the engine, goes through `run`. The
+engine reads TensorFlow's buffers, which it must not change, and TensorFlow takes over the tensors
+that the engine returns; only what is on a GPU is copied once, there, on its way back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -42,7 +43,8 @@ _SENDABLE = frozenset(
         *(tf.complex64, tf.complex128),
     }
 )
-_ALIGNMENT = 64  # bytes; TensorFlow's CPU kernels abort the process on anything less
+_ALIGNMENT = 64  # bytes; TensorFlow's kernels abort the process on anything less
+_DLPACK_CPU = 1  # the type of device, in DLPack's numbering
 _ERRORS = (ValueError, HorovodInternalError, tf.errors.OpError)  # other errors are bugs
 
 
@@ -117,15 +119,26 @@ def to_torch(tensor: tf.Tensor) -> torch.Tensor:
     if _gpus_are_foreign():
         with tf.device("/CPU:0"):
             tensor = tf.identity(tensor)
-    view: torch.Tensor = torch.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
+    capsule = dlpack.to_dlpack(tensor)  # waits until TensorFlow has computed it
+    if _gpu_numbers():
+        _renumber(capsule, lambda number: _gpu_numbers()[number])
+    view: torch.Tensor = torch.from_dlpack(capsule)  # type: ignore[attr-defined]
     return view
 
 
 def to_tensorflow(tensor: torch.Tensor) -> tf.Tensor:
-    """An eager tensor that takes over a torch tensor's memory."""
-    if not tensor.is_contiguous() or (tensor.is_cpu and tensor.data_ptr() % _ALIGNMENT):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
+    """An eager tensor that takes over a torch tensor's memory, which torch must be done with."""
+    capsule = torch.utils.dlpack.to_dlpack(_computable(tensor))  # type: ignore[attr-defined]
+    if _gpu_numbers():
+        _renumber(capsule, _gpu_numbers().index)
+    return dlpack.from_dlpack(capsule)
+
+
+def _computable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if TensorFlow could not compute on its memory."""
+    if tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def placed(device: str) -> contextlib.AbstractContextManager[Any]:
@@ -137,17 +150,50 @@ def _call(
     function: Function, tensors: Sequence[tf.Tensor], name: str | None, place: Place | None
 ) -> list[tf.Tensor]:
     sources = [to_torch(tensor) for tensor in tensors]
-    devices = {source.device for source in sources if not source.is_cpu}
-    for device in devices:  # torch's streams know nothing of TensorFlow's, nor the reverse
-        torch.get_device_module(device).synchronize(device)
+    gpus = {source.device for source in sources if not source.is_cpu}
     outer, _calling.place = _calling.place, place
     try:
-        results = function(sources, name)
+        if gpus:
+            return _call_on_gpu(function, sources, name, gpus)
+        return [to_tensorflow(result) for result in function(sources, name)]
     finally:
         _calling.place = outer
-    for device in devices:
-        torch.get_device_module(device).current_stream(device).synchronize()
-    return [to_tensorflow(result) for result in results]
+
+
+def _call_on_gpu(
+    function: Function, sources: list[torch.Tensor], name: str | None, gpus: set[torch.device]
+) -> list[tf.Tensor]:
+    """The same where a source is on a GPU; every result goes where the source in its place is.
+
+    TensorFlow and torch each use their memory again in the order of their own streams, which know
+    nothing of each other. So neither may get memory back while the other still works on it, and
+    TensorFlow keeps copies: it would let go of a result that its kernels have yet to read.
+    """
+    _synchronize(gpus)
+    gathered = sources
+    if len({source.device for source in sources}) > 1:  # such as integers, kept in host memory
+        home = min(gpus, key=str)
+        gathered = [source.to(home) for source in sources]  # the engine takes one device at a time
+    results = [
+        _computable(result.to(source.device))
+        for result, source in zip(function(gathered, name), sources, strict=True)
+    ]
+    _synchronize(gpus)
+    kept = [to_tensorflow(result) for result in results]
+    lent = [place for place, result in enumerate(results) if not result.is_cpu]
+    for gpu in {kept[place].backing_device for place in lent}:
+        with tf.device(gpu):
+            for place in lent:
+                if kept[place].backing_device == gpu:
+                    kept[place] = tf.raw_ops.Snapshot(input=kept[place])
+    _synchronize(gpus)  # before torch gets back what it lent
+    return kept
+
+
+def _synchronize(gpus: set[torch.device]) -> None:
+    """Wait for all streams of these devices, TensorFlow's and torch's."""
+    for gpu in gpus:
+        torch.get_device_module(gpu).synchronize(gpu)
 
 
 def _add_op(
@@ -167,10 +213,12 @@ def _add_op(
     place: Place | None = None
 
     def body(*values: tf.Tensor) -> list[tf.Tensor]:
+        was_initialised = runtime.is_initialized()
         try:
             return _call(function, values, known_as, place)
         except _ERRORS as error:
-            raise graph_error(error) from None  # all that TensorFlow shows is text
+            # All that TensorFlow shows is text.
+            raise graph_error(error, was_initialised) from None
 
     with placed("/CPU:0" if _gpus_are_foreign() else ""):
         outputs = python_op(body, tensors, dtypes, shapes, name)
@@ -184,3 +232,29 @@ def _add_op(
 def _gpus_are_foreign() -> bool:
     """Whether TensorFlow has GPUs whose memory our torch cannot use."""
     return bool(tf.config.list_physical_devices("GPU")) and not torch.cuda.is_available()
+
+
+@functools.cache
+def _gpu_numbers() -> list[int]:
+    """The number that torch knows each of TensorFlow's GPUs by, if any differs.
+
+    TensorFlow counts only those that the script made visible, and each part that it split one into.
+    """
+    numbers: list[int] = []
+    for gpu in tf.config.get_visible_devices("GPU"):
+        parts = tf.config.get_logical_device_configuration(gpu) or [gpu]
+        numbers += [int(gpu.name.rpartition(":")[2])] * len(parts)
+    return [] if numbers == list(range(len(numbers))) else numbers
+
+
+_capsule_memory = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def _renumber(capsule: Any, translate: Callable[[int], int]) -> None:
+    """Change the number of the GPU that a DLPack capsule is on, if it is on one."""
+    # What it holds begins with the address of the data, the type of device and its number.
+    device = (ctypes.c_int32 * 2).from_address(_capsule_memory(capsule, b"dltensor") + 8)
+    if device[0] != _DLPACK_CPU:
+        device[1] = translate(device[1])

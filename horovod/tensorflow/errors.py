@@ -6,8 +6,9 @@
 
 The classes raised here are Horovod's own at the same time (HorovodInternalError, or ValueError for
 a wrong argument), so that elastic training and scripts that catch either find them. That holds for
-eager calls. From inside a graph TensorFlow passes on the text alone, as InvalidArgumentError for a
-ValueError and UnknownError for anything else; the text begins with Horovod's class name.
+eager calls. Out of a graph come TensorFlow's own classes, with UnknownError in place of
+AbortedError, which TensorFlow lets nobody raise there. Their text has Horovod's class name and
+message.
 """
 
 from __future__ import annotations
@@ -58,11 +59,13 @@ def eager_error(error: Exception, was_initialised: bool) -> tf.errors.OpError:
     return InvalidArgumentError.because(_text(error))
 
 
-def graph_error(error: Exception) -> Exception:
-    """The error to raise from inside a graph op, whose text TensorFlow passes on."""
-    if isinstance(error, HorovodInternalError):
-        return HorovodInternalError(_text(error))
-    return ValueError(_text(error)) if isinstance(error, ValueError) else error
+def graph_error(error: Exception, was_initialised: bool) -> Exception:
+    """The error to raise inside of a graph op, of which TensorFlow makes its own (`python_op`)."""
+    if not isinstance(error, HorovodInternalError):
+        return ValueError(_text(error)) if isinstance(error, ValueError) else error
+    if isinstance(eager_error(error, was_initialised), FailedPreconditionError):
+        return FailedPreconditionError.because(f"HorovodInternalError: {_text(error)}")
+    return HorovodInternalError(_text(error))
 
 
 def _text(error: Exception) -> str:

@@ -22,6 +22,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod.tensorflow.failed_output import failed_output
+
 try:
     from tensorflow.python.eager.context import is_async
     from tensorflow.python.ops.gen_script_ops import eager_py_func
@@ -40,12 +42,17 @@ def python_op(
     shapes: Sequence[Any],
     name: str,
 ) -> list[tf.Tensor]:
-    """An op of the current graph that calls `body` with eager tensors each time it runs."""
+    """An op of the current graph that calls `body` with eager tensors each time it runs.
+
+    When `body` raises a ValueError the op fails with tf.errors.InvalidArgumentError, and when it
+    raises a tf.errors.FailedPreconditionError with that, where TensorFlow lets us; with anything
+    else the op fails with tf.errors.UnknownError.
+    """
     one_by_one = (
         tf.compat.v1.get_default_graph().building_function
         and threading.current_thread() is threading.main_thread()
     )
-    if one_by_one or tf.config.list_physical_devices("GPU"):  # other ops would leave the GPU
+    if one_by_one or tf.config.get_visible_devices("GPU"):  # other ops would leave the GPU
         outputs = _op(body, inputs, dtypes, name)
         for output, shape in zip(outputs, shapes, strict=True):
             output.set_shape(shape)
@@ -74,9 +81,15 @@ class _Bare(EagerFunc):
         self._body = body
 
     def __call__(self, device: str | None, token: Any, args: Sequence[tf.Tensor]) -> Any:
-        if device is None or "GPU" not in device:
-            return self._body(*args)
-        return self._call(device, args)  # which brings results to the device
+        try:
+            if device is None or "CPU" in device:
+                return self._body(*args)
+            return self._call(device, args)  # which brings results to the device
+        except tf.errors.FailedPreconditionError as error:
+            output = failed_output(error.message)
+            if output is None:
+                raise
+            return [output] * len(self._out_dtypes)
 
 
 def _keep(bare: _Bare) -> None:

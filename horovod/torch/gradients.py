@@ -18,6 +18,7 @@ import torch
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Max, ReduceOp
 from horovod.common.topology import Topology
+from horovod.engine.heap import join_pages
 from horovod.engine.lane import Lane
 from horovod.engine.runtime import runtime
 from horovod.torch.autotune import NUM_WISHES, StepTuner, Terms, wishes
@@ -31,6 +32,10 @@ from horovod.torch.sparse import sparse_allreduce_async, sparse_tensor
 # Bytes reduced at a time while backward goes on. Each bucket costs Python some 0.3 ms beside the
 # hooks: with 32 MiB a GPT-2 of 500 MB lost a quarter of a step to it, with 128 a tenth.
 LARGEST_BUCKET = 128 * 1024 * 1024
+
+# After these steps gradients are put on huge pages: they find their places in the heap in the first
+# few, and other ones when the program changes.
+_JOINING = frozenset(2**power for power in range(2, 11))
 
 _num_named = 0  # reducers of this process that have got a name: numbers below are taken
 
@@ -66,6 +71,7 @@ class GradientReducer:
         self._arrivals: list[int] = []  # until then
         self._sparse_dims: dict[int, int] = {}  # of parameters with sparse gradients, by index
         self._any_arrived = False
+        self._steps = 0
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[torch.nn.Parameter, Bucket] = {}
 
@@ -116,6 +122,10 @@ class GradientReducer:
         failure = self._wait() or failure
         if failure is not None:
             raise failure
+        self._steps += 1
+        if self._steps in _JOINING:
+            gradients = [param.grad for _, param in self._params if param.grad is not None]
+            join_pages(grad for grad in gradients if grad.is_cpu and not grad.is_sparse)
         if self._tuner is not None:
             self._tune(self._tuner)
 

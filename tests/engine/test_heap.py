@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import resource
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 import horovod.torch as hvd
-from horovod.engine.heap import is_tuned
+from horovod.engine.heap import is_tuned, join_pages
 from tests.ranks import run_ranks
 
 BLOCKS, MEBIBYTES, STEPS = 4, 24, 5
@@ -51,6 +54,36 @@ def test_a_step_finds_the_memory_of_the_one_before():
 def test_what_the_user_tells_glibc_is_left_alone():
     (faults,) = run_ranks(_faults_of_a_step, 1, env={"MALLOC_TRIM_THRESHOLD_": "131072"})
     assert faults > PAGES / 2
+
+
+def _join(rank: int, size: int, nbytes: int) -> tuple[int, int, bool]:
+    """On how many huge pages a tensor is, how many the process has more, and if it is unchanged."""
+    hvd.init()
+    tensor = torch.arange(nbytes // 8)
+    before = _huge_kibibytes()
+    joined = join_pages([tensor, torch.empty(0)])
+    unchanged = torch.equal(tensor, torch.arange(nbytes // 8))
+    return joined, (_huge_kibibytes() - before) // 2048, unchanged
+
+
+def _huge_kibibytes() -> int:
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.findall(r"AnonHugePages: +(\d+) kB", text)[0])
+
+
+def test_tensors_are_put_on_huge_pages():
+    ((joined, found, unchanged),) = run_ranks(_join, 1, 12 << 20)
+    assert unchanged
+    if not joined:
+        pytest.skip("the system has no huge pages to give")
+    assert found >= 1
+    assert joined <= 7  # of 2 MiB: 12 MiB, wherever they begin
+
+
+def test_huge_pages_are_not_for_a_heap_that_is_not_kept():
+    ((joined, _, unchanged),) = run_ranks(_join, 1, 12 << 20, env={"MALLOC_TOP_PAD_": "0"})
+    assert unchanged
+    assert joined == 0
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def _check(chosen: list[Case], by_rank: list[list[np.ndarray]]) -> None:
         expected = _as_array(case.expected(len(results)))
         assert results[0].dtype == expected.dtype
         assert results[0].shape == expected.shape
-        case.check(bridge.to_torch(tf.constant(results[0])), len(results))
+        case.check(bridge.to_torch(tf.constant(results[0])).cpu(), len(results))
 
 
 @given(mode=modes, chosen=st.lists(cases(), min_size=5, max_size=12))
@@ -369,5 +369,5 @@ def test_reducescatter(tf_pool3: RankPool, mode: str, chosen: list[Case]):
     plain = [Case(c.dtype, c.shape, c.layout, ReduceOp.SUM, seed=c.seed) for c in chosen]
     for rank, results in enumerate(tf_pool3.run(_scatter, mode, chosen)):
         for result, case in zip(results, [*chosen, *plain], strict=True):
-            mine = bridge.to_torch(tf.constant(result))
+            mine = bridge.to_torch(tf.constant(result)).cpu()
             torch.testing.assert_close(mine, _share(case.expected(3), rank))

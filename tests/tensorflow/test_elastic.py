@@ -158,8 +158,16 @@ def _errors() -> list[str]:
     def buggy() -> Any:
         return tf.py_function(someone_elses, [], tf.float32)
 
+    def in_a_session() -> Any:
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            session.run(hvd.allreduce(tf.zeros([2 + hvd.rank()]), name="mismatched"))
+
     messages = []
-    for step, kind in ((mismatched, HorovodInternalError), (buggy, tf.errors.UnknownError)):
+    for step, kind in (
+        (mismatched, HorovodInternalError),
+        (in_a_session, HorovodInternalError),
+        (buggy, tf.errors.UnknownError),
+    ):
         state = hvd.elastic.TensorFlowState([])
         with pytest.raises(kind) as caught:
             hvd.elastic.run(lambda state, step=step: step())(state)
@@ -171,9 +179,11 @@ def _errors() -> list[str]:
 def test_errors_of_ours_are_found_in_those_of_a_graph_and_others_are_the_users(
     tf_pool2: RankPool,
 ):
-    for ours, users in tf_pool2.run(_errors):
-        assert "not recovered, because this job is not elastic" in ours
-        assert "Traceback" not in ours
+    for *ours, users in tf_pool2.run(_errors):
+        for text in ours:
+            assert text.startswith("'allreduce.mismatched': mismatched shape between ranks: [2] on")
+            assert "not recovered, because this job is not elastic" in text
+            assert "Traceback" not in text
         assert "a bug" in users
 
 

@@ -89,6 +89,23 @@ def test_a_function_runs_collectives_in_the_order_of_the_program(one_thread: Ran
     assert one_thread.run(run) == [[2.0, 4.0, 8.0]] * 2
 
 
+def test_errors_need_no_thread_of_tensorflows(one_thread: RankPool):
+    """The only one is in the op that fails."""
+
+    def run() -> float:
+        @tf.function
+        def step(x):
+            product = tf.linalg.matmul(x, x)
+            return hvd.allreduce(product[hvd.rank() :]) + 1.0, tf.linalg.matmul(product, product)
+
+        for _ in range(3):
+            with pytest.raises(tf.errors.FailedPreconditionError, match="mismatched shape"):
+                step(tf.ones([50, 50]))
+        return float(hvd.allreduce(1.0, op=hvd.Sum))
+
+    assert one_thread.run(run) == [2.0, 2.0]
+
+
 def test_control_flow(tf_pool2: RankPool):
     def run() -> list[float]:
         @tf.function
@@ -224,6 +241,8 @@ def _without_eager_execution(rank: int, size: int) -> list[float]:
     with tf.compat.v1.Session() as session:
         session.run(tf.compat.v1.global_variables_initializer())
         values = session.run([reduced, gradient, gathered], {x: np.float32([1, rank])})
+        with pytest.raises(tf.errors.FailedPreconditionError, match="mismatched shape"):
+            session.run(hvd.allreduce(weights[rank:], name="different"))
     return [float(number) for value in values for number in value]
 
 
@@ -242,7 +261,7 @@ def _reinitialised(rank: int, size: int) -> list[float]:
         hvd.init()
         results.append(float(step(tf.constant(1.0))))
         hvd.shutdown()
-        with pytest.raises(tf.errors.UnknownError, match=r"HorovodInternalError.*not initialised"):
+        with pytest.raises(tf.errors.FailedPreconditionError, match="not initialised"):
             step(tf.constant(1.0))
     return results
 
