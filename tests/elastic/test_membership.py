@@ -238,9 +238,8 @@ def test_a_worker_that_has_the_state_does_not_leave_before_it_has_met_others(too
     publish(store, decision(1, "w0", "start"))
     member = Membership(store, "w0")
     member.form(lambda: meet(member), 30)
-    shutdown = member.world
-    assert shutdown is not None
-    shutdown.close()
+    assert member.world is not None
+    member.world.close()
     member.leaving = True
     publish(store, dataclasses.replace(decision(2, "w0"), min_np=2 if too_few else 1))
     with ThreadPoolExecutor(1) as pool:
