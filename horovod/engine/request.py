@@ -114,6 +114,15 @@ class Request:
         self.place = caller(sys._getframe(1))
         self.submitted = time.monotonic()
 
+    def follow_stream(self) -> None:
+        """Let the device come to this after all that it has been given so far by this thread."""
+        if self.tensors and not self.tensors[0].is_cpu:
+            device = self.tensors[0].device
+            module = torch.get_device_module(device)
+            self.stream = module.current_stream(device)
+            self.event = module.Event()
+            self.event.record(self.stream)
+
     def done(self) -> bool:
         """Whether the result, or the failure, is there."""
         return self.finished

@@ -202,7 +202,7 @@ def _stand_in(name: str, entry: Entry) -> Request:
         dtype = getattr(torch, dtype_name)
         value = identity_like(dtype, op)
         tensors.append(torch.full(shape, value, dtype=dtype, device=device))
-    return Request(
+    request = Request(
         None,  # type: ignore[arg-type]  # the channel adopts it
         Kind(entry["kind"]),
         name,
@@ -213,6 +213,8 @@ def _stand_in(name: str, entry: Entry) -> Request:
         entry["prescale"],
         entry["postscale"],
     )
+    request.follow_stream()  # on which the device fills the tensors
+    return request
 
 
 def _absent(entries: Mapping[int, Entry], group: Group) -> str:

@@ -84,10 +84,7 @@ class Submission(ABC):
         deferred: bool = False,
     ) -> Request:
         if tensors and not tensors[0].is_cpu:
-            module = torch.get_device_module(tensors[0].device)
-            request.stream = module.current_stream(tensors[0].device)
-            request.event = module.Event()
-            request.event.record(request.stream)
+            request.follow_stream()
             request.deferred = deferred or channel.group.config.enable_async_completion
         return channel.submit(request, background)
 

@@ -145,6 +145,23 @@ def join_early() -> float:
     return result
 
 
+def join_a_busy_device() -> list[float]:
+    """The first rank joins while its device has much to do, and what it freed is not zero."""
+    results = []
+    for step in range(4):
+        if hvd.rank() == 0:
+            leftover = torch.full((1000,), 100.0, device=device())
+            matrix = torch.ones(4096, 4096, device=device())
+            for _ in range(30):
+                matrix = matrix @ matrix
+            del leftover
+        else:
+            ones = torch.ones(1000, device=device())
+            results.append(float(hvd.allreduce(ones, op=hvd.Sum, name=f"busy{step}").max()))
+        hvd.join()
+    return results
+
+
 def mixed_places() -> str:
     place = device() if hvd.rank() == 0 else torch.device("cpu")
     try:
@@ -152,6 +169,11 @@ def mixed_places() -> str:
     except HorovodInternalError as error:
         return str(error)
     return ""
+
+
+def test_a_joined_rank_adds_nothing_while_its_device_is_busy(pool: RankPool) -> None:
+    if pool.size > 1:
+        assert pool.run(join_a_busy_device)[1:] == [[pool.size - 1.0] * 4] * (pool.size - 1)
 
 
 def test_join_and_mixed_places(pool: RankPool) -> None:
