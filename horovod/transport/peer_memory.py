@@ -83,20 +83,23 @@ class PeerMemory:
 
         `spans`: the address of an array of struct iovec; they are `nbytes` in all.
         """
-        self._move_spans(self._readv, local, nbytes, spans, count)
+        _SPAN.pack_into(self._spans, 0, local, nbytes)
+        moved = self._readv(self.pid, self._local_at, 1, spans, count, 0)
+        if moved != nbytes:
+            self._fail(moved)
 
     def write_spans(self, local: int, nbytes: int, spans: int, count: int) -> None:
-        """The other way round: from our address `local` into pieces of the peer's memory."""
-        self._move_spans(self._writev, local, nbytes, spans, count)
+        """Copy `count` pieces of our memory into as many of the peer's, each of the same size.
 
-    def _move_spans(
-        self, call: ctypes._NamedFuncPointer, local: int, nbytes: int, spans: int, count: int
-    ) -> None:
-        _SPAN.pack_into(self._spans, 0, local, nbytes)
-        moved = call(self.pid, self._local_at, 1, spans, count, 0)
+        `local` and `spans`: the addresses of arrays of struct iovec; they are `nbytes` in all.
+        """
+        moved = self._writev(self.pid, local, count, spans, count, 0)
         if moved != nbytes:
-            code = ctypes.get_errno() if moved < 0 else _BAD_ADDRESS
-            raise OSError(code, os.strerror(code), f"memory of process {self.pid}")
+            self._fail(moved)
+
+    def _fail(self, moved: int) -> None:
+        code = ctypes.get_errno() if moved < 0 else _BAD_ADDRESS
+        raise OSError(code, os.strerror(code), f"memory of process {self.pid}")
 
     def _move_rest(
         self, call: ctypes._NamedFuncPointer, local: int, remote: int, length: int, moved: int

@@ -7,22 +7,36 @@ ranks begin and end together.
 
 from __future__ import annotations
 
-import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from horovod.common.reduce_op import ReduceOp
+from horovod.transport import own_memory
 from horovod.transport.arithmetic import as_blocks, combination, needs_wide
 from horovod.transport.peer_memory import PeerMemory
 from horovod.transport.spans import SPAN, Layout, block_bytes, share
 
-_KEPT = 256  # layouts, blocks of tensors, and places in scratch memory, that are remembered
+_KEPT = 256  # plans, blocks of tensors, and places in scratch memory, that are remembered
 
-Fetch = Callable[[int, int], None]  # (rank, address): copy that rank's block to the address
+
+class _Scratch(NamedTuple):
+    """Where everybody's part of one block is put, one rank's spans end to end; ours is not."""
+
+    operands: list[Any]  # each rank's
+    addresses: list[int]  # of these
+    partial: list[Any]  # the spans of the first that is not ours, where results add up,
+    last: list[Any]  # and those of the last
+
+
+class _Plan(NamedTuple):
+    """What is known of tensors of these sizes, wherever they are."""
+
+    layout: Layout
+    scratch: list[_Scratch]  # of each block
 
 
 class PeerReducer:
@@ -37,13 +51,13 @@ class PeerReducer:
         self._block = block_bytes(self.size)
         self._scratch = torch.empty(self.size * self._block, dtype=torch.uint8)
         self._areas: dict[tuple[torch.dtype, int, int], tuple[Any, int]] = {}
-        self._layouts: OrderedDict[tuple[Any, ...], Layout] = OrderedDict()
+        self._plans: OrderedDict[tuple[Any, ...], _Plan] = OrderedDict()
         self._pairs: dict[tuple[int, int, torch.dtype], list[tuple[Any, Any, int, int, int]]] = {}
 
     def allreduce(
         self,
         tensors: Sequence[torch.Tensor],
-        pointers: Sequence[np.ndarray[Any, Any]],
+        pointers: Sequence[Sequence[int]],
         op: ReduceOp,
         scale: float,
         check: Callable[[], None],
@@ -53,43 +67,31 @@ class PeerReducer:
         `check` is called before every write to the others, and raises if one has failed: what is
         at its addresses may be something else by then.
         """
-        layout = self._layout(tensors)
-        for rank, places in enumerate(pointers):
-            layout.place(rank, places)
-        dtype, peers, tables = tensors[0].dtype, self._peers, layout.tables
-        addresses, lengths = layout.addresses(self.rank), layout.lengths
-        array: Any = None  # the tensor that we are at, as what arithmetic takes
-        number = -1
-        for block in layout.blocks:
-            first, spans, nbytes = block.first, block.spans, block.elements * dtype.itemsize
-            if spans == 1:
-                if block.tensor != number:
-                    number = block.tensor
-                    array = as_blocks(tensors[number].view(-1))
-                own, address = array[block.start : block.start + block.elements], addresses[first]
-            else:
-                own, address = self._area(dtype, self.rank, block.elements)
-                to = address
-                for span in range(first, first + spans):
-                    ctypes.memmove(to, addresses[span], lengths[span])
-                    to += lengths[span]
-            at = SPAN * first
-
-            def fetch(
-                rank: int, to: int, at: int = at, nbytes: int = nbytes, spans: int = spans
-            ) -> None:
-                peers[rank].read_spans(to, nbytes, tables[rank] + at, spans)
-
-            self._reduce_block(own, own, block.elements, dtype, op, fetch)
+        layout, scratches = self._plan(tensors)
+        addresses = [layout.place(rank, places) for rank, places in enumerate(pointers)]
+        peers, tables, width = self._peers, layout.tables, tensors[0].dtype.itemsize
+        ours, own = tables[self.rank], self._own(layout, tensors, addresses[self.rank])
+        for (first, count, elements), scratch in zip(layout.blocks, scratches, strict=True):
+            at, nbytes, mine = SPAN * first, elements * width, own[first : first + count]
+            for rank in self._others:
+                peers[rank].read_spans(scratch.addresses[rank], nbytes, tables[rank] + at, count)
+            self._reduce_block(mine, mine, scratch, op)
             if scale != 1.0:
-                own *= scale
+                for part in mine:
+                    part *= scale
             check()
             for rank in self._others:
-                peers[rank].write_spans(address, nbytes, tables[rank] + at, spans)
-            if spans > 1:
-                for span in range(first, first + spans):
-                    ctypes.memmove(addresses[span], address, lengths[span])
-                    address += lengths[span]
+                peers[rank].write_spans(ours + at, nbytes, tables[rank] + at, count)
+
+    def _own(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], addresses: Sequence[int]
+    ) -> list[Any]:
+        """Our spans, as what arithmetic takes."""
+        known = own_memory.arrays(tensors[0].dtype, addresses, layout.counts)
+        if known is not None:
+            return known
+        whole = [as_blocks(tensor.view(-1)) for tensor in tensors]
+        return [whole[tensor][start : start + count] for tensor, start, count in layout.spans]
 
     def allreduce_pair(
         self, tensor: torch.Tensor, away: int, op: ReduceOp, scale: float, check: Callable[[], None]
@@ -119,19 +121,18 @@ class PeerReducer:
         if known is not None:
             return known
         base, count, dtype = key
-        array, width, most = as_blocks(tensor), dtype.itemsize, self._block // dtype.itemsize
-        passing = isinstance(array, np.ndarray)
-        if passing:  # only numpy has arrays that own nothing
-            memory = (ctypes.c_byte * (count * width)).from_address(base)
-            array = np.frombuffer(memoryview(memory), array.dtype)
-        blocks = []
+        width, most = dtype.itemsize, self._block // dtype.itemsize
         lo, hi = share(count, width, self.rank, 2)
-        for start in range(lo, hi, most):
-            part = min(most, hi - start)
-            operand, scratch = self._area(dtype, 0, part)
-            own = array[start : start + part]
-            blocks.append((own, operand, scratch, base + start * width, part * width))
-        if passing:
+        starts = range(lo, hi, most)
+        counts = [min(most, hi - start) for start in starts]
+        addresses = [base + start * width for start in starts]
+        arrays = own_memory.arrays(dtype, addresses, counts)
+        whole = as_blocks(tensor)
+        blocks = []
+        for number, (start, part, here) in enumerate(zip(starts, counts, addresses, strict=True)):
+            own = whole[start : start + part] if arrays is None else arrays[number]
+            blocks.append((own, *self._area(dtype, 0, part), here, part * width))
+        if arrays is not None:
             if len(self._pairs) >= _KEPT:
                 self._pairs.clear()
             self._pairs[key] = blocks
@@ -147,52 +148,69 @@ class PeerReducer:
     ) -> None:
         """output = everybody's elements from `start` on."""
         dtype = source.dtype
-        most = self._block // dtype.itemsize
+        width, most = dtype.itemsize, self._block // dtype.itemsize
         own, target = as_blocks(source), as_blocks(output)
         for begin in range(0, output.numel(), most):
             count = min(most, output.numel() - begin)
-            first, nbytes = start + begin, count * dtype.itemsize
-
-            def fetch(
-                rank: int, to: int, at: int = first * dtype.itemsize, nbytes: int = nbytes
-            ) -> None:
-                self._peers[rank].read(to, pointers[rank] + at, nbytes)
-
+            first = start + begin
+            scratch = self._scratch_for(dtype, [count])
+            for rank in self._others:
+                remote = pointers[rank] + first * width
+                self._peers[rank].read(scratch.addresses[rank], remote, count * width)
             mine, result = own[first : first + count], target[begin : begin + count]
-            self._reduce_block(mine, result, count, dtype, op, fetch)
+            self._reduce_block([mine], [result], scratch, op)
 
     def _reduce_block(
-        self, own: Any, output: Any, count: int, dtype: torch.dtype, op: ReduceOp, fetch: Fetch
+        self, own: Sequence[Any], outputs: Sequence[Any], scratch: _Scratch, op: ReduceOp
     ) -> None:
-        """output = everybody's block; `own` is this rank's, and may be the output."""
-        combine = combination(own, op)
-        operands: list[Any] = [own] * self.size
-        for rank in self._others:
-            operands[rank], address = self._area(dtype, rank, count)
-            fetch(rank, address)
-        if needs_wide(dtype, op, self.size):
-            total = operands[0].float()
-            for operand in operands[1:]:
-                combine(total, operand, out=total)
-            output.copy_(total)
+        """outputs = everybody's spans, combined in rank order; `own` may be the outputs."""
+        operands, _, partial, last = scratch
+        combine = combination(own[0], op)
+        if needs_wide(own[0].dtype, op, self.size):
+            _reduce_wide(own, outputs, operands, self.rank, combine)
             return
-        total = operands[0]
-        for rank, operand in enumerate(operands[1:], 1):
-            # Partial sums stay in scratch memory until our own block has been used.
-            target = output if rank >= self.rank else total
-            combine(total, operand, out=target)
-            total = target
+        before, after = operands[: self.rank], operands[self.rank + 1 :]
+        for operand in before[1:]:
+            combine(before[0], operand, out=before[0])
+        # Partial results stay in scratch memory until our own spans have been used.
+        targets = partial if self.size > 2 and after else outputs
+        for part, mine, target in zip(partial, own, targets, strict=True):
+            if before:
+                combine(part, mine, out=target)
+            else:
+                combine(mine, part, out=target)
+        total = before[0] if before else after.pop(0)
+        for operand in after[:-1]:
+            combine(total, operand, out=total)
+        if after:
+            for part, other, output in zip(partial, last, outputs, strict=True):
+                combine(part, other, out=output)
 
-    def _layout(self, tensors: Sequence[torch.Tensor]) -> Layout:
-        width = tensors[0].element_size()
-        counts = tuple([tensor.numel() for tensor in tensors])
-        key = (width, counts)
-        layout = self._layouts.get(key)
-        if layout is None:
-            if len(self._layouts) >= _KEPT:
-                self._layouts.popitem(last=False)
-            layout = self._layouts[key] = Layout(counts, width, self.rank, self.size)
-        return layout
+    def _plan(self, tensors: Sequence[torch.Tensor]) -> _Plan:
+        dtype, counts = tensors[0].dtype, tuple([tensor.numel() for tensor in tensors])
+        plan = self._plans.get((dtype, counts))
+        if plan is None:
+            if len(self._plans) >= _KEPT:
+                self._plans.popitem(last=False)
+            layout = Layout(counts, dtype.itemsize, self.rank, self.size)
+            scratch = [
+                self._scratch_for(dtype, layout.counts[block.first : block.first + block.spans])
+                for block in layout.blocks
+            ]
+            plan = self._plans[dtype, counts] = _Plan(layout, scratch)
+        return plan
+
+    def _scratch_for(self, dtype: torch.dtype, counts: Sequence[int]) -> _Scratch:
+        """For a block whose spans have so many elements."""
+        areas = [self._area(dtype, rank, sum(counts)) for rank in range(self.size)]
+        edges = list(pairwise([0, *accumulate(counts)]))
+        first = areas[0 if self.rank else 1][0]
+        return _Scratch(
+            [area for area, _ in areas],
+            [address for _, address in areas],
+            [first[start:stop] for start, stop in edges],
+            [areas[-1][0][start:stop] for start, stop in edges],
+        )
 
     def _area(self, dtype: torch.dtype, number: int, count: int) -> tuple[Any, int]:
         """A place in scratch memory for `count` elements, and its address; one for each rank."""
@@ -204,3 +222,20 @@ class PeerReducer:
             view = self._scratch[number * self._block :].view(dtype)[:count]
             known = self._areas[key] = as_blocks(view), view.data_ptr()
         return known
+
+
+def _reduce_wide(
+    own: Sequence[Any],
+    outputs: Sequence[Any],
+    others: Sequence[Any],
+    rank: int,
+    combine: Callable[..., Any],
+) -> None:
+    """In float32, and rounded once."""
+    operands = [*others[:rank], torch.cat(list(own)), *others[rank + 1 :]]
+    total = operands[0].float()
+    for operand in operands[1:]:
+        combine(total, operand, out=total)
+    parts = total.split([len(output) for output in outputs])
+    for output, part in zip(outputs, parts, strict=True):
+        output.copy_(part)

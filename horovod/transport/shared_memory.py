@@ -245,10 +245,10 @@ class SharedMemoryTransport(SteppedTransport):
                 ctypes.memmove(tensor.data_ptr(), at, nbytes)
                 at += nbytes
 
-    def _pointers(self, slot: int, count: int) -> list[np.ndarray[Any, Any]]:
+    def _pointers(self, slot: int, count: int) -> list[Sequence[int]]:
         """Where the tensors that were exposed are: their addresses on every rank."""
-        at = slot + _POINTERS_AT if count > 1 else slot
-        return [np.frombuffer(memory, np.uint64, count, at) for memory in self._memories]
+        first = (slot + _POINTERS_AT if count > 1 else slot) // WORD
+        return [words[first : first + count].tolist() for words in self._words]
 
     def _check_others(self) -> None:
         for control in self._other_control:

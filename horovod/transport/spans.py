@@ -8,10 +8,10 @@ training step only fills in the addresses. Used by the shared-memory transport.
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 _LARGEST_BLOCK = 256 * 1024
 _IN_CACHE = 1024 * 1024  # what the blocks of all ranks together may take of the cache
@@ -25,8 +25,14 @@ class Block(NamedTuple):
     first: int  # number of its first span
     spans: int
     elements: int
-    tensor: int  # of the first span, and the element of it with which the span begins
+
+
+class Span(NamedTuple):
+    """Elements of a block that lie in one tensor."""
+
+    tensor: int
     start: int
+    elements: int
 
 
 class Layout:
@@ -34,36 +40,40 @@ class Layout:
 
     def __init__(self, counts: Sequence[int], width: int, rank: int, size: int) -> None:
         self.blocks: list[Block] = []
-        spans: list[tuple[int, int, int]] = []  # tensor, first element, number of elements
+        self.spans: list[Span] = []
+        spans = self.spans
         lo, hi = share(sum(counts), width, rank, size)
         begin = taken = 0  # of the block that is being filled: its first span, its elements so far
         most = block_bytes(size) // width
         for tensor, start, count in pieces(counts, lo, hi):
             while count:
                 part = min(count, most - taken)
-                spans.append((tensor, start, part))
+                spans.append(Span(tensor, start, part))
                 taken, start, count = taken + part, start + part, count - part
                 if taken == most or len(spans) - begin == _MOST_SPANS:
-                    self.blocks.append(Block(begin, len(spans) - begin, taken, *spans[begin][:2]))
+                    self.blocks.append(Block(begin, len(spans) - begin, taken))
                     begin, taken = len(spans), 0
         if taken:
-            self.blocks.append(Block(begin, len(spans) - begin, taken, *spans[begin][:2]))
-        described = np.array(spans, dtype=np.uint64).reshape(-1, 3)
-        self._tensor = described[:, 0].astype(np.intp)
-        self._offset = described[:, 1] * np.uint64(width)
-        self._table = np.empty((size, len(spans), 2), dtype=np.uint64)
-        self._table[:, :, 1] = described[:, 2] * np.uint64(width)
-        self.tables = [self._table[other].ctypes.data for other in range(size)]
-        self.lengths: list[int] = self._table[0, :, 1].tolist()
+            self.blocks.append(Block(begin, len(spans) - begin, taken))
+        self.counts = [span.elements for span in spans]
+        self._places = [(span.tensor, span.start * width) for span in spans]
+        # Each rank's array of struct iovec, and what is written there: address, length, address ...
+        self._words = struct.Struct(f"{2 * len(spans)}Q")
+        self._memory = ctypes.create_string_buffer(max(1, size * self._words.size))
+        begin = ctypes.addressof(self._memory)
+        self.tables = [begin + rank * self._words.size for rank in range(size)]
+        self._described = [word for count in self.counts for word in (0, count * width)]
 
-    def place(self, rank: int, pointers: np.ndarray[Any, Any]) -> None:
-        """Fill in where `rank` has the tensors. `tables[rank]` is then its array of iovecs."""
-        np.add(pointers[self._tensor], self._offset, out=self._table[rank, :, 0])
+    def place(self, rank: int, pointers: Sequence[int]) -> list[int]:
+        """Fill in where `rank` has the tensors, by their addresses: where it has the spans.
 
-    def addresses(self, rank: int) -> list[int]:
-        """Where the spans are on `rank`, after `place`."""
-        found: list[int] = self._table[rank, :, 0].tolist()
-        return found
+        `tables[rank]` is then its array of iovecs.
+        """
+        # In plain Python: so little arithmetic is done before numpy's code is in the cache.
+        addresses = [pointers[tensor] + offset for tensor, offset in self._places]
+        self._described[::2] = addresses
+        self._words.pack_into(self._memory, rank * self._words.size, *self._described)
+        return addresses
 
 
 def block_bytes(size: int) -> int:
