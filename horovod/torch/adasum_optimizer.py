@@ -22,7 +22,7 @@ class LocalGradients:
     def __init__(self) -> None:
         self._any_arrived = False
 
-    def arrived(self, param: torch.nn.Parameter) -> None:
+    def arrived(self, index: int) -> None:
         self._any_arrived = True
 
     def in_flight(self) -> bool:

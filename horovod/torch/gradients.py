@@ -73,19 +73,21 @@ class GradientReducer:
         self._any_arrived = False
         self._steps = 0
         self._buckets: list[Bucket] = []
-        self._bucket_of: dict[torch.nn.Parameter, Bucket] = {}
+        self._bucket_of: dict[int, Bucket] = {}  # by the places of parameters
 
     # -- a step ----------------------------------------------------------------------------
 
-    def arrived(self, param: torch.nn.Parameter) -> None:
-        """The gradient of `param` is complete on this rank."""
+    def arrived(self, index: int) -> None:
+        """The gradient of this parameter, by its place among all, is complete on this rank."""
         self._any_arrived = True
         if self._agreed_in is not runtime.topology:
-            self._arrivals.append(self._index[param])
+            self._arrivals.append(index)
             return
-        bucket = self._bucket_of[param]
+        if not self._overlap:
+            return
+        bucket = self._bucket_of[index]
         bucket.awaited -= 1
-        if bucket.awaited > 0 or not self._overlap:
+        if bucket.awaited > 0:
             return
         if self.hook is not None:
             self._start_in_order()
@@ -365,7 +367,7 @@ class GradientReducer:
             for number, members in enumerate(groups)
             if members
         ]
-        self._bucket_of = {param: b for b in self._buckets for _, param in b.params}
+        self._bucket_of = {self._index[param]: b for b in self._buckets for _, param in b.params}
 
 
 def _can_overlap(params: Sequence[Named]) -> bool:

@@ -38,8 +38,8 @@ Parameter = torch.nn.Parameter
 class Reducer(Protocol):
     """What becomes of the gradients of one optimizer."""
 
-    def arrived(self, param: Parameter) -> None:
-        """The gradient of `param` is complete on this rank."""
+    def arrived(self, index: int) -> None:
+        """The gradient of this parameter, by its place among all, is complete on this rank."""
 
     def in_flight(self) -> bool:
         """Whether gradients have arrived that are not dealt with yet."""
@@ -49,6 +49,18 @@ class Reducer(Protocol):
 
     def abandon(self) -> None:
         """Wait for what is under way, and drop the results."""
+
+
+class Watched:
+    """A parameter whose gradients are noticed as they arrive."""
+
+    __slots__ = ("hook", "index", "param", "passes_left")
+
+    def __init__(self, index: int, param: Parameter, passes: int) -> None:
+        self.index = index
+        self.param = param
+        self.passes_left = passes  # backward passes until the gradient is complete
+        self.hook: Any = None  # none yet while the parameter is frozen
 
 
 class ReducingOptimizer(torch.optim.Optimizer):
@@ -68,12 +80,11 @@ class ReducingOptimizer(torch.optim.Optimizer):
         if self._communication_hook is not None:
             self._communication_hook.serve(self)
         self._parameter_names = {param: name for name, param in named}
-        self._passes_left = {param: self.backward_passes_per_step for _, param in named}
         self._synchronized = False
         self._seen_by_scaler = False
         self._should_synchronize = True
         self._accumulating = False
-        self._hooks: list[Any] = []
+        self._watched: list[Watched] = []
         self._reducer: Reducer | None = None
         several = takes_part(self.process_set)
         self._finite_check: FiniteCheck | None = None
@@ -83,6 +94,8 @@ class ReducingOptimizer(torch.optim.Optimizer):
         reduce_before_unscaling()
         if several:
             self._reducer = self._make_reducer(named, groups)
+            passes = self.backward_passes_per_step
+            self._watched = [Watched(index, p, passes) for index, (_, p) in enumerate(named)]
             self._register_hooks()
         _optimizers.add(self)
 
@@ -100,36 +113,38 @@ class ReducingOptimizer(torch.optim.Optimizer):
 
     def _register_hooks(self) -> None:
         """Notice gradients as they arrive, of parameters that require them now."""
-        hooked = {id(param) for param, _ in self._hooks}
         this = weakref.ref(self)
+        for watched in self._watched:
+            if watched.hook is None and watched.param.requires_grad:
 
-        def on_gradient(param: torch.Tensor) -> None:
-            optimizer = this()
-            if optimizer is not None:
-                optimizer._on_gradient(param)
+                def on_gradient(_: torch.Tensor, watched: Watched = watched) -> None:
+                    optimizer = this()
+                    if optimizer is not None:
+                        optimizer._on_gradient(watched)
 
-        for param in self._parameter_names:
-            if param.requires_grad and id(param) not in hooked:
-                hook = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
-                self._hooks.append((param, hook))
+                watched.hook = watched.param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
-    def _on_gradient(self, param: Any) -> None:
-        if self._reducer is None or param not in self._passes_left:
+    def _remove_hooks(self) -> None:
+        for watched in self._watched:
+            if watched.hook is not None:
+                watched.hook.remove()
+        self._watched = []
+
+    def _on_gradient(self, watched: Watched) -> None:
+        if self._reducer is None or (self._accumulating and watched.passes_left > 0):
             return
-        if self._accumulating and self._passes_left[param] > 0:
-            return
-        left = self._passes_left[param] = self._passes_left[param] - 1
+        left = watched.passes_left = watched.passes_left - 1
         if left < 0:
             raise AssertionError(
-                f"the gradient of {self._parameter_names[param]!r} was computed more often than "
-                f"backward_passes_per_step={self.backward_passes_per_step} times before step(): "
-                f"raise backward_passes_per_step to accumulate gradients over more passes"
+                f"the gradient of {self._parameter_names[watched.param]!r} was computed more often "
+                f"than backward_passes_per_step={self.backward_passes_per_step} times before "
+                f"step(): raise backward_passes_per_step to accumulate gradients over more passes"
             )
         self._synchronized = self._seen_by_scaler = False
         if left == 0:
             if self._finite_check is not None:
-                self._finite_check.look(param)
-            self._reducer.arrived(param)
+                self._finite_check.look(watched.param)
+            self._reducer.arrived(watched.index)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accumulate gradients over `passes` backward passes from now on."""
@@ -139,8 +154,8 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._reset_passes()
 
     def _reset_passes(self) -> None:
-        for param in self._passes_left:
-            self._passes_left[param] = self.backward_passes_per_step
+        for watched in self._watched:
+            watched.passes_left = self.backward_passes_per_step
 
     def synchronize(self) -> None:
         """Reduce all gradients that are not reduced yet, and wait until they are."""
@@ -261,14 +276,12 @@ class ReducingOptimizer(torch.optim.Optimizer):
         except BaseException:
             del self.param_groups[count:]
             raise
-        for _, hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
         self._configure(arguments, *checked)
 
     def _restart(self) -> None:
         """Begin anew among other ranks than before; gradients from before count for nothing."""
-        for _, hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
         super().zero_grad(set_to_none=True)
         arguments = {**self._arguments, "named_parameters": _pairs(self._parameter_names)}
         self._configure(arguments, *check_arguments(self, arguments, agree=False))
