@@ -2,9 +2,10 @@
 
 Each rank has a control page in memory that all others map. Ranks advance in *steps*: a rank
 publishes by writing its step number into its page and waits until the others' numbers have reached
-its own. A waiter spins for some tens of microseconds, then blocks on its doorbell together with
-the process handles of the others, so a dead peer wakes it at once; a publisher rings only the
-doorbells of ranks that sleep. The shared-memory transport builds its collectives on this.
+its own. A waiter spins for a while, the longer the more often that has been enough before, then
+blocks on its doorbell together with the process handles of the others, so a dead peer wakes it at
+once; a publisher rings only the doorbells of ranks that sleep. The shared-memory transport builds
+its collectives on this.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _REASON_AT, _REASON_LIMIT = 1024, 3000
 _RUNNING, _CLOSED, _ABORTED = 0, 1, 2
 _NEVER = 1 << 62  # a step that no rank takes
 
-_SPIN_ROUNDS = 600  # about 50 microseconds
+# How often a waiter looks before it sleeps: 50 to 400 microseconds. Being woken takes some tens of
+# microseconds, in which the others wait; looking takes a core that others may need.
+_FEWEST_LOOKS, _MOST_LOOKS = 600, 5000
 _SAFETY_WAKE_MS = 500  # a sleeper looks again this often even if nobody rings
 _LEAVE_SECONDS = 0.3  # how long a failing rank waits for the others to keep off its memory
 
@@ -66,7 +69,9 @@ class SteppedTransport(Transport):
         self._process_of = {self._members[rank].process: rank for rank in self._others}
         for process in self._process_of:
             self._poll.register(process, select.POLLIN)
-        self._spin_rounds = _SPIN_ROUNDS if self.size <= (os.cpu_count() or 1) else 1
+        crowded = self.size > (os.cpu_count() or 1)
+        self._fewest_looks, self._most_looks = (1, 1) if crowded else (_FEWEST_LOOKS, _MOST_LOOKS)
+        self._looks = self._fewest_looks
         self._step = 0
         self._met = False  # whether all ranks have taken their first steps together
         self._failure: HorovodInternalError | None = None
@@ -85,15 +90,20 @@ class SteppedTransport(Transport):
                 os.eventfd_write(doorbell, 1)
         return step
 
-    def _await(self, step: int, patience: int = 1) -> None:
-        """Wait until every rank has published `step`; `patience` times as long before sleeping."""
+    def _await(self, step: int, at_work: bool = False) -> None:
+        """Wait until every rank has published `step`; `at_work`: all of them will do so soon."""
+        looks = left = self._most_looks if at_work else self._looks
         for control in self._other_control:
-            rounds = self._spin_rounds * patience
             while control[_STEP] < step:
-                rounds -= 1
-                if rounds <= 0:
+                left -= 1
+                if left <= 0:
                     self._sleep_until(step)
                     break
+        if not at_work:
+            if left <= 0:
+                self._looks = max(looks // 2, self._fewest_looks)
+            elif left < looks // 2:
+                self._looks = min(2 * looks, self._most_looks)
         if not _ORDERED_STORES:
             _fence()
 
@@ -120,8 +130,7 @@ class SteppedTransport(Transport):
             self._mine[_SLEEPING] = 0
 
     def _step_together(self) -> None:
-        # The others are at work on the same collective: sleeping would outlast the wait.
-        self._await(self._publish(), patience=8)
+        self._await(self._publish(), at_work=True)
 
     def _check_states(self, behind: Sequence[int], step: int = _NEVER) -> None:
         """Raise if a rank has aborted, or one of those `behind` has left without taking `step`.
