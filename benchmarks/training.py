@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -52,7 +53,8 @@ examples:
   python benchmarks/training.py                    2 ranks and 1, all four models, some minutes
   python benchmarks/training.py --np 2 --models mlp --seconds 30 --only-speed
   python benchmarks/training.py --np 4 8           where there are that many cores
-  python benchmarks/training.py --np 4 8 --strong  the same with the batch of two ranks in all
+  python benchmarks/training.py --np 4 8 --bind    the same with one core for each rank
+  python benchmarks/training.py --np 4 8 --strong  or with the batch of two ranks in all
   python benchmarks/training.py --np 1 --device cuda
   python benchmarks/training.py --check            for scripts: status 1 when a promise is missed
 
@@ -103,6 +105,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="share the batches of two ranks out among all: a job that is spread, not enlarged",
     )
     parser.add_argument(
+        "--bind",
+        action="store_true",
+        help="give each rank one core, as schedulers do that count cores; otherwise DDP's threads "
+        "run on those that no rank uses",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="exit with 1 when a promise is missed or not measured"
     )
     parser.add_argument(
@@ -116,6 +124,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--timeout", type=positive, default=900.0, metavar="S", help="give up after this long (900)"
     )
     options = parser.parse_args(arguments)
+    cores = len(os.sched_getaffinity(0))
+    if options.bind and max(options.np) > cores:
+        parser.error(f"--bind: {max(options.np)} ranks need as many cores, and there are {cores}")
     options.models = options.models or (CPU_MODELS if options.device == "cpu" else GPU_MODELS)
     return options
 
@@ -137,6 +148,7 @@ def measure(
             "seconds": options.seconds,
             "steps": LOSS_STEPS,
             "strong": options.strong,
+            "bind": options.bind,
             "result": f"{folder}/result.json",
         }
         program = [sys.executable, str(ROOT / "benchmarks" / "training_rank.py"), json.dumps(plan)]
@@ -163,7 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
     results = Results()
     for size in options.np:
         progress.show(f"{size} ranks")
-        run = Run(size, measure("speed", size, CONTENDERS, options, progress))
+        speed = measure("speed", size, CONTENDERS, options, progress)
+        run = Run(size, speed, bound=options.bind)
         if not options.only_speed:
             run.losses = measure("losses", size, CONTENDERS, options, progress)
             for contender in CONTENDERS:

@@ -150,6 +150,8 @@ def peak_memory(workload: Workload, contender: str, device: torch.device) -> flo
 
 
 def main(plan: dict[str, Any]) -> None:
+    if plan["bind"]:  # before there are any threads, which would not be bound
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["LOCAL_RANK"])]})
     hvd.init()
     device = torch.device(plan["device"])
     if device.type == "cuda":

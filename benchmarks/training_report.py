@@ -23,6 +23,12 @@ class Run:
     speed: dict[str, dict[str, list[float]]]  # model -> contender -> samples
     losses: dict[str, dict[str, Any]] = field(default_factory=dict)
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    bound: bool = False  # to one core each
+
+    @property
+    def title(self) -> str:
+        ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        return f"{ranks} on a core each" if self.bound else ranks
 
     def step(self, model: str, contender: str) -> float | None:
         samples = self.speed.get(model, {}).get(contender)
@@ -67,8 +73,7 @@ def table(run: Run, device: str) -> str:
         "   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in [header, *rows]
     ]
-    ranks = "1 rank" if run.size == 1 else f"{run.size} ranks"
-    return "\n".join([f"{ranks}, {device}, milliseconds per step (median)", "", *lines])
+    return "\n".join([f"{run.title}, {device}, milliseconds per step (median)", "", *lines])
 
 
 def fraction(value: float | None) -> str:
@@ -109,7 +114,7 @@ def requirements(results: Results, device: str) -> Iterator[Requirement]:
 
 def faster(text: str, run: Run, model: str, wanted: float) -> Requirement:
     found = run.ratio(model, "ddp", "ours")
-    title = f"{WORKLOADS[model].title}, {run.size} ranks: at least {text}"
+    title = f"{WORKLOADS[model].title}, {run.title}: at least {text}"
     return Requirement(title, met(found, wanted), times_text(found))
 
 
@@ -167,8 +172,7 @@ def write_plot(results: Results, path: Path) -> None:
             panel.bar_label(bars, [f"{step:.1f}" for step in steps], fontsize=7)
         titles = [WORKLOADS[model].title for model in models]
         panel.set_xticks(range(len(models)), titles, fontsize=8)
-        ranks = "1 rank" if run.size == 1 else f"{run.size} ranks"
-        panel.set_title(f"{ranks} (numbers: milliseconds per step)")
+        panel.set_title(f"{run.title} (numbers: milliseconds per step)")
         panel.grid(True, axis="y", color="#dddddd", linewidth=0.6)
         panel.set_axisbelow(True)
     panels[0][0].set_ylabel("time of a step / without communication")
