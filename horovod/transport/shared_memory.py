@@ -76,6 +76,8 @@ class SharedMemoryTransport(SteppedTransport):
         self._exposed_at = 0
         self._slot = 0
         self._preloaded: Sequence[torch.Tensor] | None = None
+        self._places: list[int] = []  # of several tensors that were exposed last: their addresses,
+        self._sizes: list[int] = []  # and their bytes
         # Every rank reads all slots, so the more ranks, the less pays to be sent that way.
         self._inline = min(INLINE, 2 * INLINE // self.size)
         self._inline_known: dict[tuple[int, torch.dtype, int], list[Any]] = {}
@@ -112,17 +114,18 @@ class SharedMemoryTransport(SteppedTransport):
             elif reduced and self._is_staged(nbytes):
                 pointer = self._stager.fill(tensors)
         elif tensors:
-            nbytes = sum([tensor.nbytes for tensor in tensors])
+            self._sizes = sizes = [tensor.nbytes for tensor in tensors]
+            self._places = places = [tensor.data_ptr() for tensor in tensors]
+            nbytes = sum(sizes)
             if 0 < nbytes <= self._inline:
                 at = self._addresses[self.rank] + slot + _PAYLOAD_AT
-                for tensor in tensors:
-                    ctypes.memmove(at, tensor.data_ptr(), tensor.nbytes)
-                    at += tensor.nbytes
+                for place, size in zip(places, sizes, strict=True):
+                    ctypes.memmove(at, place, size)
+                    at += size
             elif reduced and self._is_staged(nbytes):
                 pointer = self._stager.fill(tensors)
             else:
-                pointers = [tensor.data_ptr() for tensor in tensors]
-                struct.pack_into(f"{len(pointers)}Q", memory, slot + _POINTERS_AT, *pointers)
+                struct.pack_into(f"{len(places)}Q", memory, slot + _POINTERS_AT, *places)
         header = struct.pack("3Q", pointer, nbytes, len(words))
         memory[slot : slot + _HEADER + len(words)] = header + words
         self._exposed_at = step = self._publish()
@@ -207,7 +210,7 @@ class SharedMemoryTransport(SteppedTransport):
                 slot = self._expose(tensors, reduced=True)
             self._preloaded = None
             alone = len(tensors) == 1
-            nbytes = tensors[0].nbytes if alone else sum([tensor.nbytes for tensor in tensors])
+            nbytes = tensors[0].nbytes if alone else sum(self._sizes)
             if nbytes <= self._inline:
                 self._allreduce_inline(tensors, op, scale, slot)
             elif self._is_staged(nbytes):
@@ -232,12 +235,12 @@ class SharedMemoryTransport(SteppedTransport):
         self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float, slot: int
     ) -> None:
         """Reduce what has travelled in the slots; of several tensors, one after the other."""
-        dtype, sizes = tensors[0].dtype, [tensor.nbytes for tensor in tensors]
-        count = sum(sizes) // dtype.itemsize
+        dtype, alone = tensors[0].dtype, len(tensors) == 1
+        count = tensors[0].numel() if alone else sum(self._sizes) // dtype.itemsize
         if not count:
             return
         blocks = self._inline_blocks(slot, dtype, count)
-        if len(tensors) == 1:
+        if alone:
             result = self._own(tensors[0])
         else:
             result = self._sums_known.get((dtype, count))
@@ -248,11 +251,11 @@ class SharedMemoryTransport(SteppedTransport):
         reduce_into(result, blocks, op)
         if scale != 1.0:
             result *= scale
-        if len(tensors) > 1:
+        if not alone:
             at = self._sums.data_ptr()
-            for tensor, nbytes in zip(tensors, sizes, strict=True):
-                ctypes.memmove(tensor.data_ptr(), at, nbytes)
-                at += nbytes
+            for place, size in zip(self._places, self._sizes, strict=True):
+                ctypes.memmove(place, at, size)
+                at += size
 
     def _own(self, tensor: torch.Tensor) -> Any:
         """A tensor as what arithmetic takes."""

@@ -151,6 +151,33 @@ def test_rounding_is_the_same_on_every_rank(pool3: RankPool, dtype: torch.dtype,
     torch.testing.assert_close(results[0], torch.stack(inputs).double().sum(0).to(dtype))
 
 
+def _at_odd_addresses(counts: list[int]) -> tuple[list[torch.Tensor], list[int]]:
+    tensors = []
+    for number, count in enumerate(counts):
+        memory = torch.empty(4 * count + 8, dtype=torch.uint8).numpy()
+        tensor = torch.frombuffer(memory, dtype=torch.float32, offset=1 + number % 3, count=count)
+        tensors.append(tensor.copy_(torch.arange(count) % 1000 + hvd.rank()))
+    if len(tensors) == 1:
+        hvd.allreduce_(tensors[0], name="odd", op=hvd.Average)
+    else:
+        hvd.grouped_allreduce_(tensors, name="odd group", op=hvd.Average)
+    return tensors, [tensor.data_ptr() % 4 for tensor in tensors]
+
+
+# Little, which travels in a slot; medium; and much, in one tensor, a few, or many of all sizes.
+@pytest.mark.parametrize(
+    "counts",
+    [[100], [10, 1, 30], [100_000], [50_000, 7], [700_000], [300_000, 9, 400_000], [5, 70_000] * 9],
+)
+def test_tensors_at_odd_addresses(pool2: RankPool, pool3: RankPool, counts: list[int]):
+    for pool in (pool2, pool3):
+        for results, places in pool.run(_at_odd_addresses, counts):
+            assert any(places)
+            for result, count in zip(results, counts, strict=True):
+                mean = torch.arange(count) % 1000 + (pool.size - 1) / 2
+                torch.testing.assert_close(result, mean.float(), rtol=1e-6, atol=1e-6)
+
+
 def _average_of(values: list[int]) -> int:
     tensor = torch.tensor([values[hvd.rank()]])
     return int(hvd.allreduce(tensor, name="average of integers"))

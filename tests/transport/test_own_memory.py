@@ -1,0 +1,53 @@
+"""A process's own memory as arrays by address."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from horovod.transport import own_memory
+
+NUMPY_DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+@given(
+    dtype=st.sampled_from(NUMPY_DTYPES),
+    spans=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 10)), min_size=1, max_size=5),
+)
+def test_arrays_are_the_tensor(dtype: torch.dtype, spans: list[tuple[int, int]]):
+    tensor = torch.arange(100).to(dtype)
+    addresses = [tensor.data_ptr() + start * dtype.itemsize for start, _ in spans]
+    arrays = own_memory.arrays(dtype, addresses, [count for _, count in spans])
+    assert arrays is not None
+    expected = tensor.clone()
+    for (start, count), array in zip(spans, arrays, strict=True):
+        np.testing.assert_array_equal(array, tensor[start : start + count].numpy())
+        assert array.flags.aligned
+        array[:] = 1
+        expected[start : start + count] = 1
+    assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_no_arrays_of_what_tensors_do_better(dtype: torch.dtype):
+    assert own_memory.arrays(dtype, [torch.ones(3, dtype=dtype).data_ptr()], [3]) is None
+
+
+def test_no_arrays_at_odd_addresses():
+    memory = bytearray(41)
+    tensor = torch.frombuffer(memory, dtype=torch.float32, offset=1, count=10)
+    assert own_memory.arrays(torch.float32, [tensor.data_ptr()], [10]) is None
