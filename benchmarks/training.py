@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +40,7 @@ CPU_MODELS = ["mlp", "cnn", "transformer", "resnet18"]
 GPU_MODELS = ["resnet50", "gpt2"]
 CONTENDERS = ["plain", "ours", "ddp"]
 LOSS_STEPS = 50
+MEMORY_RUNS = 3  # how full the heap becomes differs between runs
 
 DESCRIPTION = """\
 Compare a training step with hvd.DistributedOptimizer to one under DistributedDataParallel (Gloo or
@@ -170,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     warn_if_busy()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end with us
-    sections = 1 if options.only_speed else 2 + len(CONTENDERS)
+    sections = 1 if options.only_speed else 2 + MEMORY_RUNS * len(CONTENDERS)
     progress = Progress(len(options.np) * len(options.models) * sections)
     results = Results()
     for size in options.np:
@@ -180,9 +182,13 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.only_speed:
             run.losses = measure("losses", size, CONTENDERS, options, progress)
             for contender in CONTENDERS:
-                memory = measure("memory", size, [contender], options, progress)
-                for model, peaks in memory.items():
-                    run.memory.setdefault(model, {})[contender] = max(peaks)
+                several = [
+                    measure("memory", size, [contender], options, progress)
+                    for _ in range(MEMORY_RUNS)
+                ]
+                for model in options.models:
+                    peak = median(max(found[model]) for found in several)
+                    run.memory.setdefault(model, {})[contender] = peak
         results.runs.append(run)
         progress.clear()
         print(f"\n{table(run, options.device)}\n", flush=True)
