@@ -51,14 +51,16 @@ class Reducer(Protocol):
         """Wait for what is under way, and drop the results."""
 
 
-class Watched:
-    """A parameter whose gradients are noticed as they arrive."""
+class Watch:
+    """What is known of one parameter's gradient, for the hook that notices it as it arrives.
 
-    __slots__ = ("hook", "index", "param", "passes_left")
+    It has no reference to the parameter, which has the hook: neither would be freed.
+    """
 
-    def __init__(self, index: int, param: Parameter, passes: int) -> None:
-        self.index = index
-        self.param = param
+    __slots__ = ("hook", "index", "passes_left")
+
+    def __init__(self, index: int, passes: int) -> None:
+        self.index = index  # the parameter's place among all
         self.passes_left = passes  # backward passes until the gradient is complete
         self.hook: Any = None  # none yet while the parameter is frozen
 
@@ -84,7 +86,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._seen_by_scaler = False
         self._should_synchronize = True
         self._accumulating = False
-        self._watched: list[Watched] = []
+        self._watches: list[Watch] = []
         self._reducer: Reducer | None = None
         several = takes_part(self.process_set)
         self._finite_check: FiniteCheck | None = None
@@ -95,7 +97,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         if several:
             self._reducer = self._make_reducer(named, groups)
             passes = self.backward_passes_per_step
-            self._watched = [Watched(index, p, passes) for index, (_, p) in enumerate(named)]
+            self._watches = [Watch(index, passes) for index in range(len(named))]
             self._register_hooks()
         _optimizers.add(self)
 
@@ -114,37 +116,37 @@ class ReducingOptimizer(torch.optim.Optimizer):
     def _register_hooks(self) -> None:
         """Notice gradients as they arrive, of parameters that require them now."""
         this = weakref.ref(self)
-        for watched in self._watched:
-            if watched.hook is None and watched.param.requires_grad:
+        for param, watch in zip(self._parameter_names, self._watches, strict=True):
+            if watch.hook is None and param.requires_grad:
 
-                def on_gradient(_: torch.Tensor, watched: Watched = watched) -> None:
+                def on_gradient(param: torch.Tensor, watch: Watch = watch) -> None:
                     optimizer = this()
                     if optimizer is not None:
-                        optimizer._on_gradient(watched)
+                        optimizer._on_gradient(param, watch)
 
-                watched.hook = watched.param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+                watch.hook = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _remove_hooks(self) -> None:
-        for watched in self._watched:
-            if watched.hook is not None:
-                watched.hook.remove()
-        self._watched = []
+        for watch in self._watches:
+            if watch.hook is not None:
+                watch.hook.remove()
+        self._watches = []
 
-    def _on_gradient(self, watched: Watched) -> None:
-        if self._reducer is None or (self._accumulating and watched.passes_left > 0):
+    def _on_gradient(self, param: Any, watch: Watch) -> None:
+        if self._reducer is None or (self._accumulating and watch.passes_left > 0):
             return
-        left = watched.passes_left = watched.passes_left - 1
+        left = watch.passes_left = watch.passes_left - 1
         if left < 0:
             raise AssertionError(
-                f"the gradient of {self._parameter_names[watched.param]!r} was computed more often "
-                f"than backward_passes_per_step={self.backward_passes_per_step} times before "
-                f"step(): raise backward_passes_per_step to accumulate gradients over more passes"
+                f"the gradient of {self._parameter_names[param]!r} was computed more often than "
+                f"backward_passes_per_step={self.backward_passes_per_step} times before step(): "
+                f"raise backward_passes_per_step to accumulate gradients over more passes"
             )
         self._synchronized = self._seen_by_scaler = False
         if left == 0:
             if self._finite_check is not None:
-                self._finite_check.look(watched.param)
-            self._reducer.arrived(watched.index)
+                self._finite_check.look(param)
+            self._reducer.arrived(watch.index)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accumulate gradients over `passes` backward passes from now on."""
@@ -154,8 +156,8 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._reset_passes()
 
     def _reset_passes(self) -> None:
-        for watched in self._watched:
-            watched.passes_left = self.backward_passes_per_step
+        for watch in self._watches:
+            watch.passes_left = self.backward_passes_per_step
 
     def synchronize(self) -> None:
         """Reduce all gradients that are not reduced yet, and wait until they are."""

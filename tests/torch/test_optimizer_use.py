@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -264,3 +266,21 @@ def test_step_hooks_of_what_another_process_pickled():
     """Torch installs them when the first optimizer of a class is made, which here none was."""
     (pickled,) = run_ranks(_to_bytes, 1)
     assert run_ranks(_from_bytes, 1, pickled) == [[0, 1]]
+
+
+def _dropped(shard_state: bool) -> list[bool]:
+    model = make_model("mlp")
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), shard_state=shard_state
+    )
+    train(model, optimizer, 3, my_rows)
+    left = [weakref.ref(param) for param in model.parameters()] + [weakref.ref(optimizer)]
+    del model, optimizer
+    gc.collect()
+    return [reference() is None for reference in left]
+
+
+@pytest.mark.parametrize("shard_state", [False, True])
+def test_nothing_keeps_a_model_that_was_dropped(pool2: RankPool, shard_state: bool):
+    for freed in pool2.run(_dropped, shard_state):
+        assert all(freed)
