@@ -27,7 +27,7 @@ def arrays(
     """So many elements at each address, or None if there can be no such arrays.
 
     That is so for a type whose arithmetic wants tensors (`as_blocks`), and where an address is not
-    a multiple of an element's size.
+    a multiple of an element's size, or beyond all that we cover.
     """
     memory, width = _everything(dtype), dtype.itemsize
     if memory is None:
@@ -35,7 +35,7 @@ def arrays(
     found = []
     for address, count in zip(addresses, counts, strict=True):
         start, rest = divmod(address - _BEGIN, width)
-        if rest:
+        if rest or address + count * width > _END:
             return None
         found.append(memory[start : start + count])
     return found

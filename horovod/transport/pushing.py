@@ -127,11 +127,14 @@ class PeerReducer:
         counts = [min(most, hi - start) for start in starts]
         addresses = [base + start * width for start in starts]
         arrays = own_memory.arrays(dtype, addresses, counts)
-        whole = as_blocks(tensor)
-        blocks = []
-        for number, (start, part, here) in enumerate(zip(starts, counts, addresses, strict=True)):
-            own = whole[start : start + part] if arrays is None else arrays[number]
-            blocks.append((own, *self._area(dtype, 0, part), here, part * width))
+        own: list[Any] | None = arrays
+        if own is None:
+            whole = as_blocks(tensor)
+            own = [whole[start : start + part] for start, part in zip(starts, counts, strict=True)]
+        blocks = [
+            (array, *self._area(dtype, 0, part), here, part * width)
+            for array, part, here in zip(own, counts, addresses, strict=True)
+        ]
         if arrays is not None:
             if len(self._pairs) >= _KEPT:
                 self._pairs.clear()

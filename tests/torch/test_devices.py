@@ -172,8 +172,9 @@ def mixed_places() -> str:
 
 
 def test_a_joined_rank_adds_nothing_while_its_device_is_busy(pool: RankPool) -> None:
-    if pool.size > 1:
-        assert pool.run(join_a_busy_device)[1:] == [[pool.size - 1.0] * 4] * (pool.size - 1)
+    if pool.size == 1:
+        pytest.skip("a rank that joins alone leaves nobody behind")
+    assert pool.run(join_a_busy_device)[1:] == [[pool.size - 1.0] * 4] * (pool.size - 1)
 
 
 def test_join_and_mixed_places(pool: RankPool) -> None:

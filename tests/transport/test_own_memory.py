@@ -9,23 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horovod.transport import own_memory
+from tests.transport.cases import DTYPES
 
-NUMPY_DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-]
+HALF = (torch.float16, torch.bfloat16)  # on which tensors do better
 
 
 @given(
-    dtype=st.sampled_from(NUMPY_DTYPES),
+    dtype=st.sampled_from([dtype for dtype in DTYPES.values() if dtype not in HALF]),
     spans=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 10)), min_size=1, max_size=5),
 )
 def test_arrays_are_the_tensor(dtype: torch.dtype, spans: list[tuple[int, int]]):
@@ -42,7 +32,7 @@ def test_arrays_are_the_tensor(dtype: torch.dtype, spans: list[tuple[int, int]])
     assert torch.equal(tensor, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", HALF)
 def test_no_arrays_of_what_tensors_do_better(dtype: torch.dtype):
     assert own_memory.arrays(dtype, [torch.ones(3, dtype=dtype).data_ptr()], [3]) is None
 
@@ -51,3 +41,9 @@ def test_no_arrays_at_odd_addresses():
     memory = bytearray(41)
     tensor = torch.frombuffer(memory, dtype=torch.float32, offset=1, count=10)
     assert own_memory.arrays(torch.float32, [tensor.data_ptr()], [10]) is None
+
+
+def test_no_arrays_beyond_what_processes_are_given():
+    assert own_memory.arrays(torch.float32, [(1 << 48) - 4], [1]) is not None
+    assert own_memory.arrays(torch.float32, [(1 << 48) - 4], [2]) is None
+    assert own_memory.arrays(torch.float32, [1 << 52], [1]) is None
