@@ -127,7 +127,7 @@ def check_build(*, verbose: bool = False) -> str:
     said: list[str] = []
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", probe.program],
+            [sys.executable, "-u", "-c", probe.program],  # its last line is the last it wrote
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

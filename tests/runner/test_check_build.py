@@ -63,7 +63,9 @@ def test_broken_frameworks_are_survived_and_explained(tmp_path: Path):
     (tmp_path / "tensorflow.py").write_text("import a_missing_part\n")
     (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open')\n")
     (tmp_path / "mpi4py.py").write_text("raise ImportError('libmpi.so.40: cannot open')\n")
-    done = run("--check-build", "--verbose", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    # Python must not hold back what is printed, whether or not the user has told it so.
+    environ = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONUNBUFFERED": ""}
+    done = run("--check-build", "--verbose", env=environ)
     assert done.returncode == 0, done.stderr
     said, _, report = done.stdout.partition("Horovod v")
     assert "noise" in said
