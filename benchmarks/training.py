@@ -2,7 +2,8 @@
 """How fast training is: DistributedOptimizer against DistributedDataParallel and no communication.
 
 Run by people, and with --check by whoever guards the project's promises. This process starts the
-ranks (`benchmarks.training_rank`), shows progress and reports; see --help.
+ranks (`benchmarks.training_rank`), lets them take turns (`benchmarks.training_race`), shows
+progress and reports; see --help.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from benchmarks.processes import (  # noqa: E402
     torchrun_environments,
 )
 from benchmarks.promises import all_met, warn_if_busy, write_files  # noqa: E402
+from benchmarks.training_race import Commands, race  # noqa: E402
 from benchmarks.training_report import (  # noqa: E402
+    LABELS,
     Results,
     Run,
     requirements,
@@ -35,10 +38,12 @@ from benchmarks.training_report import (  # noqa: E402
     write_csv,
     write_plot,
 )
+from horovod.engine.heap import KEPT, OWN_MAPPING  # noqa: E402
 
 CPU_MODELS = ["mlp", "cnn", "transformer", "resnet18"]
 GPU_MODELS = ["resnet50", "gpt2"]
 CONTENDERS = ["plain", "ours", "ddp"]
+COMPARED = ["ours", "ddp"]  # their losses, with each other
 LOSS_STEPS = 50
 MEMORY_RUNS = 3  # how full the heap becomes differs between runs
 
@@ -46,9 +51,12 @@ DESCRIPTION = """\
 Compare a training step with hvd.DistributedOptimizer to one under DistributedDataParallel (Gloo or
 NCCL; gradient_as_bucket_view, static_graph) and to one without communication, on this machine.
 
-All contenders train models of their own in the same processes and take turns of a few steps, each
-turn after a common barrier; OMP_NUM_THREADS is 1. A sample is a turn of the slowest rank, a result
-the median of the samples. Efficiency is the step without communication over ours.
+Each contender has processes of its own, as when you run it. They take turns of a few steps, while
+the others sleep; OMP_NUM_THREADS is 1. A sample is a turn of the slowest rank, a result the median
+of the samples. Efficiency is the step of a program without communication over ours.
+
+Losses and peak memory are those of further processes, which for memory have all loaded both
+libraries: it is about what training needs.
 """
 EPILOG = """\
 examples:
@@ -57,6 +65,7 @@ examples:
   python benchmarks/training.py --np 4 8           where there are that many cores
   python benchmarks/training.py --np 4 8 --bind    the same with one core for each rank
   python benchmarks/training.py --np 4 8 --strong  or with the batch of two ranks in all
+  python benchmarks/training.py --np 2 --same-heap --only-speed
   python benchmarks/training.py --np 1 --device cuda
   python benchmarks/training.py --check            for scripts: status 1 when a promise is missed
 
@@ -113,6 +122,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "run on those that no rank uses",
     )
     parser.add_argument(
+        "--same-heap",
+        action="store_true",
+        help="let all contenders keep freed memory the way that hvd.init() does, by variables of "
+        "glibc: what is left is the difference that communication makes",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="exit with 1 when a promise is missed or not measured"
     )
     parser.add_argument(
@@ -133,62 +148,85 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def measure(
-    section: str,
-    size: int,
-    contenders: list[str],
-    options: argparse.Namespace,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Let `size` ranks do one section for all models; what rank 0 collected."""
-    with tempfile.TemporaryDirectory(prefix="horovod-benchmark-") as folder:
+class Bench:
+    """Starts ranks as the options say."""
+
+    def __init__(self, options: argparse.Namespace, progress: Progress) -> None:
+        self.options = options
+        self.progress = progress
+
+    def speed(self, size: int, model: str) -> dict[str, list[float]]:
+        """Milliseconds per step of each contender, a sample a turn."""
+        options = self.options
+        with tempfile.TemporaryDirectory(prefix="horovod-benchmark-") as folder:
+            samples = race(
+                CONTENDERS,
+                lambda contender: self._commands("speed", size, model, contender),
+                options.seconds,
+                Path(folder, "output"),
+                options.timeout,
+            )
+        self.progress.advance(f"{size} ranks, speed, {model} done")
+        return samples
+
+    def found(self, section: str, size: int, model: str, contender: str) -> list[Any]:
+        """What each rank found in another section."""
+        with tempfile.TemporaryDirectory(prefix="horovod-benchmark-") as folder:
+            result = Path(folder, "result")
+            commands = self._commands(section, size, model, contender, str(result))
+            follow(commands, Path(folder, "output"), self.options.timeout, lambda _: None)
+            found = [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(size)]
+        self.progress.advance(f"{size} ranks, {section}, {model}, {LABELS[contender]} done")
+        return found
+
+    def _commands(
+        self, section: str, size: int, model: str, contender: str, result: str = ""
+    ) -> Commands:
+        options = self.options
         plan = {
             "section": section,
-            "models": options.models,
-            "contenders": contenders,
+            "model": model,
+            "contender": contender,
             "device": options.device,
-            "seconds": options.seconds,
             "steps": LOSS_STEPS,
             "strong": options.strong,
             "bind": options.bind,
-            "result": f"{folder}/result.json",
+            "result": result,
         }
         program = [sys.executable, str(ROOT / "benchmarks" / "training_rank.py"), json.dumps(plan)]
         knobs = {"HOROVOD_ELASTIC": "1"} if options.force_reduction else {}
         if options.autotune:
             knobs["HOROVOD_AUTOTUNE"] = "1"
-        commands = [(program, environ | knobs) for environ in torchrun_environments(size)]
-        follow(
-            commands,
-            Path(folder) / "output",
-            options.timeout,
-            lambda model: progress.advance(f"{size} ranks, {section}, {model} done"),
-        )
-        found: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
-        return found
+        if options.same_heap and contender != "ours":
+            knobs["MALLOC_MMAP_THRESHOLD_"] = str(OWN_MAPPING)
+            knobs["MALLOC_TRIM_THRESHOLD_"] = str(KEPT)
+        return [(program, environ | knobs) for environ in torchrun_environments(size)]
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     warn_if_busy()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end with us
-    sections = 1 if options.only_speed else 2 + MEMORY_RUNS * len(CONTENDERS)
-    progress = Progress(len(options.np) * len(options.models) * sections)
+    several = [size for size in options.np if size > 1 and not options.only_speed]
+    more = len(COMPARED) + MEMORY_RUNS * len(CONTENDERS)
+    progress = Progress(len(options.models) * (len(options.np) + len(several) * more))
+    bench = Bench(options, progress)
     results = Results()
     for size in options.np:
         progress.show(f"{size} ranks")
-        speed = measure("speed", size, CONTENDERS, options, progress)
-        run = Run(size, speed, bound=options.bind)
-        if not options.only_speed:
-            run.losses = measure("losses", size, CONTENDERS, options, progress)
-            for contender in CONTENDERS:
-                several = [
-                    measure("memory", size, [contender], options, progress)
-                    for _ in range(MEMORY_RUNS)
-                ]
-                for model in options.models:
-                    peak = median(max(found[model]) for found in several)
-                    run.memory.setdefault(model, {})[contender] = peak
+        run = Run(size, {model: bench.speed(size, model) for model in options.models})
+        run.bound = options.bind
+        if size in several:
+            for model in options.models:
+                run.losses[model] = {
+                    one: bench.found("losses", size, model, one) for one in COMPARED
+                }
+                run.memory[model] = {
+                    one: median(
+                        max(bench.found("memory", size, model, one)) for _ in range(MEMORY_RUNS)
+                    )
+                    for one in CONTENDERS
+                }
         results.runs.append(run)
         progress.clear()
         print(f"\n{table(run, options.device)}\n", flush=True)

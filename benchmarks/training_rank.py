@@ -1,7 +1,8 @@
-"""One rank of benchmarks/training.py: trains every contender in this process.
+"""One rank of benchmarks/training.py: trains one model the way of one contender.
 
-Started by `benchmarks.training` with a plan in JSON as the only argument. Rank 0 prints a line per
-finished model for the progress bar and leaves what all ranks measured in the plan's result file.
+Started by `benchmarks.training` with a plan in JSON as the only argument. In the section "speed" it
+takes turns (`benchmarks.training_race`): a line on standard input is the time at which one starts,
+a line on standard output how long it took. Otherwise what it found goes to the plan's result file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
@@ -23,14 +24,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-import horovod.torch as hvd
 from benchmarks.training_models import WORKLOADS, Batch, Workload, shared_out
 
-WARM_UP = 5
+WARM_UP = 20
 DISTINCT_BATCHES = 8
-ROUNDS = (5, 200)
 
 Step = Callable[[Batch], torch.Tensor]
+
+RANK, SIZE, LOCAL_RANK = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 
 
 class Trainee(NamedTuple):
@@ -40,8 +41,26 @@ class Trainee(NamedTuple):
     is_tuning: Callable[[], bool]
 
 
+@contextlib.contextmanager
+def connected(contenders: list[str], device: torch.device) -> Any:
+    """Load and start what these contenders need."""
+    if "ours" in contenders:
+        import horovod.torch as hvd
+
+        hvd.init()
+    if "ddp" in contenders:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=RANK, world_size=SIZE)
+    yield
+    if "ddp" in contenders:
+        dist.barrier()
+        dist.destroy_process_group()
+    if "ours" in contenders:
+        hvd.shutdown()
+
+
 def make(contender: str, workload: Workload, device: torch.device, momentum: float) -> Trainee:
-    """A model of its own with the contender's way to train it; the same start for all."""
+    """The model with the contender's way to train it; the same start for all."""
     torch.manual_seed(1)
     model = workload.model().to(device)
     trained: nn.Module = model
@@ -49,6 +68,8 @@ def make(contender: str, workload: Workload, device: torch.device, momentum: flo
         trained = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
     if contender == "ours":
+        import horovod.torch as hvd
+
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
@@ -76,7 +97,7 @@ def narrow(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def batches(workload: Workload, device: torch.device) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1000 + hvd.rank())
+    generator = torch.Generator().manual_seed(1000 + RANK)
     made = [workload.batch(generator) for _ in range(DISTINCT_BATCHES)]
     return [(inputs.to(device), targets.to(device)) for inputs, targets in made]
 
@@ -86,49 +107,29 @@ def finish(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def race(
-    workload: Workload, contenders: list[str], device: torch.device, seconds: float
-) -> dict[str, list[float]]:
-    """Milliseconds per step of each contender: one sample a turn, that of the slowest rank."""
+def take_turns(
+    workload: Workload, contender: str, device: torch.device, orders: TextIO, replies: TextIO
+) -> None:
+    """Train whenever told to, and say how many milliseconds a step took."""
     data = batches(workload, device)
-    trainees = {name: make(name, workload, device, momentum=0.9) for name in contenders}
-    for step, is_tuning in trainees.values():
-        number = 0
-        while number < WARM_UP or is_tuning():
-            step(data[number % len(data)])
-            number += 1
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
-    order = list(contenders)
-    began = time.perf_counter()
+    step, is_tuning = make(contender, workload, device, momentum=0.9)
+    number = 0
+    while number < WARM_UP or is_tuning():
+        step(data[number % len(data)])
+        number += 1
+    finish(device)
     gc.collect()
     gc.disable()
-    for turn in range(ROUNDS[1]):
-        for name in order:
-            step = trainees[name].step
-            finish(device)
-            dist.barrier()
-            start = time.perf_counter()
-            for number in range(workload.turn):
-                step(data[number % len(data)])
-            finish(device)
-            samples[name].append(1000 * (time.perf_counter() - start) / workload.turn)
-        order.append(order.pop(0))
-        enough = turn + 1 >= ROUNDS[0] and time.perf_counter() - began > seconds
-        if agreed(enough):
-            break
-    gc.enable()
-    everyone = hvd.allgather_object(samples)
-    return {
-        name: [max(turn) for turn in zip(*(one[name] for one in everyone), strict=True)]
-        for name in contenders
-    }
-
-
-def agreed(enough: bool) -> bool:
-    """Rank 0's word: all ranks must stop after the same turn."""
-    word = torch.tensor([int(enough)])
-    dist.broadcast(word, 0)
-    return bool(word.item())
+    print("ready", file=replies, flush=True)
+    for order in orders:
+        start = float(order)
+        while time.monotonic() < start:
+            pass
+        for number in range(workload.turn):
+            step(data[number % len(data)])
+        finish(device)
+        taken = time.monotonic() - start
+        print(1000 * taken / workload.turn, file=replies, flush=True)
 
 
 def losses(workload: Workload, contender: str, device: torch.device, steps: int) -> list[float]:
@@ -142,7 +143,7 @@ def peak_memory(workload: Workload, contender: str, device: torch.device) -> flo
     """Mebibytes at the highest: of this process, or on the accelerator."""
     data = batches(workload, device)
     step = make(contender, workload, device, momentum=0.9).step
-    for number in range(2 * WARM_UP):
+    for number in range(WARM_UP):
         step(data[number % len(data)])
     if device.type != "cpu":
         return torch.cuda.max_memory_allocated(device) / (1 << 20)
@@ -150,37 +151,27 @@ def peak_memory(workload: Workload, contender: str, device: torch.device) -> flo
 
 
 def main(plan: dict[str, Any]) -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print is not a reply
     if plan["bind"]:  # before there are any threads, which would not be bound
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["LOCAL_RANK"])]})
-    hvd.init()
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[LOCAL_RANK]})
     device = torch.device(plan["device"])
     if device.type == "cuda":
-        device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
+        device = torch.device("cuda", LOCAL_RANK % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=hvd.rank(), world_size=hvd.size())
-    found: dict[str, Any] = {}
-    for name in plan["models"]:
-        workload = WORKLOADS[name]
-        if plan["strong"]:
-            workload = shared_out(workload, hvd.size())
+    contender, workload = plan["contender"], WORKLOADS[plan["model"]]
+    if plan["strong"]:
+        workload = shared_out(workload, SIZE)
+    # Memory is about what training needs, so every process has loaded the same.
+    with connected(["ours", "ddp"] if plan["section"] == "memory" else [contender], device):
         if plan["section"] == "speed":
-            found[name] = race(workload, plan["contenders"], device, plan["seconds"])
-        elif plan["section"] == "losses":
-            found[name] = {
-                one: hvd.allgather_object(losses(workload, one, device, plan["steps"]))
-                for one in plan["contenders"]
-            }
+            take_turns(workload, contender, device, sys.stdin, replies)
+            return
+        if plan["section"] == "losses":
+            found: Any = losses(workload, contender, device, plan["steps"])
         else:
-            (contender,) = plan["contenders"]
-            found[name] = hvd.allgather_object(peak_memory(workload, contender, device))
-        if hvd.rank() == 0:
-            print(f"done {name}", flush=True)
-    if hvd.rank() == 0:
-        Path(plan["result"]).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-    hvd.shutdown()
+            found = peak_memory(workload, contender, device)
+    Path(plan["result"]).with_suffix(f".{RANK}").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

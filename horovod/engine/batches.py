@@ -22,7 +22,7 @@ class Batch:
 
     def __init__(self, request: Request) -> None:
         self.request = request  # any one of them: they are alike in all that matters
-        self.requests: list[Request] = []  # one entry for each tensor
+        self.requests: dict[Request, int] = {}  # and how many of their tensors are in here
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         self.nbytes = 0
@@ -32,7 +32,7 @@ class Batch:
         self.fused = range(0)
 
     def add(self, request: Request, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.requests.append(request)
+        self.requests[request] = self.requests.get(request, 0) + 1
         self.inputs.append(source)
         self.outputs.append(target)
         self.nbytes += source.nbytes
@@ -40,8 +40,8 @@ class Batch:
 
 def plan(requests: Sequence[Request], threshold: int, fuse_groups: bool) -> list[Batch]:
     """The batches for `requests`, in the order they will run."""
-    if len(requests) == 1 and len(requests[0].tensors) <= 1:
-        return [_single(requests[0])]
+    if len(requests) == 1 and (len(requests[0].tensors) <= 1 or requests[0].fits(threshold)):
+        return [_whole(requests[0])]
     batches: list[Batch] = []
     open_batches: dict[tuple[object, ...], Batch] = {}
     for request in requests:
@@ -74,10 +74,13 @@ def before_join(requests: list[Request]) -> list[Request]:
     return requests
 
 
-def _single(request: Request) -> Batch:
+def _whole(request: Request) -> Batch:
     batch = Batch(request)
     if request.kind is Kind.ALLREDUCE and request.tensors:
-        batch.add(request, request.tensors[0], request.outputs[0])
+        batch.requests[request] = len(request.tensors)
+        batch.inputs = batch.outputs = list(request.tensors)
+        if request.outputs is not request.tensors:
+            batch.outputs = list(request.outputs)
     return batch
 
 

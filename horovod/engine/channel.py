@@ -302,13 +302,13 @@ class Channel:
             for request in requests:
                 timeline.negotiate_end(request.name, request.label)
                 timeline.start(request.name, request.label)
-        left = {id(request): len(request.tensors) for request in requests}
+        left = {request: len(request.tensors) for request in requests}
         for batch in batches:
             result = self._run_batch(batch)
             done = []
-            for request in batch.requests or (batch.request,):
-                left[id(request)] -= 1
-                if left[id(request)] <= 0 or not batch.requests:
+            for request, count in batch.requests.items() or ((batch.request, 0),):
+                left[request] -= count
+                if left[request] == 0 or not batch.requests:
                     done.append(request)
                     if timeline is not None:
                         _end_in(timeline, request)

@@ -74,19 +74,22 @@ class Executor:
             direct = MAX_TENSORS - 1
         else:
             direct = 0
-        vector = []
-        for source, target in zip(batch.inputs[:direct], batch.outputs[:direct], strict=True):
-            if source is not target:
-                target.copy_(source)
-            vector.append(target if target.dim() == 1 else target.view(-1))
+        vector = batch.outputs[:direct]
+        if batch.inputs is not batch.outputs:
+            for source, target in zip(batch.inputs[:direct], vector, strict=True):
+                if source is not target:
+                    target.copy_(source)
+        if count == 1:
+            vector = [vector[0].view(-1)]
         batch.fused = range(direct, count)
         if batch.fused:
             sources = [batch.inputs[index].view(-1) for index in batch.fused]
             vector.append(self._fusion_buffer(sources))
             with self._activity(batch, "MEMCPY_IN_FUSION_BUFFER"):
                 torch.cat(sources, out=vector[-1])
-        for tensor in vector:
-            scale_(tensor, batch.request.prescale)
+        if batch.request.prescale != 1.0:
+            for tensor in vector:
+                scale_(tensor, batch.request.prescale)
         batch.vector = vector
         return vector
 
@@ -126,7 +129,8 @@ class Executor:
             return None  # that all ranks agreed to run it is all there is to it
         if not request.tensors:
             return []
-        with self._on_device(request.tensors[0].device, batch.requests or [request]) as transport:
+        requests = list(batch.requests) or [request]
+        with self._on_device(request.tensors[0].device, requests) as transport:
             if request.kind is Kind.ALLREDUCE:
                 return self._reduce_batch(batch, request, transport)
             with self._activity(batch, f"{transport.name}_{request.kind.name}"):
@@ -229,7 +233,6 @@ class Executor:
                 transport = self._device_transports[device] = self._for_device(device)
             self._streams[device] = module.Stream(device)
         stream = self._streams[device]
-        requests = list(dict.fromkeys(requests))  # of a group, every tensor names its request
         with module.stream(stream):  # which makes its device the current one, too
             for request in requests:
                 if request.event is not None:

@@ -8,7 +8,8 @@ so each step of a larger model asks for it anew, page by page: an MLP with 10 mi
 spends a quarter of its step on that.
 
 What is kept can be put on huge pages. When processes copy from each other's memory, the kernel
-looks up every page of it, which takes about as long as copying 4 KiB.
+looks up every page of it, which takes about as long as copying 4 KiB; and a step itself finds its
+activations faster. ResNet-18 gains 5 % from both.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Iterable, Mapping
-
-import torch
+import time
+from collections.abc import Mapping
 
 # mallopt's parameters, from malloc.h
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -29,6 +29,7 @@ OWN_MAPPING = 32 * 1024 * 1024  # larger blocks are given back at once: the most
 
 _MADV_COLLAPSE = 25  # since Linux 6.1
 _HUGE_PAGE = 2 * 1024 * 1024
+_LONGEST_JOINING = 0.25  # seconds at a time
 
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
@@ -58,20 +59,31 @@ def is_tuned(environ: Mapping[str, str]) -> bool:
     )
 
 
-def join_pages(tensors: Iterable[torch.Tensor]) -> int:
-    """Put the memory of these CPU tensors, and what lies between, on huge pages; on how many.
+def join_pages() -> int:
+    """Put glibc's heap on huge pages, as far as there is time for it; how many there are now.
 
-    Takes some milliseconds for each that is new. Where the system does not want to, nothing
-    happens.
+    It takes less than a millisecond for each that is new. Where the system does not want to,
+    nothing happens.
     """
     if not keep_heap():
         return 0  # it may be gone with the next step
-    places: set[int] = set()
-    for tensor in tensors:
-        start = tensor.data_ptr()
-        places.update(range(start - start % _HUGE_PAGE, start + tensor.nbytes, _HUGE_PAGE))
+    start, end = _heap()
     madvise = ctypes.CDLL(None).madvise
-    return sum(
-        madvise(ctypes.c_void_p(place), ctypes.c_size_t(_HUGE_PAGE), _MADV_COLLAPSE) == 0
-        for place in places
-    )
+    joined, deadline = 0, time.monotonic() + _LONGEST_JOINING
+    # What training uses was allocated last, after the data perhaps.
+    for place in range(end - end % _HUGE_PAGE - _HUGE_PAGE, start - 1, -_HUGE_PAGE):
+        if madvise(ctypes.c_void_p(place), ctypes.c_size_t(_HUGE_PAGE), _MADV_COLLAPSE) == 0:
+            joined += 1
+        if time.monotonic() > deadline:
+            break
+    return joined
+
+
+def _heap() -> tuple[int, int]:
+    """Where glibc's heap begins and ends: addresses, or nothing but zeros."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if line.endswith("[heap]\n"):
+                start, end = line.split(maxsplit=1)[0].split("-")
+                return int(start, 16), int(end, 16)
+    return 0, 0

@@ -40,6 +40,7 @@ class Lane:
         "channel",
         "dtype",
         "name",
+        "nbytes",
         "op",
         "plain",
         "postscale",
@@ -54,6 +55,7 @@ class Lane:
         self.set_id = set_id
         self.dtype = request.tensors[0].dtype
         self.shapes = [tensor.shape for tensor in request.tensors]
+        self.nbytes = sum(tensor.nbytes for tensor in request.tensors)
         self.name = request.name
         self.signature = request.signature
         self.op = request.op
@@ -86,7 +88,9 @@ class Lane:
 
     def request(self, vector: Sequence[torch.Tensor]) -> Request:
         """An ordinary request for the same, whose caller waits."""
-        tensors = [tensor.view(shape) for tensor, shape in zip(vector, self.shapes, strict=True)]
+        tensors = vector
+        if len(vector) == 1:  # the only one that comes flat
+            tensors = [vector[0].view(self.shapes[0])]
         request = Request(
             self.channel,
             Kind.ALLREDUCE,
@@ -98,5 +102,6 @@ class Lane:
             1.0,
             self.postscale,
         )
+        request.nbytes = self.nbytes
         request.waiting = True
         return request

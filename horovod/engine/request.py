@@ -57,6 +57,7 @@ class Request:
         "finished",
         "kind",
         "name",
+        "nbytes",
         "op",
         "outputs",
         "place",
@@ -94,6 +95,7 @@ class Request:
         self.op = op
         self.prescale = prescale
         self.postscale = postscale
+        self.nbytes: int | None = None  # in all, if known to be of one dtype and on one device
         self.detail = detail  # e.g. the root of a broadcast, or the splits of an alltoall
         # One tensor in host memory that may be shown to the others as it is.
         self.plain = (
@@ -113,6 +115,10 @@ class Request:
         self.result: Any = None
         self.place = caller(sys._getframe(1))
         self.submitted = time.monotonic()
+
+    def fits(self, threshold: int) -> bool:
+        """Whether all tensors are known to go into a buffer of `threshold` bytes."""
+        return self.nbytes is not None and self.nbytes <= threshold
 
     def follow_stream(self) -> None:
         """Let the device come to this after all that it has been given so far by this thread."""

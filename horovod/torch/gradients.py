@@ -29,12 +29,14 @@ from horovod.torch.hooks.base import CommunicationHook, GradientBucket
 from horovod.torch.layouts import is_dense, memory_shape
 from horovod.torch.sparse import sparse_allreduce_async, sparse_tensor
 
-# Bytes reduced at a time while backward goes on. Each bucket costs Python some 0.3 ms beside the
-# hooks: with 32 MiB a GPT-2 of 500 MB lost a quarter of a step to it, with 128 a tenth.
+# Bytes reduced at a time while backward goes on: a quarter of all, so that most are on their way
+# before it ends, within these bounds. Each bucket costs Python some 0.3 ms beside the hooks.
 LARGEST_BUCKET = 128 * 1024 * 1024
+SMALLEST_BUCKET = 8 * 1024 * 1024
+_SHARES = 4
 
-# After these steps gradients are put on huge pages: they find their places in the heap in the first
-# few, and other ones when the program changes.
+# After these steps the heap is put on huge pages: tensors find their places in it in the first few,
+# and other ones when the program changes.
 _JOINING = frozenset(2**power for power in range(2, 11))
 
 _num_named = 0  # reducers of this process that have got a name: numbers below are taken
@@ -125,9 +127,8 @@ class GradientReducer:
         if failure is not None:
             raise failure
         self._steps += 1
-        if self._steps in _JOINING:
-            gradients = [param.grad for _, param in self._params if param.grad is not None]
-            join_pages(grad for grad in gradients if grad.is_cpu and not grad.is_sparse)
+        if self._steps in _JOINING and any(param.is_cpu for _, param in self._params):
+            join_pages()
         if self._tuner is not None:
             self._tune(self._tuner)
 
@@ -331,7 +332,9 @@ class GradientReducer:
         if not present[0]:
             order = list(reversed(range(count)))
         self._params_in_order = [self._params[index] for index in order]
-        self._make(no_overlap == 0, -negative)
+        total = sum(param.nbytes for _, param in self._params)
+        most = min(-negative, max(SMALLEST_BUCKET, total // _SHARES))
+        self._make(no_overlap == 0, most)
         self._tuner = None
         if min(present) == 1:
             self._agreed_in = runtime.topology
@@ -341,7 +344,7 @@ class GradientReducer:
                     self._params_in_order,
                     self._groups is not None,
                     self._overlap,
-                    -negative,
+                    most,
                     terms,
                     self.process_set,
                 )

@@ -90,7 +90,7 @@ class Transport(ABC):
     ) -> None:
         """Reduce several contiguous tensors of one dtype as if one, and multiply the result.
 
-        A transport that is not `vectored` takes a single tensor. `scale` other than 1 is for
+        A transport that is not `vectored` takes a single, flat tensor. `scale` other than 1 is for
         floating and complex types; the product is rounded as if it were taken afterwards.
         """
         (tensor,) = tensors

@@ -53,6 +53,7 @@ _LOGICAL = {
 class DeviceTransport(Transport):
     """The transport of ranks with a device each. Tensors of other devices pass through ours."""
 
+    vectored = True
     backend: ClassVar[str]  # the class in torch.distributed
     settings: ClassVar[Mapping[str, str]] = {}  # environment while the process group is made
 
@@ -87,6 +88,30 @@ class DeviceTransport(Transport):
             options.reduceOp = operator
             self._process_group.allreduce([operand], options).wait()
             _put_back(operand, tensor)
+
+    def allreduce_vector(
+        self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float = 1.0
+    ) -> None:
+        if len(tensors) == 1:
+            super().allreduce_vector(tensors, op, scale)
+            return
+        with self._guard():
+            targets = [tensor for tensor in tensors if tensor.numel()]
+            if not targets:
+                return
+            operands, operator = targets, _OPERATORS[op]
+            if not self._takes(targets[0]):
+                targets = [target.view(-1) for target in targets]
+                prepared = [self._operand(target, op) for target in targets]
+                operands, operator = [operand for operand, _ in prepared], prepared[0][1]
+            options = _c10d.AllreduceCoalescedOptions()
+            options.reduceOp = operator
+            self._process_group.allreduce_coalesced(operands, options).wait()
+            if operands is not targets:
+                for operand, target in zip(operands, targets, strict=True):
+                    _put_back(operand, target)
+            if scale != 1.0:
+                torch._foreach_mul_(targets, scale)
 
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
@@ -159,6 +184,12 @@ class DeviceTransport(Transport):
                 raise RuntimeError("the device returned a wrong sum")
 
     # -- tensors ---------------------------------------------------------------------------
+
+    def _takes(self, tensor: torch.Tensor) -> bool:
+        """Whether `_operand` would be the tensor itself."""
+        dtype = tensor.dtype
+        strange = dtype is torch.bool or dtype is torch.int16 or dtype.is_complex
+        return tensor.device == self.device and not strange
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device)

@@ -43,7 +43,7 @@ def test_every_tensor_is_in_one_batch_and_batches_are_uniform_and_small(entries,
     for batch in batches:
         assert len({tensor.dtype for tensor in batch.inputs}) <= 1
         assert batch.nbytes <= threshold or len([t for t in batch.inputs if t.numel()]) <= 1
-        assert batch.requests == [] or batch.request.kind is Kind.ALLREDUCE
+        assert not batch.requests or batch.request.kind is Kind.ALLREDUCE
 
 
 def test_mixed_dtypes_fuse_across_each_other():

@@ -57,11 +57,11 @@ def test_what_the_user_tells_glibc_is_left_alone():
 
 
 def _join(rank: int, size: int, nbytes: int) -> tuple[int, int, bool]:
-    """On how many huge pages a tensor is, how many the process has more, and if it is unchanged."""
+    """How many huge pages the heap is on, the process has more, and if a tensor is unchanged."""
     hvd.init()
     tensor = torch.arange(nbytes // 8)
     before = _huge_kibibytes()
-    joined = join_pages([tensor, torch.empty(0)])
+    joined = join_pages()
     unchanged = torch.equal(tensor, torch.arange(nbytes // 8))
     return joined, (_huge_kibibytes() - before) // 2048, unchanged
 
@@ -71,13 +71,12 @@ def _huge_kibibytes() -> int:
     return int(re.findall(r"AnonHugePages: +(\d+) kB", text)[0])
 
 
-def test_tensors_are_put_on_huge_pages():
+def test_the_heap_is_put_on_huge_pages():
     ((joined, found, unchanged),) = run_ranks(_join, 1, 12 << 20)
     assert unchanged
     if not joined:
         pytest.skip("the system has no huge pages to give")
-    assert found >= 1
-    assert joined <= 7  # of 2 MiB: 12 MiB, wherever they begin
+    assert joined >= found >= 1
 
 
 def test_huge_pages_are_not_for_a_heap_that_is_not_kept():
