@@ -93,9 +93,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds",
         type=positive,
-        default=20.0,
+        default=30.0,
         metavar="S",
-        help="time spent on each model and number of ranks (20); more gives steadier medians",
+        help="time spent on each model and number of ranks (30); more gives steadier medians",
     )
     parser.add_argument(
         "--only-speed", action="store_true", help="skip the loss and memory sections"
@@ -223,7 +223,9 @@ def main(arguments: list[str] | None = None) -> int:
                 }
                 run.memory[model] = {
                     one: median(
-                        max(bench.found("memory", size, model, one)) for _ in range(MEMORY_RUNS)
+                        peak
+                        for _ in range(MEMORY_RUNS)
+                        for peak in bench.found("memory", size, model, one)
                     )
                     for one in CONTENDERS
                 }
