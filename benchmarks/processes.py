@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -11,8 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeAlias
+
+Commands: TypeAlias = list[tuple[list[str], dict[str, str]]]  # with their environments
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = re.compile(  # who a process is; knobs such as HOROVOD_CPU_OPERATIONS stay
@@ -20,6 +24,8 @@ LAUNCHERS = re.compile(  # who a process is; knobs such as HOROVOD_CPU_OPERATION
     r"|OMPI_COMM_|PMI|PRTE_|SLURM_|JSM_|TORCHELASTIC_"
     r"|(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$"
 )
+
+GOODBYE = 30.0  # seconds in which ranks end that have been told to
 
 
 def positive(text: str) -> float:
@@ -60,9 +66,7 @@ def torchrun_environments(size: int) -> list[dict[str, str]]:
 
 
 @contextmanager
-def processes(
-    commands: list[tuple[list[str], dict[str, str]]], **options: object
-) -> Iterator[list[subprocess.Popen[str]]]:
+def processes(commands: Commands, **options: object) -> Iterator[list[subprocess.Popen[str]]]:
     """Start them, each in a group of its own that is ended when the block is left early."""
     started: list[subprocess.Popen[str]] = []
     try:
@@ -84,8 +88,88 @@ def processes(
             process.wait()
 
 
+class Group:
+    """Processes that wait for orders: the ranks of one job. Both sides speak JSON, line by line."""
+
+    def __init__(self, members: list[subprocess.Popen[str]], output: Path) -> None:
+        self._members = members
+        self._output = output
+        self._answers(members)  # that they are ready
+
+    def ask(self, order: Any, ranks: int | None = None) -> list[Any]:
+        """Give an order to all, or to the first `ranks`; what each answers."""
+        chosen = self._members[:ranks]
+        for member in chosen:
+            assert member.stdin is not None
+            with suppress(BrokenPipeError):  # it will not answer
+                print(json.dumps(order), file=member.stdin, flush=True)
+        return self._answers(chosen)
+
+    def _answers(self, members: list[subprocess.Popen[str]]) -> list[Any]:
+        answers = []
+        for member in members:
+            assert member.stdout is not None
+            line = member.stdout.readline()
+            if not line:
+                sys.exit(f"\nA rank failed. Its output:\n\n{self._output.read_text().strip()}")
+            answers.append(json.loads(line))
+        return answers
+
+    def dismiss(self) -> None:
+        """There are no more orders: let them end."""
+        for member in self._members:
+            assert member.stdin is not None
+            with suppress(BrokenPipeError):
+                member.stdin.close()
+        for member in self._members:
+            with suppress(subprocess.TimeoutExpired):
+                member.wait(GOODBYE)
+
+
+@contextmanager
+def group(commands: Commands, output: Path) -> Iterator[Group]:
+    """Start ranks that wait for orders, and end with the block; `output` gets what they print."""
+    with (
+        output.open("w") as sink,
+        processes(commands, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink) as members,
+    ):
+        started = Group(members, output)
+        yield started
+        started.dismiss()
+
+
+class Member:
+    """The other side of a group, in a rank; made before libraries print, which is no answer."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+
+    def obey(self, carry_out: Callable[[Any], Any]) -> None:
+        """Be ready, and answer each order with what `carry_out` makes of it."""
+        with suppress(BrokenPipeError):  # nobody is interested any more
+            print(json.dumps("ready"), file=self._answers)
+            for line in sys.stdin:
+                print(json.dumps(carry_out(json.loads(line))), file=self._answers)
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """SystemExit when the block takes longer."""
+
+    def too_late(*_: object) -> None:
+        sys.exit(f"\nNo end after {seconds:g} s.")
+
+    signal.signal(signal.SIGALRM, too_late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def follow(
-    commands: list[tuple[list[str], dict[str, str]]],
+    commands: Commands,
     output: Path,
     timeout: float,
     advance: Callable[[str], None],

@@ -11,15 +11,12 @@ import argparse
 import json
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Measure this checkout, whatever else is installed; and not this folder, whose tensorflow.py (we)
@@ -27,10 +24,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from benchmarks.processes import (  # noqa: E402
+    Commands,
+    Group,
     Progress,
     environment,
+    group,
+    limit,
     positive,
-    processes,
     torchrun_environments,
 )
 from benchmarks.promises import all_met, warn_if_busy, write_files  # noqa: E402
@@ -128,52 +128,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-class Group:
-    """Processes that wait for orders: the ranks of one job."""
-
-    def __init__(self, members: list[subprocess.Popen[str]], output: Path) -> None:
-        self._members = members
-        self._output = output
-        self._answers(members)  # that they are ready
-
-    def train(self, ranks: int, **order: Any) -> list[dict[str, float]]:
-        """Have the first `ranks` train; what each says."""
-        chosen = self._members[:ranks]
-        for member in chosen:
-            assert member.stdin is not None
-            member.stdin.write(json.dumps(order) + "\n")
-            member.stdin.flush()
-        return self._answers(chosen)
-
-    def _answers(self, members: list[subprocess.Popen[str]]) -> list[Any]:
-        answers = []
-        for member in members:
-            assert member.stdout is not None
-            line = member.stdout.readline()
-            if not line:
-                sys.exit(f"\nA rank failed. Its output:\n\n{self._output.read_text().strip()}")
-            answers.append(json.loads(line))
-        return answers
-
-
-@contextmanager
-def group(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Group]:
-    """Start the ranks of one job; they end with the block."""
+def commands(name: str, options: argparse.Namespace) -> Commands:
+    """The ranks of one job."""
     environs = strategy_environments() if name == "strategy" else torchrun_environments(RANKS)
     program = str(ROOT / "benchmarks" / "tensorflow_rank.py")
     threads = {"intra_op": options.intra_op, "inter_op": options.inter_op}
-    commands = []
+    made = []
     for rank, environ in enumerate(environs):
         plan = {"rank": rank, "strategy": name == "strategy", **threads}
         keras = {} if name == "keras3" else {"TF_USE_LEGACY_KERAS": "1"}
         quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
-        commands.append(([sys.executable, program, json.dumps(plan)], environ | keras | quiet))
-    output = folder / name
-    with (
-        output.open("w") as sink,
-        processes(commands, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink) as members,
-    ):
-        yield Group(members, output)
+        made.append(([sys.executable, program, json.dumps(plan)], environ | keras | quiet))
+    return made
 
 
 def strategy_environments() -> list[dict[str, str]]:
@@ -204,9 +170,8 @@ def race(
 
     def turn(name: str, steps: int) -> list[dict[str, float]]:
         contender = CONTENDERS[name]
-        return groups[contender.group].train(
-            contender.ranks, model=model, way=contender.way, steps=steps
-        )
+        order = {"model": model, "way": contender.way, "steps": steps}
+        return groups[contender.group].ask(order, contender.ranks)
 
     slowest = 0.0
     for name in CONTENDERS:  # builds everything
@@ -229,24 +194,20 @@ def race(
     return results
 
 
-def too_late(*_: object) -> None:
-    sys.exit("\nNo end within --timeout seconds.")
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     warn_if_busy()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end with us
-    signal.signal(signal.SIGALRM, too_late)
-    signal.setitimer(signal.ITIMER_REAL, options.timeout)
     progress = Progress(len(options.models))
     results = []
     with ExitStack() as running:
+        running.enter_context(limit(options.timeout))
         folder = running.enter_context(tempfile.TemporaryDirectory(prefix="horovod-benchmark-"))
         groups = {}
         for name in ("keras3", "tf_keras", "strategy"):
             progress.show(f"starting {name}")
-            groups[name] = running.enter_context(group(name, Path(folder), options))
+            started = group(commands(name, options), Path(folder, name))
+            groups[name] = running.enter_context(started)
         progress.clear()
         print(
             f"TensorFlow's threads in each rank: {options.intra_op} in an op, {options.inter_op} "

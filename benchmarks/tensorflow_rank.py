@@ -7,12 +7,9 @@ each with a line on standard output. Everything else that is printed here goes t
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
+from benchmarks.processes import Member  # noqa: E402
 from benchmarks.tensorflow_report import MODELS  # noqa: E402
 
 DISTINCT_BATCHES = 8
@@ -145,30 +143,20 @@ class StrategyTrainer(Trainer):
         return made, data, []
 
 
-def serve(trainer: Trainer, answer: Callable[[Any], None]) -> None:
-    """Follow orders until there are none left."""
-    answer("ready")
-    for line in sys.stdin:
-        answer(trainer.train(**json.loads(line)))
-
-
 def main(plan: dict[str, Any]) -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    member = Member()
     tf.config.threading.set_intra_op_parallelism_threads(plan["intra_op"])
     tf.config.threading.set_inter_op_parallelism_threads(plan["inter_op"])
 
-    def answer(what: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody is interested any more
-            print(json.dumps(what), file=answers)
-
     if plan["strategy"]:
-        serve(StrategyTrainer(plan["rank"]), answer)
+        strategy = StrategyTrainer(plan["rank"])
+        member.obey(lambda order: strategy.train(**order))
         return
     import horovod.tensorflow.keras as hvd
 
     hvd.init()
-    serve(Trainer(hvd.rank()), answer)
+    trainer = Trainer(hvd.rank())
+    member.obey(lambda order: trainer.train(**order))
     hvd.shutdown()
 
 

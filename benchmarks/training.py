@@ -2,8 +2,7 @@
 """How fast training is: DistributedOptimizer against DistributedDataParallel and no communication.
 
 Run by people, and with --check by whoever guards the project's promises. This process starts the
-ranks (`benchmarks.training_rank`), lets them take turns (`benchmarks.training_race`), shows
-progress and reports; see --help.
+ranks (`benchmarks.training_rank`), shows progress and reports; see --help.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ import os
 import signal
 import sys
 import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,13 +23,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # measure this checkout, whatever else is installed
 
 from benchmarks.processes import (  # noqa: E402
+    Commands,
     Progress,
     follow,
+    group,
+    limit,
     positive,
     torchrun_environments,
 )
 from benchmarks.promises import all_met, warn_if_busy, write_files  # noqa: E402
-from benchmarks.training_race import Commands, race  # noqa: E402
 from benchmarks.training_report import (  # noqa: E402
     LABELS,
     Results,
@@ -45,6 +48,8 @@ GPU_MODELS = ["resnet50", "gpt2"]
 CONTENDERS = ["plain", "ours", "ddp"]
 COMPARED = ["ours", "ddp"]  # their losses, with each other
 LOSS_STEPS = 50
+ROUNDS = (5, 200)  # turns of each contender, at least and at most
+HEAD_START = 0.005  # seconds until a turn begins: all ranks are awake by then
 MEMORY_RUNS = 3  # how full the heap becomes differs between runs
 
 DESCRIPTION = """\
@@ -148,6 +153,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="horovod-benchmark-")
+
+
 class Bench:
     """Starts ranks as the options say."""
 
@@ -156,22 +165,29 @@ class Bench:
         self.progress = progress
 
     def speed(self, size: int, model: str) -> dict[str, list[float]]:
-        """Milliseconds per step of each contender, a sample a turn."""
-        options = self.options
-        with tempfile.TemporaryDirectory(prefix="horovod-benchmark-") as folder:
-            samples = race(
-                CONTENDERS,
-                lambda contender: self._commands("speed", size, model, contender),
-                options.seconds,
-                Path(folder, "output"),
-                options.timeout,
-            )
+        """Milliseconds per step of each contender: a sample a turn, that of the slowest rank."""
+        samples: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+        order, groups = list(CONTENDERS), {}
+        with ExitStack() as running:
+            running.enter_context(limit(self.options.timeout))
+            folder = running.enter_context(temporary_folder())
+            for name in CONTENDERS:  # one after the other: who tunes itself needs quiet
+                started = group(self._commands("speed", size, model, name), Path(folder, name))
+                groups[name] = running.enter_context(started)
+            began = time.monotonic()
+            for number in range(1, ROUNDS[1] + 1):
+                for name in order:
+                    start = time.monotonic() + HEAD_START  # the same for all ranks
+                    samples[name].append(max(groups[name].ask(start)))
+                order.append(order.pop(0))
+                if number >= ROUNDS[0] and time.monotonic() - began > self.options.seconds:
+                    break
         self.progress.advance(f"{size} ranks, speed, {model} done")
         return samples
 
     def found(self, section: str, size: int, model: str, contender: str) -> list[Any]:
         """What each rank found in another section."""
-        with tempfile.TemporaryDirectory(prefix="horovod-benchmark-") as folder:
+        with temporary_folder() as folder:
             result = Path(folder, "result")
             commands = self._commands(section, size, model, contender, str(result))
             follow(commands, Path(folder, "output"), self.options.timeout, lambda _: None)

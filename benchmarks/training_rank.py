@@ -1,8 +1,7 @@
 """One rank of benchmarks/training.py: trains one model the way of one contender.
 
 Started by `benchmarks.training` with a plan in JSON as the only argument. In the section "speed" it
-takes turns (`benchmarks.training_race`): a line on standard input is the time at which one starts,
-a line on standard output how long it took. Otherwise what it found goes to the plan's result file.
+takes turns when it is told to. Otherwise what it found goes to the plan's result file.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.processes import Member
 from benchmarks.training_models import WORKLOADS, Batch, Workload, shared_out
 
 WARM_UP = 20
@@ -107,10 +107,8 @@ def finish(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def take_turns(
-    workload: Workload, contender: str, device: torch.device, orders: TextIO, replies: TextIO
-) -> None:
-    """Train whenever told to, and say how many milliseconds a step took."""
+def take_turns(workload: Workload, contender: str, device: torch.device, member: Member) -> None:
+    """Train whenever told to, from the moment that is the order; milliseconds per step."""
     data = batches(workload, device)
     step, is_tuning = make(contender, workload, device, momentum=0.9)
     number = 0
@@ -120,16 +118,16 @@ def take_turns(
     finish(device)
     gc.collect()
     gc.disable()
-    print("ready", file=replies, flush=True)
-    for order in orders:
-        start = float(order)
+
+    def turn(start: float) -> float:
         while time.monotonic() < start:
             pass
         for number in range(workload.turn):
             step(data[number % len(data)])
         finish(device)
-        taken = time.monotonic() - start
-        print(1000 * taken / workload.turn, file=replies, flush=True)
+        return 1000 * (time.monotonic() - start) / workload.turn
+
+    member.obey(turn)
 
 
 def losses(workload: Workload, contender: str, device: torch.device, steps: int) -> list[float]:
@@ -151,8 +149,7 @@ def peak_memory(workload: Workload, contender: str, device: torch.device) -> flo
 
 
 def main(plan: dict[str, Any]) -> None:
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print is not a reply
+    member = Member()
     if plan["bind"]:  # before there are any threads, which would not be bound
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[LOCAL_RANK]})
     device = torch.device(plan["device"])
@@ -165,7 +162,7 @@ def main(plan: dict[str, Any]) -> None:
     # Memory is about what training needs, so every process has loaded the same.
     with connected(["ours", "ddp"] if plan["section"] == "memory" else [contender], device):
         if plan["section"] == "speed":
-            take_turns(workload, contender, device, sys.stdin, replies)
+            take_turns(workload, contender, device, member)
             return
         if plan["section"] == "losses":
             found: Any = losses(workload, contender, device, plan["steps"])
