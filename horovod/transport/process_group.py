@@ -99,17 +99,13 @@ class DeviceTransport(Transport):
             targets = [tensor for tensor in tensors if tensor.numel()]
             if not targets:
                 return
-            operands, operator = targets, _OPERATORS[op]
-            if not self._takes(targets[0]):
-                targets = [target.view(-1) for target in targets]
-                prepared = [self._operand(target, op) for target in targets]
-                operands, operator = [operand for operand, _ in prepared], prepared[0][1]
-            options = _c10d.AllreduceCoalescedOptions()
-            options.reduceOp = operator
-            self._process_group.allreduce_coalesced(operands, options).wait()
-            if operands is not targets:
-                for operand, target in zip(operands, targets, strict=True):
-                    _put_back(operand, target)
+            if self._takes(targets[0]):
+                options = _c10d.AllreduceCoalescedOptions()
+                options.reduceOp = _OPERATORS[op]
+                self._process_group.allreduce_coalesced(targets, options).wait()
+            else:
+                for target in targets:
+                    self.allreduce(target.view(-1), op)
             if scale != 1.0:
                 torch._foreach_mul_(targets, scale)
 
