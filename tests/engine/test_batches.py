@@ -46,6 +46,17 @@ def test_every_tensor_is_in_one_batch_and_batches_are_uniform_and_small(entries,
         assert not batch.requests or batch.request.kind is Kind.ALLREDUCE
 
 
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(0, 2000))
+def test_a_group_of_known_size_is_planned_like_any_other(counts, threshold):
+    """One rank may know it and another not, and both must run the same batches."""
+    group = request("group", *(torch.zeros(count) for count in counts))
+    expected = plan([group], threshold, fuse_groups=True)
+    group.nbytes = 4 * sum(counts)
+    found = plan([group], threshold, fuse_groups=True)
+    assert [list(map(id, b.inputs)) for b in found] == [list(map(id, b.inputs)) for b in expected]
+    assert [b.requests for b in found] == [b.requests for b in expected]
+
+
 def test_mixed_dtypes_fuse_across_each_other():
     requests = [
         request(str(i), torch.zeros(4, dtype=(torch.float32, torch.int32)[i % 2])) for i in range(6)

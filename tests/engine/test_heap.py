@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import resource
+import subprocess
 import sys
 from pathlib import Path
 
@@ -77,6 +78,35 @@ def test_the_heap_is_put_on_huge_pages():
     if not joined:
         pytest.skip("the system has no huge pages to give")
     assert joined >= found >= 1
+
+
+# In the main thread, whose allocations are the ones in the heap.
+HARDLY_USED = """
+import torch
+import horovod.torch as hvd
+from horovod.engine.heap import join_pages
+
+def resident() -> int:
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+hvd.init()
+used = torch.ones(16 << 20, dtype=torch.uint8)
+hardly_used = torch.empty(16 << 20, dtype=torch.uint8)
+hardly_used[:: 1 << 20] = 1
+before = resident()
+print(join_pages(), resident() - before)
+"""
+
+
+def test_huge_pages_take_no_more_memory():
+    done = subprocess.run(
+        [sys.executable, "-c", HARDLY_USED], capture_output=True, text=True, check=True
+    )
+    joined, kibibytes = map(int, done.stdout.split())
+    if not joined:
+        pytest.skip("the system has no huge pages to give")
+    assert kibibytes < 2048
 
 
 def test_huge_pages_are_not_for_a_heap_that_is_not_kept():

@@ -219,6 +219,29 @@ def test_layouts_of_gradients(pool2: RankPool):
             assert torch.equal(mine, right)
 
 
+def _bucket_bytes(smallest: int, largest: int) -> list[int]:
+    """Sizes of the buckets of a model with eight equal layers of 400 bytes."""
+    model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(8)))
+    bounds = mock.patch.multiple(
+        "horovod.torch.gradients", SMALLEST_BUCKET=smallest, LARGEST_BUCKET=largest
+    )
+    with overlapping(True), bounds:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(2, 10)).sum().backward()
+        optimizer.step()
+    return [sum(p.nbytes for _, p in bucket.params) for bucket in optimizer._reducer._buckets]
+
+
+@pytest.mark.parametrize(
+    ("smallest", "largest", "expected"),
+    [(1, 1 << 20, [800] * 4), (1600, 1 << 20, [1600] * 2), (1, 400, [400] * 8)],
+)
+def test_buckets_are_a_quarter_of_the_model_within_bounds(
+    pool2: RankPool, smallest: int, largest: int, expected: list[int]
+):
+    assert pool2.run(_bucket_bytes, smallest, largest) == [expected] * 2
+
+
 def _uneven(overlap: bool) -> list[torch.Tensor]:
     """Rank 1 has no batch in the first epoch; later all take part."""
     model = make_model("mlp")
