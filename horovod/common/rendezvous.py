@@ -91,16 +91,25 @@ def connect(
 
 
 class _Closing:
-    """Takes rank 0's offer away: once, and never from a forked child."""
+    """Takes rank 0's offer away: once, and never from a forked child.
+
+    At the end of the process it waits for a thread that is about it: torch's store aborts the
+    process if Python ends under a call of its.
+    """
 
     def __init__(self, bootstrap: Bootstrap) -> None:
         self._bootstrap = bootstrap
         self._pid = os.getpid()
-        self._done = threading.Lock()
+        self._lock = threading.Lock()
+        self._done = False
 
     def __call__(self) -> None:
-        if os.getpid() == self._pid and self._done.acquire(blocking=False):
-            self._bootstrap.finish()
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if not self._done:
+                self._done = True
+                self._bootstrap.finish()
 
 
 class _Host:

@@ -20,7 +20,7 @@ from horovod.common.bootstraps import LocalSocket, SharedFile
 from horovod.common.config import Config
 from horovod.common.environments import detect
 from horovod.common.launcher_process import launcher_process
-from horovod.common.rendezvous import connect
+from horovod.common.rendezvous import _Closing, connect
 from horovod.common.store import MemoryStore, StoreServer
 from horovod.common.wire import encode_key, new_key
 
@@ -411,3 +411,28 @@ def test_launcher_process_is_the_same_for_all_its_children(tmp_path: Path) -> No
     first, second = result.stdout.split()
     assert first == second
     assert first != launcher_process()
+
+
+def test_the_end_waits_for_a_thread_that_takes_the_offer_away():
+    """Else Python ends while torch's store is at work, which aborts the process."""
+    events: list[str] = []
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Slow:
+        def finish(self) -> None:
+            begun.set()
+            assert may_end.wait(LONG)
+            events.append("finished")
+
+    closing = _Closing(Slow())  # type: ignore[arg-type]
+    thread = threading.Thread(target=closing)
+    thread.start()
+    assert begun.wait(LONG)
+    at_exit = threading.Thread(target=lambda: (closing(), events.append("ended")))
+    at_exit.start()
+    at_exit.join(0.2)
+    assert at_exit.is_alive()
+    may_end.set()
+    thread.join(LONG)
+    at_exit.join(LONG)
+    assert events == ["finished", "ended"]
