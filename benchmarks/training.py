@@ -36,6 +36,8 @@ from benchmarks.training_report import (  # noqa: E402
     LABELS,
     Results,
     Run,
+    doubt,
+    ratios,
     requirements,
     table,
     write_csv,
@@ -48,7 +50,8 @@ GPU_MODELS = ["resnet50", "gpt2"]
 CONTENDERS = ["plain", "ours", "ddp"]
 COMPARED = ["ours", "ddp"]  # their losses, with each other
 LOSS_STEPS = 50
-ROUNDS = (5, 200)  # turns of each contender, at least and at most
+LEAST_ROUNDS = 8  # turns of each contender
+PRECISE = 0.015  # doubt about a ratio with which we are content, over the ratio
 HEAD_START = 0.005  # seconds until a turn begins: all ranks are awake by then
 MEMORY_RUNS = 3  # how full the heap becomes differs between runs
 
@@ -57,8 +60,9 @@ Compare a training step with hvd.DistributedOptimizer to one under DistributedDa
 NCCL; gradient_as_bucket_view, static_graph) and to one without communication, on this machine.
 
 Each contender has processes of its own, as when you run it. They take turns of a few steps, while
-the others sleep; OMP_NUM_THREADS is 1. A sample is a turn of the slowest rank, a result the median
-of the samples. Efficiency is the step of a program without communication over ours.
+the others sleep; OMP_NUM_THREADS is 1. A sample is a turn of the slowest rank. A ratio is taken of
+turns that follow each other, and its median is the result. Efficiency is the step of a program
+without communication over ours.
 
 Losses and peak memory are those of further processes, which for memory have all loaded both
 libraries: it is about what training needs.
@@ -67,6 +71,7 @@ EPILOG = """\
 examples:
   python benchmarks/training.py                    2 ranks and 1, all four models, some minutes
   python benchmarks/training.py --np 2 --models mlp --seconds 30 --only-speed
+  taskset -c 2,3 python benchmarks/training.py     two cores of a larger machine
   python benchmarks/training.py --np 4 8           where there are that many cores
   python benchmarks/training.py --np 4 8 --bind    the same with one core for each rank
   python benchmarks/training.py --np 4 8 --strong  or with the batch of two ranks in all
@@ -98,9 +103,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds",
         type=positive,
-        default=30.0,
+        default=120.0,
         metavar="S",
-        help="time spent on each model and number of ranks (30); more gives steadier medians",
+        help="most time spent on each model and number of ranks (120); less where the machine is "
+        "so quiet that the ratios are known to 1.5 %% before",
     )
     parser.add_argument(
         "--only-speed", action="store_true", help="skip the loss and memory sections"
@@ -157,6 +163,15 @@ def temporary_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="horovod-benchmark-")
 
 
+def is_precise(samples: dict[str, list[float]]) -> bool:
+    """Whether the ratios of these turns are known well enough."""
+    return all(
+        doubt(found := ratios(samples, other, "ours")) <= PRECISE * median(found)
+        for other in CONTENDERS
+        if other != "ours"
+    )
+
+
 class Bench:
     """Starts ranks as the options say."""
 
@@ -174,14 +189,14 @@ class Bench:
             for name in CONTENDERS:  # one after the other: who tunes itself needs quiet
                 started = group(self._commands("speed", size, model, name), Path(folder, name))
                 groups[name] = running.enter_context(started)
-            began = time.monotonic()
-            for number in range(1, ROUNDS[1] + 1):
+            began, enough = time.monotonic(), False
+            while not enough:
                 for name in order:
                     start = time.monotonic() + HEAD_START  # the same for all ranks
                     samples[name].append(max(groups[name].ask(start)))
                 order.append(order.pop(0))
-                if number >= ROUNDS[0] and time.monotonic() - began > self.options.seconds:
-                    break
+                late = time.monotonic() - began > self.options.seconds
+                enough = len(samples["ours"]) >= LEAST_ROUNDS and (late or is_precise(samples))
         self.progress.advance(f"{size} ranks, speed, {model} done")
         return samples
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,27 @@ from typing import Any
 from benchmarks.promises import Requirement, times_text
 from benchmarks.training_models import WORKLOADS
 
+RESTLESS = 0.12  # unrest that an idle machine does not show: 0.04 to 0.1 there
+UNREST = "Without communication the middle half of the turns lies apart by"
 LABELS = {"plain": "no communication", "ours": "Horovod", "ddp": "DDP"}
+
+
+def ratios(samples: dict[str, list[float]], over: str, under: str) -> list[float]:
+    """How many times as long as `under` the contender `over` took, round by round.
+
+    What slows a machine down for seconds hits both sides of such a ratio.
+    """
+    return [top / bottom for top, bottom in zip(samples[over], samples[under], strict=True)]
+
+
+def doubt(values: list[float]) -> float:
+    """Half the interval that has their true median in it, 19 times out of 20.
+
+    It reaches between two of the values in order, so nothing is assumed of how they scatter.
+    """
+    ordered, reach = sorted(values), 0.98 * math.sqrt(len(values))
+    low, high = math.floor(len(values) / 2 - reach), math.ceil(len(values) / 2 + reach)
+    return (ordered[high] - ordered[low]) / 2 if low >= 0 and high < len(values) else math.inf
 
 
 @dataclass
@@ -36,8 +57,21 @@ class Run:
 
     def ratio(self, model: str, over: str, under: str) -> float | None:
         """How many times as long as `under` the contender `over` takes."""
-        top, bottom = self.step(model, over), self.step(model, under)
-        return top / bottom if top and bottom else None
+        samples = self.speed.get(model)
+        return median(ratios(samples, over, under)) if samples else None
+
+    def doubt(self, model: str, over: str, under: str) -> float:
+        """By how much that ratio may be wrong."""
+        return doubt(ratios(self.speed[model], over, under))
+
+    def unrest(self, model: str) -> float:
+        """How far apart the middle half of the turns without communication is, over their median.
+
+        Such a turn is always the same work, so this is the machine's doing.
+        """
+        samples = self.speed[model]["plain"]
+        low, middle, high = quantiles(samples) if len(samples) > 1 else samples * 3
+        return (high - low) / middle
 
     def same_losses(self, model: str) -> bool | None:
         found = self.losses.get(model)
@@ -62,7 +96,8 @@ def table(run: Run, device: str) -> str:
     for model in run.speed:
         steps = [run.step(model, key) for key in LABELS]
         row = [WORKLOADS[model].title, *(f"{step:.2f}" if step else "-" for step in steps)]
-        row.append(times_text(run.ratio(model, "ddp", "ours")))
+        times, wrong = run.ratio(model, "ddp", "ours"), run.doubt(model, "ddp", "ours")
+        row.append(f"{times_text(times)} +-{wrong:.2f}")
         row += [fraction(run.ratio(model, "plain", key)) for key in ("ours", "ddp")]
         if run.memory:
             row += [f"{run.memory[model][key]:.0f}" for key in LABELS]
@@ -73,6 +108,14 @@ def table(run: Run, device: str) -> str:
         "   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in [header, *rows]
     ]
+    restless = [
+        f"{WORKLOADS[model].title} {100 * run.unrest(model):.0f} %"
+        for model in run.speed
+        if run.unrest(model) > RESTLESS
+    ]
+    if restless:
+        lines += ["", f"This machine was not idle, expect other ratios from other runs. {UNREST}:"]
+        lines += [", ".join(restless)]
     return "\n".join([f"{run.title}, {device}, milliseconds per step (median)", "", *lines])
 
 
@@ -137,14 +180,14 @@ def met(found: float | None, wanted: float) -> bool | None:
 def write_csv(results: Results, path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        header = "ranks model contender median_ms p10_ms p90_ms samples times_ours peak_mib"
-        writer.writerow(header.split())
+        header = "ranks model contender median_ms p10_ms p25_ms p75_ms p90_ms samples times_ours"
+        writer.writerow([*header.split(), "peak_mib"])
         for run in results.runs:
             for model, found in run.speed.items():
                 for contender, samples in found.items():
-                    cuts = quantiles(samples, n=10) if len(samples) > 1 else samples * 9
-                    values = (median(samples), cuts[0], cuts[-1])
-                    ratio = median(samples) / median(found["ours"])
+                    cuts = quantiles(samples, n=20) if len(samples) > 1 else samples * 19
+                    values = (median(samples), cuts[1], cuts[4], cuts[14], cuts[17])
+                    ratio = median(ratios(found, contender, "ours"))
                     peak = run.memory.get(model, {}).get(contender)
                     row = [run.size, model, contender, *(f"{value:.3f}" for value in values)]
                     row += [len(samples), f"{ratio:.3f}", "" if peak is None else f"{peak:.0f}"]
