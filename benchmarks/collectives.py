@@ -184,7 +184,7 @@ def race(
         else:
             flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
             commands = [([mpirun, "-np", str(size), *flags, *program], environment())]
-        follow(commands, Path(folder) / "output", options.timeout, advance)
+        follow(commands, Path(folder, "collectives"), options.timeout, advance)
         found = json.loads(Path(plan["result"]).read_text())
     return Duel({int(n): samples for n, samples in found["allreduce"].items()}, found["many"])
 

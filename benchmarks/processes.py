@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 Commands: TypeAlias = list[tuple[list[str], dict[str, str]]]  # with their environments
 
@@ -43,6 +43,7 @@ def environment(**more: str) -> dict[str, str]:
     environ = {name: v for name, v in os.environ.items() if not LAUNCHERS.match(name)}
     paths = [str(ROOT), *filter(None, [environ.get("PYTHONPATH")])]
     environ.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
+    environ["PYTHONFAULTHANDLER"] = "1"  # say where a rank was that ends by a signal
     environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: as fast as Gloo gets
     return environ | more
 
@@ -88,6 +89,17 @@ def processes(commands: Commands, **options: object) -> Iterator[list[subprocess
             process.wait()
 
 
+def failed(ranks: list[subprocess.Popen[str]], output: Path) -> NoReturn:
+    """End the benchmark because some of these have failed; `output` is called after their job."""
+    ends = [
+        f"rank {number} {f'by signal {-code}' if code < 0 else f'with status {code}'}"
+        for number, code in enumerate(process.poll() for process in ranks)
+        if code
+    ]
+    printed = output.read_text().strip()
+    sys.exit(f"\n{output.name} ended: {', '.join(ends)}. What its ranks printed:\n\n{printed}")
+
+
 class Group:
     """Processes that wait for orders: the ranks of one job. Both sides speak JSON, line by line."""
 
@@ -111,7 +123,8 @@ class Group:
             assert member.stdout is not None
             line = member.stdout.readline()
             if not line:
-                sys.exit(f"\nA rank failed. Its output:\n\n{self._output.read_text().strip()}")
+                member.wait(GOODBYE)
+                failed(self._members, self._output)
             answers.append(json.loads(line))
         return answers
 
@@ -186,9 +199,11 @@ def follow(
             for line in source:
                 if line.startswith("done "):
                     advance(line.removeprefix("done ").strip())
-            if any(ended) or time.monotonic() > deadline:
-                why = "A rank failed" if any(ended) else f"No end after {timeout:g} s"
-                sys.exit(f"\n{why}. Its output:\n\n{output.read_text().strip()}")
+            if any(ended):
+                failed(running, output)
+            if time.monotonic() > deadline:
+                printed = output.read_text().strip()
+                sys.exit(f"\nNo end after {timeout:g} s. What was printed:\n\n{printed}")
             if None not in ended:
                 return
             time.sleep(0.1)

@@ -187,8 +187,9 @@ class Bench:
             running.enter_context(limit(self.options.timeout))
             folder = running.enter_context(temporary_folder())
             for name in CONTENDERS:  # one after the other: who tunes itself needs quiet
-                started = group(self._commands("speed", size, model, name), Path(folder, name))
-                groups[name] = running.enter_context(started)
+                commands = self._commands("speed", size, model, name)
+                output = Path(folder, f"speed of {model}, {LABELS[name]}")
+                groups[name] = running.enter_context(group(commands, output))
             began, enough = time.monotonic(), False
             while not enough:
                 for name in order:
@@ -205,7 +206,8 @@ class Bench:
         with temporary_folder() as folder:
             result = Path(folder, "result")
             commands = self._commands(section, size, model, contender, str(result))
-            follow(commands, Path(folder, "output"), self.options.timeout, lambda _: None)
+            output = Path(folder, f"{section} of {model}, {LABELS[contender]}")
+            follow(commands, output, self.options.timeout, lambda _: None)
             found = [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(size)]
         self.progress.advance(f"{size} ranks, {section}, {model}, {LABELS[contender]} done")
         return found

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.promises import Requirement, times_text
 from benchmarks.training_models import WORKLOADS
 
-RESTLESS = 0.12  # unrest that an idle machine does not show: 0.04 to 0.1 there
+RESTLESS = 0.12  # unrest that idle cores do not show: two ranks had 0.03 to 0.09 there
 UNREST = "Without communication the middle half of the turns lies apart by"
 LABELS = {"plain": "no communication", "ours": "Horovod", "ddp": "DDP"}
 
