@@ -12,6 +12,8 @@ SHELL   := /bin/bash
 BIN     := $(VENV)/bin
 TF_BIN  := $(VENV)-tensorflow/bin
 PYTEST  ?= -n 2 --dist loadfile
+# The build for CPUs is a third of the size, and there is none for other processors than x86-64.
+TF      := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
 INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -48,9 +50,9 @@ $(VENV)/.examples $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: pyproject.toml const
 	$(BIN)/python $(INSTALL) -e '.[$*]'
 	@touch $@
 
-# tf-keras asks for the package "tensorflow", which is three times as large as its build for CPUs.
+# tf-keras asks for the package "tensorflow", also where its build for CPUs is there.
 $(VENV)-tensorflow/.installed: pyproject.toml constraints.txt | $(TF_BIN)/python
-	$(TF_BIN)/python $(INSTALL) -e '.[test]' tensorflow-cpu keras jax
+	$(TF_BIN)/python $(INSTALL) -e '.[test]' $(TF) keras jax
 	$(TF_BIN)/python $(INSTALL) --no-deps tf-keras
 	@touch $@
 

@@ -120,6 +120,9 @@ class World(Store):
         found = self._member.store.keys(self._prefix + prefix)
         return [key[len(self._prefix) :] for key in found]
 
+    def derive_key(self, purpose: str) -> bytes:
+        return self._member.store.derive_key(self._prefix + purpose)
+
     def close(self) -> None:
         """Leave it; so nobody needs to wait for us in it."""
         if self._closed:

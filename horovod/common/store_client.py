@@ -11,7 +11,7 @@ import time
 import weakref
 from typing import Any
 
-from horovod.common.store_memory import Store, timed_out
+from horovod.common.store_memory import Store, derived, timed_out
 from horovod.common.wire import Message, Stream, check_key
 
 _ANSWER_GRACE = 15.0
@@ -66,6 +66,9 @@ class StoreClient(Store):
 
     def keys(self, prefix: str) -> list[str]:
         return list(self._request({"op": "keys", "key": prefix}).header["keys"])
+
+    def derive_key(self, purpose: str) -> bytes:
+        return derived(self._key, purpose)
 
     def close(self) -> None:
         self._closed = True

@@ -5,6 +5,9 @@ Imported through `horovod.common.store`.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -41,8 +44,19 @@ class Store(ABC):
     def keys(self, prefix: str) -> list[str]:
         """The keys that begin with ``prefix``, sorted."""
 
+    @abstractmethod
+    def derive_key(self, purpose: str) -> bytes:
+        """32 secret bytes that all users of this store share, other ones for each purpose.
+
+        Made from the key that the store itself is protected by; nothing of it travels.
+        """
+
     def close(self) -> None:  # noqa: B027 (optional for stores that hold nothing)
         """Release what this object holds; the values live on where they are kept."""
+
+
+def derived(key: bytes, purpose: str) -> bytes:
+    return hmac.new(key, b"purpose " + purpose.encode(), hashlib.sha256).digest()
 
 
 def timed_out(key: str, timeout: float) -> TimeoutError:
@@ -74,6 +88,9 @@ class PrefixStore(Store):
     def keys(self, prefix: str) -> list[str]:
         return [key[len(self._prefix) :] for key in self._store.keys(self._prefix + prefix)]
 
+    def derive_key(self, purpose: str) -> bytes:
+        return self._store.derive_key(self._prefix + purpose)
+
 
 class MemoryStore(Store):
     """A store inside this process."""
@@ -82,6 +99,7 @@ class MemoryStore(Store):
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._watchers: list[Callable[[str], None]] = []
+        self.secret = secrets.token_bytes(32)  # or the key of the server that serves it
 
     def watch(self, callback: Callable[[str], None]) -> None:
         """Call ``callback(key)`` after every change that gives a key a value. It must be quick."""
@@ -126,6 +144,9 @@ class MemoryStore(Store):
     def keys(self, prefix: str) -> list[str]:
         with self._changed:
             return sorted(key for key in self._values if key.startswith(prefix))
+
+    def derive_key(self, purpose: str) -> bytes:
+        return derived(self.secret, purpose)
 
     def _tell(self, key: str) -> None:
         for callback in self._watchers:

@@ -79,6 +79,7 @@ class StoreServer:
         self._max_frame = max_frame
         self._pid = os.getpid()
         self.store = MemoryStore() if store is None else store
+        self.store.secret = key  # what the clients derive keys from
         self.rejected = 0
         self._next_warning = 1
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

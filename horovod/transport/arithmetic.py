@@ -23,6 +23,15 @@ COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 
 _HALF = (torch.float16, torch.bfloat16)
 
+# The types whose arithmetic numpy does here (see below), as numpy calls them.
+NUMPY_TYPES: dict[torch.dtype, Any] = {
+    getattr(torch, name): np.dtype(name)
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64"),
+        *("float32", "float64", "complex64", "complex128"),
+    )
+}
+
 # numpy calls the same kind of kernel at a fraction of torch's cost of getting there, which counts
 # for blocks that take some tens of microseconds. It has no bfloat16, and a slow float16.
 ARRAY_COMBINE: dict[ReduceOp, Callable[..., Any]] = {

@@ -26,8 +26,8 @@ from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import WORD, Group, Transport
 from horovod.transport.failures import FailureBoard, again
-from horovod.transport.gloo import GlooTransport
 from horovod.transport.pairwise import as_bytes, cut, offsets_of, split_evenly
+from horovod.transport.tcp import TcpTransport
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -297,7 +297,7 @@ class HierarchicalTransport(Transport):
 
     def _listen_to(self, part: Transport) -> None:
         """Hear of a failure at once, even while this rank waits in another of the parts."""
-        if isinstance(part, GlooTransport):
+        if isinstance(part, TcpTransport):
             part.on_failure = lambda failure: self._stop(
                 self._explain(self._translated(part, failure))
             )
@@ -324,7 +324,7 @@ class HierarchicalTransport(Transport):
             self._failure = HorovodInternalError("Horovod has been shut down")
         for part in self._parts:
             part.close()
-            if isinstance(part, GlooTransport):
+            if isinstance(part, TcpTransport):
                 part.on_failure = None  # a cycle, which would keep the shared memory for a while
 
     def after_fork_in_child(self) -> None:

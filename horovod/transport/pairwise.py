@@ -1,13 +1,14 @@
 """Collectives composed of sends and receives between pairs of ranks.
 
-For transports whose engine moves bytes between two ranks well but lacks data types, ragged counts
-or fixed summation order in its own collectives: Gloo, and MPI where its counts do not suffice.
-Data travels as bytes, so every data type works; the arithmetic is ours (`arithmetic`), in rank
-order, so results are bitwise the same everywhere.
+For transports that move bytes between two ranks: TCP, and MPI where its own collectives lack data
+types or counts. Data travels as bytes, so every data type works; the arithmetic is ours
+(`arithmetic`). A slice is reduced by one rank, so results are bitwise the same everywhere.
 
-- Small tensors: everybody sends the whole tensor to everybody, one hop.
-- Large ones: each rank collects and reduces its own slice, piece by piece while the next pieces
-  are under way, then sends the result to everybody. That moves no more bytes than a ring does.
+- Few ranks, small tensors: everybody sends the whole tensor to everybody, one hop.
+- Few ranks, large tensors: each collects and reduces its own slice, in the order of ranks, piece by
+  piece while the next pieces are under way, then sends the result to everybody.
+- Many ranks: the same in rounds with ranks at distances 1, 2, 4, ...: as many bytes, but messages
+  grow with the logarithm of the number of ranks. Half precision is rounded once a round.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from typing import Any
 import torch
 
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.arithmetic import reduce_into
-from horovod.transport.base import WORD, Group, Transport
+from horovod.transport.arithmetic import as_blocks, reduce_into
+from horovod.transport.base import Group, Transport
 
 WHOLE = 32 * 1024  # bytes up to which an allreduce sends whole tensors
 WHOLE_TOTAL = 1024 * 1024  # ... as long as all that arrives at one rank stays below this
 PIECE = 4 * 1024 * 1024  # bytes of one message of a pipelined collective
+ROUND_PIECE = 512 * 1024  # bytes of one message among many ranks
 SCRATCH = 32 * 1024 * 1024  # bytes of arriving pieces kept at a time, over all peers
 MESSAGE = 1 << 30  # bytes of the largest message; below every limit on 32-bit counts
 DIRECT = 8  # ranks up to which everybody tells everybody directly
-HEAD = 31  # words that the first exchange of `agree` carries
 
 
 def split_evenly(count: int, parts: int) -> list[int]:
@@ -83,36 +84,17 @@ class PairwiseTransport(Transport):
 
     # -- collectives -----------------------------------------------------------------------
 
-    def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
-        """Compares the first words in one small exchange; only longer agreement needs more."""
-        count = len(words) // WORD
-        head = torch.zeros(1 + HEAD, dtype=torch.int64)
-        head[0] = count
-        shown = min(count, HEAD)
-        if shown:
-            head[1 : 1 + shown] = torch.frombuffer(
-                bytearray(words[: shown * WORD]), dtype=torch.int64
-            )
-        with self._guard():
-            lowest, highest = self._extremes(head)
-        fewest = int(lowest[0])
-        compared = slice(1, 1 + min(fewest, HEAD))
-        different = (lowest[compared] != highest[compared]).nonzero()
-        if len(different):
-            return int(different[0])
-        if fewest <= HEAD:
-            return fewest
-        return super().agree(words)
-
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         with self._guard():
             if not tensor.numel() or self.size == 1:
                 return
+            if self.size > DIRECT:
+                self._reduce_by_rounds(tensor, op)
+                return
             if tensor.nbytes <= WHOLE and tensor.nbytes * self.size <= WHOLE_TOTAL:
                 reduce_into(tensor, self._exchange(tensor), op)
                 return
-            counts = split_evenly(tensor.numel(), self.size)
-            slices = cut(tensor, counts)
+            slices = cut(tensor, split_evenly(tensor.numel(), self.size))
             self._reduce_slices(slices, slices[self.rank], op)
             self._gather_slices(slices)
 
@@ -120,13 +102,20 @@ class PairwiseTransport(Transport):
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
     ) -> None:
         with self._guard():
-            self._reduce_slices(cut(source, counts), output, op)
+            if self.size > DIRECT:
+                self._reduce_in_rounds(source, counts, op)
+                _copy(cut(source, counts)[self.rank], output)
+            else:
+                self._reduce_slices(cut(source, counts), output, op)
 
     def allgather(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]) -> None:
         with self._guard():
             slices = cut(output, counts)
             _copy(source, slices[self.rank])
-            self._gather_slices(slices)
+            if self.size > DIRECT:
+                self._gather_in_rounds(output, counts)
+            else:
+                self._gather_slices(slices)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Down a binomial tree, in pieces, so that the levels of the tree work at the same time."""
@@ -186,26 +175,6 @@ class PairwiseTransport(Transport):
         self._finish(pending)
         return everyone
 
-    def _extremes(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Least and greatest of every rank's integers, element by element.
-
-        Few ranks tell each other directly. Many pass on what they have seen to ranks at distance
-        1, 2, 4, ...: after a logarithmic number of hops everybody has heard of everybody.
-        """
-        if self.size <= DIRECT:
-            everyone = torch.stack(self._exchange(tensor))
-            return everyone.amin(dim=0), everyone.amax(dim=0)
-        seen = torch.cat([tensor, ~tensor])  # the complement's least is the greatest's complement
-        arrived = torch.empty_like(seen)
-        distance = 1
-        while distance < self.size:
-            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            receiving = self._receive(as_bytes(arrived), source)
-            self._finish([receiving, self._send(as_bytes(seen), target)])
-            torch.minimum(seen, arrived, out=seen)
-            distance *= 2
-        return seen[: len(tensor)], ~seen[len(tensor) :]
-
     def _reduce_slices(
         self, slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp
     ) -> None:
@@ -261,6 +230,78 @@ class PairwiseTransport(Transport):
             pending.extend(self._send_long(slices[self.rank], peer))
         self._finish(pending)
 
+    def _reduce_by_rounds(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        counts = split_evenly(tensor.numel(), self.size)
+        self._reduce_in_rounds(tensor, counts, op)
+        self._gather_in_rounds(tensor, counts)
+
+    def _reduce_in_rounds(self, tensor: torch.Tensor, counts: Sequence[int], op: ReduceOp) -> None:
+        """Our slice of `tensor` becomes the reduction; others are left with partial results.
+
+        A rank is responsible for the slices of the next `reach` ranks, its own among them. In every
+        round it hands the farther half to the rank where they begin, and gets, from the rank as far
+        behind it, more of what it keeps.
+        """
+        reach = self.size
+        while reach > 1:
+            half = 1 << ((reach - 1).bit_length() - 1)
+            leaving = self._runs(tensor, counts, self.rank + half, reach - half)
+            arriving = self._runs(tensor, counts, self.rank, reach - half)
+            target, source = (self.rank + half) % self.size, (self.rank - half) % self.size
+            sent = [self._send(as_bytes(piece), target) for run in leaving for piece in _cut(run)]
+            self._add_arriving([piece for run in arriving for piece in _cut(run)], source, op)
+            self._finish(sent)
+            reach = half
+
+    def _add_arriving(self, pieces: Sequence[torch.Tensor], source: int, op: ReduceOp) -> None:
+        """Combine what `source` sends with these pieces, while the next one is under way."""
+        if not pieces:
+            return
+        longest = max(piece.numel() for piece in pieces)
+        scratch = self._scratch_for(2 * longest * pieces[0].element_size()).view(pieces[0].dtype)
+        places = [
+            scratch.view(2, longest)[number % 2, : piece.numel()]
+            for number, piece in enumerate(pieces)
+        ]
+        under_way = [self._receive(as_bytes(places[0]), source)]
+        for number, piece in enumerate(pieces):
+            if number + 1 < len(pieces):
+                under_way.append(self._receive(as_bytes(places[number + 1]), source))
+            self._finish([under_way[number]])
+            own = as_blocks(piece)
+            reduce_into(own, [own, as_blocks(places[number])], op)
+
+    def _gather_in_rounds(self, tensor: torch.Tensor, counts: Sequence[int]) -> None:
+        """Every rank has its own slice of `tensor`; fill in the others'."""
+        distance = 1
+        while distance < self.size:
+            count = min(distance, self.size - distance)
+            target, source = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            pending = [
+                self._receive(as_bytes(piece), source)
+                for run in self._runs(tensor, counts, self.rank + distance, count)
+                for piece in _cut(run)
+            ]
+            pending += [
+                self._send(as_bytes(piece), target)
+                for run in self._runs(tensor, counts, self.rank, count)
+                for piece in _cut(run)
+            ]
+            self._finish(pending)
+            distance *= 2
+
+    def _runs(
+        self, tensor: torch.Tensor, counts: Sequence[int], first: int, count: int
+    ) -> list[torch.Tensor]:
+        """The slices of `count` ranks from `first` on, as one piece of memory or two."""
+        starts = [*offsets_of(counts), tensor.numel()]
+        first %= self.size
+        last = first + count
+        runs = [tensor[starts[first] : starts[min(last, self.size)]]]
+        if last > self.size:
+            runs.append(tensor[: starts[last - self.size]])
+        return [run for run in runs if run.numel()]
+
     def _tree(self, root: int) -> tuple[int | None, list[int]]:
         """Our parent and children in the binomial tree that `root` is the root of."""
         place = (self.rank - root) % self.size
@@ -283,6 +324,12 @@ class PairwiseTransport(Transport):
         if self._scratch.numel() < nbytes:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8)
         return self._scratch[:nbytes]
+
+
+def _cut(run: torch.Tensor) -> list[torch.Tensor]:
+    """In pieces of which one is reduced while the next arrives."""
+    most = max(1, ROUND_PIECE // run.element_size())
+    return [run[start : start + most] for start in range(0, run.numel(), most)]
 
 
 def _pieces(data: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:

@@ -1,8 +1,7 @@
 """Collectives on accelerator tensors, on torch's NCCL and XCCL process groups.
 
 The groups are built directly on our authenticated store, never with `init_process_group`: the
-default group is the user's. Called by the transport selection, which finds `GlooTransport`, the
-process group for CPU tensors, here as well.
+default group is the user's. Called by the transport selection.
 
 Unlike the other transports these do not wait for the data: a collective is queued, and whatever
 follows on the device's current stream sees its result. The engine has agreed with all ranks, over
@@ -25,11 +24,10 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import Group, Transport
 from horovod.transport.failures import FailureBoard, again
-from horovod.transport.gloo import GlooTransport
 from horovod.transport.pairwise import as_bytes, cut
 from horovod.transport.store_adapter import TorchStore
 
-__all__ = ["DeviceTransport", "GlooTransport", "NcclTransport", "XcclTransport"]
+__all__ = ["DeviceTransport", "NcclTransport", "XcclTransport"]
 
 _FOREVER = timedelta(days=3650)  # the engine's stall inspector decides what takes too long
 

@@ -3,9 +3,10 @@
 | members | CPU tensors |
 |---|---|
 | one process | nothing to move |
-| one host | shared memory; Gloo where descriptors cannot be handed over |
-| several hosts, some with several ranks | shared memory inside, Gloo (or MPI) between |
-| several hosts, one rank each | Gloo, or MPI |
+| one host | shared memory; TCP where descriptors cannot be handed over |
+| several hosts, some with several ranks | shared memory inside, TCP between |
+| several hosts, one rank each | TCP |
+| MPI was asked for | MPI |
 
 Device tensors go through NCCL (CUDA) or XCCL (XPU); ranks that share a device, which those
 libraries refuse, stage them through host memory. HOROVOD_CPU_OPERATIONS, HOROVOD_CONTROLLER,
@@ -71,14 +72,14 @@ def for_host_memory(group: Group, hosts: Sequence[Sequence[int]]) -> tuple[Trans
     if wanted == "shm":
         raise ValueError(
             f"HOROVOD_CPU_OPERATIONS=shm, but the ranks are on {len(hosts)} hosts: shared memory "
-            f"works on one host only; unset it to use shared memory inside hosts and Gloo between"
+            f"works on one host only; unset it to use shared memory inside hosts and TCP between"
         )
     if wanted == "gloo" and not config.hierarchical_allreduce:
-        return _gloo(group), "Gloo was asked for"
+        return _tcp(group), "TCP was asked for"
     if len(hosts) == group.size:
-        return _gloo(group), f"{len(hosts)} hosts with one rank each"
+        return _tcp(group), f"{len(hosts)} hosts with one rank each"
     if config.hierarchical_allreduce is False and config.hierarchical_allgather is False:
-        return _gloo(group), "hierarchical operations are switched off"
+        return _tcp(group), "hierarchical operations are switched off"
     return _hierarchical(group, hosts)
 
 
@@ -89,8 +90,8 @@ def _on_one_host(group: Group, must: bool) -> tuple[Transport, str]:
         if must:
             raise ValueError(f"HOROVOD_CPU_OPERATIONS=shm, but {error}") from error
         if group.rank == 0:
-            logger.warning("no shared memory (%s): using Gloo, which is slower", error)
-        return _gloo(group), f"shared memory failed: {error}"
+            logger.warning("no shared memory (%s): using TCP, which is slower", error)
+        return _tcp(group), f"shared memory failed: {error}"
     if transport.peer_memory:
         return transport, "all ranks on one host"
     return transport, (
@@ -109,13 +110,13 @@ def _hierarchical(group: Group, hosts: Sequence[Sequence[int]]) -> tuple[Transpo
     carriers = min(len(ranks) for ranks in hosts)
     cross = None
     if index < carriers:
-        cross = _gloo(_subgroup(group, [ranks[index] for ranks in hosts], f"cross{index}/"))
-    transport = HierarchicalTransport(group, local, cross, hosts, _gloo(group))
-    return transport, f"{len(hosts)} hosts, {local.name} inside and GLOO between them"
+        cross = _tcp(_subgroup(group, [ranks[index] for ranks in hosts], f"cross{index}/"))
+    transport = HierarchicalTransport(group, local, cross, hosts, _tcp(group))
+    return transport, f"{len(hosts)} hosts, {local.name} inside and TCP between them"
 
 
 def _without_choice(group: Group) -> Group:
-    """The same group, free to use shared memory although Gloo was asked for between hosts."""
+    """The same group, free to use shared memory although TCP was asked for between hosts."""
     config = dataclasses.replace(group.config, cpu_operations=None, controller=None)
     return dataclasses.replace(group, config=config)
 
@@ -130,10 +131,10 @@ def _subgroup(group: Group, members: Sequence[int], prefix: str) -> Group:
     )
 
 
-def _gloo(group: Group) -> Transport:
-    from horovod.transport.gloo import GlooTransport
+def _tcp(group: Group) -> Transport:
+    from horovod.transport.tcp import TcpTransport
 
-    return GlooTransport(dataclasses.replace(group, store=PrefixStore(group.store, "gloo/")))
+    return TcpTransport(dataclasses.replace(group, store=PrefixStore(group.store, "tcp/")))
 
 
 def _mpi(group: Group) -> Transport:

@@ -18,8 +18,8 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import MemoryStore, PrefixStore, StoreClient
 from horovod.engine.adasum import BLOCK, adasum_, segments_of_slice
 from horovod.transport.base import Group, Transport
-from horovod.transport.gloo import GlooTransport
 from horovod.transport.shared_memory import SharedMemoryTransport
+from horovod.transport.tcp import TcpTransport
 from tests.ranks import run_ranks
 
 TOLERANCES = {
@@ -291,7 +291,7 @@ def rank_of_adasum(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("kind", [SharedMemoryTransport, GlooTransport])
+@pytest.mark.parametrize("kind", [SharedMemoryTransport, TcpTransport])
 def test_on_real_ranks(kind, size, dtype):
     results = run_ranks(rank_of_adasum, size, kind, dtype)
     check(random_inputs(size, REAL_LENGTHS, dtype), results)

@@ -125,11 +125,11 @@ def _check(
 @pytest.mark.parametrize(
     ("ranks_per_host", "in_turn", "expected"),
     [
-        ([2, 2], False, r"HIERARCHICAL \(2 hosts, SHM inside and GLOO between them\)"),
-        ([2, 2], True, r"HIERARCHICAL \(2 hosts, SHM inside and GLOO between them\)"),
+        ([2, 2], False, r"HIERARCHICAL \(2 hosts, SHM inside and TCP between them\)"),
+        ([2, 2], True, r"HIERARCHICAL \(2 hosts, SHM inside and TCP between them\)"),
         ([2, 1], False, r"HIERARCHICAL \(2 hosts, "),
         ([1, 2], False, r"HIERARCHICAL \(2 hosts, "),
-        ([1, 1, 1], False, r"GLOO \(3 hosts with one rank each\)"),
+        ([1, 1, 1], False, r"TCP \(3 hosts with one rank each\)"),
     ],
     ids=["2+2", "2+2 in turn", "2+1", "1+2", "1+1+1"],
 )
@@ -144,9 +144,9 @@ def test_layouts(hosts: Hosts, ranks_per_host: list[int], in_turn: bool, expecte
         ({"HOROVOD_HIERARCHICAL_ALLGATHER": "0"}, r"HIERARCHICAL \(2 hosts"),
         (
             {"HOROVOD_HIERARCHICAL_ALLREDUCE": "0", "HOROVOD_HIERARCHICAL_ALLGATHER": "0"},
-            r"GLOO \(hierarchical operations are switched off\)",
+            r"TCP \(hierarchical operations are switched off\)",
         ),
-        ({"HOROVOD_CPU_OPERATIONS": "gloo"}, r"GLOO \(Gloo was asked for\)"),
+        ({"HOROVOD_CPU_OPERATIONS": "gloo"}, r"TCP \(TCP was asked for\)"),
         (
             {"HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_HIERARCHICAL_ALLREDUCE": "1"},
             r"HIERARCHICAL \(2 hosts, SHM inside",

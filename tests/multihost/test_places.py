@@ -34,7 +34,7 @@ SETS = {"one host": [0, 1], "other host": [2, 3], "across": [1, 2], "uneven": [0
 TRANSPORTS = {
     "one host": r"SHM \(all ranks on one host",
     "other host": r"SHM \(all ranks on one host",
-    "across": r"GLOO \(2 hosts with one rank each",
+    "across": r"TCP \(2 hosts with one rank each",
     "uneven": r"HIERARCHICAL \(2 hosts, SHM inside",
 }
 

@@ -12,11 +12,11 @@ from horovod.common.store import PrefixStore, Store
 from horovod.common.store_client import StoreClient
 from horovod.transport import hierarchical, pairwise
 from horovod.transport.base import Group, Transport
-from horovod.transport.gloo import GlooTransport
 from horovod.transport.hierarchical import HierarchicalTransport
 from horovod.transport.shared_memory import SharedMemoryTransport
 from horovod.transport.single import SingleTransport
 from horovod.transport.staged import StagedTransport
+from horovod.transport.tcp import TcpTransport
 
 WORLD = 10  # ranks of the world begin here, so that they differ from ranks of the group
 
@@ -52,10 +52,20 @@ def small_pieces(build: Builder) -> Builder:
 
     def built(group: Group) -> Transport:
         pairwise.PIECE = 64 * 1024
+        pairwise.ROUND_PIECE = 16 * 1024
         pairwise.MESSAGE = 100_000
-        pairwise.DIRECT = 1
         hierarchical.ONE_LANE = 1000
         return build(group)
+
+    return built
+
+
+def by_rounds(build: Builder) -> Builder:
+    """As among many ranks, that do not all talk to each other."""
+
+    def built(group: Group) -> Transport:
+        pairwise.DIRECT = 1
+        return small_pieces(build)(group)
 
     return built
 
@@ -82,15 +92,15 @@ def on_hosts(inside: Builder, hosts: Sequence[Sequence[int]], **knobs: bool) -> 
         cross = None
         if index < min(len(ranks) for ranks in hosts):
             lane = [ranks[index] for ranks in hosts]
-            cross = GlooTransport(_part(group, lane, f"lane-{index}"))
-        flat = GlooTransport(_part(group, range(group.size), "flat"))
+            cross = TcpTransport(_part(group, lane, f"lane-{index}"))
+        flat = TcpTransport(_part(group, range(group.size), "flat"))
         return HierarchicalTransport(group, local, cross, hosts, flat)
 
     return built
 
 
 def staged(group: Group) -> Transport:
-    return StagedTransport(group, GlooTransport(_part(group, range(group.size), "host")))
+    return StagedTransport(group, TcpTransport(_part(group, range(group.size), "host")))
 
 
 def shared_memory_staged(group: Group) -> Transport:
@@ -102,10 +112,12 @@ KINDS: dict[str, Kind] = {
     "single": Kind(1, SingleTransport),
     "shm": Kind(3, SharedMemoryTransport),
     "shm without peer memory": Kind(3, shared_memory_staged),
-    "gloo": Kind(2, GlooTransport),
-    "gloo in small pieces": Kind(3, small_pieces(GlooTransport)),
+    "tcp": Kind(2, TcpTransport),
+    "tcp in small pieces": Kind(3, small_pieces(TcpTransport)),
+    "tcp by rounds, 3": Kind(3, by_rounds(TcpTransport)),
+    "tcp by rounds, 5": Kind(5, by_rounds(TcpTransport)),
     "staged": Kind(2, staged),
-    "hierarchical, gloo, 2+2": Kind(4, small_pieces(on_hosts(GlooTransport, [[0, 1], [2, 3]]))),
+    "hierarchical, tcp, 2+2": Kind(4, small_pieces(on_hosts(TcpTransport, [[0, 1], [2, 3]]))),
     "hierarchical, shm, 2+2 mixed": Kind(
         4, small_pieces(on_hosts(SharedMemoryTransport, [[0, 2], [3, 1]]))
     ),

@@ -31,8 +31,8 @@ def use(rank: int, size: int) -> tuple[str, float]:
     [
         ({}, "SHM"),
         ({"HOROVOD_CPU_OPERATIONS": "shm"}, "SHM"),
-        ({"HOROVOD_CPU_OPERATIONS": "gloo"}, "GLOO"),
-        ({"HOROVOD_CPU_OPERATIONS": "CCL"}, "GLOO"),
+        ({"HOROVOD_CPU_OPERATIONS": "gloo"}, "TCP"),
+        ({"HOROVOD_CPU_OPERATIONS": "CCL"}, "TCP"),
     ],
 )
 def test_the_environment_chooses(variables: dict[str, str], expected: str) -> None:
@@ -53,10 +53,10 @@ def without_memory_files(rank: int, size: int) -> tuple[str, float]:
     return use(rank, size)
 
 
-def test_a_rank_that_cannot_share_memory_makes_all_fall_back_to_gloo_and_says_so() -> None:
+def test_a_rank_that_cannot_share_memory_makes_all_fall_back_to_tcp_and_says_so() -> None:
     with start_ranks(without_memory_files, 2) as ranks:
         outcomes = ranks.wait(60)
-    assert [outcome.result for outcome in outcomes] == [("GLOO", 1.0)] * 2
+    assert [outcome.result for outcome in outcomes] == [("TCP", 1.0)] * 2
     assert "no shared memory (rank 1: this system has no memory files)" in outcomes[0].output
 
 

@@ -1,0 +1,192 @@
+"""Messages over connected sockets: any number at a time, both ways, without a thread or a copy.
+
+Messages are queued on the stream of a peer and moved by whoever waits for them (`finish`). A
+message is made of pieces of memory, which the kernel gathers and scatters. It begins with its
+number on that connection and its size, so that ranks which are out of step find out instead of
+taking one message for another. Used by the TCP transport.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from horovod.common.exceptions import HorovodInternalError
+
+_HEADER = struct.Struct("<QQ")  # number of the message, bytes that follow
+_NOW = socket.MSG_DONTWAIT
+_MOST_PIECES = 512  # that one call takes; the kernel's limit is 1024
+
+Piece = Any  # a contiguous buffer that is not empty: memoryview, bytes or numpy array
+
+
+class Outgoing:
+    """A message to be sent. Its memory must not change until it is `done`."""
+
+    __slots__ = ("done", "pieces")
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.pieces = pieces
+        self.done = False
+
+
+class Incoming:
+    """A message to be received. Without `pieces` it is of any size, and put into `body`."""
+
+    __slots__ = ("body", "done", "header", "nbytes", "pieces", "then")
+
+    def __init__(
+        self,
+        pieces: list[Piece] | None,
+        nbytes: int | None,
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        self.header: bytearray | None = bytearray(_HEADER.size)
+        self.pieces: list[Piece] = [memoryview(self.header)]
+        if pieces is not None:
+            self.pieces += pieces
+        self.nbytes = nbytes  # None: whatever comes
+        self.then = then  # called when it has arrived, before the next message of the stream
+        self.body = b"" if nbytes is not None else bytearray()
+        self.done = False
+
+
+class Stream:
+    """The messages of one connection."""
+
+    __slots__ = ("_received", "_sent", "arriving", "leaving", "socket")
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.leaving: deque[Outgoing] = deque()
+        self.arriving: deque[Incoming] = deque()
+        self._sent = self._received = 0
+
+    def send(self, pieces: list[Piece], nbytes: int) -> Outgoing:
+        """Queue a message."""
+        message = Outgoing([_HEADER.pack(self._sent, nbytes), *pieces])
+        self._sent += 1
+        self.leaving.append(message)
+        return message
+
+    def receive(
+        self,
+        pieces: list[Piece] | None,
+        nbytes: int | None,
+        then: Callable[[], object] | None = None,
+    ) -> Incoming:
+        """Expect a message, after those that are expected already."""
+        message = Incoming(pieces, nbytes, then)
+        self.arriving.append(message)
+        return message
+
+    def push(self) -> bool:
+        """Send what the kernel takes; whether it took anything."""
+        moved = False
+        while self.leaving:
+            message = self.leaving[0]
+            pieces = message.pieces
+            try:
+                count = self.socket.sendmsg(pieces[:_MOST_PIECES], (), _NOW)
+            except BlockingIOError:
+                return moved
+            moved = True
+            _take(pieces, count)
+            if not pieces:
+                message.done = True
+                self.leaving.popleft()
+        return moved
+
+    def pull(self, flags: int = _NOW) -> bool:
+        """Receive what has arrived; whether there was anything.
+
+        Without flags it waits for the first bytes.
+        """
+        moved = False
+        while self.arriving:
+            message = self.arriving[0]
+            pieces = message.pieces
+            try:
+                if len(pieces) == 1:
+                    count = self.socket.recv_into(pieces[0], 0, flags)
+                else:
+                    count = self.socket.recvmsg_into(pieces[:_MOST_PIECES], 0, flags)[0]
+            except BlockingIOError:
+                return moved
+            if count == 0:
+                raise ConnectionResetError("the connection is closed")
+            moved, flags = True, _NOW
+            _take(pieces, count)
+            if message.header is not None:
+                self._check(message)
+            if not pieces:
+                message.done = True
+                self.arriving.popleft()
+                if message.then is not None:
+                    message.then()
+        return moved
+
+    def _check(self, message: Incoming) -> None:
+        """Once the header is complete, see whether this is the message that we expect."""
+        assert message.header is not None
+        pieces = message.pieces
+        if pieces and isinstance(pieces[0], memoryview) and pieces[0].obj is message.header:
+            return
+        number, nbytes = _HEADER.unpack(message.header)
+        message.header = None
+        if number != self._received or message.nbytes not in (None, nbytes):
+            raise HorovodInternalError(
+                f"out of step with a peer: message {number} of {nbytes} bytes arrived in place of "
+                f"message {self._received} of {message.nbytes} bytes; do all ranks run the same "
+                f"version of Horovod?"
+            )
+        self._received += 1
+        if message.nbytes is None and nbytes:
+            message.body = bytearray(nbytes)
+            pieces.append(memoryview(message.body))
+
+
+def finish(streams: Collection[Stream], done: Callable[[], bool] | None = None) -> None:
+    """Move messages until `done`, or until there is nothing left to move."""
+    while done is None or not done():
+        busy = [stream for stream in streams if stream.leaving or stream.arriving]
+        if not busy:
+            return
+        moved = False
+        for stream in busy:
+            if stream.leaving and stream.push():
+                moved = True
+            if stream.arriving and stream.pull():
+                moved = True
+        if moved:
+            continue
+        if len(busy) == 1 and not busy[0].leaving:
+            busy[0].pull(0)  # waits in the kernel: one call less than to poll before
+        else:
+            _wait(busy)
+
+
+def _wait(streams: Iterable[Stream]) -> None:
+    poll = select.poll()
+    for stream in streams:
+        events = select.POLLIN if stream.arriving else 0
+        poll.register(stream.socket, events | (select.POLLOUT if stream.leaving else 0))
+    poll.poll()
+
+
+def _take(pieces: list[Piece], count: int) -> None:
+    """Drop the first `count` bytes."""
+    whole = 0
+    for piece in pieces:
+        size = len(piece) if isinstance(piece, bytes) else piece.nbytes
+        if count < size:
+            if count:
+                pieces[whole] = memoryview(piece).cast("B")[count:]
+            break
+        count -= size
+        whole += 1
+    del pieces[:whole]

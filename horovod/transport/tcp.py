@@ -1,0 +1,485 @@
+"""Collectives over TCP, straight from Python. Called by the transport selection.
+
+The kernel does most of what a network engine does: it sends and receives while Python computes, and
+gathers and scatters memory. So nothing stands between a collective and its sockets (`streams`,
+`links`): no second thread to wake up for every message, no copy into buffers of an engine. Measured
+between two hosts that is faster than torch's Gloo at every size (`benchmarks/network.py`).
+
+- Agreement, and tensors so small that they travel with it: everybody gets everybody's record, in
+  the logarithm of the number of ranks of rounds, and reduces for itself, in the order of ranks.
+- Few ranks: each collects and reduces its share of the tensors, block by block, and sends out every
+  finished block while later ones are still arriving.
+- Many ranks: reduce-scatter and allgather among ranks at distances 1, 2, 4, ... (`pairwise`).
+
+When a connection ends, somebody has died, aborted or closed. Who and why comes, in this order, from
+what was posted in the store (`failures`), from which connections are dead and which processes of
+this host are. Then our own connections are shut down, so that the news reaches everybody whoever
+they wait for.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import string_at
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import torch
+
+from horovod.common.exceptions import HorovodInternalError, PeerLostError
+from horovod.common.reduce_op import ReduceOp
+from horovod.transport import pairwise
+from horovod.transport.arithmetic import NUMPY_TYPES, as_blocks, reduce_into
+from horovod.transport.base import WORD, Group
+from horovod.transport.failures import FailureBoard, again
+from horovod.transport.links import Links, failed_to_connect
+from horovod.transport.pairwise import PairwiseTransport
+from horovod.transport.shares import Memory, Plan, whole
+from horovod.transport.streams import Incoming, Outgoing, Stream, finish
+
+INLINE = 64 * 1024  # bytes that may travel with an agreement
+INLINE_TOTAL = 256 * 1024  # ... as long as all that arrives at one rank stays below this
+BLOCK_TOTAL = 4 * 1024 * 1024  # bytes of one block, from all ranks together
+AHEAD = 2  # blocks of each peer that may wait for those of others
+_LEAVE_SECONDS = 1.0  # how long a closing rank lets the others finish what they read from it
+_KEPT = 256  # plans that are remembered
+_ABSENT = (1 << 64) - 1  # a record without payload
+_RECORD = struct.Struct("<QQ")  # bytes of words, bytes of payload
+
+# Gradients overflow in the course of loss scaling, which is nobody's business but the user's.
+_quietly = np.errstate(over="ignore", invalid="ignore")
+
+
+class _Preload(NamedTuple):
+    """What was sent along with an agreement."""
+
+    tensors: Sequence[torch.Tensor]  # the very list that was announced
+    payloads: list[Any]  # everybody's, in the order of ranks
+
+
+class _Place(NamedTuple):
+    """Scratch memory for a block, as the kernel and as arithmetic take it."""
+
+    buffer: Any
+    operand: Any
+
+
+class TcpTransport(PairwiseTransport):
+    """The transport of ranks that reach each other over TCP."""
+
+    name = "TCP"
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.vectored = group.size <= pairwise.DIRECT
+        self.on_failure: Callable[[HorovodInternalError], object] | None = None  # from any thread
+        self._board = FailureBoard(group)
+        self._failure: HorovodInternalError | None = None
+        self._closed = False
+        self._calls = threading.Lock()  # held during a collective
+        self._stopping = threading.Lock()
+        self._streams: dict[int, Stream] = {}
+        self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+        self._places: dict[tuple[Any, ...], _Place] = {}
+        self._block = BLOCK_TOTAL // group.size // 64 * 64
+        self._preloaded: _Preload | None = None
+        # Whoever sends much at once must not wait for a peer that sends to it at the same time.
+        self._inline = min(INLINE, INLINE_TOTAL // group.size)
+        self._links: Links | None = None
+        seconds = group.config.gloo_timeout_seconds
+        try:
+            self._links = Links(group, self._on_end)
+            self._links.connect(self._neighbours(), seconds)
+            self.barrier()  # everybody is here, or somebody's connections end
+        except (OSError, ValueError, TimeoutError) as error:
+            self._close_now()
+            raise failed_to_connect(group, error) from error
+        except HorovodInternalError:
+            self._close_now()
+            raise
+
+    def _neighbours(self) -> list[int]:
+        """The ranks that collectives talk to: all, or those at distances 1, 2, 4, ..."""
+        if self.size <= pairwise.DIRECT:
+            return list(self._peers)
+        return sorted(
+            {
+                (self.rank + sign * (1 << power)) % self.size
+                for power in range((self.size - 1).bit_length())
+                for sign in (1, -1)
+            }
+        )
+
+    # -- messages --------------------------------------------------------------------------
+
+    def _stream(self, rank: int) -> Stream:
+        stream = self._streams.get(rank)
+        if stream is None:
+            assert self._links is not None
+            stream = self._streams[rank] = Stream(self._links.to(rank))
+        return stream
+
+    def _send(self, data: torch.Tensor, rank: int) -> Outgoing:
+        return self._stream(rank).send([data.numpy()], data.numel())
+
+    def _receive(self, data: torch.Tensor, rank: int) -> Incoming:
+        return self._stream(rank).receive([data.numpy()], data.numel())
+
+    def _finish(self, pending: list[Any]) -> None:
+        if pending:
+            finish(self._streams.values(), lambda: all(message.done for message in pending))
+
+    def _move_all(self) -> None:
+        finish(self._streams.values())
+
+    # -- agreement -------------------------------------------------------------------------
+
+    def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
+        self._preloaded = None
+        with self._guard():
+            payload = None if preload is None else self._payload(preload)
+            head = _RECORD.pack(len(words), _ABSENT if payload is None else len(payload)) + words
+            records = self._gather(head if payload is None else head + payload)
+            length = len(head)
+            if all(record[:length] == head for record in records):
+                if preload is not None and payload is not None:
+                    self._preloaded = _Preload(preload, [record[length:] for record in records])
+                return len(words) // WORD
+            return _common_words(records)
+
+    def _payload(self, tensors: Sequence[torch.Tensor]) -> bytes | None:
+        """The content of tensors that are small enough to be sent along."""
+        if sum([tensor.nbytes for tensor in tensors]) > self._inline:
+            return None
+        return b"".join([string_at(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
+
+    def _gather(self, record: bytes) -> list[Any]:
+        """Everybody's record, in the order of ranks.
+
+        After each round a rank has the records of twice as many ranks, those that follow it.
+        """
+        if self.size == 2:
+            theirs = self._swap(1 - self.rank, 1 - self.rank, record)
+            return [record, theirs] if self.rank == 0 else [theirs, record]
+        held: list[Any] = [record]
+        distance = 1
+        while distance < self.size:
+            passed = held[: self.size - distance]
+            lengths = struct.pack(f"<{len(passed)}Q", *map(len, passed))
+            arrived = self._swap(
+                (self.rank - distance) % self.size,
+                (self.rank + distance) % self.size,
+                b"".join((lengths, *passed)),
+            )
+            held += _unbundle(arrived, len(passed))
+            distance *= 2
+        return held[self.size - self.rank :] + held[: self.size - self.rank]
+
+    def _swap(self, target: int, source: int, data: bytes) -> memoryview:
+        """Send a message to one rank, and what another sends us."""
+        sending, receiving = self._stream(target), self._stream(source)
+        sent = sending.send([data], len(data))
+        awaited = receiving.receive(None, None)
+        sending.push()
+        if sent.done and receiving is sending:
+            receiving.pull(0)
+        finish(
+            (sending,) if receiving is sending else (sending, receiving),
+            lambda: sent.done and awaited.done,
+        )
+        return memoryview(awaited.body)
+
+    # -- reducing --------------------------------------------------------------------------
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        self.allreduce_vector([tensor], op)
+
+    @_quietly
+    def allreduce_vector(
+        self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float = 1.0
+    ) -> None:
+        preloaded, self._preloaded = self._preloaded, None
+        with self._guard():
+            if preloaded is not None and preloaded.tensors is tensors:
+                _reduce_payloads(preloaded.payloads, tensors, op, scale)
+                return
+            nbytes = sum([tensor.nbytes for tensor in tensors])
+            if not nbytes:
+                return
+            if nbytes <= self._inline:
+                payload = self._payload(tensors)
+                assert payload is not None
+                _reduce_payloads(self._gather(payload), tensors, op, scale)
+            elif self.size <= pairwise.DIRECT:
+                self._reduce_directly(tensors, op, scale)
+            else:
+                (tensor,) = tensors
+                self._reduce_by_rounds(tensor, op)
+                if scale != 1.0:
+                    tensor.mul_(scale)
+
+    def _plan(self, tensors: Sequence[torch.Tensor]) -> Plan:
+        width, counts = tensors[0].dtype.itemsize, tuple([t.numel() for t in tensors])
+        plan = self._plans.get((width, counts))
+        if plan is None:
+            if len(self._plans) >= _KEPT:
+                self._plans.popitem(last=False)
+            plan = self._plans[width, counts] = Plan(counts, width, self.size, self._block)
+        return plan
+
+    def _reduce_directly(self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float) -> None:
+        """Collect our share from everybody, and give the result to everybody, block by block.
+
+        A peer's result for a block arrives after it has our part of that block: so what it
+        overwrites has left.
+        """
+        plan, memory = self._plan(tensors), Memory(tensors)
+        streams = {peer: self._stream(peer) for peer in self._peers}
+        for peer, stream in streams.items():
+            for block in plan.blocks[peer]:
+                stream.send(memory.buffers(block), block.nbytes)
+        mine, dtype = plan.blocks[self.rank], tensors[0].dtype
+        arrived: list[dict[int, Any]] = [{} for _ in mine]  # of each block, by rank
+
+        def expect(number: int) -> None:
+            block = mine[number]
+            for peer, stream in streams.items():
+                place = self._place(dtype, peer, number % AHEAD, block.edges[-1])
+                then = partial(came, number, peer, place.operand)
+                stream.receive([place.buffer], block.nbytes, then)
+                if number == len(mine) - 1:
+                    expect_results(peer, stream)
+
+        def expect_results(peer: int, stream: Stream) -> None:
+            for block in plan.blocks[peer]:
+                stream.receive(memory.buffers(block), block.nbytes)
+
+        def came(number: int, peer: int, operand: Any) -> None:
+            theirs = arrived[number]
+            theirs[peer] = operand
+            if len(theirs) < len(streams):
+                return
+            block = mine[number]
+            for start, stop, own in zip(
+                block.edges, block.edges[1:], memory.operands(block), strict=False
+            ):
+                operands = [
+                    own if rank == self.rank else theirs[rank][start:stop]
+                    for rank in range(self.size)
+                ]
+                reduce_into(own, operands, op)
+                if scale != 1.0:
+                    own *= scale
+            for stream in streams.values():
+                stream.send(memory.buffers(block), block.nbytes)
+            if number + AHEAD < len(mine):
+                expect(number + AHEAD)
+
+        for number in range(min(AHEAD, len(mine))):
+            expect(number)
+        if not mine:
+            for peer, stream in streams.items():
+                expect_results(peer, stream)
+        self._move_all()
+
+    def _place(self, dtype: torch.dtype, peer: int, slot: int, count: int) -> _Place:
+        """Where so many elements of a peer may arrive."""
+        key = (dtype, peer, slot, count)
+        place = self._places.get(key)
+        if place is None:
+            if len(self._places) >= _KEPT:
+                self._places.clear()
+            per_peer = AHEAD * self._block
+            scratch = self._scratch_for(self.size * per_peer)
+            start = peer * per_peer + slot * self._block
+            memory = scratch[start : start + count * dtype.itemsize]
+            place = _Place(memory.numpy(), as_blocks(memory.view(dtype)))
+            self._places[key] = place
+        return place
+
+    # -- failure ---------------------------------------------------------------------------
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        with self._calls:
+            if self._failure is not None:
+                raise again(self._failure)
+            try:
+                yield
+            except BaseException as error:
+                failure = self._stop(self._explain(error))
+                if isinstance(error, Exception):
+                    raise again(failure) from error
+                raise
+            finally:
+                self._reset_if_broken()
+
+    def _reset_if_broken(self) -> None:
+        """Nobody uses the connections any more: let the others know, whatever they wait for."""
+        if self._failure is not None and self._links is not None:
+            self._links.reset()
+
+    def _explain(self, error: BaseException) -> HorovodInternalError:
+        if self._failure is not None:
+            return self._failure
+        me = self.group.describe(self.rank)
+        if isinstance(error, HorovodInternalError):
+            return error
+        if not isinstance(error, OSError):
+            return HorovodInternalError(
+                f"{me} failed in a collective: {type(error).__name__}: {error}"
+            )
+        posted = self._board.look()
+        return posted if posted is not None else self._lost(error)
+
+    def _on_end(self, rank: int) -> None:
+        """The other end of a connection closed, whether or not anybody here waits for it."""
+        if self._failure is None and not self._board.said_goodbye(rank):
+            self._stop(self._board.look() or self._lost())
+
+    def _lost(self, error: OSError | None = None) -> HorovodInternalError:
+        """Nobody said why: find out whose end of the connection is gone."""
+        links = self._links
+        broken = [] if links is None else [rank for rank in links.open if links.is_dead(rank)]
+        dead = [rank for rank in broken if self._has_died(rank)]
+        served = [r for r in broken if self.group.global_ranks[r] == 0]
+        if dead:
+            lost = dead
+        elif self._board.unreachable and served:
+            lost = served  # it serves the store, which is gone with it
+        else:
+            lost = broken[:1]
+        if not lost:
+            me = self.group.describe(self.rank)
+            return HorovodInternalError(f"{me} failed in a collective: {error}")
+        said = "; ".join(self._obituary(rank, error) for rank in sorted(lost))
+        return PeerLostError(said, sorted(lost))
+
+    def _has_died(self, rank: int) -> bool:
+        """Whether it ran where we see processes, and does not any more."""
+        assert self._links is not None
+        place = self._links.places[rank]
+        if place.pids != self._links.places[self.rank].pids:
+            return False
+        try:
+            return bool(psutil.Process(place.pid).status() == psutil.STATUS_ZOMBIE)
+        except psutil.Error:
+            return True
+
+    def _obituary(self, rank: int, error: OSError | None) -> str:
+        assert self._links is not None
+        place = self._links.places[rank]
+        who = f"{self.group.describe(rank)} (pid {place.pid} on {place.host})"
+        if self._board.said_goodbye(rank):
+            return f"{who} has shut down Horovod"
+        if isinstance(error, TimeoutError):
+            seconds = self.group.config.gloo_timeout_seconds
+            return (
+                f"{who} is cut off: it did not answer for {seconds:g} s "
+                f"(HOROVOD_GLOO_TIMEOUT_SECONDS)"
+            )
+        return f"{who} has died or was cut off: its connection is closed"
+
+    def _stop(self, failure: HorovodInternalError) -> HorovodInternalError:
+        """Break the transport for everybody; returns the reason, which may be an earlier one."""
+        with self._stopping:
+            if self._failure is not None:
+                return self._failure
+            self._failure = failure
+        self._board.post(failure)
+        if self._links is not None:
+            self._links.shut_down()
+            if self._calls.acquire(blocking=False):  # else whoever is in a collective does it
+                self._reset_if_broken()
+                self._calls.release()
+        if self.on_failure is not None:
+            self.on_failure(failure)
+        return failure
+
+    def abort(self, reason: str) -> None:
+        self._stop(HorovodInternalError(reason))
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if not self._calls.acquire(blocking=False):
+            self._stop(HorovodInternalError("Horovod was shut down during a collective"))
+            self._calls.acquire()
+        try:
+            if self._failure is None:
+                self._failure = HorovodInternalError("Horovod has been shut down")
+                self._board.say_goodbye()
+            self._close_now()
+        finally:
+            self._calls.release()
+
+    def _close_now(self) -> None:
+        self._closed = True
+        if self._links is not None:
+            self._links.close(_LEAVE_SECONDS)
+        self._streams.clear()
+        self._places.clear()
+        self._preloaded = None
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def after_fork_in_child(self) -> None:
+        if self._links is not None:
+            self._links.after_fork_in_child()
+        self._closed = True
+        self._failure = HorovodInternalError("a forked child takes no part in collectives")
+
+
+def _common_words(records: Sequence[Any]) -> int:
+    """How many leading words are the same in all records."""
+    queues = []
+    for record in records:
+        nbytes, _ = _RECORD.unpack_from(record)
+        queues.append(bytes(record[_RECORD.size : _RECORD.size + nbytes]))
+    fewest = min(len(queue) for queue in queues) // WORD
+    first = queues[0]
+    for number in range(fewest):
+        word = first[number * WORD : (number + 1) * WORD]
+        if any(queue[number * WORD : (number + 1) * WORD] != word for queue in queues[1:]):
+            return number
+    return fewest
+
+
+def _unbundle(data: memoryview, count: int) -> list[memoryview]:
+    """The records of a bundle: their lengths come first."""
+    records = []
+    start = 8 * count
+    for length in struct.unpack_from(f"<{count}Q", data):
+        records.append(data[start : start + length])
+        start += length
+    return records
+
+
+def _reduce_payloads(
+    payloads: Sequence[Any], tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float
+) -> None:
+    """Reduce what everybody sent, in the order of ranks, into `tensors`."""
+    if not payloads[0]:
+        return
+    dtype = tensors[0].dtype
+    kind = NUMPY_TYPES.get(dtype)
+    operands: list[Any]
+    if kind is not None:
+        operands = [np.frombuffer(payload, kind) for payload in payloads]
+    else:
+        operands = [torch.frombuffer(bytearray(payload), dtype=dtype) for payload in payloads]
+    start = 0
+    for target in whole(tensors):
+        stop = start + len(target)
+        reduce_into(target, [operand[start:stop] for operand in operands], op)
+        if scale != 1.0:
+            target *= scale
+        start = stop
