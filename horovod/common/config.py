@@ -74,6 +74,12 @@ class Config:
     cache_capacity: int = _knob(
         1024, _ENGINE, "Entries of the cache of agreed requests; 0 disables it.", minimum=0
     )
+    overlap_backward: bool | None = _knob(
+        None,
+        _ENGINE,
+        "Whether gradients are reduced while backward goes on. Unset: on accelerators and between "
+        "hosts.",
+    )
     disable_group_fusion: bool = _knob(
         False, _ENGINE, "Fuse the tensors of a group only with each other."
     )

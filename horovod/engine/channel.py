@@ -108,6 +108,11 @@ class Channel:
         return request
 
     @property
+    def crosses_hosts(self) -> bool:
+        """Whether reducing means waiting for a network."""
+        return self._transport.crosses_hosts
+
+    @property
     def algorithms(self) -> tuple[str, ...]:
         """The ways to reduce among which `tune` chooses; the first is used at the beginning."""
         return self._transport.algorithms

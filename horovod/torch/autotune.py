@@ -93,6 +93,11 @@ class Terms:
     most_samples: int
     fixed: frozenset[str]
 
+    @property
+    def is_fixed_bucket(self) -> bool:
+        """Whether the user has chosen the size of buckets."""
+        return _BUCKETS in self.fixed
+
     @classmethod
     def of(cls, agreed: Sequence[int]) -> Terms:
         off, no_core, num_warmup, num_steps, most, *fixed = agreed
@@ -175,6 +180,22 @@ class StepClock:
         return [start.elapsed_time(end) / 1000 for start, end in pairs]
 
 
+def greatest(mine: Sequence[float], process_set: ProcessSet) -> tuple[list[float], bool]:
+    """The greatest of each of all ranks' numbers, and whether all ranks brought theirs.
+
+    Not while a rank has joined. For what is measured between steps, in the same step on all ranks.
+    """
+    number, place, size = process_set.process_set_id, process_set.rank(), process_set.size()
+    assert number is not None
+    assert size is not None
+    present = [float(rank == place) for rank in range(size)]
+    vector = torch.tensor([*mine, *present], dtype=torch.float64)
+    name = "DistributedOptimizer.autotune"
+    runtime.allreduce([vector], [vector], name, Max, 1.0, 1.0, number, False).wait()
+    found = vector.tolist()
+    return found[: len(mine)], min(found[len(mine) :]) > 0
+
+
 class StepTuner:
     """Tunes the reduction of one optimizer's gradients."""
 
@@ -188,17 +209,16 @@ class StepTuner:
         terms: Terms,
         process_set: ProcessSet,
     ) -> None:
-        number, place, size = process_set.process_set_id, process_set.rank(), process_set.size()
+        number, place = process_set.process_set_id, process_set.rank()
         assert number is not None
         assert place is not None
-        assert size is not None
         self._name = name
         self._params = list(params)
         self._grouped = grouped
         self._overlap = overlap
         self._bucket_bytes = bucket_bytes
         self._terms = terms
-        self._number, self._place, self._size = number, place, size
+        self._process_set, self._place = process_set, place
         self._channel: Channel = runtime.channel(number)
         self._joins = self._channel.num_joins
         devices = [param.device for _, param in params if not param.is_cpu]
@@ -232,12 +252,8 @@ class StepTuner:
         """The slowest rank's time, whether any is busy with another optimizer, and if all came."""
         other = _active() if _active is not None else None
         busy = other is not None and other is not self and other._is_at_work()
-        present = [float(rank == self._place) for rank in range(self._size)]
-        vector = torch.tensor([seconds, float(busy), *present], dtype=torch.float64)
-        name = "DistributedOptimizer.autotune"
-        runtime.allreduce([vector], [vector], name, Max, 1.0, 1.0, self._number, False).wait()
-        slowest, is_busy, *came = vector.tolist()
-        return slowest, is_busy > 0, min(came) > 0
+        (slowest, is_busy), complete = greatest([seconds, float(busy)], self._process_set)
+        return slowest, is_busy > 0, complete
 
     def _is_at_work(self) -> bool:
         return not self.settled and self._channel.failure is None

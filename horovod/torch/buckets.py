@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,10 +13,29 @@ from horovod.engine.request import Request
 Named = tuple[str, torch.nn.Parameter]
 
 
+class Watched(NamedTuple):
+    """A gradient as it was when its reduction began."""
+
+    name: str
+    param: torch.nn.Parameter
+    gradient: torch.Tensor
+    version: int
+
+
 class Bucket:
     """Parameters whose gradients are reduced together."""
 
-    __slots__ = ("awaited", "dtype", "finishers", "lane", "name", "params", "requests", "started")
+    __slots__ = (
+        "awaited",
+        "dtype",
+        "finishers",
+        "lane",
+        "name",
+        "params",
+        "requests",
+        "started",
+        "watched",
+    )
 
     def __init__(self, name: str, params: Sequence[Named]) -> None:
         self.name = name
@@ -27,6 +47,7 @@ class Bucket:
         alike = len(dtypes) == len(devices) == 1 and all(p.is_contiguous() for _, p in params)
         self.dtype = dtypes.pop() if alike else None
         self.lane: Lane | None = None
+        self.watched: list[Watched] = []
         self.reset()
 
     def gradients(self) -> list[torch.Tensor] | None:
@@ -44,12 +65,36 @@ class Bucket:
                 or not param.requires_grad
             ):
                 return None
-            found.append(gradient)
+            found.append(gradient.data)  # see `watch`
         return found if len(found) > 1 else [found[0].view(-1)]
+
+    def watch(self) -> None:
+        """Note what the gradients are now, while they are about to be reduced beside the program.
+
+        torch counts changes of a tensor; those made through `Tensor.data`, as the engine's, do not
+        count.
+        """
+        self.watched = [
+            Watched(name, param, param.grad, param.grad._version)
+            for name, param in self.params
+            if param.grad is not None and param.is_cpu
+        ]
+
+    def check_unchanged(self) -> None:
+        """Raise if the program has changed a gradient that was being reduced."""
+        for name, param, gradient, version in self.watched:
+            if param.grad is not gradient or gradient._version != version:
+                raise RuntimeError(
+                    f"the gradient of {name!r} was changed between backward() and step(), while it "
+                    f"was being reduced: call optimizer.synchronize() before you change gradients "
+                    f"(clipping, for example), and then step() inside `with "
+                    f"optimizer.skip_synchronize():`; or set HOROVOD_OVERLAP_BACKWARD=0"
+                )
 
     def reset(self) -> None:
         self.awaited = len(self.params)  # gradients that have not arrived yet
         self.started = False
+        self.watched = []
         self.requests: list[Request] = []
         self.finishers: list[Callable[[], object]] = []
 

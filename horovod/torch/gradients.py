@@ -1,9 +1,9 @@
 """Reducing the gradients of a model's parameters, bucket by bucket. Used by DistributedOptimizer.
 
 A bucket is one group request to the engine. Gradients are reduced where they are: nothing is
-copied into or out of a buffer of ours, except that the engine packs the small ones. With cores to
-spare, or on an accelerator, a bucket starts as soon as its last gradient has arrived, while
-backward goes on; otherwise all gradients are reduced together after backward.
+copied into or out of a buffer of ours, except that the engine packs the small ones. On an
+accelerator and between hosts (`overlap`) a bucket starts as soon as its last gradient has arrived,
+while backward goes on; otherwise all gradients are reduced together after backward.
 
 Ranks must cut the same buckets and call them by the same names, whatever differs between their
 machines and whatever else each of them has done before. They agree on that in the first step.
@@ -11,6 +11,7 @@ machines and whatever else each of them has done before. They agree on that in t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -21,19 +22,14 @@ from horovod.common.topology import Topology
 from horovod.engine.heap import join_pages
 from horovod.engine.lane import Lane
 from horovod.engine.runtime import runtime
-from horovod.torch.autotune import NUM_WISHES, StepTuner, Terms, wishes
+from horovod.torch.autotune import NUM_WISHES, StepTuner, Terms, greatest, wishes
 from horovod.torch.buckets import Bucket, cut
 from horovod.torch.buckets import Named as Named
 from horovod.torch.compression import Compressor, NoneCompressor
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
 from horovod.torch.layouts import is_dense, memory_shape
+from horovod.torch.overlap import TRIAL_STEPS, can_overlap, device_bucket, network_bucket
 from horovod.torch.sparse import sparse_allreduce_async, sparse_tensor
-
-# Bytes reduced at a time while backward goes on: a quarter of all, so that most are on their way
-# before it ends, within these bounds. Each bucket costs Python some 0.3 ms beside the hooks.
-LARGEST_BUCKET = 128 * 1024 * 1024
-SMALLEST_BUCKET = 8 * 1024 * 1024
-_SHARES = 4
 
 # After these steps the heap is put on huge pages: tensors find their places in it in the first few,
 # and other ones when the program changes.
@@ -64,11 +60,14 @@ class GradientReducer:
         self.hook = hook
         self.name = ""
         self._params = list(params)
+        self._total = sum(param.nbytes for _, param in params)
         self._params_in_order = self._params  # of arrival, once the ranks have agreed
         self._index = {param: index for index, (_, param) in enumerate(params)}
         self._groups = groups
         self._agreed_in: Topology | None = None  # the job whose ranks have agreed
         self._overlap = False
+        self._limit = 0  # bytes of the largest bucket that all ranks want
+        self._trial: list[float] | None = None  # seconds, while it is measured how long all takes
         self._tuner: StepTuner | None = None  # while HOROVOD_AUTOTUNE is at work
         self._arrivals: list[int] = []  # until then
         self._sparse_dims: dict[int, int] = {}  # of parameters with sparse gradients, by index
@@ -117,6 +116,7 @@ class GradientReducer:
         if self._agreed_in is not runtime.topology:
             self._agree()
         failure: Exception | None = None
+        began = time.perf_counter()
         try:
             for bucket in self._buckets:
                 if not bucket.started:
@@ -127,6 +127,8 @@ class GradientReducer:
         if failure is not None:
             raise failure
         self._steps += 1
+        if self._trial is not None:
+            self._try(self._trial, time.perf_counter() - began)
         if self._steps in _JOINING and any(param.is_cpu for _, param in self._params):
             join_pages()
         if self._tuner is not None:
@@ -141,7 +143,11 @@ class GradientReducer:
         failure: Exception | None = None
         try:
             for bucket in self._buckets:
-                for wait in (*(request.wait for request in bucket.requests), *bucket.finishers):
+                for wait in (
+                    *(request.wait for request in bucket.requests),
+                    bucket.check_unchanged,
+                    *bucket.finishers,
+                ):
                     try:
                         wait()
                     except Exception as error:
@@ -155,6 +161,8 @@ class GradientReducer:
 
     def _start(self, bucket: Bucket, background: bool) -> None:
         bucket.started = True
+        if background:
+            bucket.watch()
         gradients = bucket.gradients() if bucket.lane is not None else None
         if bucket.lane is not None and gradients is not None:
             at_once = not background and gradients[0].is_cpu
@@ -242,7 +250,7 @@ class GradientReducer:
         same on all ranks; a gradient may be laid out differently on each.
         """
         assert param.grad is not None
-        gradient = param.grad.detach()
+        gradient = param.grad.data  # see Bucket.watch
         if gradient.is_contiguous() and param.is_contiguous():
             flat = gradient.view(-1)
         elif gradient.stride() == param.stride() and is_dense(gradient):
@@ -312,8 +320,8 @@ class GradientReducer:
         vector = torch.tensor(
             [
                 _num_named,
-                0 if _can_overlap(self._params) else 1,
-                -min(runtime.config.fusion_threshold, LARGEST_BUCKET),
+                0 if self._can_overlap() else 1,
+                -runtime.config.fusion_threshold,
                 *wishes(runtime.config, runtime.topology),
                 *(1 if index == place else 0 for index in range(size)),
                 *(order if place == 0 else [0] * count),
@@ -332,22 +340,55 @@ class GradientReducer:
         if not present[0]:
             order = list(reversed(range(count)))
         self._params_in_order = [self._params[index] for index in order]
-        total = sum(param.nbytes for _, param in self._params)
-        most = min(-negative, max(SMALLEST_BUCKET, total // _SHARES))
-        self._make(no_overlap == 0, most)
-        self._tuner = None
+        self._limit = -negative
+        most = device_bucket(self._total, self._limit)
+        overlap = no_overlap == 0
+        self._trial = self._tuner = None
         if min(present) == 1:
             self._agreed_in = runtime.topology
-            if terms.enabled:
-                self._tuner = StepTuner(
-                    self.name,
-                    self._params_in_order,
-                    self._groups is not None,
-                    self._overlap,
-                    most,
-                    terms,
-                    self.process_set,
-                )
+            if overlap and self._needs_trial() and not terms.enabled and not terms.is_fixed_bucket:
+                self._trial, overlap = [], False
+        self._make(overlap, most)
+        if min(present) == 1 and terms.enabled:
+            self._tuner = StepTuner(
+                self.name,
+                self._params_in_order,
+                self._groups is not None,
+                self._overlap,
+                most,
+                terms,
+                self.process_set,
+            )
+
+    def _can_overlap(self) -> bool:
+        """What this rank says of it."""
+        on_device = any(not param.is_cpu for _, param in self._params)
+        return can_overlap(on_device, self._crosses_hosts(), runtime.config.overlap_backward)
+
+    def _crosses_hosts(self) -> bool:
+        number = self.process_set.process_set_id
+        assert number is not None
+        return runtime.channel(number).crosses_hosts
+
+    def _needs_trial(self) -> bool:
+        """Whether the size of buckets depends on a network, and is not given by the user."""
+        in_host_memory = all(param.is_cpu for _, param in self._params)
+        return self._groups is None and in_host_memory and self._crosses_hosts()
+
+    def _try(self, trial: list[float], seconds: float) -> None:
+        """All gradients were reduced at once in so many seconds; after some of that, cut buckets.
+
+        A rank that others wait for sees what the network alone takes, so the least time counts.
+        """
+        trial.append(seconds)
+        if len(trial) < TRIAL_STEPS:
+            return
+        (least,), complete = greatest([-min(trial)], self.process_set)
+        if not complete:  # while a rank has joined: it could not know what the others make of it
+            del trial[0]
+            return
+        self._trial = None
+        self._make(True, network_bucket(self._total, self._limit, -least))
 
     def _tune(self, tuner: StepTuner) -> None:
         """Go on as the measured times say; between steps, and on all ranks alike."""
@@ -371,15 +412,6 @@ class GradientReducer:
             if members
         ]
         self._bucket_of = {self._index[param]: b for b in self._buckets for _, param in b.params}
-
-
-def _can_overlap(params: Sequence[Named]) -> bool:
-    """Whether to reduce beside backward: on an accelerator, which works while Python waits.
-
-    In host memory a second thread costs more than it hides, even with cores to spare: ResNet-18 on
-    two of sixteen cores took 16 % longer than without communication, and 5 % longer all at once.
-    """
-    return any(not param.is_cpu for _, param in params)
 
 
 def _nothing(param: torch.nn.Parameter, num_sparse: int | None) -> torch.Tensor:

@@ -55,6 +55,7 @@ class Transport(ABC):
     """
 
     vectored: bool = False  # whether `allreduce_vector` takes more than one tensor
+    crosses_hosts: bool = False  # whether a collective waits for a network more than it computes
     algorithms: tuple[str, ...] = ()  # ways to reduce, if `use` has a choice; the default first
     name: ClassVar[str]  # for people, and the timeline's phases: "SHM", "GLOO", "NCCL", "MPI", ...
 

@@ -45,6 +45,7 @@ class HierarchicalTransport(Transport):
     """
 
     name = "HIERARCHICAL"
+    crosses_hosts = True
 
     def __init__(
         self,

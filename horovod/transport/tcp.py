@@ -46,6 +46,8 @@ from horovod.transport.streams import Incoming, Outgoing, Stream, finish
 INLINE = 64 * 1024  # bytes that may travel with an agreement
 INLINE_TOTAL = 256 * 1024  # ... as long as all that arrives at one rank stays below this
 BLOCK_TOTAL = 4 * 1024 * 1024  # bytes of one block, from all ranks together
+SMALLEST_BLOCK = 128 * 1024
+BLOCKS = 4  # of a share, at least: the results of one travel while the next arrive
 AHEAD = 2  # blocks of each peer that may wait for those of others
 _LEAVE_SECONDS = 1.0  # how long a closing rank lets the others finish what they read from it
 _KEPT = 256  # plans that are remembered
@@ -74,6 +76,7 @@ class TcpTransport(PairwiseTransport):
     """The transport of ranks that reach each other over TCP."""
 
     name = "TCP"
+    crosses_hosts = True
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -230,7 +233,9 @@ class TcpTransport(PairwiseTransport):
         if plan is None:
             if len(self._plans) >= _KEPT:
                 self._plans.popitem(last=False)
-            plan = self._plans[width, counts] = Plan(counts, width, self.size, self._block)
+            share = sum(counts) * width // self.size
+            block = min(self._block, max(SMALLEST_BLOCK, share // BLOCKS // 64 * 64))
+            plan = self._plans[width, counts] = Plan(counts, width, self.size, block)
         return plan
 
     def _reduce_directly(self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float) -> None:

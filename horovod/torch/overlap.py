@@ -1,0 +1,44 @@
+"""Whether gradients are reduced while backward goes on, and how many bytes at a time.
+
+Facts in, decisions out: `horovod.torch.gradients` brings the facts of all ranks together, so that
+all decide alike.
+
+- On an accelerator a bucket is reduced as soon as it is complete: the device works by itself.
+- Between hosts too: backward hides the time that the network takes. How much goes at a time depends
+  on the network, and is measured in the first steps: each bucket costs Python something, but
+  everybody waits for the last one.
+- Inside one host a second thread costs more than it hides, even with cores to spare: ResNet-18 on
+  two of sixteen cores took 16 % longer than without communication, and 5 % longer all at once.
+"""
+
+from __future__ import annotations
+
+MEBIBYTE = 1 << 20
+
+# On an accelerator: a quarter of all, so that most are on their way before backward ends.
+LARGEST_BUCKET = 128 * MEBIBYTE
+SMALLEST_BUCKET = 8 * MEBIBYTE
+_SHARES = 4
+
+# Between hosts: what it takes this long to reduce. Measured with 1 Gbit/s (1 MiB) and more.
+_BUCKET_SECONDS = 0.008
+SMALLEST_NETWORK_BUCKET = MEBIBYTE
+TRIAL_STEPS = 3  # all at once, of which the fastest counts: connections warm up
+
+
+def can_overlap(on_device: bool, over_network: bool, wanted: bool | None) -> bool:
+    """Whether to reduce while backward goes on; `wanted` is what the user says."""
+    return on_device or over_network if wanted is None else wanted
+
+
+def device_bucket(total: int, limit: int) -> int:
+    """Bytes of a bucket on an accelerator, of `total` bytes of gradients."""
+    return min(limit, LARGEST_BUCKET, max(SMALLEST_BUCKET, total // _SHARES))
+
+
+def network_bucket(total: int, limit: int, seconds: float) -> int:
+    """Bytes of a bucket where reducing all `total` bytes at once takes so long."""
+    if seconds <= 0:
+        return min(limit, SMALLEST_BUCKET)
+    moved = int(total * _BUCKET_SECONDS / seconds)
+    return min(limit, LARGEST_BUCKET, max(SMALLEST_NETWORK_BUCKET, moved))
