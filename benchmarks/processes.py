@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import selectors
 import signal
 import socket
 import subprocess
@@ -48,22 +49,37 @@ def environment(**more: str) -> dict[str, str]:
     return environ | more
 
 
-def torchrun_environments(size: int) -> list[dict[str, str]]:
-    """What torchrun would give to each of `size` ranks on this host."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return [
-        environment(
-            RANK=str(rank),
-            WORLD_SIZE=str(size),
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE=str(size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
-        for rank in range(size)
-    ]
+        return int(probe.getsockname()[1])
+
+
+def torchrun_environment(
+    rank: int, size: int, local: tuple[int, int], master: tuple[str, int], **more: str
+) -> dict[str, str]:
+    """What torchrun would give to a rank; `local` is its place on its host and the ranks there."""
+    return environment(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(local[0]),
+        LOCAL_WORLD_SIZE=str(local[1]),
+        MASTER_ADDR=master[0],
+        MASTER_PORT=str(master[1]),
+        **more,
+    )
+
+
+def torchrun_environments(size: int) -> list[dict[str, str]]:
+    """The same for each of `size` ranks on this host."""
+    master = "127.0.0.1", free_port()
+    return [torchrun_environment(rank, size, (rank, size), master) for rank in range(size)]
+
+
+def bind(rank: int) -> None:
+    """Give this process one of the cores it may use; before it has threads, which stay."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 @contextmanager
@@ -79,14 +95,22 @@ def processes(commands: Commands, **options: object) -> Iterator[list[subprocess
             )
         yield started
     finally:
-        for process in started:
+        left = [process for process in started if process.poll() is None]
+        for process in left:
+            os.killpg(process.pid, signal.SIGTERM)
+        await_end(left, 10)
+        for process in left:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                try:
-                    process.wait(10)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def await_end(members: list[subprocess.Popen[str]], seconds: float) -> None:
+    """Until all of these have ended, or for so long."""
+    deadline = time.monotonic() + seconds
+    for member in members:
+        with suppress(subprocess.TimeoutExpired):
+            member.wait(max(0.0, deadline - time.monotonic()))
 
 
 def failed(ranks: list[subprocess.Popen[str]], output: Path) -> NoReturn:
@@ -96,8 +120,17 @@ def failed(ranks: list[subprocess.Popen[str]], output: Path) -> NoReturn:
         for number, code in enumerate(process.poll() for process in ranks)
         if code
     ]
+    give_up(f"ended: {', '.join(ends) or 'before it was told to'}", output)
+
+
+def give_up(why: str, output: Path) -> NoReturn:
+    """End the benchmark because of the job that `output` is called after."""
     printed = output.read_text().strip()
-    sys.exit(f"\n{output.name} ended: {', '.join(ends)}. What its ranks printed:\n\n{printed}")
+    sys.exit(f"\n{output.name} {why}. What its ranks printed:\n\n{printed}")
+
+
+class TimeUp(Exception):
+    """A `limit` has passed."""
 
 
 class Group:
@@ -118,15 +151,29 @@ class Group:
         return self._answers(chosen)
 
     def _answers(self, members: list[subprocess.Popen[str]]) -> list[Any]:
-        answers = []
-        for member in members:
-            assert member.stdout is not None
-            line = member.stdout.readline()
-            if not line:
-                member.wait(GOODBYE)
-                failed(self._members, self._output)
-            answers.append(json.loads(line))
-        return answers
+        """A line from each; whoever fails is noticed at once, also while others still work."""
+        answers: dict[int, Any] = {}
+        try:
+            with selectors.DefaultSelector() as waiting:
+                for rank, member in enumerate(members):
+                    assert member.stdout is not None
+                    waiting.register(member.stdout, selectors.EVENT_READ, rank)
+                while len(answers) < len(members):
+                    for key, _ in waiting.select():
+                        answers[key.data] = self._answer(members[key.data])
+                        waiting.unregister(key.fileobj)
+        except TimeUp:
+            silent = ", ".join(str(rank) for rank in range(len(members)) if rank not in answers)
+            give_up(f"took too long: no answer from rank {silent}", self._output)
+        return [answers[rank] for rank in range(len(members))]
+
+    def _answer(self, member: subprocess.Popen[str]) -> Any:
+        assert member.stdout is not None
+        line = member.stdout.readline()
+        if not line:
+            await_end([member], GOODBYE)
+            failed(self._members, self._output)
+        return json.loads(line)
 
     def dismiss(self) -> None:
         """There are no more orders: let them end."""
@@ -134,9 +181,7 @@ class Group:
             assert member.stdin is not None
             with suppress(BrokenPipeError):
                 member.stdin.close()
-        for member in self._members:
-            with suppress(subprocess.TimeoutExpired):
-                member.wait(GOODBYE)
+        await_end(self._members, GOODBYE)
 
 
 @contextmanager
@@ -171,12 +216,14 @@ def limit(seconds: float) -> Iterator[None]:
     """SystemExit when the block takes longer."""
 
     def too_late(*_: object) -> None:
-        sys.exit(f"\nNo end after {seconds:g} s.")
+        raise TimeUp
 
     signal.signal(signal.SIGALRM, too_late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
+    except TimeUp:
+        sys.exit(f"\nNo end after {seconds:g} s.")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.training_report import Run, doubt, ratios, table
+from benchmarks.training_report import Run, table
+from benchmarks.turns import doubt, interval, ratios
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,6 +45,7 @@ def test_the_true_median_is_within_doubt_nineteen_times_out_of_twenty(count: int
         values = sorted(generator.lognormvariate(0.3, 0.5) for _ in range(count))
         reach = 0.98 * math.sqrt(count)
         low, high = math.floor(count / 2 - reach), math.ceil(count / 2 + reach)
+        assert interval(values) == (values[low], values[high])
         assert doubt(values) == (values[high] - values[low]) / 2
         hits += values[low] <= math.exp(0.3) <= values[high]
     assert 0.93 <= hits / trials <= 0.995
