@@ -60,7 +60,7 @@ class Network(ABC):
                 HOROVOD_HOSTNAME=slot.hostname,
                 **self._variables(slot),
             )
-            found.append((self._inside(slot, program), environ | more))
+            found.append((self._inside(slot, program), {**environ, **more}))
         return found
 
 

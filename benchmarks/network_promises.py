@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from benchmarks.collectives_report import KIB, human
 from benchmarks.network_hosts import UNLIMITED
-from benchmarks.network_report import Results, Setting, Starts
+from benchmarks.network_report import Results, Setting
 from benchmarks.promises import Requirement, times_text
 from benchmarks.training_models import WORKLOADS
 
@@ -43,9 +43,8 @@ def requirements(results: Results, settings: list[Setting]) -> Iterator[Requirem
             yield speed(results, TWO_BY_FOUR, model, ("ddp", "ours"), wanted)
     for setting in settings:
         if setting.hosts == 1:
-            yield calls(results, setting, 1.0, 0, 1 << 62)
-    for found in results.starts:
-        yield start(found)
+            yield calls(results, setting, 1.0)
+            yield start(results, setting.size)
 
 
 def between_two_hosts(results: Results) -> Iterator[Requirement]:
@@ -66,8 +65,8 @@ def between_two_hosts(results: Results) -> Iterator[Requirement]:
     for link in LINKS:
         setting = Setting(2, 1, link)
         if link == UNLIMITED or results.called(setting).samples:
-            yield calls(results, setting, 1.0, 0, 1 << 62)
-    yield calls(results, TWO, 2.0, 0, TWICE_UP_TO)
+            yield calls(results, setting, 1.0)
+    yield calls(results, TWO, 2.0, TWICE_UP_TO)
 
 
 def speed(
@@ -85,14 +84,14 @@ def speed(
 
 
 def calls(
-    results: Results, setting: Setting, wanted: float, smallest: int, biggest: int
+    results: Results, setting: Setting, wanted: float, biggest: int | None = None
 ) -> Requirement:
-    """Of the worst allreduce between these sizes."""
+    """Of the worst allreduce up to that size."""
     what = "never slower than" if wanted == 1 else f"at least {wanted:g}x"
-    upto = "" if biggest > 1 << 40 else f" up to {human(biggest)}"
+    upto = "" if biggest is None else f" up to {human(biggest)}"
     text = f"allreduce, {setting.title}: {what} torch's Gloo{upto}"
     run = results.called(setting)
-    sizes = [nbytes for nbytes in run.samples if smallest <= nbytes <= biggest]
+    sizes = [nbytes for nbytes in run.samples if biggest is None or nbytes <= biggest]
     if not sizes:
         return Requirement(text, None, "not measured")
     judged = [(at_least(run.ratio(n), run.interval(n), wanted), run.ratio(n), n) for n in sizes]
@@ -102,9 +101,12 @@ def calls(
     return Requirement(text, met, f"lowest {found} at {human(nbytes)}")
 
 
-def start(found: Starts) -> Requirement:
+def start(results: Results, size: int) -> Requirement:
+    text = f"{size} ranks: hvd.init() no slower than torch's init and first barrier"
+    found = next((one for one in results.starts if one.size == size), None)
+    if found is None:
+        return Requirement(text, None, "not measured")
     ours, theirs = found.median("ours", "start"), found.median("gloo", "start")
-    text = f"{found.size} ranks: hvd.init() no slower than torch's init and first barrier"
     return Requirement(text, ours <= theirs, f"{ours:,.0f} ms against {theirs:,.0f}")
 
 

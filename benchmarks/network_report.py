@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 from benchmarks.collectives_report import draw_times, human, microseconds
 from benchmarks.network_hosts import UNLIMITED
 from benchmarks.promises import aligned, figure, times_text
+from benchmarks.training_models import WORKLOADS
 from benchmarks.training_report import COLUMNS, Run, csv_rows, draw_bars
 from benchmarks.turns import Samples, doubt, interval, ratios
 
 LABELS = {"ours": "Horovod", "gloo": "torch Gloo"}
+LOOKS = {"ours": ("#0b6e4f", "o"), "gloo": ("#c1440e", "s")}  # colour and marker
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,13 @@ class Results:
         return next((run for run in self.calls if run.setting == setting), Calls(setting))
 
 
+def losses_table(run: Training) -> str:
+    """Where nothing but the losses was compared."""
+    words = {True: "bitwise DDP's", False: "NOT DDP's", None: "-"}
+    lines = [f"{WORKLOADS[model].title}: {words[run.same_losses(model)]}" for model in run.losses]
+    return "\n".join([f"{run.title}: losses of plain SGD", "", *lines])
+
+
 def calls_table(run: Calls) -> str:
     """One line per size."""
     rows = [["size", LABELS["ours"], LABELS["gloo"], "theirs / ours"]]
@@ -145,29 +155,39 @@ def _other_sections(results: Results) -> Iterator[tuple[str, list[Any], str, Sam
 
 
 def write_plot(results: Results, path: Path) -> None:
-    """Training above, allreduce below, a panel for each setting."""
-    rows = [row for row in (results.training, results.calls) if row]
-    if not rows:
-        return
-    with figure(path, len(rows), max(len(row) for row in rows)) as panels:
-        for line, found in zip(panels, rows, strict=True):
-            for panel in line[len(found) :]:
+    """Training, allreduce and the start of jobs below each other, a panel for each setting."""
+    rows: list[list[Callable[[Any], None]]] = [
+        [partial(draw_bars, run=run) for run in results.training if run.speed],
+        [partial(_draw_calls, run=run) for run in results.calls],
+        [partial(_draw_starts, found=results.starts)] if results.starts else [],
+    ]
+    rows = [row for row in rows if row] or [[]]
+    with figure(path, len(rows), max(1, *(len(row) for row in rows))) as panels:
+        for line, drawings in zip(panels, rows, strict=True):
+            for panel in line[len(drawings) :]:
                 panel.set_axis_off()
-            for panel, run in zip(line, found, strict=False):
-                if isinstance(run, Training):
-                    draw_bars(panel, run)
-                else:
-                    _draw_calls(panel, run)
-            line[0].legend(frameon=False)
+            for panel, draw in zip(line, drawings, strict=False):
+                draw(panel)
+            if drawings:
+                line[0].legend(frameon=False)
+
+
+def _draw_starts(panel: Any, found: list[Starts]) -> None:
+    for place, key in enumerate(LABELS):
+        where = [index + 0.4 * (place - 0.5) for index in range(len(found))]
+        heights = [one.median(key, "start") for one in found]
+        panel.bar(where, heights, 0.37, color=LOOKS[key][0], label=LABELS[key])
+    panel.set_xticks(range(len(found)), [f"{one.size} ranks" for one in found])
+    panel.set_ylabel("milliseconds")
+    panel.set_title("hvd.init(); init_process_group and a barrier")
 
 
 def _draw_calls(panel: Any, run: Calls) -> None:
-    looks = {"ours": ("#0b6e4f", "o"), "gloo": ("#c1440e", "s")}
     draw_times(
         panel,
         {
             LABELS[key]: (*look, {nbytes: found[key] for nbytes, found in run.samples.items()})
-            for key, look in looks.items()
+            for key, look in LOOKS.items()
         },
     )
     panel.set_title(f"Allreduce, {run.setting.title}")

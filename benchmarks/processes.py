@@ -12,8 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -83,16 +83,24 @@ def bind(rank: int) -> None:
 
 
 @contextmanager
-def processes(commands: Commands, **options: object) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start them, each in a group of its own that is ended when the block is left early."""
+def processes(
+    commands: Commands, errors: Sequence[Path] = (), **options: object
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start them, each in a group of its own that is ended when the block is left early.
+
+    `errors` are files for what each of them prints to standard error.
+    """
     started: list[subprocess.Popen[str]] = []
     try:
-        for command, environ in commands:
-            started.append(
-                subprocess.Popen(  # type: ignore[call-overload]
-                    command, env=environ, text=True, start_new_session=True, **options
+        for number, (command, environ) in enumerate(commands):
+            with ExitStack() as opened:
+                if errors:
+                    options["stderr"] = opened.enter_context(errors[number].open("w"))
+                started.append(
+                    subprocess.Popen(  # type: ignore[call-overload]
+                        command, env=environ, text=True, start_new_session=True, **options
+                    )
                 )
-            )
         yield started
     finally:
         left = [process for process in started if process.poll() is None]
@@ -124,8 +132,16 @@ def failed(ranks: list[subprocess.Popen[str]], output: Path) -> NoReturn:
 
 
 def give_up(why: str, output: Path) -> NoReturn:
-    """End the benchmark because of the job that `output` is called after."""
-    printed = output.read_text().strip()
+    """End the benchmark because of the job that `output` is called after.
+
+    It is the file with what its ranks printed, or a folder with a file for each of them.
+    """
+    if output.is_dir():
+        texts = {int(file.name): file.read_text().strip() for file in output.iterdir()}
+        said = [f"rank {rank}:\n{text}" for rank, text in sorted(texts.items()) if text]
+        printed = "\n\n".join(said) or "nothing"
+    else:
+        printed = output.read_text().strip()
     sys.exit(f"\n{output.name} {why}. What its ranks printed:\n\n{printed}")
 
 
@@ -186,11 +202,14 @@ class Group:
 
 @contextmanager
 def group(commands: Commands, output: Path) -> Iterator[Group]:
-    """Start ranks that wait for orders, and end with the block; `output` gets what they print."""
-    with (
-        output.open("w") as sink,
-        processes(commands, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink) as members,
-    ):
+    """Start ranks that wait for orders, and end with the block.
+
+    What each prints goes to a file in `output`, a folder called after the job.
+    """
+    output.mkdir()
+    files = [output / str(rank) for rank in range(len(commands))]
+    pipe = subprocess.PIPE
+    with processes(commands, files, stdin=pipe, stdout=pipe) as members:
         started = Group(members, output)
         yield started
         started.dismiss()

@@ -140,7 +140,7 @@ def jobs(size: int, options: argparse.Namespace, progress: Progress) -> Jobs:
     """What starts jobs of `size` ranks as the options say."""
 
     def place(program: list[str], more: Mapping[str, str]) -> Commands:
-        return [(program, environ | more) for environ in torchrun_environments(size)]
+        return [(program, {**environ, **more}) for environ in torchrun_environments(size)]
 
     def knobs(contender: str) -> dict[str, str]:
         chosen = {"HOROVOD_ELASTIC": "1"} if options.force_reduction else {}

@@ -72,7 +72,8 @@ def make(contender: str, workload: Workload, device: torch.device, momentum: flo
             model, gradient_as_bucket_view=True, static_graph=True
         )
         if variant == "bf16":
-            ddp.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
+            # By its own name DDP accepts it with NCCL only; Gloo can do it as well.
+            ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
     if library == "ours":
         import horovod.torch as hvd
