@@ -79,12 +79,13 @@ def make(contender: str, workload: Workload, device: torch.device, momentum: flo
         import horovod.torch as hvd
 
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        more = {
+        variants: dict[str, dict[str, Any]] = {
+            "": {},
             "next": {"overlap_forward": model},
             "bf16": {"compression": hvd.Compression.bf16},
-        }.get(variant, {})
+        }
         optimizer = hvd.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), **more
+            optimizer, named_parameters=model.named_parameters(), **variants[variant]
         )
 
     def step(batch: Batch) -> torch.Tensor:

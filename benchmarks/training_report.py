@@ -235,7 +235,7 @@ def draw_bars(panel: Any, run: Run) -> None:
         steps = [run.step(model, key) or 0.0 for model in models]
         panel.bar_label(bars, [f"{step:.1f}" for step in steps], fontsize=7)
     panel.set_xticks(range(len(models)), [WORKLOADS[model].title for model in models], fontsize=8)
-    panel.set_title(f"{run.title} (numbers: milliseconds per step)")
+    panel.set_title(f"{run.title}\n(numbers: milliseconds per step)", fontsize=10)
     panel.set_ylabel("time of a step / without communication")
     panel.grid(True, axis="y", color="#dddddd", linewidth=0.6)
     panel.set_axisbelow(True)
