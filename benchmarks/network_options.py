@@ -34,7 +34,7 @@ through Gloo, and how long hvd.init() takes beside init_process_group and a firs
 """
 EPILOG = """\
 examples:
-  python benchmarks/network.py                        2 hosts, 1 rank each, three links; half an hour
+  python benchmarks/network.py                      2 hosts, 1 rank each, three links; half an hour
   python benchmarks/network.py --links 1gbit --models mlp --sections training --seconds 20
   python benchmarks/network.py --hosts 2 3 --per-host 1 2
   python benchmarks/network.py --links 1gbit --next-forward --bf16
