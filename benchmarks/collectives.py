@@ -42,7 +42,7 @@ from benchmarks.processes import (  # noqa: E402
     processes,
     torchrun_environments,
 )
-from benchmarks.promises import all_met, warn_if_busy, write_files  # noqa: E402
+from benchmarks.promises import add_options, all_met, warn_if_busy, write_files  # noqa: E402
 
 SIZES = "4,64,1K,4K,16K,64K,256K,1M,4M,16M,100M"
 REPEATS = 5  # of the import and init sections
@@ -102,16 +102,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only-allreduce", action="store_true", help="skip the import and init sections"
     )
-    parser.add_argument(
-        "--check", action="store_true", help="exit with 1 when a promise is missed or not measured"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=ROOT / "benchmarks" / "results",
-        metavar="DIR",
-        help="where collectives.csv and collectives.png go (benchmarks/results)",
-    )
+    add_options(parser, "collectives")
     parser.add_argument(
         "--timeout",
         type=positive,

@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 
 import horovod.torch as hvd
+from benchmarks.buffers import rotating, verify
 
-POOL_BYTES = 256 << 20  # rotate through this much memory, more than any cache holds,
-POOL_BUFFERS = (3, 32)  # but through no fewer and no more buffers than this
 WARM_UP = 3
 SAMPLES = (11, 2000)
 LINE = 64  # bytes of a cache line
@@ -140,11 +139,7 @@ class Race:
 
     def allreduce(self, size: int) -> dict[str, list[float]]:
         """Microseconds of single calls on `size` bytes."""
-        fewest, most = POOL_BUFFERS
-        buffers = [
-            torch.zeros(size // 4).fill_(0)  # touched, so that no page is missing later
-            for _ in range(max(fewest, min(most, POOL_BYTES // size)))
-        ]
+        buffers = rotating(size)
         for contender in self.contenders:
             self._verify(contender, buffers[0])
         prepared = {c.key: [c.prepare(buffer) for buffer in buffers] for c in self.contenders}
@@ -165,12 +160,10 @@ class Race:
         return self._time(call, *SMALL_SAMPLES)
 
     def _verify(self, contender: Contender, buffer: torch.Tensor) -> None:
-        buffer.fill_(dist.get_rank() + 1)
-        contender.allreduce(contender.prepare(buffer))
-        expected = dist.get_world_size() * (dist.get_world_size() + 1) / 2
-        if not bool((buffer == expected).all()):
-            raise RuntimeError(f"{contender.key} gave a wrong sum for {buffer.nbytes} bytes")
-        buffer.fill_(0)
+        def allreduce(buffer: torch.Tensor) -> None:
+            contender.allreduce(contender.prepare(buffer))
+
+        verify(contender.key, allreduce, buffer, dist.get_rank(), dist.get_world_size())
 
     def _time(self, call: Any, fewest: int, most: int) -> dict[str, list[float]]:
         rough = self._samples(call, WARM_UP)

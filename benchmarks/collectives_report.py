@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any, TypeAlias
 
-from benchmarks.promises import Requirement, times_text
+from benchmarks.promises import Requirement, aligned, figure, times_text
 
 LABELS = {"ours": "Horovod", "gloo": "torch Gloo", "mpi": "Open MPI"}
 KIB, MIB = 1 << 10, 1 << 20
+
+Curve: TypeAlias = tuple[str, str, dict[int, list[float]]]  # colour, marker, samples of each size
 
 
 @dataclass
@@ -65,14 +68,8 @@ def table(run: Run) -> str:
         for size, (ours, theirs) in {**found, "1,000 small": (small["ours"], small[rival])}.items():
             row = rows.setdefault(size, [size])
             row += [microseconds(ours), microseconds(theirs), times_text(theirs / ours)]
-    lines = [header, *rows.values()]
-    widths = [max(len(row[column]) for row in lines) for column in range(len(header))]
     title = f"{run.size} ranks, float32 sum in place, microseconds (median of the slowest rank)"
-    body = [
-        "   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in lines
-    ]
-    return "\n".join([title, "", *body])
+    return "\n".join([title, "", *aligned([header, *rows.values()])])
 
 
 def microseconds(value: float) -> str:
@@ -169,46 +166,40 @@ def summary(samples: list[float]) -> list[str]:
     return [*(f"{value:.1f}" for value in values), str(len(samples))]
 
 
-def write_plot(results: Results, path: Path) -> None:
-    """Time over size, both logarithmic, one panel per number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def draw_times(panel: Any, curves: dict[str, Curve]) -> None:
+    """Time over size, both logarithmic; a curve for each label."""
     from matplotlib.ticker import FuncFormatter
 
+    sizes: list[int] = []
+    for label, (colour, marker, found) in curves.items():
+        sizes = list(found)
+        times = [median(samples) for samples in found.values()]
+        panel.plot(sizes, times, color=colour, marker=marker, label=label)
+        spread = [quantiles(samples, n=10) for samples in found.values()]
+        low, high = [cuts[0] for cuts in spread], [cuts[-1] for cuts in spread]
+        panel.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_xticks(sizes, [human(nbytes) for nbytes in sizes], rotation=45, ha="right")
+    panel.minorticks_off()
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    panel.grid(True, color="#dddddd", linewidth=0.6)
+    panel.set_xlabel("tensor size")
+    panel.set_ylabel("microseconds (median, band: 10 to 90 %)")
+
+
+def write_plot(results: Results, path: Path) -> None:
+    """One panel per number of ranks."""
     colours = {"gloo": ("#0b6e4f", "#c1440e"), "mpi": ("#64b58f", "#3a5ba0")}  # ours, theirs
-    figure, panels = pyplot.subplots(
-        1, len(results.runs), figsize=(6.2 * len(results.runs), 4.6), sharey=True, squeeze=False
-    )
-    for panel, run in zip(panels[0], results.runs, strict=True):
-        sizes: list[int] = []
-        for rival, duel in run.duels.items():
-            sizes = list(duel.allreduce)
-            for key, colour in zip(("ours", rival), colours[rival], strict=True):
-                label = f"Horovod (beside {LABELS[rival]})" if key == "ours" else LABELS[key]
-                marker = "o" if key == "ours" else "s"
-                times = [duel.median(nbytes, key) for nbytes in sizes]
-                panel.plot(sizes, times, color=colour, marker=marker, label=label)
-                spread = [quantiles(duel.allreduce[nbytes][key], n=10) for nbytes in sizes]
-                panel.fill_between(
-                    sizes,
-                    [cuts[0] for cuts in spread],
-                    [cuts[-1] for cuts in spread],
-                    color=colour,
-                    alpha=0.15,
-                    linewidth=0,
-                )
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set_xticks(sizes, [human(nbytes) for nbytes in sizes], rotation=45, ha="right")
-        panel.minorticks_off()
-        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        panel.grid(True, color="#dddddd", linewidth=0.6)
-        panel.set_title(f"Allreduce of float32, {run.size} ranks on one host")
-        panel.set_xlabel("tensor size")
-    panels[0][0].set_ylabel("microseconds (median, band: 10 to 90 %)")
-    panels[0][0].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=140)
-    pyplot.close(figure)
+    with figure(path, 1, len(results.runs), sharey=True) as panels:
+        for panel, run in zip(panels[0], results.runs, strict=True):
+            curves = {}
+            for rival, duel in run.duels.items():
+                for key, colour in zip(("ours", rival), colours[rival], strict=True):
+                    label = f"Horovod (beside {LABELS[rival]})" if key == "ours" else LABELS[key]
+                    found = {nbytes: samples[key] for nbytes, samples in duel.allreduce.items()}
+                    curves[label] = (colour, "o" if key == "ours" else "s", found)
+            draw_times(panel, curves)
+            panel.set_title(f"Allreduce of float32, {run.size} ranks on one host")
+            panel.label_outer()
+        panels[0][0].legend(frameon=False)

@@ -6,13 +6,14 @@ import argparse
 import json
 import os
 import re
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -48,45 +49,76 @@ def environment(**more: str) -> dict[str, str]:
     return environ | more
 
 
-def torchrun_environments(size: int) -> list[dict[str, str]]:
-    """What torchrun would give to each of `size` ranks on this host."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return [
-        environment(
-            RANK=str(rank),
-            WORLD_SIZE=str(size),
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE=str(size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
-        for rank in range(size)
-    ]
+        return int(probe.getsockname()[1])
+
+
+def torchrun_environment(
+    rank: int, size: int, local: tuple[int, int], master: tuple[str, int], **more: str
+) -> dict[str, str]:
+    """What torchrun would give to a rank; `local` is its place on its host and the ranks there."""
+    return environment(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(local[0]),
+        LOCAL_WORLD_SIZE=str(local[1]),
+        MASTER_ADDR=master[0],
+        MASTER_PORT=str(master[1]),
+        **more,
+    )
+
+
+def torchrun_environments(size: int) -> list[dict[str, str]]:
+    """The same for each of `size` ranks on this host."""
+    master = "127.0.0.1", free_port()
+    return [torchrun_environment(rank, size, (rank, size), master) for rank in range(size)]
+
+
+def bind(rank: int) -> None:
+    """Give this process one of the cores it may use; before it has threads, which stay."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 @contextmanager
-def processes(commands: Commands, **options: object) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start them, each in a group of its own that is ended when the block is left early."""
+def processes(
+    commands: Commands, errors: Sequence[Path] = (), **options: object
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start them, each in a group of its own that is ended when the block is left early.
+
+    `errors` are files for what each of them prints to standard error.
+    """
     started: list[subprocess.Popen[str]] = []
     try:
-        for command, environ in commands:
-            started.append(
-                subprocess.Popen(  # type: ignore[call-overload]
-                    command, env=environ, text=True, start_new_session=True, **options
+        for number, (command, environ) in enumerate(commands):
+            with ExitStack() as opened:
+                if errors:
+                    options["stderr"] = opened.enter_context(errors[number].open("w"))
+                started.append(
+                    subprocess.Popen(  # type: ignore[call-overload]
+                        command, env=environ, text=True, start_new_session=True, **options
+                    )
                 )
-            )
         yield started
     finally:
-        for process in started:
+        left = [process for process in started if process.poll() is None]
+        for process in left:
+            os.killpg(process.pid, signal.SIGTERM)
+        await_end(left, 10)
+        for process in left:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                try:
-                    process.wait(10)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def await_end(members: list[subprocess.Popen[str]], seconds: float) -> None:
+    """Until all of these have ended, or for so long."""
+    deadline = time.monotonic() + seconds
+    for member in members:
+        with suppress(subprocess.TimeoutExpired):
+            member.wait(max(0.0, deadline - time.monotonic()))
 
 
 def failed(ranks: list[subprocess.Popen[str]], output: Path) -> NoReturn:
@@ -96,8 +128,25 @@ def failed(ranks: list[subprocess.Popen[str]], output: Path) -> NoReturn:
         for number, code in enumerate(process.poll() for process in ranks)
         if code
     ]
-    printed = output.read_text().strip()
-    sys.exit(f"\n{output.name} ended: {', '.join(ends)}. What its ranks printed:\n\n{printed}")
+    give_up(f"ended: {', '.join(ends) or 'before it was told to'}", output)
+
+
+def give_up(why: str, output: Path) -> NoReturn:
+    """End the benchmark because of the job that `output` is called after.
+
+    It is the file with what its ranks printed, or a folder with a file for each of them.
+    """
+    if output.is_dir():
+        texts = {int(file.name): file.read_text().strip() for file in output.iterdir()}
+        said = [f"rank {rank}:\n{text}" for rank, text in sorted(texts.items()) if text]
+        printed = "\n\n".join(said) or "nothing"
+    else:
+        printed = output.read_text().strip()
+    sys.exit(f"\n{output.name} {why}. What its ranks printed:\n\n{printed}")
+
+
+class TimeUp(Exception):
+    """A `limit` has passed."""
 
 
 class Group:
@@ -118,15 +167,29 @@ class Group:
         return self._answers(chosen)
 
     def _answers(self, members: list[subprocess.Popen[str]]) -> list[Any]:
-        answers = []
-        for member in members:
-            assert member.stdout is not None
-            line = member.stdout.readline()
-            if not line:
-                member.wait(GOODBYE)
-                failed(self._members, self._output)
-            answers.append(json.loads(line))
-        return answers
+        """A line from each; whoever fails is noticed at once, also while others still work."""
+        answers: dict[int, Any] = {}
+        try:
+            with selectors.DefaultSelector() as waiting:
+                for rank, member in enumerate(members):
+                    assert member.stdout is not None
+                    waiting.register(member.stdout, selectors.EVENT_READ, rank)
+                while len(answers) < len(members):
+                    for key, _ in waiting.select():
+                        answers[key.data] = self._answer(members[key.data])
+                        waiting.unregister(key.fileobj)
+        except TimeUp:
+            silent = ", ".join(str(rank) for rank in range(len(members)) if rank not in answers)
+            give_up(f"took too long: no answer from rank {silent}", self._output)
+        return [answers[rank] for rank in range(len(members))]
+
+    def _answer(self, member: subprocess.Popen[str]) -> Any:
+        assert member.stdout is not None
+        line = member.stdout.readline()
+        if not line:
+            await_end([member], GOODBYE)
+            failed(self._members, self._output)
+        return json.loads(line)
 
     def dismiss(self) -> None:
         """There are no more orders: let them end."""
@@ -134,18 +197,19 @@ class Group:
             assert member.stdin is not None
             with suppress(BrokenPipeError):
                 member.stdin.close()
-        for member in self._members:
-            with suppress(subprocess.TimeoutExpired):
-                member.wait(GOODBYE)
+        await_end(self._members, GOODBYE)
 
 
 @contextmanager
 def group(commands: Commands, output: Path) -> Iterator[Group]:
-    """Start ranks that wait for orders, and end with the block; `output` gets what they print."""
-    with (
-        output.open("w") as sink,
-        processes(commands, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink) as members,
-    ):
+    """Start ranks that wait for orders, and end with the block.
+
+    What each prints goes to a file in `output`, a folder called after the job.
+    """
+    output.mkdir()
+    files = [output / str(rank) for rank in range(len(commands))]
+    pipe = subprocess.PIPE
+    with processes(commands, files, stdin=pipe, stdout=pipe) as members:
         started = Group(members, output)
         yield started
         started.dismiss()
@@ -171,12 +235,14 @@ def limit(seconds: float) -> Iterator[None]:
     """SystemExit when the block takes longer."""
 
     def too_late(*_: object) -> None:
-        sys.exit(f"\nNo end after {seconds:g} s.")
+        raise TimeUp
 
     signal.signal(signal.SIGALRM, too_late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
+    except TimeUp:
+        sys.exit(f"\nNo end after {seconds:g} s.")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 

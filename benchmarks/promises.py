@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,45 @@ class Requirement:
 
 def times_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
+
+
+def add_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """What each of them can be asked."""
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 when a promise is missed or not measured"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).resolve().parent / "results",
+        metavar="DIR",
+        help=f"where {name}.csv and {name}.png go (benchmarks/results)",
+    )
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, with columns as wide as they must be."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+
+
+@contextmanager
+def figure(path: Path, rows: int, columns: int, **how: Any) -> Iterator[Any]:
+    """Panels to draw in, of which `path` keeps the picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = (6.2 * columns, 4.6 * rows)
+    drawn, panels = pyplot.subplots(rows, columns, figsize=size, squeeze=False, **how)
+    yield panels
+    drawn.tight_layout()
+    drawn.savefig(path, dpi=130)
+    pyplot.close(drawn)
 
 
 def warn_if_busy() -> None:

@@ -8,16 +8,12 @@ ranks (`benchmarks.training_rank`), shows progress and reports; see --help.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
-import tempfile
-import time
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # measure this checkout, whatever else is installed
@@ -25,34 +21,24 @@ sys.path.insert(0, str(ROOT))  # measure this checkout, whatever else is install
 from benchmarks.processes import (  # noqa: E402
     Commands,
     Progress,
-    follow,
-    group,
-    limit,
     positive,
     torchrun_environments,
 )
-from benchmarks.promises import all_met, warn_if_busy, write_files  # noqa: E402
+from benchmarks.promises import add_options, all_met, warn_if_busy, write_files  # noqa: E402
+from benchmarks.training_jobs import COMPARED, KEPT_HEAP, Jobs  # noqa: E402
 from benchmarks.training_report import (  # noqa: E402
-    LABELS,
     Results,
     Run,
-    doubt,
-    ratios,
     requirements,
     table,
     write_csv,
     write_plot,
 )
-from horovod.engine.heap import KEPT, OWN_MAPPING  # noqa: E402
 
 CPU_MODELS = ["mlp", "cnn", "transformer", "resnet18"]
 GPU_MODELS = ["resnet50", "gpt2"]
 CONTENDERS = ["plain", "ours", "ddp"]
-COMPARED = ["ours", "ddp"]  # their losses, with each other
-LOSS_STEPS = 50
-LEAST_ROUNDS = 8  # turns of each contender
-PRECISE = 0.015  # doubt about a ratio with which we are content, over the ratio
-HEAD_START = 0.005  # seconds until a turn begins: all ranks are awake by then
+PAIRS = [("plain", "ours"), ("ddp", "ours")]  # whose ratios we want to know
 MEMORY_RUNS = 3  # how full the heap becomes differs between runs
 
 DESCRIPTION = """\
@@ -138,16 +124,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="let all contenders keep freed memory the way that hvd.init() does, by variables of "
         "glibc: what is left is the difference that communication makes",
     )
-    parser.add_argument(
-        "--check", action="store_true", help="exit with 1 when a promise is missed or not measured"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=ROOT / "benchmarks" / "results",
-        metavar="DIR",
-        help="where training.csv and training.png go (benchmarks/results)",
-    )
+    add_options(parser, "training")
     parser.add_argument(
         "--timeout", type=positive, default=900.0, metavar="S", help="give up after this long (900)"
     )
@@ -159,81 +136,28 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="horovod-benchmark-")
+def jobs(size: int, options: argparse.Namespace, progress: Progress) -> Jobs:
+    """What starts jobs of `size` ranks as the options say."""
 
+    def place(program: list[str], more: Mapping[str, str]) -> Commands:
+        return [(program, {**environ, **more}) for environ in torchrun_environments(size)]
 
-def is_precise(samples: dict[str, list[float]]) -> bool:
-    """Whether the ratios of these turns are known well enough."""
-    return all(
-        doubt(found := ratios(samples, other, "ours")) <= PRECISE * median(found)
-        for other in CONTENDERS
-        if other != "ours"
-    )
-
-
-class Bench:
-    """Starts ranks as the options say."""
-
-    def __init__(self, options: argparse.Namespace, progress: Progress) -> None:
-        self.options = options
-        self.progress = progress
-
-    def speed(self, size: int, model: str) -> dict[str, list[float]]:
-        """Milliseconds per step of each contender: a sample a turn, that of the slowest rank."""
-        samples: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-        order, groups = list(CONTENDERS), {}
-        with ExitStack() as running:
-            running.enter_context(limit(self.options.timeout))
-            folder = running.enter_context(temporary_folder())
-            for name in CONTENDERS:  # one after the other: who tunes itself needs quiet
-                commands = self._commands("speed", size, model, name)
-                output = Path(folder, f"speed of {model}, {LABELS[name]}")
-                groups[name] = running.enter_context(group(commands, output))
-            began, enough = time.monotonic(), False
-            while not enough:
-                for name in order:
-                    start = time.monotonic() + HEAD_START  # the same for all ranks
-                    samples[name].append(max(groups[name].ask(start)))
-                order.append(order.pop(0))
-                late = time.monotonic() - began > self.options.seconds
-                enough = len(samples["ours"]) >= LEAST_ROUNDS and (late or is_precise(samples))
-        self.progress.advance(f"{size} ranks, speed, {model} done")
-        return samples
-
-    def found(self, section: str, size: int, model: str, contender: str) -> list[Any]:
-        """What each rank found in another section."""
-        with temporary_folder() as folder:
-            result = Path(folder, "result")
-            commands = self._commands(section, size, model, contender, str(result))
-            output = Path(folder, f"{section} of {model}, {LABELS[contender]}")
-            follow(commands, output, self.options.timeout, lambda _: None)
-            found = [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(size)]
-        self.progress.advance(f"{size} ranks, {section}, {model}, {LABELS[contender]} done")
-        return found
-
-    def _commands(
-        self, section: str, size: int, model: str, contender: str, result: str = ""
-    ) -> Commands:
-        options = self.options
-        plan = {
-            "section": section,
-            "model": model,
-            "contender": contender,
-            "device": options.device,
-            "steps": LOSS_STEPS,
-            "strong": options.strong,
-            "bind": options.bind,
-            "result": result,
-        }
-        program = [sys.executable, str(ROOT / "benchmarks" / "training_rank.py"), json.dumps(plan)]
-        knobs = {"HOROVOD_ELASTIC": "1"} if options.force_reduction else {}
+    def knobs(contender: str) -> dict[str, str]:
+        chosen = {"HOROVOD_ELASTIC": "1"} if options.force_reduction else {}
         if options.autotune:
-            knobs["HOROVOD_AUTOTUNE"] = "1"
+            chosen["HOROVOD_AUTOTUNE"] = "1"
         if options.same_heap and contender != "ours":
-            knobs["MALLOC_MMAP_THRESHOLD_"] = str(OWN_MAPPING)
-            knobs["MALLOC_TRIM_THRESHOLD_"] = str(KEPT)
-        return [(program, environ | knobs) for environ in torchrun_environments(size)]
+            chosen.update(KEPT_HEAP)
+        return chosen
+
+    return Jobs(
+        place,
+        {"device": options.device, "strong": options.strong, "bind": options.bind},
+        options.seconds,
+        options.timeout,
+        lambda what: progress.advance(f"{size} ranks, {what}"),
+        knobs,
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -243,22 +167,21 @@ def main(arguments: list[str] | None = None) -> int:
     several = [size for size in options.np if size > 1 and not options.only_speed]
     more = len(COMPARED) + MEMORY_RUNS * len(CONTENDERS)
     progress = Progress(len(options.models) * (len(options.np) + len(several) * more))
-    bench = Bench(options, progress)
     results = Results()
     for size in options.np:
         progress.show(f"{size} ranks")
-        run = Run(size, {model: bench.speed(size, model) for model in options.models})
+        bench = jobs(size, options, progress)
+        speed = {model: bench.speed(model, CONTENDERS, PAIRS) for model in options.models}
+        run = Run(size, speed)
         run.bound = options.bind
         if size in several:
             for model in options.models:
-                run.losses[model] = {
-                    one: bench.found("losses", size, model, one) for one in COMPARED
-                }
+                run.losses[model] = bench.losses(model)
                 run.memory[model] = {
                     one: median(
                         peak
                         for _ in range(MEMORY_RUNS)
-                        for peak in bench.found("memory", size, model, one)
+                        for peak in bench.found("memory", model, one)
                     )
                     for one in CONTENDERS
                 }

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.processes import Member
+from benchmarks.processes import Member, bind
 from benchmarks.training_models import WORKLOADS, Batch, Workload, shared_out
 
 WARM_UP = 20
@@ -44,18 +45,19 @@ class Trainee(NamedTuple):
 @contextlib.contextmanager
 def connected(contenders: list[str], device: torch.device) -> Any:
     """Load and start what these contenders need."""
-    if "ours" in contenders:
+    libraries = [contender.partition("_")[0] for contender in contenders]
+    if "ours" in libraries:
         import horovod.torch as hvd
 
         hvd.init()
-    if "ddp" in contenders:
+    if "ddp" in libraries:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=RANK, world_size=SIZE)
     yield
-    if "ddp" in contenders:
+    if "ddp" in libraries:
         dist.barrier()
         dist.destroy_process_group()
-    if "ours" in contenders:
+    if "ours" in libraries:
         hvd.shutdown()
 
 
@@ -64,14 +66,27 @@ def make(contender: str, workload: Workload, device: torch.device, momentum: flo
     torch.manual_seed(1)
     model = workload.model().to(device)
     trained: nn.Module = model
-    if contender == "ddp":
-        trained = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+    library, _, variant = contender.partition("_")
+    if library == "ddp":
+        trained = ddp = DistributedDataParallel(
+            model, gradient_as_bucket_view=True, static_graph=True
+        )
+        if variant == "bf16":
+            # By its own name DDP accepts it with NCCL only; Gloo can do it as well.
+            ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
-    if contender == "ours":
+    if library == "ours":
         import horovod.torch as hvd
 
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        variants: dict[str, dict[str, Any]] = {
+            "": {},
+            "next": {"overlap_forward": model},
+            "bf16": {"compression": hvd.Compression.bf16},
+        }
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), **variants[variant]
+        )
 
     def step(batch: Batch) -> torch.Tensor:
         inputs, targets = batch
@@ -150,8 +165,8 @@ def peak_memory(workload: Workload, contender: str, device: torch.device) -> flo
 
 def main(plan: dict[str, Any]) -> None:
     member = Member()
-    if plan["bind"]:  # before there are any threads, which would not be bound
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[LOCAL_RANK]})
+    if plan["bind"]:
+        bind(RANK)
     device = torch.device(plan["device"])
     if device.type == "cuda":
         device = torch.device("cuda", LOCAL_RANK % torch.cuda.device_count())

@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks.promises import Requirement, times_text
+from benchmarks.promises import Requirement, aligned, figure, times_text
 from benchmarks.training_models import WORKLOADS
+from benchmarks.turns import Samples, doubt, interval, ratios
 
 RESTLESS = 0.12  # unrest that idle cores do not show: two ranks had 0.03 to 0.09 there
 UNREST = "Without communication the middle half of the turns lies apart by"
-LABELS = {"plain": "no communication", "ours": "Horovod", "ddp": "DDP"}
-
-
-def ratios(samples: dict[str, list[float]], over: str, under: str) -> list[float]:
-    """How many times as long as `under` the contender `over` took, round by round.
-
-    What slows a machine down for seconds hits both sides of such a ratio.
-    """
-    return [top / bottom for top, bottom in zip(samples[over], samples[under], strict=True)]
-
-
-def doubt(values: list[float]) -> float:
-    """Half the interval that has their true median in it, 19 times out of 20.
-
-    It reaches between two of the values in order, so nothing is assumed of how they scatter.
-    """
-    ordered, reach = sorted(values), 0.98 * math.sqrt(len(values))
-    low, high = math.floor(len(values) / 2 - reach), math.ceil(len(values) / 2 + reach)
-    return (ordered[high] - ordered[low]) / 2 if low >= 0 and high < len(values) else math.inf
+LABELS = {
+    "plain": "no communication",
+    "ours": "Horovod",
+    "ours_next": "Horovod, next forward",
+    "ours_bf16": "Horovod bf16",
+    "ddp": "DDP",
+    "ddp_bf16": "DDP bf16",
+}
+BRIEFLY = {
+    "ours": "ours",
+    "ours_next": "ours, next",
+    "ours_bf16": "ours bf16",
+    "ddp": "DDP",
+    "ddp_bf16": "DDP bf16",
+}
+RIVALS = {"ours": "ddp", "ours_next": "ddp", "ours_bf16": "ddp_bf16"}  # whom each of ours meets
+COLOURS = {
+    "plain": "#9aa5b1",
+    "ours": "#0b6e4f",
+    "ours_next": "#39a978",
+    "ours_bf16": "#8fd3b0",
+    "ddp": "#c1440e",
+    "ddp_bf16": "#e8956b",
+}
 
 
 @dataclass
@@ -41,7 +46,7 @@ class Run:
     """What one number of ranks gave: milliseconds per step, losses, peak mebibytes."""
 
     size: int
-    speed: dict[str, dict[str, list[float]]]  # model -> contender -> samples
+    speed: dict[str, Samples]  # of each model
     losses: dict[str, dict[str, Any]] = field(default_factory=dict)
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     bound: bool = False  # to one core each
@@ -51,14 +56,31 @@ class Run:
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         return f"{ranks} on a core each" if self.bound else ranks
 
+    @property
+    def contenders(self) -> list[str]:
+        """Those that took part, in the order in which they are shown."""
+        found = next(iter(self.speed.values()), {})
+        return [key for key in LABELS if key in found]
+
+    @property
+    def duels(self) -> list[tuple[str, str]]:
+        """(theirs, ours) of the contenders that are compared."""
+        keys = self.contenders
+        return [(rival, key) for key, rival in RIVALS.items() if key in keys and rival in keys]
+
     def step(self, model: str, contender: str) -> float | None:
         samples = self.speed.get(model, {}).get(contender)
         return median(samples) if samples else None
 
     def ratio(self, model: str, over: str, under: str) -> float | None:
         """How many times as long as `under` the contender `over` takes."""
-        samples = self.speed.get(model)
-        return median(ratios(samples, over, under)) if samples else None
+        samples = self.speed.get(model, {})
+        known = over in samples and under in samples
+        return median(ratios(samples, over, under)) if known else None
+
+    def interval(self, model: str, over: str, under: str) -> tuple[float, float]:
+        """Where that ratio lies, 19 times out of 20."""
+        return interval(ratios(self.speed[model], over, under))
 
     def doubt(self, model: str, over: str, under: str) -> float:
         """By how much that ratio may be wrong."""
@@ -88,26 +110,27 @@ class Results:
 
 def table(run: Run, device: str) -> str:
     """One line per model."""
-    header = ["model", *(f"{label} ms" for label in LABELS.values()), "DDP / ours", "efficiency"]
-    header += ["DDP's"]
-    if run.memory:
-        header += [f"{LABELS[key]} MiB" for key in LABELS] + ["losses as DDP's"]
+    communicating = [key for key in run.contenders if key != "plain"]
+    header = ["model", *(f"{LABELS[key]} ms" for key in run.contenders)]
+    header += [f"{LABELS[theirs]} / {BRIEFLY[ours]}" for theirs, ours in run.duels]
+    header += [f"{BRIEFLY[key]} efficiency" for key in communicating]
+    header += [f"{LABELS[key]} MiB" for key in run.contenders if run.memory]
+    header += ["losses as DDP's"] if run.losses else []
     rows = []
     for model in run.speed:
-        steps = [run.step(model, key) for key in LABELS]
-        row = [WORKLOADS[model].title, *(f"{step:.2f}" if step else "-" for step in steps)]
-        times, wrong = run.ratio(model, "ddp", "ours"), run.doubt(model, "ddp", "ours")
-        row.append(f"{times_text(times)} +-{wrong:.2f}")
-        row += [fraction(run.ratio(model, "plain", key)) for key in ("ours", "ddp")]
+        row = [WORKLOADS[model].title]
+        row += [f"{run.step(model, key):.2f}" for key in run.contenders]
+        row += [
+            f"{times_text(run.ratio(model, *duel))} +-{run.doubt(model, *duel):.2f}"
+            for duel in run.duels
+        ]
+        row += [fraction(run.ratio(model, "plain", key)) for key in communicating]
         if run.memory:
-            row += [f"{run.memory[model][key]:.0f}" for key in LABELS]
+            row += [f"{run.memory[model][key]:.0f}" for key in run.contenders]
+        if run.losses:
             row.append({True: "bitwise", False: "NO", None: "-"}[run.same_losses(model)])
         rows.append(row)
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [
-        "   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [header, *rows]
-    ]
+    lines = aligned([header, *rows])
     restless = [
         f"{WORKLOADS[model].title} {100 * run.unrest(model):.0f} %"
         for model in run.speed
@@ -177,49 +200,51 @@ def met(found: float | None, wanted: float) -> bool | None:
 # -- files -------------------------------------------------------------------------------------
 
 
+COLUMNS = ["model", "contender", "median_ms", "p10_ms", "p25_ms", "p75_ms", "p90_ms"]
+COLUMNS += ["samples", "times_ours", "peak_mib"]
+
+
+def csv_rows(run: Run) -> Iterator[list[Any]]:
+    """The COLUMNS of one run."""
+    for model, found in run.speed.items():
+        for contender, samples in found.items():
+            cuts = quantiles(samples, n=20) if len(samples) > 1 else samples * 19
+            values = (median(samples), cuts[1], cuts[4], cuts[14], cuts[17])
+            ratio = median(ratios(found, contender, "ours"))
+            peak = run.memory.get(model, {}).get(contender)
+            row = [model, contender, *(f"{value:.3f}" for value in values)]
+            yield [*row, len(samples), f"{ratio:.3f}", "" if peak is None else f"{peak:.0f}"]
+
+
 def write_csv(results: Results, path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        header = "ranks model contender median_ms p10_ms p25_ms p75_ms p90_ms samples times_ours"
-        writer.writerow([*header.split(), "peak_mib"])
+        writer.writerow(["ranks", *COLUMNS])
         for run in results.runs:
-            for model, found in run.speed.items():
-                for contender, samples in found.items():
-                    cuts = quantiles(samples, n=20) if len(samples) > 1 else samples * 19
-                    values = (median(samples), cuts[1], cuts[4], cuts[14], cuts[17])
-                    ratio = median(ratios(found, contender, "ours"))
-                    peak = run.memory.get(model, {}).get(contender)
-                    row = [run.size, model, contender, *(f"{value:.3f}" for value in values)]
-                    row += [len(samples), f"{ratio:.3f}", "" if peak is None else f"{peak:.0f}"]
-                    writer.writerow(row)
+            writer.writerows([run.size, *row] for row in csv_rows(run))
+
+
+def draw_bars(panel: Any, run: Run) -> None:
+    """The time of a step over that without communication, by model and contender."""
+    models, keys = list(run.speed), run.contenders
+    width = 0.81 / len(keys)
+    for place, key in enumerate(keys):
+        heights = [run.ratio(model, key, "plain") or 0.0 for model in models]
+        where = [index + width * (place - (len(keys) - 1) / 2) for index in range(len(models))]
+        bars = panel.bar(where, heights, 0.92 * width, color=COLOURS[key], label=LABELS[key])
+        steps = [run.step(model, key) or 0.0 for model in models]
+        panel.bar_label(bars, [f"{step:.1f}" for step in steps], fontsize=7)
+    panel.set_xticks(range(len(models)), [WORKLOADS[model].title for model in models], fontsize=8)
+    panel.set_title(f"{run.title}\n(numbers: milliseconds per step)", fontsize=10)
+    panel.set_ylabel("time of a step / without communication")
+    panel.grid(True, axis="y", color="#dddddd", linewidth=0.6)
+    panel.set_axisbelow(True)
 
 
 def write_plot(results: Results, path: Path) -> None:
-    """Bars of the time per step over that without communication, one panel per number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    colours = {"plain": "#9aa5b1", "ours": "#0b6e4f", "ddp": "#c1440e"}
-    figure, panels = pyplot.subplots(
-        1, len(results.runs), figsize=(6.2 * len(results.runs), 4.6), sharey=True, squeeze=False
-    )
-    for panel, run in zip(panels[0], results.runs, strict=True):
-        models = list(run.speed)
-        for place, (key, colour) in enumerate(colours.items()):
-            heights = [run.ratio(model, key, "plain") or 0.0 for model in models]
-            where = [index + 0.27 * (place - 1) for index in range(len(models))]
-            bars = panel.bar(where, heights, 0.25, color=colour, label=LABELS[key])
-            steps = [run.step(model, key) or 0.0 for model in models]
-            panel.bar_label(bars, [f"{step:.1f}" for step in steps], fontsize=7)
-        titles = [WORKLOADS[model].title for model in models]
-        panel.set_xticks(range(len(models)), titles, fontsize=8)
-        panel.set_title(f"{run.title} (numbers: milliseconds per step)")
-        panel.grid(True, axis="y", color="#dddddd", linewidth=0.6)
-        panel.set_axisbelow(True)
-    panels[0][0].set_ylabel("time of a step / without communication")
-    panels[0][0].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    """One panel per number of ranks."""
+    with figure(path, 1, len(results.runs), sharey=True) as panels:
+        for panel, run in zip(panels[0], results.runs, strict=True):
+            draw_bars(panel, run)
+            panel.label_outer()
+        panels[0][0].legend(frameon=False)

@@ -49,7 +49,7 @@ def available() -> str | None:
     """Why there can be no hosts here; None if there can."""
     if os.geteuid() != 0:
         return "several hosts on one machine need root"
-    if _ip_program() is None:
+    if _program("ip") is None:
         return "several hosts on one machine need the program ip (iproute2)"
     try:
         with Hosts(1) as hosts:
@@ -107,6 +107,11 @@ class Hosts:
     def ip(self, host: int, *commands: str) -> None:
         """Run commands of `ip` on the host."""
         self._hosts[host].ip(*commands)
+
+    def limit(self, host: int, rate: str | None) -> None:
+        """Let the host send no faster than `rate`, such as 1gbit; None: as fast as it can."""
+        how = "noqueue" if rate is None else f"tbf rate {rate} burst 512kb latency 100ms"
+        self._hosts[host].tc(f"qdisc replace dev {self.interfaces[host]} root {how}")
 
     def popen(self, host: int, command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
         """Start a program on the host."""
@@ -301,8 +306,15 @@ class _NetworkSpace:
         return _in_new_thread(inside)
 
     def ip(self, *commands: str) -> None:
-        program = _ip_program()
-        assert program is not None
+        self._batch("ip", *commands)
+
+    def tc(self, *commands: str) -> None:
+        self._batch("tc", *commands)
+
+    def _batch(self, name: str, *commands: str) -> None:
+        program = _program(name)
+        if program is None:
+            raise FileNotFoundError(f"there is no program {name} (iproute2)")
         self.do(
             lambda: subprocess.run(
                 [program, "-batch", "-"],
@@ -335,5 +347,5 @@ def _system(function: str, *args: Any) -> None:
         raise OSError(number, f"{function}: {os.strerror(number)}")
 
 
-def _ip_program() -> str | None:
-    return shutil.which("ip", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+def _program(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")

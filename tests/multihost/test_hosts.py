@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import subprocess
 
 import pytest
 
@@ -97,3 +99,18 @@ def test_places(in_turn: bool, expected: list[tuple[str, int, int, int]]):
     slots = plan([2, 1], in_turn)
     assert [(s.hostname, s.local_rank, s.cross_rank, s.cross_size) for s in slots] == expected
     assert [s.rank for s in slots] == [0, 1, 2]
+
+
+def test_a_link_has_the_rate_that_it_is_given(hosts: Hosts):
+    if shutil.which("tc", path="/usr/sbin:/sbin:/usr/bin:/bin") is None:
+        pytest.skip("there is no program tc (iproute2)")
+
+    def shown() -> bytes:
+        command = ["tc", "qdisc", "show", "dev", "eth0"]
+        path = {"PATH": "/usr/sbin:/sbin:/usr/bin:/bin"}
+        return hosts.popen(1, command, stdout=subprocess.PIPE, env=path).communicate(timeout=30)[0]
+
+    hosts.limit(1, "1gbit")
+    assert b"rate 1Gbit" in shown()
+    hosts.limit(1, None)
+    assert b"rate" not in shown()
