@@ -48,7 +48,8 @@ _ALGORITHMS = {
     "hierarchical": "hierarchical_allreduce",
     "flat": "hierarchical_allreduce",
 }
-_FIXABLE = [_BUCKETS, _CYCLES, *dict.fromkeys(_ALGORITHMS.values())]
+_OVERLAP = "overlap_backward"
+_FIXABLE = [_OVERLAP, _BUCKETS, _CYCLES, *dict.fromkeys(_ALGORITHMS.values())]
 
 _active: weakref.ref[StepTuner] | None = None  # the one whose optimizer is being tuned
 
@@ -98,6 +99,16 @@ class Terms:
         """Whether the user has chosen the size of buckets."""
         return _BUCKETS in self.fixed
 
+    @property
+    def is_fixed_overlap(self) -> bool:
+        """Whether the user has chosen if gradients are reduced beside backward."""
+        return _OVERLAP in self.fixed
+
+    def for_overlap_alone(self) -> Terms:
+        """A short search, for nothing but whether to reduce beside backward."""
+        fixed = frozenset(_FIXABLE) - {_OVERLAP}
+        return replace(self, num_warmup=1, num_steps=5, most_samples=2, fixed=fixed)
+
     @classmethod
     def of(cls, agreed: Sequence[int]) -> Terms:
         off, no_core, num_warmup, num_steps, most, *fixed = agreed
@@ -126,6 +137,8 @@ def stages(
     """What to try, knob by knob. `grouped`: the user says what the buckets are."""
 
     def buckets(best: Setting) -> Iterator[Setting]:
+        if _OVERLAP in terms.fixed:
+            return
         if terms.spare_cores or any(not param.is_cpu for _, param in params):
             sizes = [default.bucket_bytes]
             if not grouped and _BUCKETS not in terms.fixed:

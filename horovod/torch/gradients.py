@@ -28,7 +28,13 @@ from horovod.torch.buckets import Named as Named
 from horovod.torch.compression import Compressor, NoneCompressor
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
 from horovod.torch.layouts import is_dense, memory_shape
-from horovod.torch.overlap import TRIAL_STEPS, can_overlap, device_bucket, network_bucket
+from horovod.torch.overlap import (
+    TRIAL_STEPS,
+    can_overlap,
+    device_bucket,
+    host_bucket,
+    network_bucket,
+)
 from horovod.torch.sparse import sparse_allreduce_async, sparse_tensor
 
 # After these steps the heap is put on huge pages: tensors find their places in it in the first few,
@@ -66,9 +72,10 @@ class GradientReducer:
         self._groups = groups
         self._agreed_in: Topology | None = None  # the job whose ranks have agreed
         self._overlap = False
-        self._limit = 0  # bytes of the largest bucket that all ranks want
+        self._limit = self._most = 0  # bytes of a bucket: the most that all ranks want, and now
+        self._terms: Terms | None = None  # what the ranks have agreed on about tuning
         self._trial: list[float] | None = None  # seconds, while it is measured how long all takes
-        self._tuner: StepTuner | None = None  # while HOROVOD_AUTOTUNE is at work
+        self._tuner: StepTuner | None = None  # while measured times decide how to go on
         self._arrivals: list[int] = []  # until then
         self._sparse_dims: dict[int, int] = {}  # of parameters with sparse gradients, by index
         self._any_arrived = False
@@ -108,8 +115,8 @@ class GradientReducer:
         return self._any_arrived
 
     def is_tuning(self) -> bool:
-        """Whether HOROVOD_AUTOTUNE is still looking for the best way to reduce."""
-        return self._tuner is not None
+        """Whether the best way to reduce is still being looked for."""
+        return self._tuner is not None or self._trial is not None
 
     def finish(self) -> None:
         """Reduce what is left and wait for everything."""
@@ -341,24 +348,43 @@ class GradientReducer:
             order = list(reversed(range(count)))
         self._params_in_order = [self._params[index] for index in order]
         self._limit = -negative
-        most = device_bucket(self._total, self._limit)
-        overlap = no_overlap == 0
         self._trial = self._tuner = None
+        overlap, most = no_overlap == 0, self._bucket_bytes()
         if min(present) == 1:
             self._agreed_in = runtime.topology
-            if overlap and self._needs_trial() and not terms.enabled and not terms.is_fixed_bucket:
-                self._trial, overlap = [], False
+            if terms.enabled:
+                self._make(overlap, most)
+                self._tuner = self._new_tuner(terms)
+                return
+            self._terms = terms
+            if overlap and self._crosses_hosts() and self._groups is None:
+                if not terms.is_fixed_bucket:
+                    self._trial, overlap = [], False
+            elif not overlap and terms.spare_cores and self._may_try_overlap(terms):
+                self._make(overlap, most)
+                self._tuner = self._new_tuner(terms.for_overlap_alone())
+                return
         self._make(overlap, most)
-        if min(present) == 1 and terms.enabled:
-            self._tuner = StepTuner(
-                self.name,
-                self._params_in_order,
-                self._groups is not None,
-                self._overlap,
-                most,
-                terms,
-                self.process_set,
-            )
+
+    def _bucket_bytes(self) -> int:
+        on_device = any(not param.is_cpu for _, param in self._params)
+        return (device_bucket if on_device else host_bucket)(self._total, self._limit)
+
+    def _may_try_overlap(self, terms: Terms) -> bool:
+        """Whether it is up to us, and in host memory, where it depends on many things."""
+        in_host_memory = all(param.is_cpu for _, param in self._params)
+        return in_host_memory and not terms.is_fixed_overlap and self.hook is None
+
+    def _new_tuner(self, terms: Terms) -> StepTuner:
+        return StepTuner(
+            self.name,
+            self._params_in_order,
+            self._groups is not None,
+            self._overlap,
+            self._most,
+            terms,
+            self.process_set,
+        )
 
     def _can_overlap(self) -> bool:
         """What this rank says of it."""
@@ -369,11 +395,6 @@ class GradientReducer:
         number = self.process_set.process_set_id
         assert number is not None
         return runtime.channel(number).crosses_hosts
-
-    def _needs_trial(self) -> bool:
-        """Whether the size of buckets depends on a network, and is not given by the user."""
-        in_host_memory = all(param.is_cpu for _, param in self._params)
-        return self._groups is None and in_host_memory and self._crosses_hosts()
 
     def _try(self, trial: list[float], seconds: float) -> None:
         """All gradients were reduced at once in so many seconds; after some of that, cut buckets.
@@ -389,6 +410,8 @@ class GradientReducer:
             return
         self._trial = None
         self._make(True, network_bucket(self._total, self._limit, -least))
+        if self._terms is not None and self._may_try_overlap(self._terms):
+            self._tuner = self._new_tuner(self._terms.for_overlap_alone())
 
     def _tune(self, tuner: StepTuner) -> None:
         """Go on as the measured times say; between steps, and on all ranks alike."""
@@ -400,7 +423,7 @@ class GradientReducer:
 
     def _make(self, overlap: bool, most: int) -> None:
         """Buckets of up to `most` bytes; all in one if nothing overlaps."""
-        self._overlap = overlap
+        self._overlap, self._most = overlap, most
         groups: Iterable[Sequence[Named]] = [self._params_in_order]
         if self._groups is not None:
             groups = self._groups

@@ -7,8 +7,8 @@ all decide alike.
 - Between hosts too: backward hides the time that the network takes. How much goes at a time depends
   on the network, and is measured in the first steps: each bucket costs Python something, but
   everybody waits for the last one.
-- Inside one host a second thread costs more than it hides, even with cores to spare: ResNet-18 on
-  two of sixteen cores took 16 % longer than without communication, and 5 % longer all at once.
+- Inside one host it depends on the cores and the model: a second thread costs Python's lock and a
+  core. Where every core has a rank it is not tried, else the first steps show what is faster.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ MEBIBYTE = 1 << 20
 LARGEST_BUCKET = 128 * MEBIBYTE
 SMALLEST_BUCKET = 8 * MEBIBYTE
 _SHARES = 4
+
+SMALLEST_HOST_BUCKET = MEBIBYTE // 2  # inside a host
 
 # Between hosts: what it takes this long to reduce. Measured with 1 Gbit/s (1 MiB) and more.
 _BUCKET_SECONDS = 0.008
@@ -34,6 +36,11 @@ def can_overlap(on_device: bool, over_network: bool, wanted: bool | None) -> boo
 def device_bucket(total: int, limit: int) -> int:
     """Bytes of a bucket on an accelerator, of `total` bytes of gradients."""
     return min(limit, LARGEST_BUCKET, max(SMALLEST_BUCKET, total // _SHARES))
+
+
+def host_bucket(total: int, limit: int) -> int:
+    """Bytes of a bucket inside one host, where cores are to spare."""
+    return min(limit, LARGEST_BUCKET, max(SMALLEST_HOST_BUCKET, total // _SHARES))
 
 
 def network_bucket(total: int, limit: int, seconds: float) -> int:

@@ -63,6 +63,7 @@ class Transport(ABC):
         self.group = group
         self.rank = group.rank
         self.size = group.size
+        self._begun: tuple[torch.Tensor, ReduceOp] | None = None
 
     # -- agreement -------------------------------------------------------------------------
 
@@ -98,6 +99,19 @@ class Transport(ABC):
         self.allreduce(tensor, op)
         if scale != 1.0:
             tensor.mul_(scale)
+
+    def begin_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Like `allreduce`, but only as far as it goes without waiting.
+
+        `finish_allreduce` must be the next call; the caller may do other things in between.
+        """
+        self._begun = tensor, op
+
+    def finish_allreduce(self) -> None:
+        """Complete what `begin_allreduce` began."""
+        assert self._begun is not None
+        begun, self._begun = self._begun, None
+        self.allreduce(*begun)
 
     def use(self, algorithm: str) -> None:
         """Reduce in this way, one of `algorithms`, from now on. Collective."""

@@ -33,6 +33,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ONE_LANE = 64 * 1024  # bytes up to which one lane is used
+PIECE = 4 * 1024 * 1024  # bytes that are reduced inside a host while others are between hosts
 
 
 class HierarchicalTransport(Transport):
@@ -109,12 +110,35 @@ class HierarchicalTransport(Transport):
                 return
             if not tensor.numel():
                 return
-            counts = self._lane_counts(tensor.numel(), self._lanes(tensor.nbytes))
-            mine = tensor.new_empty(counts[self._index])
-            self._do(self.local.reduce_scatter, tensor, mine, counts, op)
+            self._reduce_in_pieces(tensor, op)
+
+    def _reduce_in_pieces(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Reduce inside hosts, between them, and share the result.
+
+        While a piece is on the network the ranks of a host reduce the next one, and share the
+        result of the one before.
+        """
+        most = max(1, PIECE // tensor.element_size())
+        pieces = [tensor[start : start + most] for start in range(0, tensor.numel(), most)]
+        previous: tuple[torch.Tensor, torch.Tensor, list[int]] | None = None
+        for piece in pieces:
+            counts = self._lane_counts(piece.numel(), self._lanes(tensor.nbytes))
+            mine = piece.new_empty(counts[self._index])
+            self._do(self.local.reduce_scatter, piece, mine, counts, op)
+            if previous is not None:
+                self._finish_cross(previous[0])
             if self.cross is not None and mine.numel():
-                self._do(self.cross.allreduce, mine, op)
-            self._do(self.local.allgather, mine, tensor, counts)
+                self._do(self.cross.begin_allreduce, mine, op)
+            if previous is not None:
+                self._do(self.local.allgather, *previous)
+            previous = mine, piece, counts
+        assert previous is not None
+        self._finish_cross(previous[0])
+        self._do(self.local.allgather, *previous)
+
+    def _finish_cross(self, mine: torch.Tensor) -> None:
+        if self.cross is not None and mine.numel():
+            self._do(self.cross.finish_allreduce)
 
     def use(self, algorithm: str) -> None:
         self._by_flat = algorithm == "flat"

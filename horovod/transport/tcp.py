@@ -138,9 +138,6 @@ class TcpTransport(PairwiseTransport):
         if pending:
             finish(self._streams.values(), lambda: all(message.done for message in pending))
 
-    def _move_all(self) -> None:
-        finish(self._streams.values())
-
     # -- agreement -------------------------------------------------------------------------
 
     def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
@@ -220,12 +217,33 @@ class TcpTransport(PairwiseTransport):
                 assert payload is not None
                 _reduce_payloads(self._gather(payload), tensors, op, scale)
             elif self.size <= pairwise.DIRECT:
-                self._reduce_directly(tensors, op, scale)
+                self._begin_directly(tensors, op, scale)
+                finish(self._streams.values())
             else:
                 (tensor,) = tensors
                 self._reduce_by_rounds(tensor, op)
                 if scale != 1.0:
                     tensor.mul_(scale)
+
+    @_quietly
+    def begin_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """The kernel sends what fits into its buffers while the caller does something else."""
+        self._preloaded = None
+        if self.size > pairwise.DIRECT or tensor.nbytes <= self._inline:
+            super().begin_allreduce(tensor, op)
+            return
+        with self._guard():
+            self._begin_directly([tensor], op, 1.0)
+            for stream in self._streams.values():
+                stream.push()
+
+    @_quietly
+    def finish_allreduce(self) -> None:
+        if self._begun is not None:
+            super().finish_allreduce()
+            return
+        with self._guard():
+            finish(self._streams.values())
 
     def _plan(self, tensors: Sequence[torch.Tensor]) -> Plan:
         width, counts = tensors[0].dtype.itemsize, tuple([t.numel() for t in tensors])
@@ -238,9 +256,10 @@ class TcpTransport(PairwiseTransport):
             plan = self._plans[width, counts] = Plan(counts, width, self.size, block)
         return plan
 
-    def _reduce_directly(self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float) -> None:
+    def _begin_directly(self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float) -> None:
         """Collect our share from everybody, and give the result to everybody, block by block.
 
+        Queues the messages; what follows the arrival of one happens while they are moved.
         A peer's result for a block arrives after it has our part of that block: so what it
         overwrites has left.
         """
@@ -291,7 +310,6 @@ class TcpTransport(PairwiseTransport):
         if not mine:
             for peer, stream in streams.items():
                 expect_results(peer, stream)
-        self._move_all()
 
     def _place(self, dtype: torch.dtype, peer: int, slot: int, count: int) -> _Place:
         """Where so many elements of a peer may arrive."""

@@ -55,6 +55,7 @@ def small_pieces(build: Builder) -> Builder:
         pairwise.ROUND_PIECE = 16 * 1024
         pairwise.MESSAGE = 100_000
         hierarchical.ONE_LANE = 1000
+        hierarchical.PIECE = 50_000
         return build(group)
 
     return built
