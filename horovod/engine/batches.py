@@ -57,6 +57,7 @@ def plan(requests: Sequence[Request], threshold: int, fuse_groups: bool) -> list
                 request.op,
                 request.prescale,
                 request.postscale,
+                request.wire,
             )
             batch = open_batches.get(key)
             if batch is None or batch.nbytes + source.nbytes > threshold:

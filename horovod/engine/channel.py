@@ -149,7 +149,7 @@ class Channel:
         try:
             self._lone = lane.name, time.monotonic(), sys._getframe(2)
             if self._transport.agree(lane.signature, vector):
-                self._transport.allreduce_vector(vector, lane.plain, lane.scale)
+                self._transport.allreduce_vector(vector, lane.plain, lane.scale, lane.wire)
                 return True
             self._lone = None
             request = lane.request(vector)
@@ -259,7 +259,7 @@ class Channel:
         if transport.agree(request.signature, vector) == 0:
             self._settle()
             return
-        reduce_(vector, request.op, request.postscale, transport)
+        reduce_(vector, request.op, request.postscale, transport, request.wire)
         with self._queue_lock:
             if self._queue:  # empty if another thread aborted meanwhile
                 del self._queue[0]  # nobody else removes, so it is still the first

@@ -144,7 +144,7 @@ class Executor:
             return
         vector = self.pack(batch, transport)
         with self._activity(batch, f"{transport.name}_ALLREDUCE"):
-            reduce_(vector, request.op, request.postscale, transport)
+            reduce_(vector, request.op, request.postscale, transport, request.wire)
         self.unpack(batch)
 
     def _adasum(self, batch: Batch, transport: Transport) -> None:
@@ -267,12 +267,16 @@ _RUN: dict[Kind, Callable[[Executor, Request, Transport], Any]] = {
 
 
 def reduce_(
-    vector: Sequence[torch.Tensor], op: ReduceOp, postscale: float, transport: Transport
+    vector: Sequence[torch.Tensor],
+    op: ReduceOp,
+    postscale: float,
+    transport: Transport,
+    wire: torch.dtype | None = None,
 ) -> None:
     """Reduce flat tensors in place, with average and post-scale factor."""
     plain, scale = sum_and_scale(op, postscale, transport.size)
     if vector[0].is_floating_point() or vector[0].is_complex():
-        transport.allreduce_vector(vector, plain, scale)
+        transport.allreduce_vector(vector, plain, scale, wire)
     else:
         transport.allreduce_vector(vector, plain)
         for tensor in vector:

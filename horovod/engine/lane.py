@@ -48,6 +48,7 @@ class Lane:
         "set_id",
         "shapes",
         "signature",
+        "wire",
     )
 
     def __init__(self, request: Request, set_id: int) -> None:
@@ -60,6 +61,7 @@ class Lane:
         self.signature = request.signature
         self.op = request.op
         self.postscale = request.postscale
+        self.wire = request.wire
         self.plain, self.scale = sum_and_scale(
             request.op, request.postscale, request.channel.group.size
         )
@@ -101,6 +103,7 @@ class Lane:
             self.op,
             1.0,
             self.postscale,
+            self.wire,
         )
         request.nbytes = self.nbytes
         request.waiting = True

@@ -96,7 +96,8 @@ class Request:
         self.prescale = prescale
         self.postscale = postscale
         self.nbytes: int | None = None  # in all, if known to be of one dtype and on one device
-        self.detail = detail  # e.g. the root of a broadcast, or the splits of an alltoall
+        # The root of a broadcast, the splits of an alltoall, the wire type of an allreduce, ...
+        self.detail = detail
         # One tensor in host memory that may be shown to the others as it is.
         self.plain = (
             kind is Kind.ALLREDUCE
@@ -154,6 +155,11 @@ class Request:
             self.finished = True
 
     @property
+    def wire(self) -> torch.dtype | None:
+        """The narrower type in which an allreduce may travel between hosts."""
+        return self.detail if self.kind is Kind.ALLREDUCE else None
+
+    @property
     def label(self) -> str:
         """The kind as the timeline calls it."""
         return "adasum" if self.op is ReduceOp.ADASUM else self.kind.value
@@ -173,6 +179,7 @@ class Request:
             "op": int(self.op),
             "prescale": self.prescale,
             "postscale": self.postscale,
+            "wire": None if self.wire is None else str(self.wire).removeprefix("torch."),
             "root": self.detail if self.kind is Kind.BROADCAST else None,
             "detail": self.detail if self.kind in (Kind.PROCESS_SET, Kind.REQUIRE_ALL) else None,
             "source": self.source,

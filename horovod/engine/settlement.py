@@ -30,6 +30,7 @@ _FIELDS = {  # what a mismatch message compares, in the order people want to kno
     "op": "reduction",
     "prescale": "prescale factor",
     "postscale": "postscale factor",
+    "wire": "compression",
     "root": "root rank",
     "detail": "ranks",
 }
@@ -212,6 +213,7 @@ def _stand_in(name: str, entry: Entry) -> Request:
         op,
         entry["prescale"],
         entry["postscale"],
+        None if entry["wire"] is None else getattr(torch, entry["wire"]),
     )
     request.follow_stream()  # on which the device fills the tensors
     return request

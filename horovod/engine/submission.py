@@ -99,20 +99,31 @@ class Submission(ABC):
         process_set_id: int = WORLD,
         background: bool = True,
         deferred: bool = False,
+        wire: torch.dtype | None = None,
     ) -> Request:
         """Reduce one tensor, or a group that runs together. `outputs` may be `tensors`.
 
         `background` false promises that the caller waits at once, which saves waking a thread.
-        With `deferred` waiting is for the device: the caller goes on while it works.
+        With `deferred` waiting is for the device: the caller goes on while it works. `wire` is the
+        type in which the tensors travel between hosts, if that is to be a narrower one.
         """
         channel = self.channel(process_set_id)
         if len(tensors) > 1:
             _check_one_device(tensors)
         full, signature = self._named(
-            channel, Kind.ALLREDUCE, name, tensors, op, prescale, postscale
+            channel, Kind.ALLREDUCE, name, tensors, op, prescale, postscale, wire
         )
         request = Request(
-            channel, Kind.ALLREDUCE, full, signature, tensors, outputs, op, prescale, postscale
+            channel,
+            Kind.ALLREDUCE,
+            full,
+            signature,
+            tensors,
+            outputs,
+            op,
+            prescale,
+            postscale,
+            wire,
         )
         if request.plain and name is not None and not background:
             self._remember_lane(request, name, process_set_id)

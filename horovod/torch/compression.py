@@ -6,9 +6,12 @@ them as ``compression=`` to allreduce, reducescatter and their grouped forms.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+_WIDE = (torch.float32, torch.float64)
 
 
 class Compressor:
@@ -63,6 +66,23 @@ class BF16Compressor(_CastCompressor):
         if not tensor.dtype.is_floating_point:
             return tensor, None
         return tensor.to(torch.bfloat16), tensor.dtype
+
+
+_WIRE_TYPES: dict[type[Compressor], torch.dtype] = {
+    FP16Compressor: torch.float16,
+    BF16Compressor: torch.bfloat16,
+}
+
+
+def wire_type(
+    compression: type[Compressor], params: Sequence[tuple[str, torch.nn.Parameter]]
+) -> torch.dtype | None:
+    """The type in which gradients may travel between hosts, with full precision inside a host.
+
+    None where that is not what the compressor means, or not all gradients are in host memory.
+    """
+    wide = all(param.is_cpu and param.dtype in _WIDE for _, param in params)
+    return _WIRE_TYPES.get(compression) if wide else None
 
 
 class Compression:

@@ -25,7 +25,7 @@ from horovod.engine.runtime import runtime
 from horovod.torch.autotune import NUM_WISHES, StepTuner, Terms, greatest, wishes
 from horovod.torch.buckets import Bucket, cut
 from horovod.torch.buckets import Named as Named
-from horovod.torch.compression import Compressor, NoneCompressor
+from horovod.torch.compression import Compressor, NoneCompressor, wire_type
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
 from horovod.torch.layouts import is_dense, memory_shape
 from horovod.torch.overlap import (
@@ -58,7 +58,9 @@ class GradientReducer:
         process_set: ProcessSet,
         hook: CommunicationHook | None = None,
     ) -> None:
-        self.compression = compression
+        # In host memory the transport does it, where the bytes leave the host.
+        self._wire = wire_type(compression, params)
+        self.compression = compression if self._wire is None else NoneCompressor
         self.op = op
         self.prescale, self.postscale = 1.0 / predivide, predivide
         self.sparse_as_dense = sparse_as_dense
@@ -210,6 +212,7 @@ class GradientReducer:
                 number,
                 not waited_for,
                 True,
+                self._wire,
             )
             bucket.requests.append(request)
             if len(tensors) == 1 and self._may_use_lane(bucket, same_device):

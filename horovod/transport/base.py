@@ -63,7 +63,7 @@ class Transport(ABC):
         self.group = group
         self.rank = group.rank
         self.size = group.size
-        self._begun: tuple[torch.Tensor, ReduceOp] | None = None
+        self._begun: tuple[torch.Tensor, ReduceOp, torch.dtype | None] | None = None
 
     # -- agreement -------------------------------------------------------------------------
 
@@ -88,30 +88,37 @@ class Transport(ABC):
         """
 
     def allreduce_vector(
-        self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float = 1.0
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp,
+        scale: float = 1.0,
+        wire: torch.dtype | None = None,
     ) -> None:
         """Reduce several contiguous tensors of one dtype as if one, and multiply the result.
 
         A transport that is not `vectored` takes a single, flat tensor. `scale` other than 1 is for
-        floating and complex types; the product is rounded as if it were taken afterwards.
+        floating and complex types; the product is rounded as if it were taken afterwards. What
+        crosses hosts may travel as `wire`, a narrower type; the result is then rounded to it.
         """
         (tensor,) = tensors
         self.allreduce(tensor, op)
         if scale != 1.0:
             tensor.mul_(scale)
 
-    def begin_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Like `allreduce`, but only as far as it goes without waiting.
+    def begin_allreduce(
+        self, tensor: torch.Tensor, op: ReduceOp, wire: torch.dtype | None = None
+    ) -> None:
+        """Like `allreduce_vector` of one tensor, but only as far as it goes without waiting.
 
         `finish_allreduce` must be the next call; the caller may do other things in between.
         """
-        self._begun = tensor, op
+        self._begun = tensor, op, wire
 
     def finish_allreduce(self) -> None:
         """Complete what `begin_allreduce` began."""
         assert self._begun is not None
-        begun, self._begun = self._begun, None
-        self.allreduce(*begun)
+        (tensor, op, wire), self._begun = self._begun, None
+        self.allreduce_vector([tensor], op, wire=wire)
 
     def use(self, algorithm: str) -> None:
         """Reduce in this way, one of `algorithms`, from now on. Collective."""

@@ -104,15 +104,27 @@ class HierarchicalTransport(Transport):
             return int(verdict)
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        self.allreduce_vector([tensor], op)
+
+    def allreduce_vector(
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp,
+        scale: float = 1.0,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        (tensor,) = tensors
         with self._guard():
             if self._by_flat:
-                self._do(self.flat.allreduce, tensor, op)
-                return
-            if not tensor.numel():
-                return
-            self._reduce_in_pieces(tensor, op)
+                self._do(self.flat.allreduce_vector, tensors, op, scale, wire)
+            elif tensor.numel():
+                self._reduce_in_pieces(tensor, op, wire)
+                if scale != 1.0:
+                    tensor.mul_(scale)
 
-    def _reduce_in_pieces(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+    def _reduce_in_pieces(
+        self, tensor: torch.Tensor, op: ReduceOp, wire: torch.dtype | None
+    ) -> None:
         """Reduce inside hosts, between them, and share the result.
 
         While a piece is on the network the ranks of a host reduce the next one, and share the
@@ -128,7 +140,7 @@ class HierarchicalTransport(Transport):
             if previous is not None:
                 self._finish_cross(previous[0])
             if self.cross is not None and mine.numel():
-                self._do(self.cross.begin_allreduce, mine, op)
+                self._do(self.cross.begin_allreduce, mine, op, wire)
             if previous is not None:
                 self._do(self.local.allgather, *previous)
             previous = mine, piece, counts

@@ -88,7 +88,11 @@ class DeviceTransport(Transport):
             _put_back(operand, tensor)
 
     def allreduce_vector(
-        self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float = 1.0
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp,
+        scale: float = 1.0,
+        wire: torch.dtype | None = None,
     ) -> None:
         if len(tensors) == 1:
             super().allreduce_vector(tensors, op, scale)

@@ -200,7 +200,11 @@ class SharedMemoryTransport(SteppedTransport):
 
     @_quietly
     def allreduce_vector(
-        self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float = 1.0
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp,
+        scale: float = 1.0,
+        wire: torch.dtype | None = None,
     ) -> None:
         self._check_usable()
         try:

@@ -92,6 +92,8 @@ class TcpTransport(PairwiseTransport):
         self._places: dict[tuple[Any, ...], _Place] = {}
         self._block = BLOCK_TOTAL // group.size // 64 * 64
         self._preloaded: _Preload | None = None
+        self._narrow = torch.empty(0)
+        self._widened: torch.Tensor | None = None  # waits for what was begun in a narrower type
         # Whoever sends much at once must not wait for a peer that sends to it at the same time.
         self._inline = min(INLINE, INLINE_TOTAL // group.size)
         self._links: Links | None = None
@@ -202,7 +204,11 @@ class TcpTransport(PairwiseTransport):
 
     @_quietly
     def allreduce_vector(
-        self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float = 1.0
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp,
+        scale: float = 1.0,
+        wire: torch.dtype | None = None,
     ) -> None:
         preloaded, self._preloaded = self._preloaded, None
         with self._guard():
@@ -216,23 +222,45 @@ class TcpTransport(PairwiseTransport):
                 payload = self._payload(tensors)
                 assert payload is not None
                 _reduce_payloads(self._gather(payload), tensors, op, scale)
-            elif self.size <= pairwise.DIRECT:
-                self._begin_directly(tensors, op, scale)
-                finish(self._streams.values())
+            elif wire is not None:
+                narrow = self._narrowed(tensors, wire)
+                self._reduce([narrow], op, 1.0)
+                _widen(narrow, tensors, scale)
             else:
-                (tensor,) = tensors
-                self._reduce_by_rounds(tensor, op)
-                if scale != 1.0:
-                    tensor.mul_(scale)
+                self._reduce(tensors, op, scale)
+
+    def _reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float) -> None:
+        if self.size <= pairwise.DIRECT:
+            self._begin_directly(tensors, op, scale)
+            finish(self._streams.values())
+        else:
+            (tensor,) = tensors
+            self._reduce_by_rounds(tensor, op)
+            if scale != 1.0:
+                tensor.mul_(scale)
+
+    def _narrowed(self, tensors: Sequence[torch.Tensor], wire: torch.dtype) -> torch.Tensor:
+        """Everything as one tensor of a narrower type, good until the next one."""
+        count = sum([tensor.numel() for tensor in tensors])
+        if self._narrow.dtype is not wire or self._narrow.numel() < count:
+            self._narrow = torch.empty(count, dtype=wire)
+        narrow = self._narrow[:count]
+        for part, tensor in _parts(narrow, tensors):
+            part.copy_(tensor)
+        return narrow
 
     @_quietly
-    def begin_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+    def begin_allreduce(
+        self, tensor: torch.Tensor, op: ReduceOp, wire: torch.dtype | None = None
+    ) -> None:
         """The kernel sends what fits into its buffers while the caller does something else."""
         self._preloaded = None
         if self.size > pairwise.DIRECT or tensor.nbytes <= self._inline:
-            super().begin_allreduce(tensor, op)
+            super().begin_allreduce(tensor, op, wire)
             return
         with self._guard():
+            if wire is not None:
+                self._widened, tensor = tensor, self._narrowed([tensor], wire)
             self._begin_directly([tensor], op, 1.0)
             for stream in self._streams.values():
                 stream.push()
@@ -244,6 +272,9 @@ class TcpTransport(PairwiseTransport):
             return
         with self._guard():
             finish(self._streams.values())
+            if self._widened is not None:
+                _widen(self._narrow[: self._widened.numel()], [self._widened], 1.0)
+                self._widened = None
 
     def _plan(self, tensors: Sequence[torch.Tensor]) -> Plan:
         width, counts = tensors[0].dtype.itemsize, tuple([t.numel() for t in tensors])
@@ -484,6 +515,23 @@ def _unbundle(data: memoryview, count: int) -> list[memoryview]:
         records.append(data[start : start + length])
         start += length
     return records
+
+
+def _parts(
+    whole: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The parts of a flat tensor that belong to `tensors`, end to end, with those."""
+    start = 0
+    for tensor in tensors:
+        yield whole[start : start + tensor.numel()], tensor.view(-1)
+        start += tensor.numel()
+
+
+def _widen(narrow: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float) -> None:
+    for part, tensor in _parts(narrow, tensors):
+        tensor.copy_(part)
+        if scale != 1.0:
+            tensor.mul_(scale)
 
 
 def _reduce_payloads(

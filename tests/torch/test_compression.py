@@ -7,7 +7,7 @@ import torch
 
 import horovod.torch as hvd
 from horovod.torch.compression import Compressor, FP16Compressor, NoneCompressor
-from tests.ranks import RankPool
+from tests.ranks import RankPool, run_ranks
 
 NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -81,3 +81,32 @@ def test_collectives_take_a_compressor(pool2: RankPool, compression: type[Compre
         assert torch.equal(second, whole.double())
         for part in scattered:
             assert torch.equal(part, whole[:2] if rank == 0 else whole[2:])
+
+
+def _reduced_gradient(rank: int, size: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an optimizer makes of gradients that neither narrow type can hold, and their mean."""
+    hvd.init()
+    model = torch.nn.Linear(300, 300, bias=False)  # too large to travel with an agreement
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        compression=getattr(hvd.Compression, name),
+    )
+    everyone = [1 + torch.rand(300, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    for _ in range(2):  # the first step goes another way than the others
+        optimizer.zero_grad()
+        (model.weight @ everyone[rank]).sum().backward()
+        optimizer.synchronize()
+    assert model.weight.grad is not None
+    return model.weight.grad.clone(), torch.stack(everyone).mean(0).expand(300, 300)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_optimizers_compress_what_crosses_hosts_and_nothing_else(name: str, dtype: torch.dtype):
+    for gradient, mean in run_ranks(_reduced_gradient, 2, name):
+        torch.testing.assert_close(gradient, mean)
+    network = {"HOROVOD_CPU_OPERATIONS": "gloo"}
+    (first, mean), (second, _) = run_ranks(_reduced_gradient, 2, name, env=network)
+    assert torch.equal(first, second)
+    assert torch.equal(first, first.to(dtype).float()), "it did not travel in the narrow type"
+    torch.testing.assert_close(first, mean, rtol=1e-2, atol=0)

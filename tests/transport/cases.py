@@ -87,6 +87,14 @@ def cases(size: int) -> st.SearchStrategy[Case]:
     return st.one_of(
         reduction("allreduce", lengths(size)),
         reduction("allreduce_vector", st.lists(lengths(size), min_size=1, max_size=5)),
+        st.builds(
+            Case,
+            st.just("allreduce_narrow"),
+            st.sampled_from(["float32", "float64"]),
+            values=st.sampled_from(["whole", "random"]),
+            counts=lengths(size),
+            seed=seed,
+        ),
         reduction("reduce_scatter", ragged),
         st.builds(Case, st.just("allgather"), dtype, counts=ragged, seed=seed),
         st.builds(Case, st.just("broadcast"), dtype, counts=lengths(size), root=rank, seed=seed),
@@ -207,6 +215,17 @@ def _allreduce_vector(transport: Transport, case: Case) -> str:
     got = torch.cat(vector)
     check(case, got, reduced(case, everyone))
     return digest(got)
+
+
+def _allreduce_narrow(transport: Transport, case: Case) -> str:
+    """Between hosts as bfloat16, which whole numbers of this size survive."""
+    inputs = [data(case, rank, case.counts) for rank in range(transport.size)]
+    tensor = inputs[transport.rank].clone()
+    transport.allreduce_vector([tensor], ReduceOp.SUM, 0.5, torch.bfloat16)
+    expected = reduced(case, inputs) / 2
+    tolerance = 0 if case.values == "whole" else TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(tensor, expected, rtol=tolerance, atol=4 * tolerance)
+    return digest(tensor)
 
 
 def _reduce_scatter(transport: Transport, case: Case) -> str:
