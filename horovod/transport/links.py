@@ -13,6 +13,7 @@ same for a process that dies.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -21,12 +22,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from horovod.common.addresses import interface_address
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.wire import Session
 from horovod.transport.base import Group
-from horovod.transport.places import Place, choose_address
+from horovod.transport.places import Place, choose_address, own_networks
 
 LOOK_SECONDS = 0.2  # between looks whether the ranks will all come, while they connect
 _HANDSHAKE_SECONDS = 10.0
@@ -66,15 +68,26 @@ class Links:
     # -- meeting ---------------------------------------------------------------------------
 
     def _meet(self) -> list[Place]:
-        """Where every rank runs. Rank 0 collects, so that the store is asked once per rank."""
+        """Where every rank runs, and, if that is not one network stack, in which networks."""
+        found = [Place.from_json(each) for each in self._exchange("place", Place.here().to_json())]
+        if len({place.network for place in found}) > 1:
+            networks = self._exchange("networks", own_networks())
+            found = [
+                dataclasses.replace(place, networks=tuple(theirs))
+                for place, theirs in zip(found, networks, strict=True)
+            ]
+        return found
+
+    def _exchange(self, key: str, mine: Any) -> list[Any]:
+        """Everybody's. Rank 0 collects, so that the store is asked once per rank."""
         group, store = self._group, self._group.store
-        store.set(f"place/{group.rank}", json.dumps(Place.here().to_json()).encode())
+        store.set(f"{key}/{group.rank}", json.dumps(mine).encode())
         if group.rank == 0:
-            found = [json.loads(store.get(f"place/{r}", self._seconds)) for r in range(group.size)]
-            store.set("places", json.dumps(found).encode())
-        else:
-            found = json.loads(store.get("places", 2 * self._seconds))
-        return [Place.from_json(fields) for fields in found]
+            found = [json.loads(store.get(f"{key}/{r}", self._seconds)) for r in range(group.size)]
+            store.set(f"{key}/all", json.dumps(found).encode())
+            return found
+        result: list[Any] = json.loads(store.get(f"{key}/all", 2 * self._seconds))
+        return result
 
     def _listen(self) -> socket.socket:
         interface = self._group.config.gloo_iface

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil
-
 from horovod.common.addresses import LOOPBACK
 
 
@@ -29,17 +27,17 @@ class Place:
     network: str  # equal where the loopback interface is shared
     pids: str  # equal where process ids mean the same processes
     pid: int
-    networks: tuple[str, ...]  # addresses with their prefix length, without loopback
+    networks: tuple[str, ...] = ()  # addresses with their prefix length, without loopback
 
     @classmethod
     def here(cls) -> Place:
+        """Without networks, which it takes a while to find out, and may not matter."""
         host = socket.gethostname()
         return cls(
             host=host,
             network=f"{host} {_boot_id()} {_namespace('net')}",
             pids=f"{host} {_boot_id()} {_namespace('pid')}",
             pid=os.getpid(),
-            networks=tuple(_own_networks()),
         )
 
     @classmethod
@@ -91,8 +89,10 @@ def _source_towards(address: str) -> str | None:
     return None
 
 
-def _own_networks() -> list[str]:
-    """IPv4 first: it is what clusters route."""
+def own_networks() -> list[str]:
+    """This host's, IPv4 first: it is what clusters route."""
+    import psutil  # takes longer than all the rest of connecting, where it is not needed
+
     found: dict[int, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():

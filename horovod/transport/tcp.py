@@ -29,7 +29,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
@@ -421,6 +420,8 @@ class TcpTransport(PairwiseTransport):
         place = self._links.places[rank]
         if place.pids != self._links.places[self.rank].pids:
             return False
+        import psutil  # not before it is needed: starting would take longer
+
         try:
             return bool(psutil.Process(place.pid).status() == psutil.STATUS_ZOMBIE)
         except psutil.Error:
