@@ -36,7 +36,7 @@ class Setting:
     @property
     def title(self) -> str:
         if self.hosts == 1:
-            return f"{self.size} ranks, all over Gloo"
+            return f"{self.size} ranks, all over TCP"
         ranks = "1 rank" if self.per_host == 1 else f"{self.per_host} ranks"
         return f"{self.hosts} hosts, {ranks} each, {self.link} link"
 

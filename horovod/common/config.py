@@ -104,8 +104,8 @@ class Config:
     cpu_operations: str | None = _knob(
         None,
         _TRANSPORT,
-        "What moves CPU tensors. Unset: shared memory inside a host, Gloo between "
-        "hosts. `ccl` means `gloo`.",
+        "What moves CPU tensors. Unset: shared memory inside a host, TCP between hosts. `gloo` "
+        "is upstream's name for TCP, and `ccl` means the same.",
         choices=("shm", "gloo", "mpi", "ccl"),
     )
     shm_peer_memory: bool = _knob(
@@ -131,7 +131,11 @@ class Config:
         None, _TRANSPORT, "Two-dimensional allreduce on accelerators of several hosts."
     )
     gloo_timeout_seconds: float = _knob(
-        30.0, _TRANSPORT, "Longest wait of a connection or collective between hosts.", minimum=0.001
+        30.0,
+        _TRANSPORT,
+        "Seconds for which ranks of several hosts wait for each other to connect, and for a host "
+        "that does not answer any more.",
+        minimum=0.001,
     )
     gloo_iface: str | None = _knob(
         None, _TRANSPORT, "Network interface for connections between hosts, such as `eth0`."
@@ -228,7 +232,7 @@ class Config:
                 get_logger(__name__),
                 LEVELS["warning"],
                 "cpu_operations=ccl",
-                "HOROVOD_CPU_OPERATIONS=ccl: oneCCL is not used here, Gloo takes its place",
+                "HOROVOD_CPU_OPERATIONS=ccl: oneCCL is not used here, TCP takes its place",
             )
             values["cpu_operations"] = "gloo"
         config = cls(**values)

@@ -118,11 +118,12 @@ class HorovodBasics:
         return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
     def gloo_built(self) -> bool:
-        return bool(dist.is_available() and dist.is_gloo_available())
+        """Always: what needs no MPI is called Gloo in this API, and TCP does it here."""
+        return True
 
     def gloo_enabled(self) -> bool:
-        """Whether the job runs without MPI: Gloo where ranks do not share memory."""
-        return self.gloo_built() and not self.mpi_enabled()
+        """Whether the job runs without MPI: TCP where ranks do not share memory."""
+        return not self.mpi_enabled()
 
     def nccl_built(self) -> int:
         """NCCL's version as major * 10000 + minor * 100 + patch; 0 without NCCL."""
