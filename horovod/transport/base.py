@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -63,7 +64,7 @@ class Transport(ABC):
         self.group = group
         self.rank = group.rank
         self.size = group.size
-        self._begun: tuple[torch.Tensor, ReduceOp, torch.dtype | None] | None = None
+        self._begun: Callable[[], None] | None = None
 
     # -- agreement -------------------------------------------------------------------------
 
@@ -106,19 +107,23 @@ class Transport(ABC):
             tensor.mul_(scale)
 
     def begin_allreduce(
-        self, tensor: torch.Tensor, op: ReduceOp, wire: torch.dtype | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp,
+        scale: float = 1.0,
+        wire: torch.dtype | None = None,
     ) -> None:
-        """Like `allreduce_vector` of one tensor, but only as far as it goes without waiting.
+        """Like `allreduce_vector`, but only as far as it goes without waiting.
 
         `finish_allreduce` must be the next call; the caller may do other things in between.
         """
-        self._begun = tensor, op, wire
+        self._begun = partial(self.allreduce_vector, tensors, op, scale, wire)
 
     def finish_allreduce(self) -> None:
         """Complete what `begin_allreduce` began."""
         assert self._begun is not None
-        (tensor, op, wire), self._begun = self._begun, None
-        self.allreduce_vector([tensor], op, wire=wire)
+        begun, self._begun = self._begun, None
+        begun()
 
     def use(self, algorithm: str) -> None:
         """Reduce in this way, one of `algorithms`, from now on. Collective."""

@@ -27,12 +27,14 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import WORD, Group, Transport
 from horovod.transport.failures import FailureBoard, again
 from horovod.transport.pairwise import as_bytes, cut, offsets_of, split_evenly
+from horovod.transport.shared_memory import SharedMemoryTransport
 from horovod.transport.tcp import TcpTransport
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 ONE_LANE = 64 * 1024  # bytes up to which one lane is used
+IN_PLACE = 256 * 1024  # bytes from which ranks of a host reduce where their tensors are
 PIECE = 4 * 1024 * 1024  # bytes that are reduced inside a host while others are between hosts
 
 
@@ -75,6 +77,15 @@ class HierarchicalTransport(Transport):
         self._closed = False
         for part in self._parts:
             self._listen_to(part)
+        # Where ranks of a host read each other's memory, and all hosts are alike.
+        self._in_place: SharedMemoryTransport | None = None
+        can = isinstance(local, SharedMemoryTransport) and local.peer_memory
+        can = can and len({len(ranks) for ranks in self.hosts}) == 1
+        everybody = torch.tensor([can and cross is not None and cross.vectored])
+        self._do(flat.allreduce, everybody, ReduceOp.MIN)
+        if bool(everybody) and isinstance(local, SharedMemoryTransport):
+            self._in_place = local
+            self.vectored = True
 
     def _check_layout(self) -> None:
         if sorted(rank for ranks in self.hosts for rank in ranks) != list(range(self.size)):
@@ -113,14 +124,24 @@ class HierarchicalTransport(Transport):
         scale: float = 1.0,
         wire: torch.dtype | None = None,
     ) -> None:
-        (tensor,) = tensors
         with self._guard():
+            nbytes = sum([tensor.nbytes for tensor in tensors])
+            if self._in_place is not None and nbytes > IN_PLACE and not self._by_flat:
+                others = _Others(self, op, scale, wire)
+                self._do(self._in_place.allreduce_around, tensors, op, others)
+                return
+            alone = len(tensors) == 1
+            tensor = tensors[0] if alone else torch.cat([each.view(-1) for each in tensors])
             if self._by_flat:
-                self._do(self.flat.allreduce_vector, tensors, op, scale, wire)
-            elif tensor.numel():
+                self._do(self.flat.allreduce_vector, [tensor], op, scale, wire)
+            elif nbytes:
                 self._reduce_in_pieces(tensor, op, wire)
                 if scale != 1.0:
                     tensor.mul_(scale)
+            if not alone:
+                parts = cut(tensor, [each.numel() for each in tensors])
+                for target, part in zip(tensors, parts, strict=True):
+                    target.view(-1).copy_(part)
 
     def _reduce_in_pieces(
         self, tensor: torch.Tensor, op: ReduceOp, wire: torch.dtype | None
@@ -140,7 +161,7 @@ class HierarchicalTransport(Transport):
             if previous is not None:
                 self._finish_cross(previous[0])
             if self.cross is not None and mine.numel():
-                self._do(self.cross.begin_allreduce, mine, op, wire)
+                self._do(self.cross.begin_allreduce, [mine], op, 1.0, wire)
             if previous is not None:
                 self._do(self.local.allgather, *previous)
             previous = mine, piece, counts
@@ -367,6 +388,22 @@ class HierarchicalTransport(Transport):
     def after_fork_in_child(self) -> None:
         for part in self._parts:
             part.after_fork_in_child()
+
+
+class _Others:
+    """The ranks of our local index on the other hosts, for a reduction in the host's memory."""
+
+    def __init__(
+        self, whole: HierarchicalTransport, op: ReduceOp, scale: float, wire: torch.dtype | None
+    ) -> None:
+        assert whole.cross is not None
+        self._do, self._cross, self._how = whole._do, whole.cross, (op, scale, wire)
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._do(self._cross.begin_allreduce, tensors, *self._how)
+
+    def finish(self) -> None:
+        self._do(self._cross.finish_allreduce)
 
 
 def _overlaps(left: Sequence[int], right: Sequence[int]) -> list[list[int]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,8 +18,9 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.transport import own_memory
 from horovod.transport.arithmetic import as_blocks, combination, needs_wide
 from horovod.transport.peer_memory import PeerMemory
-from horovod.transport.spans import SPAN, Layout, block_bytes, share
+from horovod.transport.spans import SPAN, Block, Layout, block_bytes, share
 
+PIECE = 1024 * 1024  # bytes of a share that are with other hosts at a time
 _KEPT = 256  # plans, blocks of tensors, and places in scratch memory, that are remembered
 
 
@@ -37,6 +38,16 @@ class _Plan(NamedTuple):
 
     layout: Layout
     scratch: list[_Scratch]  # of each block
+
+
+class Others(Protocol):
+    """Ranks on other hosts, each of which has the same share as this one."""
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin to reduce these tensors with theirs."""
+
+    def finish(self) -> None:
+        """Complete it."""
 
 
 class PeerReducer:
@@ -82,6 +93,51 @@ class PeerReducer:
             check()
             for rank in self._others:
                 peers[rank].write_spans(ours + at, nbytes, tables[rank] + at, count)
+
+    def allreduce_around(
+        self,
+        tensors: Sequence[torch.Tensor],
+        pointers: Sequence[Sequence[int]],
+        op: ReduceOp,
+        check: Callable[[], None],
+        others: Others,
+    ) -> None:
+        """The same with ranks elsewhere: `others` reduces our share, in pieces, with theirs.
+
+        A piece is under way there while the next one is reduced here, and the one before pushed.
+        """
+        layout, scratches = self._plan(tensors)
+        addresses = [layout.place(rank, places) for rank, places in enumerate(pointers)]
+        peers, tables, width = self._peers, layout.tables, tensors[0].dtype.itemsize
+        ours, own = tables[self.rank], self._own(layout, tensors, addresses[self.rank])
+
+        def push(blocks: Sequence[Block]) -> None:
+            check()
+            for first, count, elements in blocks:
+                at = SPAN * first
+                for rank in self._others:
+                    peers[rank].write_spans(ours + at, elements * width, tables[rank] + at, count)
+
+        before: Sequence[Block] = ()
+        for start, stop in _pieces(layout.blocks, PIECE // width):
+            blocks = layout.blocks[start:stop]
+            for (first, count, elements), scratch in zip(
+                blocks, scratches[start:stop], strict=True
+            ):
+                at, nbytes, mine = SPAN * first, elements * width, own[first : first + count]
+                for rank in self._others:
+                    place = scratch.addresses[rank]
+                    peers[rank].read_spans(place, nbytes, tables[rank] + at, count)
+                self._reduce_block(mine, mine, scratch, op)
+            if before:
+                others.finish()
+            spans = layout.spans[blocks[0].first : blocks[-1].first + blocks[-1].spans]
+            others.begin([tensors[number].view(-1)[at : at + count] for number, at, count in spans])
+            push(before)
+            before = blocks
+        if before:
+            others.finish()
+            push(before)
 
     def _own(
         self, layout: Layout, tensors: Sequence[torch.Tensor], addresses: Sequence[int]
@@ -225,6 +281,19 @@ class PeerReducer:
             view = self._scratch[number * self._block :].view(dtype)[:count]
             known = self._areas[key] = as_blocks(view), view.data_ptr()
         return known
+
+
+def _pieces(blocks: Sequence[Block], elements: int) -> list[tuple[int, int]]:
+    """Consecutive blocks of at least so many elements together, by their numbers."""
+    edges, taken = [0], 0
+    for number, block in enumerate(blocks):
+        taken += block.elements
+        if taken >= elements:
+            edges.append(number + 1)
+            taken = 0
+    if edges[-1] != len(blocks):
+        edges.append(len(blocks))
+    return list(pairwise(edges))
 
 
 def _reduce_wide(

@@ -31,7 +31,7 @@ from horovod.transport import own_memory
 from horovod.transport.arithmetic import as_blocks, reduce_into
 from horovod.transport.base import MAX_TENSORS, MAX_WORDS, WORD, Group
 from horovod.transport.peer_memory import PeerMemory, allow_peers
-from horovod.transport.pushing import PeerReducer
+from horovod.transport.pushing import Others, PeerReducer
 from horovod.transport.shared_areas import AreaReducer
 from horovod.transport.steps import CONTROL, STATE, SteppedTransport
 
@@ -230,6 +230,22 @@ class SharedMemoryTransport(SteppedTransport):
                 self._step_together()
         except BaseException as error:
             self._fail(error, self._at_risk(tensors), self._exposed_at)
+            raise
+
+    @_quietly
+    def allreduce_around(
+        self, tensors: Sequence[torch.Tensor], op: ReduceOp, others: Others
+    ) -> None:
+        """Reduce tensors that are larger than INLINE, with `others` too: see `pushing`."""
+        self._check_usable()
+        try:
+            slot = self._expose(tensors)
+            self._preloaded = None
+            pointers = self._pointers(slot, len(tensors))
+            self._reducer.allreduce_around(tensors, pointers, op, self._check_others, others)
+            self._step_together()
+        except BaseException as error:
+            self._fail(error, tensors, self._exposed_at)
             raise
 
     def use(self, algorithm: str) -> None:

@@ -92,7 +92,7 @@ class TcpTransport(PairwiseTransport):
         self._block = BLOCK_TOTAL // group.size // 64 * 64
         self._preloaded: _Preload | None = None
         self._narrow = torch.empty(0)
-        self._widened: torch.Tensor | None = None  # waits for what was begun in a narrower type
+        self._widening: Callable[[], None] | None = None  # of what was begun in a narrower type
         # Whoever sends much at once must not wait for a peer that sends to it at the same time.
         self._inline = min(INLINE, INLINE_TOTAL // group.size)
         self._links: Links | None = None
@@ -250,17 +250,25 @@ class TcpTransport(PairwiseTransport):
 
     @_quietly
     def begin_allreduce(
-        self, tensor: torch.Tensor, op: ReduceOp, wire: torch.dtype | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp,
+        scale: float = 1.0,
+        wire: torch.dtype | None = None,
     ) -> None:
         """The kernel sends what fits into its buffers while the caller does something else."""
         self._preloaded = None
-        if self.size > pairwise.DIRECT or tensor.nbytes <= self._inline:
-            super().begin_allreduce(tensor, op, wire)
+        small = sum([tensor.nbytes for tensor in tensors]) <= self._inline
+        if self.size > pairwise.DIRECT or small:
+            super().begin_allreduce(tensors, op, scale, wire)
             return
         with self._guard():
-            if wire is not None:
-                self._widened, tensor = tensor, self._narrowed([tensor], wire)
-            self._begin_directly([tensor], op, 1.0)
+            if wire is None:
+                self._begin_directly(tensors, op, scale)
+            else:
+                narrow = self._narrowed(tensors, wire)
+                self._widening = partial(_widen, narrow, tensors, scale)
+                self._begin_directly([narrow], op, 1.0)
             for stream in self._streams.values():
                 stream.push()
 
@@ -271,9 +279,9 @@ class TcpTransport(PairwiseTransport):
             return
         with self._guard():
             finish(self._streams.values())
-            if self._widened is not None:
-                _widen(self._narrow[: self._widened.numel()], [self._widened], 1.0)
-                self._widened = None
+            if self._widening is not None:
+                self._widening()
+                self._widening = None
 
     def _plan(self, tensors: Sequence[torch.Tensor]) -> Plan:
         width, counts = tensors[0].dtype.itemsize, tuple([t.numel() for t in tensors])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from horovod.common.config import Config
 from horovod.common.store import PrefixStore, Store
 from horovod.common.store_client import StoreClient
-from horovod.transport import hierarchical, pairwise
+from horovod.transport import hierarchical, pairwise, pushing
 from horovod.transport.base import Group, Transport
 from horovod.transport.hierarchical import HierarchicalTransport
 from horovod.transport.shared_memory import SharedMemoryTransport
@@ -56,6 +56,7 @@ def small_pieces(build: Builder) -> Builder:
         pairwise.MESSAGE = 100_000
         hierarchical.ONE_LANE = 1000
         hierarchical.PIECE = 50_000
+        pushing.PIECE = 64 * 1024
         return build(group)
 
     return built
