@@ -65,7 +65,7 @@ class Bucket:
                 or not param.requires_grad
             ):
                 return None
-            found.append(gradient.data)  # see `watch`
+            found.append(gradient.data if self.watched else gradient)
         return found if len(found) > 1 else [found[0].view(-1)]
 
     def watch(self) -> None:

@@ -260,7 +260,7 @@ class GradientReducer:
         same on all ranks; a gradient may be laid out differently on each.
         """
         assert param.grad is not None
-        gradient = param.grad.data  # see Bucket.watch
+        gradient = param.grad.data  # changes made through it do not count: see Bucket.watch
         if gradient.is_contiguous() and param.is_contiguous():
             flat = gradient.view(-1)
         elif gradient.stride() == param.stride() and is_dense(gradient):
