@@ -30,7 +30,7 @@ from typing import NamedTuple
 SMALL = 256 * 1024  # bytes of all ranks together up to which a tensor is gathered
 FEW = 8  # ranks up to which everybody exchanges slices with everybody
 ONE_LANE = 64 * 1024  # bytes up to which one rank of each host carries a tensor
-PIECE = 256 * 1024  # bytes of a lane that are under way together
+PIECE = 1024 * 1024  # bytes of a lane that are under way together
 AGREEMENT = 64  # bytes that a rank contributes to an agreement
 
 
