@@ -86,8 +86,10 @@ class Optimizers:
         """
         if optimizer not in self._wrapped:
             return
-        if not complete and not optimizer._synchronized:
-            optimizer.synchronize()
+        if not complete:
+            self.after_backward()
+            if not optimizer._synchronized:  # there were fewer passes than announced
+                optimizer.synchronize()
         if not scaled:
             optimizer._check_gradients()
 

@@ -8,6 +8,7 @@ last: parameters, optimizer state, schedulers and the counts of steps.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -43,7 +44,10 @@ class BatchWatcher:
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         mine = trainer.num_training_batches
         counts = hvd.allgather_object(mine, "lightning.batches", self._strategy.process_set)
-        if len(set(counts)) == 1 or self._strategy.join:
+        if self._strategy.join:
+            _check_validation(trainer)
+            return
+        if len(set(counts)) == 1:
             return
         ranks = self._strategy.process_set.ranks or range(len(counts))
         told = ", ".join(
@@ -79,10 +83,22 @@ class BatchWatcher:
         for config, state in zip(trainer.lr_scheduler_configs, theirs["schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
         trainer.precision_plugin.load_state_dict(theirs["precision"])
-        restarting = loop.restarting
+        # Within the epoch each rank counts its own batches, by which it knows the last of them.
+        progress, restarting = loop.batch_progress, loop.restarting
+        mine_in_epoch, was_last = copy.copy(progress.current), progress.is_last_batch
         loop.load_state_dict(theirs["loop"])
+        progress.current, progress.is_last_batch = mine_in_epoch, was_last
         loop.restarting = restarting  # nothing is resumed: the epoch ends here
-        loop.batch_progress.is_last_batch = True
+
+
+def _check_validation(trainer: Any) -> None:
+    """Ranks validate together, which they can only at the end: before, they are not in step."""
+    if trainer.val_check_interval != 1.0 or trainer.check_val_every_n_epoch is None:
+        raise ValueError(
+            f"join=True lets ranks end an epoch after different numbers of batches, so they can "
+            f"validate at its end only, and not with val_check_interval="
+            f"{trainer.val_check_interval}: leave it out"
+        )
 
 
 def _ends_here(trainer: Any) -> bool:
