@@ -5,12 +5,18 @@ Called by `horovod.lightning.registration` in place of Lightning's own reading o
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from horovod.lightning import flavours
 from horovod.lightning.flavours import Flavour
+from horovod.lightning.options import Options
+
+
+# Of the options of a strategy, those that mean the same to all of them: not Lightning's objects.
+_SHARED = {"join", *(field.name for field in dataclasses.fields(Options))}
 
 
 def resolved(arguments: dict[str, Any], flavour: Flavour, make: Any) -> dict[str, Any]:
@@ -22,7 +28,8 @@ def resolved(arguments: dict[str, Any], flavour: Flavour, make: Any) -> dict[str
         # One made for the other package, or for Fabric where this is a Trainer, has the same
         # options. One of ours stays what it is: the program may hold on to it.
         if not isinstance(strategy, kind):
-            strategy = kind(**strategy.given)
+            given = {k: v for k, v in strategy.given.items() if k in _SHARED}
+            strategy = kind(**given)
     elif str(strategy).lower() in ("horovod", "auto"):
         # An object rather than the name: Lightning need not look for the launcher then, which
         # would start MPI in a process that has mpi4py.

@@ -24,11 +24,14 @@ from horovod.torch.hooks.base import CommunicationHook
 # Precision plugins that belong to strategies which spread a model over devices.
 _FOREIGN_PRECISION = ("FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision")
 
+_OF_ALL_STRATEGIES = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"}
+
 
 class HorovodBase(Collectives):
     """Every rank has the whole module and one device; Horovod averages the gradients."""
 
     is_horovod = True
+    precision_argument: str  # how Lightning calls the precision plugin here
     flavour: Flavour
     accelerator: Any
     parallel_devices: list[torch.device] | None
@@ -64,6 +67,9 @@ class HorovodBase(Collectives):
             "shard_state": shard_state,
             "communication_hook": communication_hook,
         }
+        unknown = sorted(set(lightning) - _OF_ALL_STRATEGIES - {self.precision_argument})
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no option {', '.join(unknown)}")
         self.given = {**options, "join": join, **lightning}  # to make another one like this
         self.process_set = process_set
         self.join = join

@@ -18,7 +18,7 @@ class FabricStrategy(HorovodBase):
     Takes every option of `hvd.DistributedOptimizer`. Gradients are averaged by `fabric.backward`.
     """
 
-    precision: Any
+    precision_argument = "precision"
     checkpoint_io: Any
 
     def __init__(self, **options: Any) -> None:
@@ -43,7 +43,7 @@ class FabricStrategy(HorovodBase):
         self.accelerator.setup_device(self.root_device)
 
     @property
-    def precision(self) -> Any:  # type: ignore[no-redef]
+    def precision(self) -> Any:
         return super().precision  # type: ignore[misc]
 
     @precision.setter

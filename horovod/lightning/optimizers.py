@@ -7,6 +7,8 @@ the step of a DistributedOptimizer only steps. Used by the strategies for Traine
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,6 +29,7 @@ class Optimizers:
         self._options = options
         self._wrapped: list[Any] = []
         self._originals: list[Any] = []  # beside them: what the program's schedulers refer to
+        self._led: list[tuple[Any, Any]] = []  # schedulers, with the optimizers they are made for
         self._blocked = False
 
     def wrap(self, optimizer: Any, named: Iterable[Named], passes: int) -> Any:
@@ -35,6 +38,18 @@ class Optimizers:
         self._wrapped.append(wrapped)
         self._originals.append(optimizer)
         return wrapped
+
+    def lead(self, schedulers: Iterable[Any]) -> None:
+        """Let schedulers of the originals belong to the wrapped ones, where callbacks look them up.
+
+        The learning rates are in groups of parameters that both have in common.
+        """
+        for scheduler in schedulers:
+            for wrapped, original in zip(self._wrapped, self._originals, strict=True):
+                if wrapped is not original and scheduler.optimizer is original:
+                    _track_steps(wrapped)
+                    scheduler.optimizer = wrapped
+                    self._led.append((scheduler, original))
 
     def any_wrapped(self) -> bool:
         return bool(self._wrapped)
@@ -46,6 +61,9 @@ class Optimizers:
                 wrapped._remove_hooks()
                 reducing_optimizer._optimizers.discard(wrapped)
                 reducing_optimizer.share_groups(wrapped)
+        for scheduler, original in self._led:
+            scheduler.optimizer = original
+        self._led = []
         originals, self._wrapped, self._originals = self._originals, [], []
         return originals
 
@@ -109,3 +127,20 @@ class Optimizers:
             return loss
         mine = torch.as_tensor(loss).detach()
         return hvd.allreduce(mine, op=self._options.op, process_set=self._options.process_set)
+
+
+def _track_steps(optimizer: Any) -> None:
+    """What a scheduler does to its optimizer's step, to warn where it steps first itself."""
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return
+    step, this = type(optimizer).step, weakref.ref(optimizer)
+
+    @functools.wraps(step)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        optimizer = this()
+        assert optimizer is not None, "its step is called"
+        optimizer._opt_called = True
+        return step(optimizer, *args, **kwargs)
+
+    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = tracked

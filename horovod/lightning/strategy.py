@@ -28,6 +28,7 @@ class TrainerStrategy(HorovodBase):
     """
 
     strategy_name = "horovod"
+    precision_argument = "precision_plugin"
 
     model: Any
     lightning_module: Any
@@ -115,6 +116,7 @@ class TrainerStrategy(HorovodBase):
             each if isinstance(each, mock) else self._reduced.wrap(each, named, passes)
             for each in self.optimizers
         ]
+        self._reduced.lead(config.scheduler for config in self.lr_scheduler_configs)
 
     @property
     def optimizers(self) -> list[Any]:
@@ -205,7 +207,14 @@ class TrainerStrategy(HorovodBase):
         if self._sync_applied is not None:
             self._sync_applied.revert(self.model)
             self._sync_applied = None
-        super().teardown()  # type: ignore[misc]
+        module = self.lightning_module
+        if module is not None and any(param.is_meta for param in module.parameters()):
+            # It was refused because of that, and moving it would hide the reason.
+            self._lightning_module = None
+        try:
+            super().teardown()  # type: ignore[misc]
+        finally:
+            self._lightning_module = module
 
     @classmethod
     def register_strategies(cls, registry: Any) -> None:

@@ -78,17 +78,17 @@ def test_monitors_of_learning_rate_device_and_time(ranks: RankPool, tmp_path: Pa
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
-    def train() -> Any:
+    def train(strategy: str = "horovod", folder: str = "ours") -> Any:
         rates = LearningRateMonitor(logging_interval="epoch")
         callbacks = [rates, DeviceStatsMonitor(cpu_stats=True), Timer({"hours": 1})]
-        logger = CSVLogger(tmp_path)
-        made = trainer(callbacks=callbacks, logger=logger, log_every_n_steps=1)
+        logger = CSVLogger(tmp_path / folder)
+        made = trainer(strategy, callbacks=callbacks, logger=logger, log_every_n_steps=1)
         made.fit(Scheduled(), loader())
         return rates.lrs
 
-    first, _ = ranks.run(train)
-    assert first == {"lr-SGD": [0.1, 0.05]}
-    (path,) = tmp_path.glob("**/metrics.csv")
+    first, second = ranks.run(train)
+    assert first == second == train("auto", "alone")
+    (path,) = tmp_path.glob("ours/**/metrics.csv")
     assert "DeviceStatsMonitor.on_train_batch_end/cpu_percent" in path.read_text()
 
 
