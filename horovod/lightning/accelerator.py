@@ -33,8 +33,7 @@ class Accelerator:
     def get_device_stats(self, device: Any) -> dict[str, Any]:
         kind = torch.device(device).type
         if kind == "cpu":
-            cpu = self.flavour.trainer_part("accelerators.cpu")
-            return dict(cpu.get_cpu_stats()) if cpu._PSUTIL_AVAILABLE else {}
+            return dict(self.flavour.trainer_part("accelerators.cpu").get_cpu_stats())
         stats = getattr(torch.get_device_module(kind), "memory_stats", None)
         return {} if stats is None else dict(stats(device))
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from horovod.lightning import flavours
 from horovod.lightning.flavours import Flavour
 from horovod.lightning.options import Options
 
@@ -19,7 +18,9 @@ from horovod.lightning.options import Options
 _SHARED = {"join", *(field.name for field in dataclasses.fields(Options))}
 
 
-def resolved(arguments: dict[str, Any], flavour: Flavour, make: Any) -> dict[str, Any]:
+def resolved(
+    arguments: dict[str, Any], flavour: Flavour, make: Any, make_accelerator: Any
+) -> dict[str, Any]:
     """The arguments to replace; `make(flavour)` is the class of the strategy that is meant."""
     strategy, accelerator = arguments["strategy"], arguments["accelerator"]
     flavour.require()
@@ -40,13 +41,13 @@ def resolved(arguments: dict[str, Any], flavour: Flavour, make: Any) -> dict[str
             f"was given: leave one of the two out"
         )
     if isinstance(accelerator, str) and accelerator.lower() == "horovod":
-        accelerator = this_ranks_accelerator(flavour)
+        accelerator = _of_this_rank(flavour, make_accelerator)
     return {"strategy": strategy, "accelerator": accelerator}
 
 
-def this_ranks_accelerator(flavour: Flavour) -> Any:
-    """GPU, XPU or CPU: Lightning's own where it has one."""
+def _of_this_rank(flavour: Flavour, make: Any) -> Any:
+    """GPU, XPU or CPU: Lightning's own accelerator where it has one."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return "cpu"
-    return "cuda" if device.type == "cuda" else flavours.accelerator(flavour)()
+    return "cuda" if device.type == "cuda" else make(flavour)()

@@ -60,7 +60,7 @@ FLAVOURS = (LIGHTNING, PYTORCH_LIGHTNING)
 def preferred() -> Flavour:
     """The package that the program uses; if that cannot be told yet, one that is installed."""
     for flavour in FLAVOURS:
-        if flavour.pytorch in sys.modules:
+        if sys.modules.get(flavour.pytorch) is not None:
             return flavour
     for flavour in FLAVOURS:
         if importlib.util.find_spec(flavour.pytorch.partition(".")[0]) is not None:
@@ -116,10 +116,19 @@ def environment(flavour: Flavour) -> Any:
 
 @functools.cache
 def accelerator(flavour: Flavour) -> Any:
-    """The accelerator of this rank where Lightning has none; for the Trainer and for Fabric."""
+    """The accelerator of this rank where Lightning has none; for the Trainer, and Fabric takes it."""
     from horovod.lightning.accelerator import Accelerator
 
-    base = flavour.trainer_part("accelerators").Accelerator
+    base = flavour.trainer_part("accelerators.accelerator").Accelerator
+    return _joined("HorovodAccelerator", Accelerator, base, flavour)
+
+
+@functools.cache
+def fabric_accelerator(flavour: Flavour) -> Any:
+    """The same for Fabric, which does not import the Trainer."""
+    from horovod.lightning.accelerator import Accelerator
+
+    base = flavour.fabric_part("accelerators.accelerator").Accelerator
     return _joined("HorovodAccelerator", Accelerator, base, flavour)
 
 

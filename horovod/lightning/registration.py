@@ -93,23 +93,21 @@ def _register(module: ModuleType) -> None:
     if kind == "trainer":
         connector = module._AcceleratorConnector
         strategies, accelerators = module.StrategyRegistry, module.AcceleratorRegistry
-        make: Any = flavours.trainer_strategy
+        make, accelerator = flavours.trainer_strategy, flavours.accelerator
     else:
         connector = module._Connector
         strategies, accelerators = module.STRATEGY_REGISTRY, module.ACCELERATOR_REGISTRY
-        make = flavours.fabric_strategy
+        make, accelerator = flavours.fabric_strategy, flavours.fabric_accelerator
     if getattr(connector.__init__, "knows_horovod", False):
         return
     note = "Horovod: gradients averaged over all ranks of the job"
-    # Functions and not classes: those would import Lightning's strategies before they are used.
+    # Not the class, which takes time to make, and says so where Lightning is too old.
     strategies.register(NAME, lambda **options: make(flavour)(**options), note, override=True)
-    accelerators.register(
-        NAME, lambda: flavours.accelerator(flavour)(), "this rank's device", override=True
-    )
-    _teach(connector, flavour, make)
+    accelerators.register(NAME, accelerator(flavour), "this rank's device", override=True)
+    _teach(connector, flavour, make, accelerator)
 
 
-def _teach(connector: Any, flavour: Flavour, make: Any) -> None:
+def _teach(connector: Any, flavour: Flavour, make: Any, accelerator: Any) -> None:
     """Let this connector take ``accelerator="horovod"``, and strategies of either package."""
     original = connector.__init__
     signature = inspect.signature(original)
@@ -121,7 +119,7 @@ def _teach(connector: Any, flavour: Flavour, make: Any) -> None:
         if _asks_for_us(bound.arguments):
             from horovod.lightning.arguments import resolved
 
-            bound.arguments.update(resolved(bound.arguments, flavour, make))
+            bound.arguments.update(resolved(bound.arguments, flavour, make, accelerator))
         original(*bound.args, **bound.kwargs)
 
     with_horovod.knows_horovod = True  # type: ignore[attr-defined]
