@@ -132,6 +132,15 @@ def fabric_accelerator(flavour: Flavour) -> Any:
     return _joined("HorovodAccelerator", Accelerator, base, flavour)
 
 
+@functools.cache
+def commit_callback(flavour: Flavour) -> Any:
+    """The callback for elastic training."""
+    from horovod.lightning.elastic.callback import Commits
+
+    base = flavour.trainer_part("callbacks").Callback
+    return _joined("CommitCallback", Commits, base, flavour)
+
+
 def _joined(name: str, mixin: type, base: type, flavour: Flavour) -> Any:
     members = {"__module__": "horovod.lightning", "__doc__": mixin.__doc__, "flavour": flavour}
     return type(base)(name, (mixin, base), members)

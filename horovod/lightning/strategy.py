@@ -38,6 +38,7 @@ class TrainerStrategy(HorovodBase):
     _sync_applied: Any = None
     _released_metrics: Callable[[], None] | None = None
     _watching: Any = None
+    elastic_state: Any = None  # set by the callback that commits it
 
     # -- the environment -------------------------------------------------------------------
 
@@ -134,6 +135,14 @@ class TrainerStrategy(HorovodBase):
                     setattr(outer, name, getattr(outer._optimizer, name))
 
     _lightning_optimizers: list[Any]
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        trainer = None if self.elastic_state is None else self.elastic_state._trainer
+        if trainer is None or not trainer.training:
+            return dataloader
+        from horovod.lightning.elastic.callback import elastic_loader
+
+        return elastic_loader(dataloader, trainer, self.elastic_state, self.flavour)
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
