@@ -26,9 +26,8 @@ class Accelerator:
         """Nothing to prepare beyond the device."""
 
     def teardown(self) -> None:
-        module = getattr(torch, _kind(), None)
-        if _kind() != "cpu" and hasattr(module, "empty_cache"):
-            module.empty_cache()
+        if _kind() != "cpu":
+            torch.get_device_module(_kind()).empty_cache()
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
         kind = torch.device(device).type

@@ -13,7 +13,6 @@ import torch
 from horovod.lightning.flavours import Flavour
 from horovod.lightning.options import Options
 
-
 # Of the options of a strategy, those that mean the same to all of them: not Lightning's objects.
 _SHARED = {"join", *(field.name for field in dataclasses.fields(Options))}
 

@@ -66,7 +66,8 @@ def preferred() -> Flavour:
         if importlib.util.find_spec(flavour.pytorch.partition(".")[0]) is not None:
             return flavour
     raise ImportError(
-        "horovod.lightning needs Lightning, which is not installed: pip install 'horovod[lightning]'"
+        "horovod.lightning needs Lightning, which is not installed: "
+        "pip install 'horovod[lightning]'"
     )
 
 
@@ -116,7 +117,7 @@ def environment(flavour: Flavour) -> Any:
 
 @functools.cache
 def accelerator(flavour: Flavour) -> Any:
-    """The accelerator of this rank where Lightning has none; for the Trainer, and Fabric takes it."""
+    """The accelerator of this rank where Lightning has none, for the Trainer."""
     from horovod.lightning.accelerator import Accelerator
 
     base = flavour.trainer_part("accelerators.accelerator").Accelerator

@@ -47,7 +47,8 @@ def check_devices(module: torch.nn.Module, optimizers: list[Any], device: torch.
             for param in group["params"]:
                 named.setdefault(f"an optimizer's parameter {list(param.shape)}", param)
     for name, param in named.items():
-        if param.device != device and (param.device.type, device.index) != (device.type, None):
+        anywhere = device.index is None  # on the CPU, or a program's only GPU
+        if param.device != device and not (anywhere and param.device.type == device.type):
             raise ValueError(
                 f"parameter {name!r} of the module is on {param.device}, and rank {hvd.rank()} "
                 f"computes on {device}: make parameters in __init__ or configure_model(), from "

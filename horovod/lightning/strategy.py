@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 import horovod.torch as hvd
 from horovod.lightning import metrics, modules
 from horovod.lightning.base import HorovodBase
@@ -32,7 +30,7 @@ class TrainerStrategy(HorovodBase):
 
     model: Any
     lightning_module: Any
-    precision_plugin: Any
+    setup_precision_plugin: Callable[[], None]
     lr_scheduler_configs: list[Any]
     _layer_sync: Any = None
     _sync_applied: Any = None
@@ -61,7 +59,7 @@ class TrainerStrategy(HorovodBase):
         """There is nothing of torch.distributed to set up."""
 
     @property
-    def precision_plugin(self) -> Any:  # type: ignore[no-redef]
+    def precision_plugin(self) -> Any:
         return super().precision_plugin  # type: ignore[misc]
 
     @precision_plugin.setter

@@ -106,9 +106,7 @@ def test_stochastic_weight_averaging(ranks: RankPool, batch_norm: bool):
         assert found[0][1] == found[1][1]
         return
     averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
-    assert_same(
-        [each[0] for each in found], alone(Net(), max_epochs=4, callbacks=[averaging])
-    )
+    assert_same([each[0] for each in found], alone(Net(), max_epochs=4, callbacks=[averaging]))
 
 
 class Backbone(Net):

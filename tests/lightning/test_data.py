@@ -72,7 +72,8 @@ def _plain(epochs: int) -> list[torch.Tensor]:
             optimizer.zero_grad()
             starts = [step * batch] * (step < FEWER) + [(FEWER + step) * batch]
             for start in starts:
-                part = [torch.stack(each) for each in zip(*(data[start + i] for i in range(batch)))]
+                rows = [data[start + place] for place in range(batch)]
+                part = [torch.stack(each) for each in zip(*rows, strict=True)]
                 (module.loss(part) / 2).backward()
             optimizer.step()
             config["scheduler"].step()

@@ -25,7 +25,7 @@ def test_devices_without_a_launcher():
         with pytest.raises(ValueError, match="not started by a launcher") as caught:
             use()
         assert "horovodrun -np 3 python" in str(caught.value)
-    with pytest.raises(ValueError, match="horovodrun -np 2 -H host1:1,... python"):
+    with pytest.raises(ValueError, match=r"horovodrun -np 2 -H host1:1,\.\.\. python"):
         trainer(num_nodes=2)
 
 
@@ -130,8 +130,8 @@ def test_an_accelerator_and_a_strategy_that_contradict_each_other():
 def test_options_that_do_not_exist_or_do_not_fit():
     with pytest.raises(TypeError):
         trainer(HorovodStrategy(compresion=None)).fit(Net(), loader())
+    strategy = HorovodStrategy(backward_passes_per_step=2)
     with pytest.raises(ValueError, match="give one of them"):
-        strategy = HorovodStrategy(backward_passes_per_step=2)
         trainer(strategy, accumulate_grad_batches=3).fit(Net(), loader())
     with pytest.raises(ValueError, match="is not registered"):
         trainer(HorovodStrategy(process_set=hvd.ProcessSet([0])))

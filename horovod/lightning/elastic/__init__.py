@@ -4,9 +4,8 @@
 
     @hvd.elastic.run
     def train(state):
-        trainer = Trainer(
-            strategy="horovod", max_epochs=10, callbacks=[CommitCallback(state, batches_per_commit=10)]
-        )
+        commits = CommitCallback(state, batches_per_commit=10)
+        trainer = Trainer(strategy="horovod", max_epochs=10, callbacks=[commits])
         trainer.fit(module, loader, ckpt_path=state.checkpoint)
 
     train(state)

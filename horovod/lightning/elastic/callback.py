@@ -52,7 +52,9 @@ class Commits:
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         if self._state.resumes_epoch_start:
-            trainer.fit_loop.epoch_loop.restarting = False  # its counts are of an epoch that is over
+            trainer.fit_loop.epoch_loop.restarting = (
+                False  # its counts are of an epoch that is over
+            )
         in_main_thread = threading.current_thread() is threading.main_thread()
         if self._state._job is not None and self._on_sigterm is not None and in_main_thread:
             # Lightning would end training at once: a worker that is told to leave first commits.
