@@ -100,14 +100,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help=f"which to train (on a CPU {' '.join(CPU_MODELS)}; else {' '.join(GPU_MODELS)})",
     )
     parser.add_argument("--device", choices=["cpu", "cuda", "xpu"], default="cpu", help="(cpu)")
-    parser.add_argument(
-        "--seconds",
-        type=positive,
-        default=120.0,
-        metavar="S",
-        help="most time spent on each model and number of ranks (120); less where the machine is "
-        "so quiet that the ratios are known to 1.5 %% before",
-    )
+    add_common(parser)
     parser.add_argument(
         "--only-speed", action="store_true", help="skip the loss and memory sections"
     )
@@ -132,6 +125,24 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="give each rank one core, as schedulers do that count cores; otherwise DDP's threads "
         "run on those that no rank uses",
     )
+    options = parser.parse_args(arguments)
+    cores = len(os.sched_getaffinity(0))
+    if options.bind and max(options.np) > cores:
+        parser.error(f"--bind: {max(options.np)} ranks need as many cores, and there are {cores}")
+    options.models = options.models or (CPU_MODELS if options.device == "cpu" else GPU_MODELS)
+    return options
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """The options of all benchmarks of training."""
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=120.0,
+        metavar="S",
+        help="most time spent on each model and number of ranks (120); less where the machine is "
+        "so quiet that the ratios are known to 1.5 %% before",
+    )
     parser.add_argument(
         "--same-heap",
         action="store_true",
@@ -146,17 +157,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         type=Path,
         default=ROOT / "benchmarks" / "results",
         metavar="DIR",
-        help="where training.csv and training.png go (benchmarks/results)",
+        help="where the CSV file and the plot go (benchmarks/results)",
     )
     parser.add_argument(
         "--timeout", type=positive, default=900.0, metavar="S", help="give up after this long (900)"
     )
-    options = parser.parse_args(arguments)
-    cores = len(os.sched_getaffinity(0))
-    if options.bind and max(options.np) > cores:
-        parser.error(f"--bind: {max(options.np)} ranks need as many cores, and there are {cores}")
-    options.models = options.models or (CPU_MODELS if options.device == "cpu" else GPU_MODELS)
-    return options
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
@@ -174,6 +179,8 @@ def is_precise(samples: dict[str, list[float]]) -> bool:
 
 class Bench:
     """Starts ranks as the options say."""
+
+    module = "benchmarks.training_rank"  # what a rank runs
 
     def __init__(self, options: argparse.Namespace, progress: Progress) -> None:
         self.options = options
@@ -226,7 +233,7 @@ class Bench:
             "bind": options.bind,
             "result": result,
         }
-        program = [sys.executable, str(ROOT / "benchmarks" / "training_rank.py"), json.dumps(plan)]
+        program = [sys.executable, "-m", self.module, json.dumps(plan)]
         knobs = {"HOROVOD_ELASTIC": "1"} if options.force_reduction else {}
         if options.autotune:
             knobs["HOROVOD_AUTOTUNE"] = "1"
