@@ -16,6 +16,7 @@ from horovod.lightning.flavours import Flavour
 class Accelerator:
     """Whatever `torch.accelerator` finds here, or the CPU."""
 
+    is_horovod = True
     flavour: Flavour
 
     def setup_device(self, device: torch.device) -> None:

@@ -98,6 +98,7 @@ class HorovodBase(Collectives):
         devices.check_counts(
             self.parallel_devices or [torch.device("cpu")], self._num_nodes, self.accelerator
         )
+        self._place_precision()
 
     @property
     def root_device(self) -> torch.device:
@@ -134,6 +135,16 @@ class HorovodBase(Collectives):
                 f"{type(plugin).__name__} is for strategies that spread it: use precision=... or "
                 f"another plugin"
             )
+
+    def _place_precision(self) -> None:
+        """Mixed precision on the device of this rank: Lightning takes all it does not know for CUDA."""
+        plugin: Any = getattr(self, self.precision_argument)
+        kind = self.root_device.type
+        if getattr(plugin, "device", None) != "cuda" or kind == "cuda":
+            return
+        plugin.device = kind
+        if plugin.scaler is not None:
+            plugin.scaler = torch.amp.GradScaler(kind)
 
     # -- checkpoints -----------------------------------------------------------------------
 

@@ -85,13 +85,28 @@ def share_values(module: torch.nn.Module, process_set: ProcessSet) -> None:
     root = (process_set.ranks or [0])[0]
     state = module.state_dict()
     tensors = {name: entry for name, entry in state.items() if isinstance(entry, torch.Tensor)}
+    _broadcast(tensors, process_set)
+    if len(tensors) < len(state):  # modules may keep other things as well
+        others = {name: entry for name, entry in state.items() if name not in tensors}
+        others = hvd.broadcast_object(others, root, "lightning.extra_state", process_set)
+        module.load_state_dict({**state, **others})
+
+
+def share_buffers(module: torch.nn.Module, process_set: ProcessSet) -> None:
+    """Give all ranks the buffers of the first, such as statistics that each has taken of its data.
+
+    DDP does so before every forward pass. Only evaluation uses them, so it is enough before that.
+    """
+    buffers = dict(module.named_buffers())
+    if buffers and takes_part(process_set):
+        _broadcast(buffers, process_set)
+
+
+def _broadcast(tensors: dict[str, torch.Tensor], process_set: ProcessSet) -> None:
+    root = (process_set.ranks or [0])[0]
     handles = [
         hvd.broadcast_async_(tensor.detach(), root, f"lightning.module.{name}", process_set)
         for name, tensor in tensors.items()
     ]
     for handle in handles:
         hvd.synchronize(handle)
-    if len(tensors) < len(state):  # modules may keep other things as well
-        others = {name: entry for name, entry in state.items() if name not in tensors}
-        others = hvd.broadcast_object(others, root, "lightning.extra_state", process_set)
-        module.load_state_dict({**state, **others})

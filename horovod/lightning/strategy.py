@@ -193,6 +193,12 @@ class TrainerStrategy(HorovodBase):
 
     # -- the end ---------------------------------------------------------------------------
 
+    def on_validation_start(self) -> None:
+        modules.share_buffers(self.lightning_module, self.process_set)
+
+    def on_train_end(self) -> None:
+        modules.share_buffers(self.lightning_module, self.process_set)
+
     def _release_optimizers(self) -> None:
         if self._reduced.any_wrapped():
             originals = self._reduced.release()

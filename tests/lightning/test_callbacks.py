@@ -102,8 +102,9 @@ def test_stochastic_weight_averaging(ranks: RankPool, batch_norm: bool):
         return weights(module), made.current_epoch
 
     found = ranks.run(train)
+    assert found[0][1] == found[1][1]
+    assert_same([each[0] for each in found])
     if batch_norm:  # without sync_batchnorm each rank normalises by its own data
-        assert found[0][1] == found[1][1]
         return
     averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
     assert_same([each[0] for each in found], alone(Net(), max_epochs=4, callbacks=[averaging]))

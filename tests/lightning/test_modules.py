@@ -72,12 +72,28 @@ def test_sync_batchnorm_is_horovods_while_training(ranks: RankPool):
     assert_same(ranks.run(train), alone(Net(batch_norm=True)))
 
 
-def test_without_sync_batchnorm_each_rank_has_statistics_of_its_own(ranks: RankPool):
+def test_without_sync_batchnorm_statistics_are_rank_0s_when_they_are_used(ranks: RankPool):
+    class Looking(Net):
+        def __init__(self) -> None:
+            super().__init__(batch_norm=True)
+            self.means: dict[str, list[torch.Tensor]] = {"training": [], "validation": []}
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            self.means["training"].append(self.net[1].running_mean.clone())
+            return super().training_step(batch, index)
+
+        def on_validation_epoch_start(self) -> None:
+            self.means["validation"].append(self.net[1].running_mean.clone())
+
     def train() -> Any:
-        return fitted(Net(batch_norm=True))[0]
+        module = Looking()
+        trainer().fit(module, loader(), loader())
+        return weights(module), module.means
 
     first, second = ranks.run(train)
-    assert any(not torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert_same([first[0], second[0]])
+    assert_same([first[1]["validation"], second[1]["validation"]])
+    assert not all(map(torch.equal, first[1]["training"], second[1]["training"]))
 
 
 def test_compiled_modules(ranks: RankPool):

@@ -141,3 +141,21 @@ def test_the_names_are_in_lightnings_registries_and_others_are_left_alone():
         "assert type(trainer.strategy).__name__ == 'SingleDeviceStrategy'\n"
         "assert not hvd.is_initialized()\n"
     )
+
+
+def test_the_accelerator_by_itself_chooses_the_strategy_and_places_mixed_precision():
+    run(
+        "import horovod.torch\n"
+        "import lightning.pytorch as pl\n"
+        "from horovod.lightning import HorovodAccelerator\n"
+        "accelerator = HorovodAccelerator()\n"
+        "quiet = dict(logger=False, enable_checkpointing=False)\n"
+        "trainer = pl.Trainer(accelerator=accelerator, precision='bf16-mixed', **quiet)\n"
+        "assert trainer.accelerator is accelerator\n"
+        "assert type(trainer.strategy).__name__ == 'HorovodStrategy'\n"
+        "assert trainer.strategy.root_device.type == trainer.precision_plugin.device == 'cpu'\n"
+        "assert accelerator.parse_devices('2') == accelerator.parse_devices(2) == [0, 1]\n"
+        "assert accelerator.parse_devices('0,3') == accelerator.parse_devices([0, 3]) == [0, 3]\n"
+        "assert accelerator.auto_device_count() == 1\n"
+        "assert 'cpu_percent' in accelerator.get_device_stats('cpu')\n"
+    )
