@@ -137,7 +137,7 @@ class HorovodBase(Collectives):
             )
 
     def _place_precision(self) -> None:
-        """Mixed precision on the device of this rank: Lightning takes all it does not know for CUDA."""
+        """Mixed precision on this rank's device: what Lightning does not know it takes for CUDA."""
         plugin: Any = getattr(self, self.precision_argument)
         kind = self.root_device.type
         if getattr(plugin, "device", None) != "cuda" or kind == "cuda":

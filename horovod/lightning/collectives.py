@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +37,29 @@ def operation(reduce_op: Any) -> ReduceOp:
     return _OPERATIONS[name]
 
 
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Make no inference tensors, in which Lightning evaluates: only this thread could write them.
+
+    The engine reduces in another thread if that comes first, and keeps tensors for the next time.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
+
+
+def ordinary(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous and without a history, for `ordinary_tensors`."""
+    tensor = tensor.detach()
+    return (
+        tensor.clone(memory_format=torch.contiguous_format)
+        if tensor.is_inference()
+        else (tensor.contiguous())
+    )
+
+
 class Gathered(torch.autograd.Function):
     """Everybody's tensor, stacked. The gradient of a part is the sum over all ranks that used it.
 
@@ -62,22 +87,27 @@ class Collectives:
     def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
         """Wait until all ranks are here."""
         if self.world_size > 1:
-            hvd.barrier(process_set=self.process_set)
+            with ordinary_tensors():
+                hvd.barrier(process_set=self.process_set)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank `src` (of the process set, if there is one) on all ranks."""
         if self.world_size == 1:
             return obj
         root = (self.process_set.ranks or range(self.world_size))[src]
-        return hvd.broadcast_object(obj, root, "lightning.broadcast", self.process_set)
+        with ordinary_tensors():
+            return hvd.broadcast_object(obj, root, "lightning.broadcast", self.process_set)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Everybody's tensor, along a new first dimension; differentiable with `sync_grads`."""
         self._only_own(group)
         if self.world_size == 1:
             return tensor.unsqueeze(0) if sync_grads else tensor.detach().unsqueeze(0)
-        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
-            gathered: Tensor = Gathered.apply(tensor, self.process_set)  # type: ignore[no-untyped-call]
+        if not (sync_grads and torch.is_grad_enabled()):
+            with ordinary_tensors():
+                mine = ordinary(tensor).unsqueeze(0)
+                return hvd.allgather(mine, process_set=self.process_set).detach()
+        gathered: Tensor = Gathered.apply(tensor, self.process_set)  # type: ignore[no-untyped-call]
         return gathered
 
     def reduced(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -86,10 +116,11 @@ class Collectives:
         op = operation(reduce_op)
         if not isinstance(tensor, Tensor) or self.world_size == 1:
             return tensor
-        source = tensor.detach().contiguous()
-        if source.dtype == torch.bool:
-            source = source.to(torch.uint8)
-        return hvd.allreduce(source, op=op, process_set=self.process_set).to(tensor.dtype)
+        with ordinary_tensors():
+            source = ordinary(tensor)
+            if source.dtype == torch.bool:
+                source = source.to(torch.uint8)
+            return hvd.allreduce(source, op=op, process_set=self.process_set).to(tensor.dtype)
 
     def _only_own(self, group: Any) -> None:
         """`group` belongs to torch.distributed, which Horovod does not use."""

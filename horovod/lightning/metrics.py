@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import horovod.torch as hvd
+from horovod.lightning.collectives import ordinary, ordinary_tensors
 
 Tensor = torch.Tensor
 
@@ -52,8 +53,9 @@ def _always() -> bool:
 
 def _everybodys(value: Tensor, process_set: Any) -> list[Tensor]:
     """The tensors of all ranks, whose shapes may differ."""
-    shapes = hvd.allgather_object(tuple(value.shape), "lightning.metric", process_set)
-    flat = hvd.allgather(value.detach().contiguous().view(-1), process_set=process_set)
+    with ordinary_tensors():
+        shapes = hvd.allgather_object(tuple(value.shape), "lightning.metric", process_set)
+        flat = hvd.allgather(ordinary(value).view(-1), process_set=process_set)
     sizes = [torch.Size(shape).numel() for shape in shapes]
     parts = flat.split_with_sizes(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

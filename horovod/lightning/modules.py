@@ -9,6 +9,7 @@ import torch
 
 import horovod.torch as hvd
 from horovod.common.process_sets import ProcessSet
+from horovod.lightning.collectives import ordinary_tensors
 from horovod.torch.optimizer_checks import first_difference, takes_part
 
 
@@ -104,9 +105,10 @@ def share_buffers(module: torch.nn.Module, process_set: ProcessSet) -> None:
 
 def _broadcast(tensors: dict[str, torch.Tensor], process_set: ProcessSet) -> None:
     root = (process_set.ranks or [0])[0]
-    handles = [
-        hvd.broadcast_async_(tensor.detach(), root, f"lightning.module.{name}", process_set)
-        for name, tensor in tensors.items()
-    ]
-    for handle in handles:
-        hvd.synchronize(handle)
+    with ordinary_tensors():
+        handles = [
+            hvd.broadcast_async_(tensor.detach(), root, f"lightning.module.{name}", process_set)
+            for name, tensor in tensors.items()
+        ]
+        for handle in handles:
+            hvd.synchronize(handle)

@@ -187,3 +187,21 @@ def test_the_progress_bar_is_rank_0s(ranks: RankPool):
         return made.progress_bar_callback.is_disabled
 
     assert ranks.run(train) == [False, True]
+
+
+def test_collectives_in_inference_mode_leave_nothing_of_it_behind(ranks: RankPool):
+    def ask() -> Any:
+        strategy = trainer().strategy
+        with torch.inference_mode():
+            mine = torch.ones(5)
+            found = (
+                strategy.reduce(mine, reduce_op="sum"),
+                strategy.all_gather(mine, sync_grads=True),
+            )
+            strategy.barrier()
+            told = strategy.broadcast(mine.tolist())
+        assert mine.is_inference()
+        assert not any(tensor.is_inference() for tensor in found)
+        return told, [tensor.sum().item() for tensor in found]
+
+    assert ranks.run(ask) == [([1.0] * 5, [10.0, 10.0])] * 2
