@@ -17,7 +17,7 @@ from typing import Any
 
 from packaging.version import Version
 
-OLDEST = "2.4"  # the first that the tests have passed with
+OLDEST = "2.5"  # the first that the tests have passed with
 
 
 @dataclass(frozen=True)
