@@ -151,7 +151,7 @@ class HorovodBase(Collectives):
     def whole_state(self, optimizer: Any) -> Any:
         """The state of an optimizer as it is saved; if it is sharded, on the first rank only."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        if self._options.shard_state and self.world_size > 1:
+        if getattr(optimizer, "_shards", None) is not None:
             ranks = self.process_set.ranks or [0]
             optimizer.consolidate_state_dict(to=ranks[0])
             return optimizer.state_dict() if self.global_rank == 0 else {}

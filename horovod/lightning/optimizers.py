@@ -55,8 +55,14 @@ class Optimizers:
         return bool(self._wrapped)
 
     def release(self) -> list[Any]:
-        """Training is over: what they were before, with all they have learned."""
+        """Training is over: what they were before, with all they have learned.
+
+        One whose state is spread over the ranks stays what it is, or it could not be saved.
+        """
+        released = []
         for wrapped, original in zip(self._wrapped, self._originals, strict=True):
+            sharded = getattr(wrapped, "_shards", None) is not None
+            released.append(wrapped if sharded else original)
             if wrapped is not original:
                 wrapped._remove_hooks()
                 reducing_optimizer._optimizers.discard(wrapped)
@@ -64,8 +70,8 @@ class Optimizers:
         for scheduler, original in self._led:
             scheduler.optimizer = original
         self._led = []
-        originals, self._wrapped, self._originals = self._originals, [], []
-        return originals
+        self._wrapped, self._originals = [], []
+        return released
 
     @contextmanager
     def blocked(self) -> Iterator[None]:

@@ -201,9 +201,7 @@ class TrainerStrategy(HorovodBase):
 
     def _release_optimizers(self) -> None:
         if self._reduced.any_wrapped():
-            originals = self._reduced.release()
-            mock = [each for each in self.optimizers if not hasattr(each, "_reducer")]
-            self.optimizers = originals + mock
+            self.optimizers = self._reduced.release()
 
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's advice for DistributedDataParallel does not apply."""

@@ -46,15 +46,20 @@ def test_rank_0_writes_and_everybody_resumes(ranks: RankPool, tmp_path: Path, sh
     assert [each[1:] for each in found] == [(4, 32, pytest.approx(0.02 * 0.5**4))] * 2
 
 
-def test_the_file_is_an_ordinary_one(ranks: RankPool, tmp_path: Path):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_file_is_an_ordinary_one(ranks: RankPool, tmp_path: Path, sharded: bool):
     def save() -> Any:
-        found, made = fitted(Net())
+        found, made = fitted(Net(), HorovodStrategy(shard_state=sharded))
         made.save_checkpoint(tmp_path / "model.ckpt")
         return found
 
     found = ranks.run(save)
     content = torch.load(tmp_path / "model.ckpt", weights_only=False)
     assert content["global_step"] == 16
+    (state,) = content["optimizer_states"]
+    assert [tuple(each["momentum_buffer"].shape) for each in state["state"].values()] == [
+        tuple(weight.shape) for weight in found[0]
+    ]
     module = Net(seed=5)
     trainer("auto", devices=1).validate(
         module, loader(), ckpt_path=tmp_path / "model.ckpt", verbose=False

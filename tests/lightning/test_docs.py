@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from horovod.runner.arguments import parse_args
+from tests.docs.pages import check_commands, check_links
 from tests.ranks import run_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "lightning.md"
@@ -60,17 +59,8 @@ def test_what_the_blocks_found(ran: Any):
 
 
 def test_commands_are_ones_that_horovodrun_understands():
-    commands = re.findall(r"^    (horovodrun .*)$", PAGE.read_text(), re.MULTILINE)
-    assert len(commands) == 2
-    for command in commands:
-        assert parse_args(shlex.split(command)[1:]).num_proc == 2
+    check_commands(PAGE, 2)
 
 
 def test_links_lead_somewhere():
-    text = PAGE.read_text()
-    anchors = {
-        "#" + re.sub(r"[^a-z0-9 ]", "", title.lower()).replace(" ", "-")
-        for title in re.findall(r"^## (.*)$", text, re.MULTILINE)
-    }
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        assert target in anchors or (PAGE.parent / target).is_file(), target
+    check_links(PAGE)

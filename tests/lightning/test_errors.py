@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecisio
 import horovod.torch as hvd
 from horovod.lightning import HorovodEnvironment, HorovodStrategy
 from tests.lightning.training import Net, loader, trainer, weights
-from tests.ranks import RankPool
+from tests.ranks import RankPool, run_ranks
 
 
 def test_devices_without_a_launcher():
@@ -155,6 +155,24 @@ def test_an_error_in_training_leaves_the_ranks_able_to_train(ranks: RankPool):
 
     first, second = ranks.run(train)
     assert all(map(torch.equal, first, second))
+
+
+class Undefined(Net):
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        return loss * float("nan") if index == 2 and self.global_rank == 1 else loss
+
+
+def _train_undefined(rank: int, size: int) -> str:
+    with pytest.raises(FloatingPointError) as caught:
+        trainer().fit(Undefined(), loader())
+    return str(caught.value)
+
+
+def test_gradients_that_are_not_finite_are_named_if_that_is_asked_for():
+    for said in run_ranks(_train_undefined, 2, env={"HOROVOD_CHECK_NAN": "1"}, timeout=200):
+        assert "rank 1" in said
+        assert "net.0.weight" in said
 
 
 def test_the_environment_serves_other_strategies(ranks: RankPool):
