@@ -1,6 +1,7 @@
 # make train   install into .venv and train a real model on two processes
 # make test    install and run every check and test: .venv for all but TensorFlow and Keras,
-#              .venv-tensorflow for those (`make test-core` and `make test-tensorflow` do one part)
+#              .venv-tensorflow for those (`make test-core`, `make test-lightning` and
+#              `make test-tensorflow` do one part)
 # make bench   install into .venv and compare collectives with Gloo and Open MPI
 #
 # PYTHON chooses the interpreter:  make test PYTHON=python3.12
@@ -17,7 +18,7 @@ TF      := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
 INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-core test-tensorflow lint bench clean
+.PHONY: help train test test-core test-lightning test-tensorflow lint bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
@@ -25,10 +26,13 @@ help:
 train: $(VENV)/.examples
 	PATH="$(abspath $(BIN)):$$PATH" horovodrun -np 2 python examples/pytorch/pytorch_mnist.py
 
-test: test-core test-tensorflow
+test: test-core test-lightning test-tensorflow
 
 test-core: lint
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest $(PYTEST) --ignore tests/lightning
+
+test-lightning: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST) tests/lightning
 
 test-tensorflow: $(VENV)-tensorflow/.installed
 	TF_CPP_MIN_LOG_LEVEL=2 $(TF_BIN)/python -m pytest $(PYTEST) tests/tensorflow tests/keras

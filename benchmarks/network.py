@@ -85,7 +85,7 @@ class Bench:
             options.seconds,
             options.timeout,
             lambda what: self.progress.advance(f"{setting.title}, {what}"),
-            self._knobs,
+            knobs=self._knobs,
         )
         chosen = options.contenders
         pairs = [("plain", "ours")]

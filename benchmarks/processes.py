@@ -225,9 +225,17 @@ class Member:
     def obey(self, carry_out: Callable[[Any], Any]) -> None:
         """Be ready, and answer each order with what `carry_out` makes of it."""
         with suppress(BrokenPipeError):  # nobody is interested any more
-            print(json.dumps("ready"), file=self._answers)
-            for line in sys.stdin:
-                print(json.dumps(carry_out(json.loads(line))), file=self._answers)
+            for order in self.orders():
+                self.answer(carry_out(order))
+
+    def orders(self) -> Iterator[Any]:
+        """Be ready; each order has to be answered before the next comes."""
+        self.answer("ready")
+        for line in sys.stdin:
+            yield json.loads(line)
+
+    def answer(self, value: Any) -> None:
+        print(json.dumps(value), file=self._answers)
 
 
 @contextmanager

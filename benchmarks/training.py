@@ -87,14 +87,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=["cpu", "cuda", "xpu"], default="cpu", help="(cpu)")
     parser.add_argument(
-        "--seconds",
-        type=positive,
-        default=120.0,
-        metavar="S",
-        help="most time spent on each model and number of ranks (120); less where the machine is "
-        "so quiet that the ratios are known to 1.5 %% before",
-    )
-    parser.add_argument(
         "--only-speed", action="store_true", help="skip the loss and memory sections"
     )
     parser.add_argument(
@@ -118,22 +110,35 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="give each rank one core, as schedulers do that count cores; otherwise DDP's threads "
         "run on those that no rank uses",
     )
-    parser.add_argument(
-        "--same-heap",
-        action="store_true",
-        help="let all contenders keep freed memory the way that hvd.init() does, by variables of "
-        "glibc: what is left is the difference that communication makes",
-    )
-    add_options(parser, "training")
-    parser.add_argument(
-        "--timeout", type=positive, default=900.0, metavar="S", help="give up after this long (900)"
-    )
+    add_common(parser, "training")
     options = parser.parse_args(arguments)
     cores = len(os.sched_getaffinity(0))
     if options.bind and max(options.np) > cores:
         parser.error(f"--bind: {max(options.np)} ranks need as many cores, and there are {cores}")
     options.models = options.models or (CPU_MODELS if options.device == "cpu" else GPU_MODELS)
     return options
+
+
+def add_common(parser: argparse.ArgumentParser, name: str) -> None:
+    """The options of every benchmark that has contenders train by turns."""
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=120.0,
+        metavar="S",
+        help="most time spent on each model and number of ranks (120); less where the machine is "
+        "so quiet that the ratios are known to 1.5 %% before",
+    )
+    parser.add_argument(
+        "--same-heap",
+        action="store_true",
+        help="let all contenders keep freed memory the way that hvd.init() does, by variables of "
+        "glibc: what is left is the difference that communication makes",
+    )
+    add_options(parser, name)
+    parser.add_argument(
+        "--timeout", type=positive, default=900.0, metavar="S", help="give up after this long (900)"
+    )
 
 
 def jobs(size: int, options: argparse.Namespace, progress: Progress) -> Jobs:
@@ -156,7 +161,7 @@ def jobs(size: int, options: argparse.Namespace, progress: Progress) -> Jobs:
         options.seconds,
         options.timeout,
         lambda what: progress.advance(f"{size} ranks, {what}"),
-        knobs,
+        knobs=knobs,
     )
 
 

@@ -1,6 +1,7 @@
 """Jobs that train one model the way of one contender: how the training benchmarks start them.
 
-`benchmarks.training` places their ranks on this host, `benchmarks.network` on several.
+`benchmarks.training` places their ranks on this host, `benchmarks.network` on several;
+`benchmarks.lightning` has them train with a Trainer.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,7 @@ class Jobs:
     seconds: float  # most time for a race
     timeout: float  # until it is given up
     advance: Callable[[str], None]
+    program: Sequence[str] = (str(ROOT / "benchmarks" / "training_rank.py"),)  # a rank's
     knobs: Callable[[str], Mapping[str, str]] = lambda contender: {}
 
     def speed(self, model: str, contenders: list[str], pairs: Pairs) -> Samples:
@@ -82,5 +84,5 @@ class Jobs:
             "steps": LOSS_STEPS,
             "result": result,
         }
-        program = [sys.executable, str(ROOT / "benchmarks" / "training_rank.py"), json.dumps(plan)]
+        program = [sys.executable, *self.program, json.dumps(plan)]
         return self.place(program, self.knobs(contender))

@@ -165,9 +165,7 @@ def requirements(results: Results, device: str) -> Iterator[Requirement]:
             yield Requirement(text, met(found, wanted), fraction(found))
         for model in SPEED:
             yield lighter(two, model)
-            same = two.same_losses(model)
-            text = f"{WORKLOADS[model].title}, 2 ranks: losses bitwise equal to DDP's"
-            yield Requirement(text, same, {True: "yes", False: "no", None: "not measured"}[same])
+            yield same_losses(two, model)
         if eight.speed:
             for model, wanted in SPEED_OF_EIGHT.items():
                 yield faster(f"{wanted}x DDP", eight, model, wanted)
@@ -191,6 +189,12 @@ def lighter(run: Run, model: str) -> Requirement:
         return Requirement(text, None, "not measured")
     ours, ddp = round(peaks["ours"]), round(peaks["ddp"])  # they differ by more between runs
     return Requirement(text, ours <= ddp, f"{ours} MiB against {ddp}")
+
+
+def same_losses(run: Run, model: str) -> Requirement:
+    same = run.same_losses(model)
+    text = f"{WORKLOADS[model].title}, {run.title}: losses bitwise equal to DDP's"
+    return Requirement(text, same, {True: "yes", False: "no", None: "not measured"}[same])
 
 
 def met(found: float | None, wanted: float) -> bool | None:

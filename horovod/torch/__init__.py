@@ -12,6 +12,7 @@ from horovod.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from horovod.lightning import registration as _lightning
 from horovod.torch.compression import Compression
 from horovod.torch.functions import (
     allgather_object,
@@ -146,6 +147,8 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+_lightning.install()  # Trainer(strategy="horovod"), where there is Lightning
 
 if typing.TYPE_CHECKING:
     from horovod.torch import elastic as elastic

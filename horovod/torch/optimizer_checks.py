@@ -255,7 +255,7 @@ def _check_alike(
     if first != second:
         raise ValueError(
             f"the models differ between ranks {ranks[0]} and {ranks[odd]}: "
-            + _first_difference(first, second)
+            + first_difference(first, second)
         )
     setting = next(key for key in chosen if chosen[key] != chosen_there[key])
     raise ValueError(
@@ -269,7 +269,7 @@ def _told(problem: Exception) -> str:
     return str(problem) if known else f"{type(problem).__name__}: {problem}"
 
 
-def _first_difference(one: list[Any], other: list[Any]) -> str:
+def first_difference(one: list[Any], other: list[Any]) -> str:
     names, others = [entry[0] for entry in one], [entry[0] for entry in other]
     only = [name for name in names if name not in others]
     extra = [name for name in others if name not in names]

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from horovod.runner.arguments import parse_args
+from tests.docs.pages import check_commands, check_links
 from tests.ranks import run_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pytorch.md"
@@ -92,17 +91,8 @@ def test_the_timeline_has_what_was_recorded(ran):
 
 
 def test_commands_are_ones_that_horovodrun_understands():
-    commands = re.findall(r"^    (horovodrun .*)$", PAGE.read_text(), re.MULTILINE)
-    assert len(commands) == 2
-    for command in commands:
-        assert parse_args(shlex.split(command)[1:]).num_proc == 2
+    check_commands(PAGE, 2)
 
 
 def test_links_lead_somewhere():
-    text = PAGE.read_text()
-    anchors = {
-        "#" + re.sub(r"[^a-z ]", "", title.lower()).replace(" ", "-")
-        for title in re.findall(r"^## (.*)$", text, re.MULTILINE)
-    }
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        assert target in anchors or (PAGE.parent / target).is_file(), target
+    check_links(PAGE)

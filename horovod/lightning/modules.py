@@ -1,0 +1,114 @@
+"""What is done with a module before it is trained: it must be the same on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+import horovod.torch as hvd
+from horovod.common.process_sets import ProcessSet
+from horovod.lightning.collectives import ordinary_tensors
+from horovod.torch.optimizer_checks import first_difference, takes_part
+
+
+def check_usable(module: torch.nn.Module) -> None:
+    """Refuse what cannot be trained by keeping whole copies alike."""
+    for name, child in module.named_modules():
+        if type(child).__name__ in ("FullyShardedDataParallel", "DistributedDataParallel"):
+            raise ValueError(
+                f"strategy='horovod' averages gradients itself, and {name or 'the module'!r} is a "
+                f"{type(child).__name__}: pass the module that is inside"
+            )
+    for name, param in module.named_parameters():
+        if hasattr(param, "device_mesh"):
+            raise ValueError(
+                f"strategy='horovod' needs the whole module on every rank, and parameter {name!r} "
+                f"is spread over ranks (a {type(param).__name__}, as FSDP makes them): use "
+                f"HorovodStrategy(shard_state=True) to spread the optimizer state"
+            )
+        if isinstance(param, torch.nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"parameter {name!r} has no shape yet (a lazy module): run a batch through the "
+                f"module first, for example in configure_model()"
+            )
+        if param.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the device 'meta', so it has no values: make the module "
+                f"outside of torch.device('meta'), or fill it in configure_model()"
+            )
+
+
+def check_devices(module: torch.nn.Module, optimizers: list[Any], device: torch.device) -> None:
+    """Refuse parameters that are not where this rank computes."""
+    named = dict(module.named_parameters())
+    for optimizer in optimizers:
+        for group in getattr(optimizer, "param_groups", ()):
+            for param in group["params"]:
+                named.setdefault(f"an optimizer's parameter {list(param.shape)}", param)
+    for name, param in named.items():
+        anywhere = device.index is None  # on the CPU, or a program's only GPU
+        if param.device != device and not (anywhere and param.device.type == device.type):
+            raise ValueError(
+                f"parameter {name!r} of the module is on {param.device}, and rank {hvd.rank()} "
+                f"computes on {device}: make parameters in __init__ or configure_model(), from "
+                f"where they are moved, or move this one to self.device"
+            )
+
+
+def check_alike(module: torch.nn.Module, process_set: ProcessSet) -> None:
+    """Refuse modules that differ between ranks, on every rank. Collective."""
+    mine = [
+        (name, tuple(entry.shape), str(entry.dtype).removeprefix("torch."), ())
+        if isinstance(entry, torch.Tensor)
+        else (name, (), type(entry).__name__, ())
+        for name, entry in module.state_dict().items()
+    ]
+    digest = hashlib.blake2b(repr(mine).encode(), digest_size=8).hexdigest()
+    collective = "lightning.module"
+    if len(set(hvd.allgather_object(digest, collective, process_set))) == 1:
+        return
+    everyone = hvd.allgather_object(mine, collective, process_set)
+    ranks = process_set.ranks or list(range(len(everyone)))
+    odd = next(index for index, theirs in enumerate(everyone) if theirs != everyone[0])
+    raise ValueError(
+        f"the modules of ranks {ranks[0]} and {ranks[odd]} differ: "
+        + first_difference(everyone[0], everyone[odd])
+    )
+
+
+def share_values(module: torch.nn.Module, process_set: ProcessSet) -> None:
+    """Check that all ranks have the same module, and give them the values of the first rank."""
+    if not takes_part(process_set):
+        return
+    check_alike(module, process_set)
+    root = (process_set.ranks or [0])[0]
+    state = module.state_dict()
+    tensors = {name: entry for name, entry in state.items() if isinstance(entry, torch.Tensor)}
+    _broadcast(tensors, process_set)
+    if len(tensors) < len(state):  # modules may keep other things as well
+        others = {name: entry for name, entry in state.items() if name not in tensors}
+        others = hvd.broadcast_object(others, root, "lightning.extra_state", process_set)
+        module.load_state_dict({**state, **others})
+
+
+def share_buffers(module: torch.nn.Module, process_set: ProcessSet) -> None:
+    """Give all ranks the buffers of the first, such as statistics that each has taken of its data.
+
+    DDP does so before every forward pass. Only evaluation uses them, so it is enough before that.
+    """
+    buffers = dict(module.named_buffers())
+    if buffers and takes_part(process_set):
+        _broadcast(buffers, process_set)
+
+
+def _broadcast(tensors: dict[str, torch.Tensor], process_set: ProcessSet) -> None:
+    root = (process_set.ranks or [0])[0]
+    with ordinary_tensors():
+        handles = [
+            hvd.broadcast_async_(tensor.detach(), root, f"lightning.module.{name}", process_set)
+            for name, tensor in tensors.items()
+        ]
+        for handle in handles:
+            hvd.synchronize(handle)

@@ -1,0 +1,68 @@
+"""What the strategies are told about reducing gradients: every option of DistributedOptimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import horovod.torch as hvd
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.reduce_op import Average, ReduceOp
+from horovod.torch.compression import Compression, Compressor
+from horovod.torch.gradients import Named
+from horovod.torch.hooks.base import CommunicationHook
+from horovod.torch.reducing_optimizer import ReducingOptimizer
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `hvd.DistributedOptimizer`, by its names."""
+
+    compression: type[Compressor] = Compression.none
+    backward_passes_per_step: int = 1
+    op: ReduceOp = Average
+    gradient_predivide_factor: float = 1.0
+    num_groups: int = 0
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None
+    sparse_as_dense: bool = False
+    process_set: ProcessSet = global_process_set
+    shard_state: bool = False
+    communication_hook: CommunicationHook | None = None
+
+    def wrapped(self, optimizer: Any, named: Iterable[Named], passes: int) -> Any:
+        """`optimizer` as a DistributedOptimizer; a script's own stays as it is."""
+        if isinstance(optimizer, ReducingOptimizer):
+            return optimizer
+        names = {id(param): name for name, param in named}
+        chosen = [p for group in optimizer.param_groups for p in group["params"]]
+        return hvd.DistributedOptimizer(
+            optimizer,
+            # Parameters that are not the module's have no name there.
+            named_parameters=[
+                (names.get(id(param), f"parameter.{number}"), param)
+                for number, param in enumerate(dict.fromkeys(chosen))
+            ],
+            compression=self.compression,
+            backward_passes_per_step=passes,
+            op=self.op,
+            gradient_predivide_factor=self.gradient_predivide_factor,
+            num_groups=self.num_groups,
+            groups=self._groups_of(chosen),
+            sparse_as_dense=self.sparse_as_dense,
+            process_set=self.process_set,
+            shard_state=self.shard_state,
+            # One keeps the state of one optimizer; there may be several, and several fits.
+            communication_hook=copy.deepcopy(self.communication_hook),
+        )
+
+    def _groups_of(self, params: list[torch.Tensor]) -> Any:
+        """The part of the groups that is about these parameters."""
+        if not isinstance(self.groups, (list, tuple)):
+            return self.groups
+        known = {id(param) for param in params}
+        kept = [[param for param in group if id(param) in known] for group in self.groups]
+        return [group for group in kept if group]
