@@ -129,10 +129,55 @@ class GradientReducer:
         self._steps += 1
         if self._trial is not None:
             self._try(self._trial, time.perf_counter() - began)
-        if self._steps in _JOINING and any(param.is_cpu for _, param in self._params):
-            join_pages()
+        self._join_pages()
         if self._tuner is not None:
             self._tune(self._tuner)
+
+    def can_delay(self) -> bool:
+        """Whether there is something to gain if nobody waits in a step: see `release`."""
+        return (
+            self._overlap
+            and self._agreed_in is runtime.topology
+            and self._trial is None
+            and self._tuner is None
+            and self._crosses_hosts()
+            and all(param.is_cpu for _, param in self._params)
+        )
+
+    def release(self) -> list[Bucket]:
+        """Start what is left, and leave it to the caller to wait for each bucket (`settle`).
+
+        The caller does so with all of them before it comes here again.
+        """
+        try:
+            for bucket in self._buckets:
+                if not bucket.started:
+                    self._start(bucket, background=True)
+                bucket.check_unchanged()
+        except Exception:
+            self._wait()
+            raise
+        self._any_arrived = False
+        self._steps += 1
+        self._join_pages()
+        return self._buckets
+
+    def settle(self, bucket: Bucket) -> Exception | None:
+        """Wait until its gradients are reduced. The first failure."""
+        failure: Exception | None = None
+        try:
+            for wait in (
+                *(request.wait for request in bucket.requests),
+                bucket.check_unchanged,
+                *bucket.finishers,
+            ):
+                try:
+                    wait()
+                except Exception as error:
+                    failure = failure or error
+        finally:
+            bucket.reset()
+        return failure
 
     def abandon(self) -> None:
         """Wait for what is under way, and drop the results: e.g. the state was replaced."""
@@ -143,21 +188,18 @@ class GradientReducer:
         failure: Exception | None = None
         try:
             for bucket in self._buckets:
-                for wait in (
-                    *(request.wait for request in bucket.requests),
-                    bucket.check_unchanged,
-                    *bucket.finishers,
-                ):
-                    try:
-                        wait()
-                    except Exception as error:
-                        failure = failure or error
+                error = self.settle(bucket)
+                failure = failure or error
         finally:
             self._any_arrived = False
             self._arrivals.clear()
             for bucket in self._buckets:
                 bucket.reset()
         return failure
+
+    def _join_pages(self) -> None:
+        if self._steps in _JOINING and any(param.is_cpu for _, param in self._params):
+            join_pages()
 
     def _start(self, bucket: Bucket, background: bool) -> None:
         bucket.started = True
