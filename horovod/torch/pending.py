@@ -54,7 +54,7 @@ class PendingParameter(Parameter):
         found: list[Parameter] = []
         _collect(args, found)
         _collect(kwargs, found)
-        finish(found or None)  # none: hidden in an object that we cannot look into
+        _finish_eagerly(found or None)  # none: hidden in an object that we cannot look into
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -111,6 +111,18 @@ def finish(params: Iterable[Parameter] | None = None) -> None:
             updates.finish(theirs)
 
 
+def _finish_eagerly(params: Iterable[Parameter] | None) -> None:
+    """The same where torch.compile may be looking: no part of a graph."""
+    _eagerly(finish)(params)
+
+
+@functools.cache
+def _eagerly(function: Callable[..., None]) -> Callable[..., None]:
+    # Not when this module is loaded, for it loads the compiler.
+    disabled: Callable[..., None] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
 def abandon() -> None:
     """Make no update that is still to be made: e.g. the parameters will be replaced."""
     with _changing:
@@ -134,7 +146,7 @@ def _before_forward(module: torch.nn.Module, _: Any) -> None:
     """Make the updates of the module's own parameters."""
     mine = [param for param in module._parameters.values() if type(param) is PendingParameter]
     if mine:
-        finish(mine)
+        _finish_eagerly(mine)
 
 
 @functools.cache
