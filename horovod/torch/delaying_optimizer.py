@@ -22,7 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 from horovod.torch.delayed_update import DelayedUpdates, Options
 from horovod.torch.gradients import GradientReducer, Named
 from horovod.torch.pending import is_pending, lock
-from horovod.torch.reducing_optimizer import ReducingOptimizer, Watch, note_step, step_of
+from horovod.torch.reducing_optimizer import Reducer, ReducingOptimizer, Watch, note_step, step_of
 
 Parameter = torch.nn.Parameter
 
@@ -43,6 +43,12 @@ class DelayingOptimizer(ReducingOptimizer):
         self._updates = None
         if isinstance(self._reducer, GradientReducer):
             self._updates = DelayedUpdates(self._reducer.settle, self._step_on)
+
+    def _make_reducer(self, named: list[Named], groups: list[list[Named]] | None) -> Reducer:
+        reducer = super()._make_reducer(named, groups)
+        assert isinstance(reducer, GradientReducer)
+        reducer.delays = True
+        return reducer
 
     def _finish_updates(self) -> None:
         with lock():

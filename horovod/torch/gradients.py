@@ -28,7 +28,7 @@ from horovod.torch.buckets import Named as Named
 from horovod.torch.compression import Compressor, NoneCompressor
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
 from horovod.torch.layouts import is_dense, memory_shape
-from horovod.torch.overlap import TRIAL_STEPS, can_overlap, device_bucket, network_bucket
+from horovod.torch.overlap import TRIAL_STEPS, can_overlap, device_bucket, network_bucket, num_early
 from horovod.torch.sparse import sparse_allreduce_async, sparse_tensor
 
 # After these steps the heap is put on huge pages: tensors find their places in it in the first few,
@@ -58,6 +58,7 @@ class GradientReducer:
         self.sparse_as_dense = sparse_as_dense
         self.process_set = process_set
         self.hook = hook
+        self.delays = False  # whether the next forward waits, for one bucket after the other
         self.name = ""
         self._params = list(params)
         self._total = sum(param.nbytes for _, param in params)
@@ -67,11 +68,13 @@ class GradientReducer:
         self._agreed_in: Topology | None = None  # the job whose ranks have agreed
         self._overlap = False
         self._limit = 0  # bytes of the largest bucket that all ranks want
-        self._trial: list[float] | None = None  # seconds, while it is measured how long all takes
+        # While it is measured: seconds that all takes, and seconds that backward could hide of it.
+        self._trial: list[tuple[float, float]] | None = None
         self._tuner: StepTuner | None = None  # while HOROVOD_AUTOTUNE is at work
         self._arrivals: list[int] = []  # until then
         self._sparse_dims: dict[int, int] = {}  # of parameters with sparse gradients, by index
         self._any_arrived = False
+        self._first_arrival = 0.0  # when the first gradient of this step was there
         self._steps = 0
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}  # by the places of parameters
@@ -80,7 +83,9 @@ class GradientReducer:
 
     def arrived(self, index: int) -> None:
         """The gradient of this parameter, by its place among all, is complete on this rank."""
-        self._any_arrived = True
+        if not self._any_arrived:
+            self._any_arrived = True
+            self._first_arrival = time.perf_counter()
         if self._agreed_in is not runtime.topology:
             self._arrivals.append(index)
             return
@@ -92,7 +97,7 @@ class GradientReducer:
             return
         if self.hook is not None:
             self._start_in_order()
-        elif not bucket.started:
+        elif not bucket.started and not bucket.held:
             self._start(bucket, background=True)
 
     def _start_in_order(self) -> None:
@@ -118,7 +123,7 @@ class GradientReducer:
         failure: Exception | None = None
         began = time.perf_counter()
         try:
-            for bucket in self._buckets:
+            for bucket in self._by_need():
                 if not bucket.started:
                     self._start(bucket, background=len(self._buckets) > 1)
         except Exception as error:
@@ -128,10 +133,16 @@ class GradientReducer:
             raise failure
         self._steps += 1
         if self._trial is not None:
-            self._try(self._trial, time.perf_counter() - began)
+            hidden = began - self._first_arrival if self._first_arrival else 0.0
+            self._try(self._trial, time.perf_counter() - began, hidden)
         self._join_pages()
         if self._tuner is not None:
             self._tune(self._tuner)
+
+    def _by_need(self) -> list[Bucket]:
+        """In the order in which to start them: of those held, the last is needed first."""
+        held = [bucket for bucket in self._buckets if bucket.held]
+        return [bucket for bucket in self._buckets if not bucket.held] + held[::-1]
 
     def can_delay(self) -> bool:
         """Whether there is something to gain if nobody waits in a step: see `release`."""
@@ -150,7 +161,7 @@ class GradientReducer:
         The caller does so with all of them before it comes here again.
         """
         try:
-            for bucket in self._buckets:
+            for bucket in self._by_need():
                 if not bucket.started:
                     self._start(bucket, background=True)
                 bucket.check_unchanged()
@@ -417,20 +428,26 @@ class GradientReducer:
         in_host_memory = all(param.is_cpu for _, param in self._params)
         return self._groups is None and in_host_memory and self._crosses_hosts()
 
-    def _try(self, trial: list[float], seconds: float) -> None:
+    def _try(self, trial: list[tuple[float, float]], seconds: float, hidden: float) -> None:
         """All gradients were reduced at once in so many seconds; after some of that, cut buckets.
 
         A rank that others wait for sees what the network alone takes, so the least time counts.
         """
-        trial.append(seconds)
+        trial.append((seconds, hidden))
         if len(trial) < TRIAL_STEPS:
             return
-        (least,), complete = greatest([-min(trial)], self.process_set)
+        least = [-min(seconds) for seconds in zip(*trial, strict=True)]
+        (least_of_all, least_hidden), complete = greatest(least, self.process_set)
         if not complete:  # while a rank has joined: it could not know what the others make of it
             del trial[0]
             return
         self._trial = None
-        self._make(True, network_bucket(self._total, self._limit, -least))
+        self._make(True, network_bucket(self._total, self._limit, -least_of_all))
+        if self.delays and self._groups is None and least_of_all < 0:
+            sizes = [sum(param.nbytes for _, param in bucket.params) for bucket in self._buckets]
+            early = num_early(sizes, self._total * least_hidden / least_of_all)
+            for bucket in self._buckets[early:]:
+                bucket.held = True
 
     def _tune(self, tuner: StepTuner) -> None:
         """Go on as the measured times say; between steps, and on all ranks alike."""
