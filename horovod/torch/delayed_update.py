@@ -6,6 +6,8 @@ started; `horovod.torch.pending` notices who needs a parameter.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 
 from horovod.common.logging import get_logger
+from horovod.engine.request import Request
 from horovod.torch import pending
 from horovod.torch.buckets import Bucket
 
@@ -20,6 +23,8 @@ Parameter = torch.nn.Parameter
 Options = dict[str, Any]  # of a parameter group, without its parameters
 
 logger = get_logger(__name__)
+
+_PAUSE = 0.0003  # seconds between looks whether gradients have arrived
 
 
 class Update:
@@ -49,6 +54,7 @@ class DelayedUpdates:
         self._step_on = step_on  # updates some parameters, with these options of their groups
         self._options: list[Options] = []
         self._updates: dict[Parameter, Update] = {}
+        self._process = os.getpid()  # a forked one has no such thread
 
     def begin(self, buckets: Iterable[Bucket], groups: Sequence[Mapping[str, Any]]) -> None:
         """Reductions of these buckets are under way: update the parameters when they are needed.
@@ -88,6 +94,8 @@ class DelayedUpdates:
                 self._settle(update.bucket)
 
     def _make(self, update: Update) -> None:
+        for request in update.bucket.requests:
+            self._let_end(request)
         self._take_back(update)
         failure = self._settle(update.bucket)
         if failure is not None:
@@ -99,6 +107,15 @@ class DelayedUpdates:
         if update.cleared:
             for param, _ in update.gradients:
                 param.grad = None
+
+    def _let_end(self, request: Request) -> None:
+        """Wait for one request beside the engine's thread.
+
+        `Request.wait` would work together with that thread, and so come back only when all that
+        the thread has begun is done.
+        """
+        while not request.done() and os.getpid() == self._process:
+            time.sleep(_PAUSE)
 
     def _take_back(self, update: Update) -> None:
         """Make its parameters ordinary ones, which have their gradients."""

@@ -19,6 +19,7 @@ import torch
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Max, ReduceOp
 from horovod.common.topology import Topology
+from horovod.engine.channel import Channel
 from horovod.engine.heap import join_pages
 from horovod.engine.lane import Lane
 from horovod.engine.runtime import runtime
@@ -419,9 +420,12 @@ class GradientReducer:
         return can_overlap(on_device, self._crosses_hosts(), runtime.config.overlap_backward)
 
     def _crosses_hosts(self) -> bool:
+        return self._channel().crosses_hosts
+
+    def _channel(self) -> Channel:
         number = self.process_set.process_set_id
         assert number is not None
-        return runtime.channel(number).crosses_hosts
+        return runtime.channel(number)
 
     def _needs_trial(self) -> bool:
         """Whether the size of buckets depends on a network, and is not given by the user."""
@@ -437,7 +441,8 @@ class GradientReducer:
         if len(trial) < TRIAL_STEPS:
             return
         least = [-min(seconds) for seconds in zip(*trial, strict=True)]
-        (least_of_all, least_hidden), complete = greatest(least, self.process_set)
+        busy = float(bool(self._channel().pending()))
+        (least_of_all, least_hidden, busy), complete = greatest([*least, busy], self.process_set)
         if not complete:  # while a rank has joined: it could not know what the others make of it
             del trial[0]
             return
@@ -448,6 +453,10 @@ class GradientReducer:
             early = num_early(sizes, self._total * least_hidden / least_of_all)
             for bucket in self._buckets[early:]:
                 bucket.held = True
+            if not busy:
+                # Buckets that wait together are not to arrive together. No request is under way
+                # on any rank, so that all ranks go over to it at the same point.
+                self._channel()._fuse_groups = False
 
     def _tune(self, tuner: StepTuner) -> None:
         """Go on as the measured times say; between steps, and on all ranks alike."""
