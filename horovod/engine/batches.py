@@ -48,7 +48,7 @@ def plan(requests: Sequence[Request], threshold: int, fuse_groups: bool) -> list
         if request.kind is not Kind.ALLREDUCE:
             batches.append(Batch(request))
             continue
-        if not fuse_groups:
+        if not fuse_groups or request.alone:
             open_batches.clear()
         for source, target in zip(request.tensors, request.outputs, strict=True):
             key = (
@@ -64,6 +64,8 @@ def plan(requests: Sequence[Request], threshold: int, fuse_groups: bool) -> list
                 batch = open_batches[key] = Batch(request)
                 batches.append(batch)
             batch.add(request, source, target)
+        if request.alone:
+            open_batches.clear()
     return batches
 
 

@@ -17,7 +17,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -68,6 +69,8 @@ class Channel:
         self._unnamed: dict[Kind, int] = {}
         self._queue_lock = threading.Lock()  # queue, names, failure: held for moments
         self._drive_lock = threading.Lock()  # held by the thread that runs a round
+        self._progress = threading.Condition()
+        self._waiters = 0  # threads that wait for what another one drives
         self._pause = self._cycle
         self._pausing = threading.Event()
         self._settlement = Settlement()
@@ -165,6 +168,7 @@ class Channel:
         finally:
             self._lone = None
             self._drive_lock.release()
+            self._tell_waiters()
         request.wait()
         return True
 
@@ -173,9 +177,45 @@ class Channel:
     def drive(self, request: Request) -> None:
         """Run rounds until `request` is finished."""
         while not request.finished:
-            with self._drive_lock:
+            if not self._drive_lock.acquire(blocking=False):
+                self._await(request)
+                continue
+            try:
                 if not request.finished and self._queue:
                     self._guarded_round()
+            finally:
+                self._drive_lock.release()
+                self._tell_waiters()
+
+    def _await(self, request: Request) -> None:
+        """While another thread runs rounds: until it has finished `request`, or has stopped."""
+        with self._waiting():
+            while not request.finished and self._drive_lock.locked():
+                self._progress.wait()
+
+    def wait_beside(self, request: Request, seconds: float) -> None:
+        """Wait for a request that the background thread runs, and for none that follow it.
+
+        For `seconds` at most. Whoever drives runs all that the ranks agree on.
+        """
+        with self._waiting():
+            if not request.finished:
+                self._progress.wait(seconds)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with self._progress:
+            self._waiters += 1
+            try:
+                yield
+            finally:
+                self._waiters -= 1
+
+    def _tell_waiters(self) -> None:
+        """A request is finished, or nobody runs rounds: whoever waits for that looks again."""
+        if self._waiters:
+            with self._progress:
+                self._progress.notify_all()
 
     def _start_background(self) -> None:
         with self._queue_lock:
@@ -197,6 +237,7 @@ class Channel:
                 with self._drive_lock:
                     if self._queue:
                         self._guarded_round()
+                self._tell_waiters()
 
     def _is_closed(self) -> bool:
         return self._closed
@@ -320,6 +361,7 @@ class Channel:
             self._forget(done)
             for request in done:
                 request.complete(request.outputs if batch.requests else result)
+            self._tell_waiters()
 
     def _run_batch(self, batch: Batch) -> Any:
         request = batch.request
@@ -362,6 +404,7 @@ class Channel:
         for request in pending:
             request.fail(error)
         self._pausing.set()
+        self._tell_waiters()
 
     def close(self, error: HorovodInternalError) -> None:
         """Stop: pending requests fail with `error`, the background thread ends."""
@@ -375,6 +418,7 @@ class Channel:
         self._pausing.set()
         for request in pending:
             request.fail(error)
+        self._tell_waiters()
         alone = self._drive_lock.acquire(blocking=False)
         if not alone:
             # Another thread is in a round: wake it, and let go of nothing under its feet.
@@ -383,6 +427,7 @@ class Channel:
         self._executor.close()
         if alone:
             self._drive_lock.release()
+            self._tell_waiters()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_LONGEST_GOODBYE)
 

@@ -37,6 +37,7 @@ class Lane:
     """
 
     __slots__ = (
+        "alone",
         "channel",
         "dtype",
         "name",
@@ -62,6 +63,7 @@ class Lane:
         self.op = request.op
         self.postscale = request.postscale
         self.wire = request.wire
+        self.alone = request.alone
         self.plain, self.scale = sum_and_scale(
             request.op, request.postscale, request.channel.group.size
         )
@@ -106,5 +108,6 @@ class Lane:
             self.wire,
         )
         request.nbytes = self.nbytes
+        request.alone = self.alone
         request.waiting = True
         return request

@@ -49,6 +49,7 @@ class Request:
     """An operation in a channel's queue. Callers hold it as their handle."""
 
     __slots__ = (
+        "alone",
         "channel",
         "deferred",
         "detail",
@@ -106,6 +107,7 @@ class Request:
             and op is not ReduceOp.ADASUM
             and tensors[0].is_cpu
         )
+        self.alone = False  # not to be fused with other requests
         self.stream: Any = None  # where the caller gives work to the device,
         self.event: Any = None  # and what of it must be done before ours may start
         self.deferred = False  # finished as soon as the device knows what to do,
@@ -180,6 +182,7 @@ class Request:
             "prescale": self.prescale,
             "postscale": self.postscale,
             "wire": None if self.wire is None else str(self.wire).removeprefix("torch."),
+            "alone": self.alone,
             "root": self.detail if self.kind is Kind.BROADCAST else None,
             "detail": self.detail if self.kind in (Kind.PROCESS_SET, Kind.REQUIRE_ALL) else None,
             "source": self.source,

@@ -215,6 +215,7 @@ def _stand_in(name: str, entry: Entry) -> Request:
         entry["postscale"],
         None if entry["wire"] is None else getattr(torch, entry["wire"]),
     )
+    request.alone = entry["alone"]
     request.follow_stream()  # on which the device fills the tensors
     return request
 

@@ -100,12 +100,14 @@ class Submission(ABC):
         background: bool = True,
         deferred: bool = False,
         wire: torch.dtype | None = None,
+        alone: bool = False,
     ) -> Request:
         """Reduce one tensor, or a group that runs together. `outputs` may be `tensors`.
 
         `background` false promises that the caller waits at once, which saves waking a thread.
         With `deferred` waiting is for the device: the caller goes on while it works. `wire` is the
-        type in which the tensors travel between hosts, if that is to be a narrower one.
+        type in which the tensors travel between hosts, if that is to be a narrower one. With
+        `alone` it is not fused with other requests, and does not wait for them to complete.
         """
         channel = self.channel(process_set_id)
         if len(tensors) > 1:
@@ -125,6 +127,7 @@ class Submission(ABC):
             postscale,
             wire,
         )
+        request.alone = alone
         if request.plain and name is not None and not background:
             self._remember_lane(request, name, process_set_id)
         return self._submit(channel, request, tensors, background, deferred)

@@ -29,6 +29,7 @@ class Bucket:
         "awaited",
         "dtype",
         "finishers",
+        "held",
         "lane",
         "name",
         "params",
@@ -47,6 +48,7 @@ class Bucket:
         alike = len(dtypes) == len(devices) == 1 and all(p.is_contiguous() for _, p in params)
         self.dtype = dtypes.pop() if alike else None
         self.lane: Lane | None = None
+        self.held = False  # to be started in the step, although complete before
         self.watched: list[Watched] = []
         self.reset()
 

@@ -19,6 +19,7 @@ import torch
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Max, ReduceOp
 from horovod.common.topology import Topology
+from horovod.engine.channel import Channel
 from horovod.engine.heap import join_pages
 from horovod.engine.lane import Lane
 from horovod.engine.runtime import runtime
@@ -34,6 +35,7 @@ from horovod.torch.overlap import (
     device_bucket,
     host_bucket,
     network_bucket,
+    num_early,
 )
 from horovod.torch.sparse import sparse_allreduce_async, sparse_tensor
 
@@ -66,6 +68,7 @@ class GradientReducer:
         self.sparse_as_dense = sparse_as_dense
         self.process_set = process_set
         self.hook = hook
+        self.delays = False  # whether the next forward waits, for one bucket after the other
         self.name = ""
         self._params = list(params)
         self._total = sum(param.nbytes for _, param in params)
@@ -76,11 +79,13 @@ class GradientReducer:
         self._overlap = False
         self._limit = self._most = 0  # bytes of a bucket: the most that all ranks want, and now
         self._terms: Terms | None = None  # what the ranks have agreed on about tuning
-        self._trial: list[float] | None = None  # seconds, while it is measured how long all takes
+        # While it is measured: seconds that all takes, and seconds that backward could hide of it.
+        self._trial: list[tuple[float, float]] | None = None
         self._tuner: StepTuner | None = None  # while measured times decide how to go on
         self._arrivals: list[int] = []  # until then
         self._sparse_dims: dict[int, int] = {}  # of parameters with sparse gradients, by index
         self._any_arrived = False
+        self._first_arrival = 0.0  # when the first gradient of this step was there
         self._steps = 0
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}  # by the places of parameters
@@ -89,7 +94,9 @@ class GradientReducer:
 
     def arrived(self, index: int) -> None:
         """The gradient of this parameter, by its place among all, is complete on this rank."""
-        self._any_arrived = True
+        if not self._any_arrived:
+            self._any_arrived = True
+            self._first_arrival = time.perf_counter()
         if self._agreed_in is not runtime.topology:
             self._arrivals.append(index)
             return
@@ -101,7 +108,7 @@ class GradientReducer:
             return
         if self.hook is not None:
             self._start_in_order()
-        elif not bucket.started:
+        elif not bucket.started and not bucket.held:
             self._start(bucket, background=True)
 
     def _start_in_order(self) -> None:
@@ -127,7 +134,7 @@ class GradientReducer:
         failure: Exception | None = None
         began = time.perf_counter()
         try:
-            for bucket in self._buckets:
+            for bucket in self._by_need():
                 if not bucket.started:
                     self._start(bucket, background=len(self._buckets) > 1)
         except Exception as error:
@@ -137,11 +144,62 @@ class GradientReducer:
             raise failure
         self._steps += 1
         if self._trial is not None:
-            self._try(self._trial, time.perf_counter() - began)
-        if self._steps in _JOINING and any(param.is_cpu for _, param in self._params):
-            join_pages()
+            hidden = began - self._first_arrival if self._first_arrival else 0.0
+            self._try(self._trial, time.perf_counter() - began, hidden)
+        self._join_pages()
         if self._tuner is not None:
             self._tune(self._tuner)
+
+    def _by_need(self) -> list[Bucket]:
+        """In the order in which to start them: of those held, the last is needed first."""
+        held = [bucket for bucket in self._buckets if bucket.held]
+        return [bucket for bucket in self._buckets if not bucket.held] + held[::-1]
+
+    def can_delay(self) -> bool:
+        """Whether there is something to gain if nobody waits in a step: see `release`."""
+        return (
+            self._overlap
+            and self._agreed_in is runtime.topology
+            and self._trial is None
+            and self._tuner is None
+            and self._crosses_hosts()
+            and all(param.is_cpu for _, param in self._params)
+        )
+
+    def release(self) -> list[Bucket]:
+        """Start what is left, and leave it to the caller to wait for each bucket (`settle`).
+
+        The caller does so with all of them before it comes here again.
+        """
+        try:
+            for bucket in self._by_need():
+                if not bucket.started:
+                    self._start(bucket, background=True)
+                bucket.check_unchanged()
+        except Exception:
+            self._wait()
+            raise
+        self._any_arrived = False
+        self._steps += 1
+        self._join_pages()
+        return self._buckets
+
+    def settle(self, bucket: Bucket) -> Exception | None:
+        """Wait until its gradients are reduced. The first failure."""
+        failure: Exception | None = None
+        try:
+            for wait in (
+                *(request.wait for request in bucket.requests),
+                bucket.check_unchanged,
+                *bucket.finishers,
+            ):
+                try:
+                    wait()
+                except Exception as error:
+                    failure = failure or error
+        finally:
+            bucket.reset()
+        return failure
 
     def abandon(self) -> None:
         """Wait for what is under way, and drop the results: e.g. the state was replaced."""
@@ -152,21 +210,18 @@ class GradientReducer:
         failure: Exception | None = None
         try:
             for bucket in self._buckets:
-                for wait in (
-                    *(request.wait for request in bucket.requests),
-                    bucket.check_unchanged,
-                    *bucket.finishers,
-                ):
-                    try:
-                        wait()
-                    except Exception as error:
-                        failure = failure or error
+                error = self.settle(bucket)
+                failure = failure or error
         finally:
             self._any_arrived = False
             self._arrivals.clear()
             for bucket in self._buckets:
                 bucket.reset()
         return failure
+
+    def _join_pages(self) -> None:
+        if self._steps in _JOINING and any(param.is_cpu for _, param in self._params):
+            join_pages()
 
     def _start(self, bucket: Bucket, background: bool) -> None:
         bucket.started = True
@@ -213,6 +268,7 @@ class GradientReducer:
                 not waited_for,
                 True,
                 self._wire,
+                self.delays,
             )
             bucket.requests.append(request)
             if len(tensors) == 1 and self._may_use_lane(bucket, same_device):
@@ -395,26 +451,39 @@ class GradientReducer:
         return can_overlap(on_device, self._crosses_hosts(), runtime.config.overlap_backward)
 
     def _crosses_hosts(self) -> bool:
+        return self._channel().crosses_hosts
+
+    def _channel(self) -> Channel:
         number = self.process_set.process_set_id
         assert number is not None
-        return runtime.channel(number).crosses_hosts
+        return runtime.channel(number)
 
-    def _try(self, trial: list[float], seconds: float) -> None:
+    def _try(self, trial: list[tuple[float, float]], seconds: float, hidden: float) -> None:
         """All gradients were reduced at once in so many seconds; after some of that, cut buckets.
 
         A rank that others wait for sees what the network alone takes, so the least time counts.
         """
-        trial.append(seconds)
+        trial.append((seconds, hidden))
         if len(trial) < TRIAL_STEPS:
             return
-        (least,), complete = greatest([-min(trial)], self.process_set)
+        least = [-min(seconds) for seconds in zip(*trial, strict=True)]
+        (least_of_all, least_hidden), complete = greatest(least, self.process_set)
         if not complete:  # while a rank has joined: it could not know what the others make of it
             del trial[0]
             return
         self._trial = None
-        self._make(True, network_bucket(self._total, self._limit, -least))
-        if self._terms is not None and self._may_try_overlap(self._terms):
+        self._make(True, network_bucket(self._total, self._limit, -least_of_all))
+        if self.delays:
+            if self._groups is None and least_of_all < 0:
+                self._hold_back(self._total * least_hidden / least_of_all)
+        elif self._terms is not None and self._may_try_overlap(self._terms):
             self._tuner = self._new_tuner(self._terms.for_overlap_alone())
+
+    def _hold_back(self, hidden: float) -> None:
+        """Start in the step what backward, which hides so many bytes, does not hide."""
+        sizes = [sum(param.nbytes for _, param in bucket.params) for bucket in self._buckets]
+        for bucket in self._buckets[num_early(sizes, hidden) :]:
+            bucket.held = True
 
     def _tune(self, tuner: StepTuner) -> None:
         """Go on as the measured times say; between steps, and on all ranks alike."""

@@ -13,7 +13,7 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.arguments import set_id
 from horovod.engine.basics import HorovodBasics
 from horovod.engine.runtime import runtime
-from horovod.torch import handles
+from horovod.torch import handles, pending
 from horovod.torch.allgather_ops import (
     HorovodAllgather,
     HorovodGroupedAllgather,
@@ -56,7 +56,6 @@ from horovod.torch.sparse import sparse_allreduce_async
 
 _basics = HorovodBasics()
 
-shutdown = _basics.shutdown
 is_initialized = _basics.is_initialized
 start_timeline = _basics.start_timeline
 stop_timeline = _basics.stop_timeline
@@ -97,6 +96,17 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         # Handles from before a shutdown could be waited for until now.
         handles.restart()
     _basics.init(comm, process_sets)
+
+
+def shutdown() -> None:
+    """Stop Horovod in this process; does nothing where it does not run.
+
+    Parameters whose update is still to be made (overlap_forward) are updated before.
+    """
+    try:
+        pending.finish()
+    finally:
+        _basics.shutdown()
 
 
 def join(device: int = -1) -> int:

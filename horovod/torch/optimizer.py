@@ -32,6 +32,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     shard_state: bool = False,
     communication_hook: CommunicationHook | None = None,
+    overlap_forward: torch.nn.Module | None = None,
 ) -> Any:
     """Wrap `optimizer` so that `step` first averages the gradients over all ranks.
 
@@ -44,7 +45,10 @@ def DistributedOptimizer(
     reduce with; others train on their own. With `shard_state` each rank keeps the optimizer state
     (momenta, ...) of a part of the parameters only and updates that part for all; results are the
     same. See `horovod.torch.sharded_optimizer`. `communication_hook`, e.g.
-    ``hvd.hooks.PowerSGD()``: what travels in place of the gradients.
+    ``hvd.hooks.PowerSGD()``: what travels in place of the gradients. `overlap_forward`: the model;
+    between hosts `step` then returns at once, and parameters are updated when they are next used,
+    so that the next forward hides what backward could not of the time that gradients take to
+    travel. Results are the same. See `horovod.torch.delaying_optimizer`.
 
     A wrong argument raises on every rank, also if only one rank has it.
     """
@@ -62,6 +66,7 @@ def DistributedOptimizer(
         "process_set": process_set,
         "shard_state": shard_state,
         "communication_hook": communication_hook,
+        "overlap_forward": overlap_forward,
     }
     problem = None
     if isinstance(optimizer, ReducingOptimizer):
@@ -85,4 +90,8 @@ def _mixin(arguments: dict[str, Any]) -> type[ReducingOptimizer]:
         from horovod.torch.sharded_optimizer import ShardedOptimizer
 
         return ShardedOptimizer
+    if arguments["overlap_forward"] is not None:
+        from horovod.torch.delaying_optimizer import DelayingOptimizer
+
+        return DelayingOptimizer
     return ReducingOptimizer

@@ -83,6 +83,8 @@ def check_arguments(
         groups = _grouped(arguments["groups"], named)
         if arguments["shard_state"]:
             _check_shardable(optimizer, arguments, named)
+        if arguments["overlap_forward"] is not None:
+            _check_delayable(optimizer, arguments, named)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
     if agree and several and not runtime.is_elastic():  # a rank that joins later comes alone
@@ -153,19 +155,66 @@ def _check_shardable(optimizer: Any, arguments: dict[str, Any], named: list[Name
             "shard_state=True does not work in elastic jobs: a lost rank would take its slice of "
             "the optimizer state with it"
         )
-    kind: Any = next(k for k in type(optimizer).__mro__ if not k.__module__.startswith("horovod."))
-    if kind.step.__module__ not in _ELEMENTWISE and not getattr(kind, "elementwise", False):
-        raise ValueError(
-            f"shard_state=True needs an optimizer that updates each element by itself, such as "
-            f"SGD or Adam; {kind.__name__} does not, as far as is known here. If it does, set "
-            f"`{kind.__name__}.elementwise = True`"
-        )
+    _check_elementwise(optimizer, "shard_state=True")
     for name, param in named:
         if not is_dense(param):
             raise ValueError(
                 f"shard_state=True: the elements of parameter {name!r} have gaps or overlaps in "
                 f"memory (shape {list(param.shape)}, strides {param.stride()}); make it contiguous"
             )
+
+
+def _check_elementwise(optimizer: Any, argument: str) -> None:
+    kind: Any = next(k for k in type(optimizer).__mro__ if not k.__module__.startswith("horovod."))
+    if kind.step.__module__ not in _ELEMENTWISE and not getattr(kind, "elementwise", False):
+        raise ValueError(
+            f"{argument} needs an optimizer that updates each element by itself, such as "
+            f"SGD or Adam; {kind.__name__} does not, as far as is known here. If it does, set "
+            f"`{kind.__name__}.elementwise = True`"
+        )
+
+
+def _check_delayable(optimizer: Any, arguments: dict[str, Any], named: list[Named]) -> None:
+    model = arguments["overlap_forward"]
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(
+            f"overlap_forward must be the model, a torch.nn.Module, not {type(model).__name__}"
+        )
+    if arguments["op"] == Adasum:
+        raise ValueError(
+            "overlap_forward does not go with op=Adasum, which combines whole steps: use "
+            "op=Average, or leave overlap_forward out"
+        )
+    for name in ("shard_state", "communication_hook"):
+        if arguments[name]:
+            raise ValueError(f"overlap_forward does not go with {name}: leave one of them out")
+    _check_elementwise(optimizer, "overlap_forward")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError("overlap_forward does not go with an optimizer's differentiable=True")
+    for name, module in model.named_modules():
+        problem = _unseen(module)
+        if problem is not None:
+            raise ValueError(
+                f"overlap_forward: {f'module {name!r}' if name else 'the model'} is {problem}; "
+                f"leave overlap_forward out"
+            )
+    mine = {id(param) for param in model.parameters()}
+    if not any(id(param) in mine for _, param in named):
+        raise ValueError(
+            "overlap_forward: the optimizer has no parameter of this model; pass the model whose "
+            "parameters it was given"
+        )
+
+
+def _unseen(module: torch.nn.Module) -> str | None:
+    """What keeps us from noticing that this module uses a parameter."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "a TorchScript module, which uses parameters unseen"
+    if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+        return "compiled, and compiled code uses parameters unseen"
+    if isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        return f"wrapped in {type(module).__name__}, which copies parameters unseen"
+    return None
 
 
 def default_names(groups: list[dict[str, Any]], first: int = 0) -> list[Named]:

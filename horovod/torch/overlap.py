@@ -13,6 +13,8 @@ all decide alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 MEBIBYTE = 1 << 20
 
 # On an accelerator: a quarter of all, so that most are on their way before backward ends.
@@ -49,3 +51,18 @@ def network_bucket(total: int, limit: int, seconds: float) -> int:
         return min(limit, SMALLEST_BUCKET)
     moved = int(total * _BUCKET_SECONDS / seconds)
     return min(limit, LARGEST_BUCKET, max(SMALLEST_NETWORK_BUCKET, moved))
+
+
+def num_early(sizes: Sequence[int], hidden: float) -> int:
+    """How many buckets, of these sizes, to reduce while backward still runs, if it hides so much.
+
+    For when the next forward waits for one bucket after the other (overlap_forward). What comes
+    first in backward is needed last, so that whatever backward does not hide had better go in the
+    opposite order; buckets on their way cannot be overtaken.
+    """
+    begun = 0
+    for number, size in enumerate(sizes):
+        if number > 0 and begun + size / 2 > hidden:
+            return number
+        begun += size
+    return len(sizes)

@@ -37,7 +37,7 @@ from horovod.engine.runtime import runtime
 from horovod.torch.gradients import Named
 from horovod.torch.layouts import in_memory_order
 from horovod.torch.objects import broadcast_object
-from horovod.torch.reducing_optimizer import ReducingOptimizer, share_groups
+from horovod.torch.reducing_optimizer import ReducingOptimizer, share_groups, step_of
 from horovod.torch.shards import Shards
 
 Parameter = torch.nn.Parameter
@@ -312,12 +312,6 @@ class ShardedOptimizer(ReducingOptimizer):
         rebuild, (base, mixin, state, arguments) = super().__reduce__()
         state = {**state, "state": self._slices_of_state(), "_cut_for": self._cut_for}
         return rebuild, (base, mixin, state, arguments)
-
-
-def step_of(base: type[torch.optim.Optimizer]) -> Any:
-    """The optimizer's step without torch's wrapper that calls step hooks."""
-    step: Any = base.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def _members(groups: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -13,6 +13,7 @@ import torch
 
 from horovod.common.elastic import ObjectState
 from horovod.engine.runtime import runtime
+from horovod.torch import pending
 from horovod.torch.elastic.checkpoint import (
     CheckpointWriter,
     newest_checkpoint,
@@ -197,6 +198,7 @@ class TorchState(ObjectState):
             handler.publish()
 
     def restore(self) -> None:
+        pending.abandon()  # updates of parameters that are replaced now
         for handler in self._handlers.values():
             handler.restore()
         super().restore()

@@ -1,0 +1,139 @@
+"""Updates that are made when they are needed, not in `step()`: one for each bucket of gradients.
+
+The optimizer (`horovod.torch.delaying_optimizer`) begins them when the reductions have been
+started; `horovod.torch.pending` notices who needs a parameter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from horovod.common.logging import get_logger
+from horovod.engine.request import Request
+from horovod.torch import pending
+from horovod.torch.buckets import Bucket
+
+Parameter = torch.nn.Parameter
+Options = dict[str, Any]  # of a parameter group, without its parameters
+
+logger = get_logger(__name__)
+
+_LOOK_SECONDS = 1.0  # between looks whether this is still the process that trains
+
+
+class Update:
+    """One bucket's parameters and their gradients, which nobody sees meanwhile."""
+
+    __slots__ = ("bucket", "cleared", "gradients")
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.gradients = [(param, param.grad) for _, param in bucket.params]
+        self.cleared = False  # whether zero_grad() was called since
+
+    @property
+    def params(self) -> list[Parameter]:
+        return [param for param, _ in self.gradients]
+
+
+class DelayedUpdates:
+    """The updates of one optimizer's last step that are still to be made."""
+
+    def __init__(
+        self,
+        settle: Callable[[Bucket], Exception | None],
+        step_on: Callable[[Sequence[Options], Sequence[Parameter]], None],
+    ) -> None:
+        self._settle = settle  # waits until the bucket's gradients are reduced
+        self._step_on = step_on  # updates some parameters, with these options of their groups
+        self._options: list[Options] = []
+        self._updates: dict[Parameter, Update] = {}
+        self._process = os.getpid()  # a forked one has no such thread
+
+    def begin(self, buckets: Iterable[Bucket], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Reductions of these buckets are under way: update the parameters when they are needed.
+
+        The options of the groups are those of now, whatever a scheduler makes of them next.
+        """
+        with pending.lock():
+            self._options = [_options(group) for group in groups]
+            for bucket in buckets:
+                update = Update(bucket)
+                for param, _ in update.gradients:
+                    param.grad = None
+                    self._updates[param] = update
+                pending.mark(update.params, self)
+
+    def any_left(self) -> bool:
+        return bool(self._updates)
+
+    def finish(self, params: Iterable[Parameter] | None = None) -> None:
+        with pending.lock():
+            for param in list(self._updates if params is None else params):
+                update = self._updates.get(param)
+                if update is not None:
+                    self._make(update)
+
+    def clear_gradients(self) -> None:
+        """Leave no gradients behind: the program does not want to see them any more."""
+        with pending.lock():
+            for update in self._updates.values():
+                update.cleared = True
+
+    def abandon(self) -> None:
+        with pending.lock():
+            while self._updates:
+                update = next(iter(self._updates.values()))
+                self._take_back(update)
+                self._settle(update.bucket)
+
+    def _make(self, update: Update) -> None:
+        for request in update.bucket.requests:
+            self._let_end(request)
+        self._take_back(update)
+        failure = self._settle(update.bucket)
+        if failure is not None:
+            logger.warning("the last step is incomplete: not all parameters were updated")
+            self.abandon()
+            raise failure
+        with _as_in_step():
+            self._step_on(self._options, update.params)
+        if update.cleared:
+            for param, _ in update.gradients:
+                param.grad = None
+
+    def _let_end(self, request: Request) -> None:
+        """Wait for one request beside the engine's thread.
+
+        `Request.wait` would work together with that thread, and so come back only when all that
+        the thread has begun is done.
+        """
+        while not request.done() and os.getpid() == self._process:
+            request.channel.wait_beside(request, _LOOK_SECONDS)
+
+    def _take_back(self, update: Update) -> None:
+        """Make its parameters ordinary ones, which have their gradients."""
+        pending.unmark(update.params)
+        for param, gradient in update.gradients:
+            param.grad = gradient
+            del self._updates[param]
+
+
+def _options(group: Mapping[str, Any]) -> Options:
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+@contextmanager
+def _as_in_step() -> Iterator[None]:
+    """What a forward pass may have switched on is off: state that is made must be ordinary."""
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        yield

@@ -1,0 +1,182 @@
+"""DistributedOptimizer(overlap_forward=model): the parameters of an ordinary step, made later."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import horovod.torch as hvd
+from tests.ranks import RankPool
+from tests.torch.delaying import (
+    ALL_MODELS,
+    ALL_OPTIMIZERS,
+    NETWORK,
+    SCHEDULERS,
+    Run,
+    assert_same,
+    compare,
+)
+from tests.torch.training import batch_of, weights_of
+
+
+@pytest.fixture(scope="module")
+def network2() -> Iterator[RankPool]:
+    pool = RankPool(2, NETWORK)
+    yield pool
+    pool.close()
+
+
+# -- the same parameters --------------------------------------------------------------------
+
+
+def _trained(steps: int, passes: int, zero: str, options: dict[str, Any]) -> Any:
+    def train(run: Run) -> Any:
+        for _ in range(steps):
+            run.step(passes, zero)
+        return run.optimizer.state_dict()["state"]
+
+    return compare(train, **options, backward_passes_per_step=passes)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    model=st.sampled_from(sorted(ALL_MODELS)),
+    optimizer=st.sampled_from(sorted(ALL_OPTIMIZERS)),
+    scheduler=st.sampled_from(sorted(SCHEDULERS)),
+    steps=st.integers(4, 7),
+    passes=st.integers(1, 2),
+    zero=st.sampled_from(["before", "after", "between", "zeros", "model", "never"]),
+)
+def test_same_as_without(network2: RankPool, steps: int, passes: int, zero: str, **options: str):
+    passes = 1 if zero == "between" else passes
+    assert_same(network2.run(_trained, steps, passes, zero, options))
+
+
+@pytest.mark.parametrize("model", ALL_MODELS)
+def test_models(network2: RankPool, model: str):
+    assert_same(network2.run(_trained, 6, 1, "before", {"model": model}))
+
+
+@pytest.mark.parametrize("optimizer", ALL_OPTIMIZERS)
+def test_optimizers(network2: RankPool, optimizer: str):
+    options = {"optimizer": optimizer, "scheduler": "step"}
+    assert_same(network2.run(_trained, 6, 1, "before", options))
+
+
+def _compressed() -> Any:
+    return compare(lambda run: [run.step() for _ in range(5)], compression=hvd.Compression.bf16)
+
+
+def test_compression(network2: RankPool):
+    assert_same(network2.run(_compressed))
+
+
+# -- what must see finished parameters ------------------------------------------------------
+
+
+def _weights_by(look: Callable[[Run], Any]) -> Callable[[Run], Any]:
+    """Steps after each of which somebody looks."""
+
+    def change(run: Run) -> list[Any]:
+        seen = []
+        for _ in range(5):
+            run.step()
+            seen.append(look(run))
+        return seen
+
+    return change
+
+
+def _evaluated(run: Run) -> torch.Tensor:
+    run.model.eval()
+    with torch.no_grad():
+        result = run.model(batch_of(99, 1))
+    run.model.train()
+    return result
+
+
+def _inferred(run: Run) -> torch.Tensor:
+    with torch.inference_mode():
+        return run.model(batch_of(99, 1)).clone()
+
+
+def _autocast(run: Run) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return run.model(batch_of(99, 1)).detach()
+
+
+def _kept(run: Run) -> list[torch.Tensor]:
+    """As an average over steps of parameters that were listed at the start."""
+    kept = run.__dict__.setdefault(
+        "kept", [p for g in run.optimizer.param_groups for p in g["params"]]
+    )
+    return torch._foreach_mul([p.detach() for p in kept], 0.5)
+
+
+def _unpickled(run: Run) -> Any:
+    model, optimizer = pickle.loads(pickle.dumps((run.model, run.optimizer)))
+    return weights_of(model), optimizer.state_dict()["state"]
+
+
+LOOKS: dict[str, Callable[[Run], Any]] = {
+    "eval": _evaluated,
+    "inference": _inferred,
+    "autocast": _autocast,
+    "a layer alone": lambda run: run.model[2](torch.ones(1, 8)).detach(),
+    "state_dict": lambda run: copy.deepcopy(run.model.state_dict()),
+    "optimizer state_dict": lambda run: copy.deepcopy(run.optimizer.state_dict()),
+    "optimizer state": lambda run: [dict(run.optimizer.state[p]) for p in run.model.parameters()],
+    "kept list": _kept,
+    "an attribute": lambda run: run.model[0].weight.detach().clone(),
+    "data": lambda run: run.model[0].weight.data.clone(),
+    "numpy": lambda run: run.model[0].bias.detach().numpy().tolist(),
+    "print": lambda run: repr(run.model[0].bias),
+    "gradients": lambda run: [p.grad.clone() for p in run.model.parameters()],
+    "one gradient": lambda run: run.model[2].bias.grad.clone(),
+    "deepcopy": lambda run: weights_of(copy.deepcopy(run.model)),
+    "deepcopy of a parameter": lambda run: copy.deepcopy(run.model[0].weight).detach(),
+    "pickle": _unpickled,
+    "norm": lambda run: nn.utils.get_total_norm(list(run.model.parameters())).detach(),
+    "vector": lambda run: nn.utils.parameters_to_vector(run.model.parameters()).detach(),
+    "functional": lambda run: torch.func.functional_call(
+        run.model, dict(run.model.named_parameters()), (batch_of(99, 1),)
+    ).detach(),
+    "func.grad": lambda run: torch.func.grad(lambda w: w.square().sum())(
+        dict(run.model.named_parameters())["0.weight"]
+    ).detach(),
+    "broadcast": lambda run: hvd.broadcast_parameters(run.model.state_dict(), root_rank=0),
+    "broadcast named": lambda run: hvd.broadcast_parameters(
+        list(run.model.named_parameters()), root_rank=0
+    ),
+    "broadcast state": lambda run: hvd.broadcast_optimizer_state(run.optimizer, root_rank=0),
+    "allreduce": lambda run: hvd.allreduce(run.model[0].weight.detach(), name="looked at"),
+    "synchronize": lambda run: run.optimizer.zero_grad() or run.optimizer.synchronize(),
+    "save": lambda run: _saved(run.model[0].weight),
+}
+
+
+def _saved(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer).detach()
+
+
+def _looked_at(name: str) -> Any:
+    return compare(_weights_by(LOOKS[name]), optimizer="Adam")
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_nobody_sees_a_stale_parameter(network2: RankPool, name: str):
+    assert_same(network2.run(_looked_at, name))
