@@ -30,6 +30,7 @@ from horovod.transport.places import Place, choose_address
 
 LOOK_SECONDS = 0.2  # between looks whether the ranks will all come, while they connect
 _HANDSHAKE_SECONDS = 10.0
+_RETRY_SECONDS = 0.05  # until a dropped handshake is tried again
 _PENDING = 64  # connections in the middle of the handshake, besides one for each rank
 _GO = b"\x01"  # the dialler's first byte of data: it has taken the last byte of the handshake
 _LONGEST_HELLO = 4096
@@ -109,9 +110,23 @@ class Links:
                 self._await(rank, deadline)
 
     def _dial(self, rank: int, deadline: float | None) -> None:
-        left = self._seconds if deadline is None else max(0.001, deadline - time.monotonic())
-        address, port = json.loads(self._group.store.get(f"port/{rank}", left))
-        link = socket.create_connection((address, port), timeout=left)
+        if deadline is None:
+            deadline = time.monotonic() + self._seconds
+        while True:
+            try:
+                self._add(rank, self._greet(rank, max(0.001, deadline - time.monotonic())))
+                return
+            except ConnectionResetError:
+                # Among many strangers a listener drops the oldest handshakes: ours may be one.
+                with self._changed:
+                    if self._ended or time.monotonic() + _RETRY_SECONDS > deadline:
+                        raise
+                    self._changed.wait(_RETRY_SECONDS)
+
+    def _greet(self, rank: int, seconds: float) -> socket.socket:
+        """A connection to the rank, which knows who we are."""
+        address, port = json.loads(self._group.store.get(f"port/{rank}", seconds))
+        link = socket.create_connection((address, port), timeout=seconds)
         try:
             session = Session(self._key, server=False, max_frame=_LONGEST_HELLO)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -128,10 +143,10 @@ class Links:
                     break
             link.sendall(_GO)
             link.settimeout(None)
-            self._add(rank, link)
         except BaseException:
             link.close()
             raise
+        return link
 
     def _await(self, rank: int, deadline: float | None) -> None:
         with self._changed:
@@ -212,7 +227,8 @@ class Links:
             link.setblocking(False)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             session = Session(self._key, server=True, max_frame=_LONGEST_HELLO)
-            self._arriving[link.fileno()] = _Arrival(link, session)
+            diallers = range(self._group.rank + 1, self._group.size)
+            self._arriving[link.fileno()] = _Arrival(link, session, diallers)
             poll.register(link, select.POLLIN)
             if len(self._arriving) > _PENDING + self._group.size:
                 self._drop(next(iter(self._arriving.values())), poll)
@@ -225,15 +241,11 @@ class Links:
             self._drop(arrival, poll)
             return
         if done:
-            rank = arrival.rank
             del self._arriving[arrival.link.fileno()]
             poll.unregister(arrival.link)
             arrival.link.setblocking(True)
-            if self._group.rank < rank < self._group.size:
-                with contextlib.suppress(OSError):
-                    self._add(rank, arrival.link)
-            else:
-                arrival.link.close()
+            with contextlib.suppress(OSError):
+                self._add(arrival.rank, arrival.link)
 
     def _drop_late(self, poll: select.poll) -> None:
         now = time.monotonic()
@@ -311,11 +323,12 @@ class Links:
 class _Arrival:
     """A connection that somebody has opened to us, until it is known whose it is."""
 
-    def __init__(self, link: socket.socket, session: Session) -> None:
+    def __init__(self, link: socket.socket, session: Session, diallers: range) -> None:
         self.link = link
         self.deadline = time.monotonic() + _HANDSHAKE_SECONDS
         self.rank = -1
         self._session = session
+        self._diallers = diallers  # the ranks that may connect to us
 
     def advance(self) -> bool:
         """Whether the handshake is over. Raises if the peer is none of ours."""
@@ -327,7 +340,10 @@ class _Arrival:
         messages = self._session.feed(data)
         self.link.sendall(self._session.take_output())
         if messages:
-            self.rank = int(messages[0].header["rank"])
+            rank = messages[0].header.get("rank")
+            if not isinstance(rank, int) or rank not in self._diallers:
+                raise ConnectionRefusedError
+            self.rank = rank
             self.link.sendall(self._session.seal({"welcome": True}))
         return False
 
