@@ -186,7 +186,7 @@ def test_a_message_that_was_lost_is_noticed():
         here.send([b"next"], 4)
         here.push()
         other.receive(None, None)
-        with pytest.raises(HorovodInternalError, match="message 1 of 4 bytes .* message 0"):
+        with pytest.raises(HorovodInternalError, match=r"message 1 of 4 bytes .* message 0"):
             finish([other])
 
 
