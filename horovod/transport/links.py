@@ -41,9 +41,13 @@ _CLOSED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
 class Links:
-    """One rank's connections. `on_end(rank)` is called when a peer has closed its end."""
+    """One rank's connections.
 
-    def __init__(self, group: Group, on_end: Callable[[int], None]) -> None:
+    `on_end(rank, error)` is called when a peer has closed its end, or with a TimeoutError when it
+    is cut off.
+    """
+
+    def __init__(self, group: Group, on_end: Callable[[int, OSError | None], None]) -> None:
         self.places: list[Place] = []
         self.open: dict[int, socket.socket] = {}
         self._group = group
@@ -57,6 +61,7 @@ class Links:
         self._resetting = False
         self._closed = False
         self._arriving: dict[int, _Arrival] = {}  # by descriptor
+        self._silent: set[int] = set()  # ranks that are cut off
         self.places = self._meet()
         self._listener = self._listen()
         self._waker, self._wakes = socket.socketpair()
@@ -170,10 +175,11 @@ class Links:
         self._wake()
 
     def _prepare(self, link: socket.socket) -> None:
-        """Notice the loss of the peer's host or network within the configured time.
+        """Let the kernel ask peers that we send nothing to whether they are still there.
 
-        Data that is not acknowledged counts, and silence that a question does not end. A peer
-        that is merely busy answers: its kernel does.
+        A peer that is merely busy, or stopped, answers: its kernel does. `_watch_silence` looks
+        after the others. TCP_USER_TIMEOUT would end a connection to a peer that answers, but does
+        not read what is sent to it.
         """
         link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         seconds = max(2, round(self._seconds))
@@ -183,7 +189,6 @@ class Links:
             ("TCP_KEEPIDLE", max(1, seconds // 2)),
             ("TCP_KEEPINTVL", max(1, seconds // 6)),
             ("TCP_KEEPCNT", 3),
-            ("TCP_USER_TIMEOUT", 1000 * seconds),
         ):
             if hasattr(socket, option):
                 link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
@@ -196,6 +201,7 @@ class Links:
         poll.register(self._listener, select.POLLIN)
         watched: dict[int, int] = {}  # descriptor -> rank
         known: set[int] = set()  # ranks whose connection is or was watched
+        since: dict[int, float] = {}  # when ranks were found not to answer
         while not self._closed:
             if self._resetting:
                 for descriptor in watched:
@@ -209,7 +215,7 @@ class Links:
                     known.add(rank)
                     watched[link.fileno()] = rank
                     poll.register(link, _CLOSED)
-            for descriptor, _ in poll.poll(1000 * LOOK_SECONDS if self._arriving else None):
+            for descriptor, _ in poll.poll(self._patience(bool(watched))):
                 if descriptor == self._wakes.fileno():
                     self._wakes.recv(4096)
                 elif descriptor == self._listener.fileno():
@@ -218,8 +224,25 @@ class Links:
                     self._advance(self._arriving[descriptor], poll)
                 elif descriptor in watched:
                     poll.unregister(descriptor)
-                    self._on_end(watched.pop(descriptor))
+                    self._on_end(watched.pop(descriptor), None)
             self._drop_late(poll)
+            for rank in watched.values():
+                self._watch_silence(rank, since)
+
+    def _patience(self, connected: bool) -> float | None:
+        """Milliseconds until the thread has something to look after."""
+        if self._arriving:
+            return 1000 * LOOK_SECONDS
+        return 1000 * self._seconds / 8 if connected else None
+
+    def _watch_silence(self, rank: int, since: dict[int, float]) -> None:
+        """Notice within the configured time that a peer's kernel does not answer any more."""
+        now = time.monotonic()
+        if rank in self._silent or self._broken or _is_answered(self.open[rank]):
+            since.pop(rank, None)
+        elif now - since.setdefault(rank, now) >= self._seconds:
+            self._silent.add(rank)
+            self._on_end(rank, TimeoutError(f"no answer for {self._seconds:g} s"))
 
     def _accept(self, poll: select.poll) -> None:
         with contextlib.suppress(OSError):
@@ -265,10 +288,12 @@ class Links:
     # -- the end ---------------------------------------------------------------------------
 
     def is_dead(self, rank: int) -> bool:
-        """Whether the peer has closed its end, or the connection has failed."""
+        """Whether the peer has closed its end or is cut off, or the connection has failed."""
         link = self.open.get(rank)
         if link is None or link.fileno() < 0:
             return False
+        if rank in self._silent:
+            return True
         poll = select.poll()
         poll.register(link, _CLOSED)
         return bool(poll.poll(0))
@@ -351,6 +376,15 @@ class _Arrival:
         if self.link.recv(1) != _GO:
             raise ConnectionResetError
         return True
+
+
+def _is_answered(link: socket.socket) -> bool:
+    """Whether the peer's kernel has answered all that ours had to repeat or to ask."""
+    if not hasattr(socket, "TCP_INFO") or link.fileno() < 0:
+        return True
+    # The first bytes of struct tcp_info.
+    _, _, repeated, asked = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)
+    return not repeated and not asked
 
 
 def drain(sockets: list[socket.socket], seconds: float) -> None:
