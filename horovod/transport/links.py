@@ -36,6 +36,10 @@ _GO = b"\x01"  # the dialler's first byte of data: it has taken the last byte of
 _LONGEST_HELLO = 4096
 _RESET, _FINISH = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)  # what closing a socket does
 
+# Of the kernel's struct tcp_info: retransmissions, probes, milliseconds since something was
+# acknowledged.
+_TCP_INFO = struct.Struct("=2xBB52xI")
+
 # Where the system cannot tell (no POLLRDHUP), only a failed connection counts.
 _CLOSED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
@@ -238,9 +242,10 @@ class Links:
     def _watch_silence(self, rank: int, since: dict[int, float]) -> None:
         """Notice within the configured time that a peer's kernel does not answer any more."""
         now = time.monotonic()
-        if rank in self._silent or self._broken or _is_answered(self.open[rank]):
+        waited = _unanswered(self.open[rank])
+        if waited is None or rank in self._silent or self._broken:
             since.pop(rank, None)
-        elif now - since.setdefault(rank, now) >= self._seconds:
+        elif min(waited, now - since.setdefault(rank, now)) >= self._seconds:
             self._silent.add(rank)
             self._on_end(rank, TimeoutError(f"no answer for {self._seconds:g} s"))
 
@@ -378,13 +383,13 @@ class _Arrival:
         return True
 
 
-def _is_answered(link: socket.socket) -> bool:
-    """Whether the peer's kernel has answered all that ours had to repeat or to ask."""
+def _unanswered(link: socket.socket) -> float | None:
+    """Seconds since the peer's kernel answered, while ours has to repeat or to ask something."""
     if not hasattr(socket, "TCP_INFO") or link.fileno() < 0:
-        return True
-    # The first bytes of struct tcp_info.
-    _, _, repeated, asked = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)
-    return not repeated and not asked
+        return None
+    info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    repeated, asked, milliseconds = _TCP_INFO.unpack(info)
+    return milliseconds / 1000 if repeated or asked else None
 
 
 def drain(sockets: list[socket.socket], seconds: float) -> None:

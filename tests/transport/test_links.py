@@ -369,6 +369,44 @@ def test_a_peer_that_does_not_read_for_long_is_not_lost():
         ranks.check()
 
 
+def test_a_peer_is_lost_when_its_kernel_is_silent_for_long_enough():
+    """On loopback nothing gets lost, so what the kernel says is made up."""
+    silent = threading.Event()
+
+    def unanswered(link: socket.socket) -> float | None:
+        return 100.0 if silent.is_set() and link is ranks.links[0].open[2] else None
+
+    with (
+        mock.patch.object(links, "_unanswered", unanswered),
+        linked(3, Config(gloo_timeout_seconds=2)) as ranks,
+    ):
+        ranks.check(0, 1)
+        ranks.check(0, 2)
+        silent.set()
+        assert ranks.ended[0].get(timeout=SECONDS) == 2
+        assert ranks.links[0].is_dead(2)
+        assert not ranks.links[0].is_dead(1)
+        ranks.check(0, 1)
+
+
+def test_a_peer_that_answers_now_and_then_is_not_lost():
+    ages = iter([0.1, 1.0, 0.1, 1.9] * 100)
+    looks: queue.Queue[float] = queue.Queue()
+
+    def unanswered(link: socket.socket) -> float | None:
+        looks.put(0)
+        return next(ages)
+
+    with (
+        mock.patch.object(links, "_unanswered", unanswered),
+        linked(2, Config(gloo_timeout_seconds=2)) as ranks,
+    ):
+        ranks.join(0, 1)
+        for _ in range(24):  # of both, four in a second: more than 2 s
+            looks.get(timeout=SECONDS)
+        assert ranks.ended[0].empty()
+
+
 def test_the_end_of_a_peer_is_told_once():
     with linked(3) as ranks:
         ranks.check(0, 1)
