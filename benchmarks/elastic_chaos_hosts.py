@@ -34,7 +34,10 @@ from tests.multihost.ssh_hosts import SshHosts, available  # noqa: E402
 
 KINDS = ("kill a rank", "kill a host", "stop a rank", "cut a link")
 SHORT, LONG = (0.5, 2.0), (5.0, 9.0)  # seconds for which a rank is stopped or a link is down
-KNOBS = LIMITS | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "4"}
+KNOBS = LIMITS | {
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "4",
+    "HOROVOD_FUSION_THRESHOLD": "30000",  # several buckets of so small a model
+}
 ENDING = 90.0  # seconds in which workers end that were cut off
 
 

@@ -17,7 +17,7 @@ from tests.ranks import Ranks, listen, tell
 
 PROMISED = 5.0  # seconds within which the survivors of a dead host know
 OUTAGE = 3.0  # seconds; kernels repeat what got lost
-PATIENCE = 4  # seconds without an answer after which a host counts as lost
+PATIENCE = 2  # seconds without an answer after which a host counts as lost
 LATER = 20.0  # until something counts as hanging
 
 PLACES = {"1+1+1": [1, 1, 1], "2+1": [2, 1], "2+2": [2, 2]}
