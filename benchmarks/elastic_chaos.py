@@ -89,6 +89,7 @@ class Job:
         self._path = status
         self._offset = 0
         self.pids: dict[str, int] = {}
+        self.hosts: dict[str, str] = {}
         self.members: list[str] = []
         self.formed = False
         self.gone: dict[str, str] = {}  # and how
@@ -107,6 +108,7 @@ class Job:
             self.events[event["event"]] += 1
             if event["event"] == "started":
                 self.pids[event["worker"]] = event["pid"]
+                self.hosts[event["worker"]] = event["host"]
             elif event["event"] == "decision":
                 self.members, self.formed = list(event["workers"]), False
             elif event["event"] == "formed":

@@ -18,6 +18,7 @@ import os
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -125,8 +126,11 @@ class Hosts:
     def heal(self, host: int) -> None:
         """Undo `cut`; returns once packets get through again."""
         self._switch.ip(f"link set port{host} up")
-        if not self.reach(host, timeout=30):
-            raise OSError(f"host {host} is still cut off")
+        deadline = time.monotonic() + 30
+        # The kernel may remember for a while that a host could not be found.
+        while not self.reach(host):
+            if time.monotonic() > deadline:
+                raise OSError(f"host {host} is still cut off")
 
     def reach(self, host: int, timeout: float = 5) -> bool:
         """Whether the host can open a connection to the launcher's machine."""

@@ -28,6 +28,8 @@ from tests.rank_process import Outcome, Rank, answer, listen, tell
 
 __all__ = ["Outcome", "RankPool", "Ranks", "listen", "run_ranks", "start_ranks", "tell"]
 
+Environment = dict[str, str] | Callable[[int], dict[str, str]] | None  # of all, or of each rank
+
 GRACE = 10.0  # seconds the others get to finish once one rank has failed
 
 # What a launcher that happens to run the tests would leave in the environment.
@@ -67,7 +69,7 @@ class Ranks:
         function: Callable[..., Any],
         size: int,
         arguments: Sequence[Any] = (),
-        env: dict[str, str] | None = None,
+        env: Environment = None,
     ) -> None:
         key = new_key()
         self.size = size
@@ -76,7 +78,7 @@ class Ranks:
         try:
             for rank in range(size):
                 environ = clean_environment() | rank_environment(rank, size, self._server, key)
-                everything = environ | (env or {})
+                everything = environ | ((env(rank) if callable(env) else env) or {})
                 self._ranks.append(Rank(rank, everything, function, (rank, size, *arguments)))
         except BaseException:
             self.close()
@@ -250,9 +252,7 @@ class Ranks:
         self.close()
 
 
-def start_ranks(
-    fn: Callable[..., Any], size: int, *args: Any, env: dict[str, str] | None = None
-) -> Ranks:
+def start_ranks(fn: Callable[..., Any], size: int, *args: Any, env: Environment = None) -> Ranks:
     """Start fn(rank, size, *args) in `size` processes; use the result in a `with` block."""
     return Ranks(fn, size, args, env)
 
@@ -261,7 +261,7 @@ def run_ranks(
     fn: Callable[..., Any],
     size: int,
     *args: Any,
-    env: dict[str, str] | None = None,
+    env: Environment = None,
     timeout: float = 60,
 ) -> list[Any]:
     """What fn(rank, size, *args) returned on every rank; AssertionError if one failed."""
@@ -275,7 +275,7 @@ class RankPool:
     A function that fails on any rank leaves the ranks out of step: the next call starts new ones.
     """
 
-    def __init__(self, size: int, env: dict[str, str] | None = None) -> None:
+    def __init__(self, size: int, env: Environment = None) -> None:
         self.size = size
         self._env = env
         self._ranks: Ranks | None = None

@@ -10,6 +10,7 @@ still ends its operations in time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger
 from horovod.engine.channel import Channel
+from horovod.transport.base import Group
 
 T = TypeVar("T")
 
@@ -71,7 +73,7 @@ class StallInspector:
 
         def exchange() -> Reports:
             store.set(key, json.dumps(report).encode())
-            return self._reports(channel) if speak else {}
+            return _reports(channel.group, report, fatal) if speak else {}
 
         self._posted.add(channel.set_id)
         reports = self._ask(exchange)
@@ -107,13 +109,29 @@ class StallInspector:
         self._asking.join(_PATIENCE)
         return answers[0] if answers else None
 
-    def _reports(self, channel: Channel) -> Reports:
-        reports: Reports = {}
-        for rank in range(channel.group.size):
-            data = channel.group.store.try_get(f"stall/{rank}")
-            if data is not None:
-                reports[rank] = json.loads(data)
+
+def _reports(group: Group, mine: dict[str, Any], fatal: bool) -> Reports:
+    """What waiting ranks have posted, in few requests however many they are.
+
+    As a warning it is for the lowest of them, which speaks; the others get to know who that is.
+    When it ends the job all need it: the first collects it for all.
+    """
+    store = group.store
+    if fatal and store.add("stalled/ranks", 1) > 1:
+        with contextlib.suppress(TimeoutError):
+            collected = json.loads(store.get("stalled/reports", _PATIENCE / 2))
+            return {int(rank): report for rank, report in collected} | {group.rank: mine}
+    waiting = sorted({group.rank, *(int(k.rpartition("/")[2]) for k in store.keys("stall/"))})
+    reports: Reports = {waiting[0]: {"tensors": {}}, group.rank: mine}
+    if not fatal and waiting[0] != group.rank:
         return reports
+    for rank in waiting:
+        data = None if rank == group.rank else store.try_get(f"stall/{rank}")
+        if data is not None:  # else it has gone on meanwhile
+            reports[rank] = json.loads(data)
+    if fatal:
+        store.set("stalled/reports", json.dumps(list(reports.items())).encode())
+    return reports
 
 
 def describe(channel: Channel, reports: Reports, waited: float) -> str:

@@ -32,19 +32,28 @@ from horovod.transport.places import Place, choose_address, own_networks
 
 LOOK_SECONDS = 0.2  # between looks whether the ranks will all come, while they connect
 _HANDSHAKE_SECONDS = 10.0
+_RETRY_SECONDS = 0.05  # until a dropped handshake is tried again
 _PENDING = 64  # connections in the middle of the handshake, besides one for each rank
 _GO = b"\x01"  # the dialler's first byte of data: it has taken the last byte of the handshake
 _LONGEST_HELLO = 4096
 _RESET, _FINISH = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)  # what closing a socket does
+
+# Of the kernel's struct tcp_info: retransmissions, probes, milliseconds since something was
+# acknowledged.
+_TCP_INFO = struct.Struct("=2xBB52xI")
 
 # Where the system cannot tell (no POLLRDHUP), only a failed connection counts.
 _CLOSED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
 class Links:
-    """One rank's connections. `on_end(rank)` is called when a peer has closed its end."""
+    """One rank's connections.
 
-    def __init__(self, group: Group, on_end: Callable[[int], None]) -> None:
+    `on_end(rank, error)` is called when a peer has closed its end, or with a TimeoutError when it
+    is cut off.
+    """
+
+    def __init__(self, group: Group, on_end: Callable[[int, OSError | None], None]) -> None:
         self.places: list[Place] = []
         self.open: dict[int, socket.socket] = {}
         self._group = group
@@ -58,6 +67,7 @@ class Links:
         self._resetting = False
         self._closed = False
         self._arriving: dict[int, _Arrival] = {}  # by descriptor
+        self._silent: set[int] = set()  # ranks that are cut off
         self.places = self._meet()
         self._listener = self._listen()
         self._waker, self._wakes = socket.socketpair()
@@ -122,9 +132,23 @@ class Links:
                 self._await(rank, deadline)
 
     def _dial(self, rank: int, deadline: float | None) -> None:
-        left = self._seconds if deadline is None else max(0.001, deadline - time.monotonic())
-        address, port = json.loads(self._group.store.get(f"port/{rank}", left))
-        link = socket.create_connection((address, port), timeout=left)
+        if deadline is None:
+            deadline = time.monotonic() + self._seconds
+        while True:
+            try:
+                self._add(rank, self._greet(rank, max(0.001, deadline - time.monotonic())))
+                return
+            except ConnectionResetError:
+                # Among many strangers a listener drops the oldest handshakes: ours may be one.
+                with self._changed:
+                    if self._ended or time.monotonic() + _RETRY_SECONDS > deadline:
+                        raise
+                    self._changed.wait(_RETRY_SECONDS)
+
+    def _greet(self, rank: int, seconds: float) -> socket.socket:
+        """A connection to the rank, which knows who we are."""
+        address, port = json.loads(self._group.store.get(f"port/{rank}", seconds))
+        link = socket.create_connection((address, port), timeout=seconds)
         try:
             session = Session(self._key, server=False, max_frame=_LONGEST_HELLO)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -141,10 +165,10 @@ class Links:
                     break
             link.sendall(_GO)
             link.settimeout(None)
-            self._add(rank, link)
         except BaseException:
             link.close()
             raise
+        return link
 
     def _await(self, rank: int, deadline: float | None) -> None:
         with self._changed:
@@ -168,10 +192,11 @@ class Links:
         self._wake()
 
     def _prepare(self, link: socket.socket) -> None:
-        """Notice the loss of the peer's host or network within the configured time.
+        """Let the kernel ask peers that we send nothing to whether they are still there.
 
-        Data that is not acknowledged counts, and silence that a question does not end. A peer
-        that is merely busy answers: its kernel does.
+        A peer that is merely busy, or stopped, answers: its kernel does. `_watch_silence` looks
+        after the others. TCP_USER_TIMEOUT would end a connection to a peer that answers, but does
+        not read what is sent to it.
         """
         link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         seconds = max(2, round(self._seconds))
@@ -181,7 +206,6 @@ class Links:
             ("TCP_KEEPIDLE", max(1, seconds // 2)),
             ("TCP_KEEPINTVL", max(1, seconds // 6)),
             ("TCP_KEEPCNT", 3),
-            ("TCP_USER_TIMEOUT", 1000 * seconds),
         ):
             if hasattr(socket, option):
                 link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
@@ -194,6 +218,7 @@ class Links:
         poll.register(self._listener, select.POLLIN)
         watched: dict[int, int] = {}  # descriptor -> rank
         known: set[int] = set()  # ranks whose connection is or was watched
+        since: dict[int, float] = {}  # when ranks were found not to answer
         while not self._closed:
             if self._resetting:
                 for descriptor in watched:
@@ -207,7 +232,7 @@ class Links:
                     known.add(rank)
                     watched[link.fileno()] = rank
                     poll.register(link, _CLOSED)
-            for descriptor, _ in poll.poll(1000 * LOOK_SECONDS if self._arriving else None):
+            for descriptor, _ in poll.poll(self._patience(bool(watched))):
                 if descriptor == self._wakes.fileno():
                     self._wakes.recv(4096)
                 elif descriptor == self._listener.fileno():
@@ -216,8 +241,26 @@ class Links:
                     self._advance(self._arriving[descriptor], poll)
                 elif descriptor in watched:
                     poll.unregister(descriptor)
-                    self._on_end(watched.pop(descriptor))
+                    self._on_end(watched.pop(descriptor), None)
             self._drop_late(poll)
+            for rank in watched.values():
+                self._watch_silence(rank, since)
+
+    def _patience(self, connected: bool) -> float | None:
+        """Milliseconds until the thread has something to look after."""
+        if self._arriving:
+            return 1000 * LOOK_SECONDS
+        return 1000 * self._seconds / 8 if connected else None
+
+    def _watch_silence(self, rank: int, since: dict[int, float]) -> None:
+        """Notice within the configured time that a peer's kernel does not answer any more."""
+        now = time.monotonic()
+        waited = _unanswered(self.open[rank])
+        if waited is None or rank in self._silent or self._broken:
+            since.pop(rank, None)
+        elif min(waited, now - since.setdefault(rank, now)) >= self._seconds:
+            self._silent.add(rank)
+            self._on_end(rank, TimeoutError(f"no answer for {self._seconds:g} s"))
 
     def _accept(self, poll: select.poll) -> None:
         with contextlib.suppress(OSError):
@@ -225,7 +268,8 @@ class Links:
             link.setblocking(False)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             session = Session(self._key, server=True, max_frame=_LONGEST_HELLO)
-            self._arriving[link.fileno()] = _Arrival(link, session)
+            diallers = range(self._group.rank + 1, self._group.size)
+            self._arriving[link.fileno()] = _Arrival(link, session, diallers)
             poll.register(link, select.POLLIN)
             if len(self._arriving) > _PENDING + self._group.size:
                 self._drop(next(iter(self._arriving.values())), poll)
@@ -238,15 +282,11 @@ class Links:
             self._drop(arrival, poll)
             return
         if done:
-            rank = arrival.rank
             del self._arriving[arrival.link.fileno()]
             poll.unregister(arrival.link)
             arrival.link.setblocking(True)
-            if self._group.rank < rank < self._group.size:
-                with contextlib.suppress(OSError):
-                    self._add(rank, arrival.link)
-            else:
-                arrival.link.close()
+            with contextlib.suppress(OSError):
+                self._add(arrival.rank, arrival.link)
 
     def _drop_late(self, poll: select.poll) -> None:
         now = time.monotonic()
@@ -266,10 +306,12 @@ class Links:
     # -- the end ---------------------------------------------------------------------------
 
     def is_dead(self, rank: int) -> bool:
-        """Whether the peer has closed its end, or the connection has failed."""
+        """Whether the peer has closed its end or is cut off, or the connection has failed."""
         link = self.open.get(rank)
         if link is None or link.fileno() < 0:
             return False
+        if rank in self._silent:
+            return True
         poll = select.poll()
         poll.register(link, _CLOSED)
         return bool(poll.poll(0))
@@ -324,11 +366,12 @@ class Links:
 class _Arrival:
     """A connection that somebody has opened to us, until it is known whose it is."""
 
-    def __init__(self, link: socket.socket, session: Session) -> None:
+    def __init__(self, link: socket.socket, session: Session, diallers: range) -> None:
         self.link = link
         self.deadline = time.monotonic() + _HANDSHAKE_SECONDS
         self.rank = -1
         self._session = session
+        self._diallers = diallers  # the ranks that may connect to us
 
     def advance(self) -> bool:
         """Whether the handshake is over. Raises if the peer is none of ours."""
@@ -340,7 +383,10 @@ class _Arrival:
         messages = self._session.feed(data)
         self.link.sendall(self._session.take_output())
         if messages:
-            self.rank = int(messages[0].header["rank"])
+            rank = messages[0].header.get("rank")
+            if not isinstance(rank, int) or rank not in self._diallers:
+                raise ConnectionRefusedError
+            self.rank = rank
             self.link.sendall(self._session.seal({"welcome": True}))
         return False
 
@@ -348,6 +394,15 @@ class _Arrival:
         if self.link.recv(1) != _GO:
             raise ConnectionResetError
         return True
+
+
+def _unanswered(link: socket.socket) -> float | None:
+    """Seconds since the peer's kernel answered, while ours has to repeat or to ask something."""
+    if not hasattr(socket, "TCP_INFO") or link.fileno() < 0:
+        return None
+    info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    repeated, asked, milliseconds = _TCP_INFO.unpack(info)
+    return milliseconds / 1000 if repeated or asked else None
 
 
 def drain(sockets: list[socket.socket], seconds: float) -> None:

@@ -399,10 +399,10 @@ class TcpTransport(PairwiseTransport):
         posted = self._board.look()
         return posted if posted is not None else self._lost(error)
 
-    def _on_end(self, rank: int) -> None:
-        """The other end of a connection closed, whether or not anybody here waits for it."""
+    def _on_end(self, rank: int, error: OSError | None) -> None:
+        """The other end of a connection is gone, whether or not anybody here waits for it."""
         if self._failure is None and not self._board.said_goodbye(rank):
-            self._stop(self._board.look() or self._lost())
+            self._stop(self._board.look() or self._lost(error))
 
     def _lost(self, error: OSError | None = None) -> HorovodInternalError:
         """Nobody said why: find out whose end of the connection is gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import threading
 from collections.abc import Iterator
@@ -136,3 +137,34 @@ def test_prefixes_do_not_meet(server: StoreServer) -> None:
     assert two.keys("") == []
     assert two.try_get("x") is None
     assert memory.keys("") == ["1/2/x"]
+
+
+def test_derived_keys_belong_to_their_purpose(store: Store) -> None:
+    one, two = store.derive_key("links"), store.derive_key("other")
+    assert len(one) == len(two) == 32
+    assert one != two
+    assert store.derive_key("links") == one
+    assert PrefixStore(store, "links").derive_key("x") != store.derive_key("x")
+    assert PrefixStore(store, "a").derive_key("x") != PrefixStore(store, "b").derive_key("x")
+
+
+def test_all_clients_derive_the_same_and_strangers_do_not(server: StoreServer) -> None:
+    clients = [StoreClient(server.address, server.port, KEY, LONG) for _ in range(2)]
+    expected = server.store.derive_key("group/links")
+    for client in clients:
+        assert client.derive_key("group/links") == expected
+        assert PrefixStore(client, "group").derive_key("links") == expected
+        client.close()
+    other = StoreServer("127.0.0.1", new_key())
+    assert other.store.derive_key("group/links") != expected
+    other.close()
+
+
+def test_derived_keys_travel_nowhere(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    secret = store.derive_key("links")
+    store.set("a", b"1")
+    shown = f"{store!r} {store} {caplog.text} {store.keys('')}"
+    for form in (secret.hex(), base64.b64encode(secret).decode(), repr(secret)[2:-1]):
+        assert form not in shown
+    assert secret not in [store.get(key, LONG) for key in store.keys("")]

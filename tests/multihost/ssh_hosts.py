@@ -1,4 +1,4 @@
-"""Hosts that can be logged in to: one sshd on each, with throwaway keys. Used by test_ssh.py.
+"""Hosts that can be logged in to, one sshd on each, with throwaway keys: for tests and benchmarks.
 
 Needs what `tests.hosts` needs, and the programs of OpenSSH (Debian: openssh-server and
 openssh-client). The client's configuration is put in place of the system's own, seen by the
@@ -12,7 +12,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 from tests.hosts import Hosts, host_address, host_name
 from tests.hosts import available as hosts_available
@@ -91,7 +93,13 @@ class SshHosts:
         said = server.stderr.readline()
         assert b"listening on" in said, said + server.stderr.read()
 
-    def start(self, *arguments: str, config: str = "") -> subprocess.Popen[bytes]:
+    def start(
+        self,
+        *arguments: str,
+        config: str = "",
+        env: Mapping[str, str] | None = None,
+        output: IO[str] | int = subprocess.PIPE,
+    ) -> subprocess.Popen[bytes]:
         """horovodrun with these arguments on host 0, and perhaps another configuration of ssh."""
         inside = ["sh", "-c", 'mount --bind "$0" /etc/ssh/ssh_config && exec "$@"']
         file = self.folder / "ssh_config"
@@ -106,11 +114,11 @@ class SshHosts:
                 str(file),
                 *(sys.executable, "-m", "horovod.runner", *arguments),
             ],
-            env=environ | {"HOME": str(self.folder)},
+            env=environ | {"HOME": str(self.folder)} | dict(env or {}),
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
         )
 
     def run(self, *arguments: str, config: str = "", timeout: float = 120) -> tuple[int, str, str]:
