@@ -36,6 +36,7 @@ from horovod.torch.overlap import (
     host_bucket,
     network_bucket,
     num_early,
+    pays_beside_backward,
 )
 from horovod.torch.sparse import sparse_allreduce_async, sparse_tensor
 
@@ -472,11 +473,14 @@ class GradientReducer:
             del trial[0]
             return
         self._trial = None
-        self._make(True, network_bucket(self._total, self._limit, -least_of_all))
+        assert self._terms is not None
+        wanted = self.delays or self._terms.is_fixed_overlap
+        overlap = wanted or pays_beside_backward(self._total, -least_of_all)
+        self._make(overlap, network_bucket(self._total, self._limit, -least_of_all))
         if self.delays:
             if self._groups is None and least_of_all < 0:
                 self._hold_back(self._total * least_hidden / least_of_all)
-        elif self._terms is not None and self._may_try_overlap(self._terms):
+        elif not overlap and self._terms.spare_cores and self._may_try_overlap(self._terms):
             self._tuner = self._new_tuner(self._terms.for_overlap_alone())
 
     def _hold_back(self, hidden: float) -> None:

@@ -4,9 +4,9 @@ Facts in, decisions out: `horovod.torch.gradients` brings the facts of all ranks
 all decide alike.
 
 - On an accelerator a bucket is reduced as soon as it is complete: the device works by itself.
-- Between hosts too: backward hides the time that the network takes. How much goes at a time depends
-  on the network, and is measured in the first steps: each bucket costs Python something, but
-  everybody waits for the last one.
+- Between hosts too, where the first steps show that it is the network that takes the time, not the
+  processor: backward hides it. How much goes at a time depends on the network as well: each bucket
+  costs Python something, but everybody waits for the last one.
 - Inside one host it depends on the cores and the model: a second thread costs Python's lock and a
   core. Where every core has a rank it is not tried, else the first steps show what is faster.
 """
@@ -27,6 +27,7 @@ SMALLEST_HOST_BUCKET = MEBIBYTE // 2  # inside a host
 # Between hosts: what it takes this long to reduce. Measured with 1 Gbit/s (1 MiB) and more.
 _BUCKET_SECONDS = 0.008
 SMALLEST_NETWORK_BUCKET = MEBIBYTE
+_PROCESSOR_RATE = 500e6  # bytes a second; a network that does more keeps a core busy
 TRIAL_STEPS = 3  # all at once, of which the fastest counts: connections warm up
 
 
@@ -51,6 +52,14 @@ def network_bucket(total: int, limit: int, seconds: float) -> int:
         return min(limit, SMALLEST_BUCKET)
     moved = int(total * _BUCKET_SECONDS / seconds)
     return min(limit, LARGEST_BUCKET, max(SMALLEST_NETWORK_BUCKET, moved))
+
+
+def pays_beside_backward(total: int, seconds: float) -> bool:
+    """Whether reducing `total` bytes at once, in so many seconds, was waiting more than work.
+
+    Work of the processor's takes as long beside backward as after it, and a bucket more of it.
+    """
+    return total < _PROCESSOR_RATE * seconds
 
 
 def num_early(sizes: Sequence[int], hidden: float) -> int:

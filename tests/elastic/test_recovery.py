@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import horovod.torch as hvd
 from horovod.common.membership import membership
-from horovod.transport.store_adapter import TorchStore
+from horovod.transport.links import Links
 from tests.elastic.job import ElasticJob
 from tests.elastic.training import Plan, expected, this_worker, train
 from tests.faults import TRANSPORTS
@@ -253,29 +255,25 @@ def test_a_worker_dies_while_states_are_synchronised():
             assert outcome.result == {"size": 2, "step": 3}, outcome.describe()
 
 
-class _StoppingStore(TorchStore):
-    """Stops this process for good once it has told the others where it listens."""
-
-    def set(self, key: str, value: str | bytes) -> None:
-        super().set(key, value)
-        tell("told")
-        os.kill(os.getpid(), signal.SIGSTOP)
+def _stop(links: Links, ranks: list[int], seconds: float | None) -> None:
+    """This process has told the others where it listens: stop it for good."""
+    tell("told")
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _train_with_a_stop_in_gloo(plan: Plan) -> dict[str, Any]:
-    if this_worker() == "w1":
-        import horovod.transport.gloo
-
-        horovod.transport.gloo.TorchStore = _StoppingStore
-    return train(plan)
+def _train_with_a_stop_in_tcp(plan: Plan) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        if this_worker() == "w1":
+            stack.enter_context(mock.patch.object(Links, "connect", _stop))
+        return train(plan)
 
 
 def test_a_worker_stops_while_connections_are_made():
-    with ElasticJob(_train_with_a_stop_in_gloo, Plan(), env=TRANSPORTS["gloo"]) as job:
+    with ElasticJob(_train_with_a_stop_in_tcp, Plan(), env=TRANSPORTS["gloo"]) as job:
         job.start(3)
         assert job.heard(1) == "told"
         job.lose(1)
-        _check(job.wait(25, [0, 2]), size=2)  # less than the 30 s that Gloo waits by itself
+        _check(job.wait(25, [0, 2]), size=2)  # less than the 30 s that TCP waits by itself
 
 
 # -- a decision that never comes -----------------------------------------------------------------

@@ -20,11 +20,11 @@ from tests.faults.bucket_cases import CASES, ODD, Training, one_bucket_each, run
 from tests.ranks import RankPool, clean_environment, listen, start_ranks, tell
 
 SIZE = 3
-OVERLAP = {"HOROVOD_OVERLAP_BACKWARD": "1"}  # shared memory does not by itself
+OVERLAP = {"HOROVOD_OVERLAP_BACKWARD": "1"}  # also where it would not pay
 KINDS: dict[str, Any] = {
     "shm": TRANSPORTS["shm"] | OVERLAP,
-    "tcp": TRANSPORTS["gloo"],
-    "hierarchical": two_and_one,
+    "tcp": TRANSPORTS["gloo"] | OVERLAP,
+    "hierarchical": lambda rank: two_and_one(rank) | OVERLAP,
 }
 NAMES = {"shm": "SharedMemoryTransport", "tcp": "TcpTransport"}
 QUICK = {

@@ -223,7 +223,7 @@ def _bucket_bytes(smallest: int, largest: int) -> list[int]:
     """Sizes of the buckets of a model with eight equal layers of 400 bytes."""
     model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(8)))
     bounds = mock.patch.multiple(
-        "horovod.torch.overlap", SMALLEST_BUCKET=smallest, LARGEST_BUCKET=largest
+        "horovod.torch.overlap", SMALLEST_HOST_BUCKET=smallest, LARGEST_BUCKET=largest
     )
     with overlapping(True), bounds:
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -14,6 +14,8 @@ from horovod.torch.overlap import (
     can_overlap,
     device_bucket,
     network_bucket,
+    num_early,
+    pays_beside_backward,
 )
 
 totals = st.integers(0, 1 << 40)
@@ -73,3 +75,21 @@ def test_bounds(total: int, took: float):
 def test_a_slower_network_never_gets_larger_buckets(total: int, took: float, slower: float):
     fast, slow = (network_bucket(total, 1 << 40, t) for t in (took, took * slower))
     assert slow <= fast
+
+
+@given(st.integers(1, 1 << 40), st.floats(1e-6, 1e3))
+def test_what_a_core_cannot_keep_up_with_is_not_worth_a_thread(total: int, seconds: float):
+    slower = pays_beside_backward(total, 2 * seconds)
+    assert slower or not pays_beside_backward(total, seconds), "a slower network pays rather"
+    assert pays_beside_backward(total, total / 100e6), "1 Gbit/s"
+    assert not pays_beside_backward(total, total / 1.2e9), "10 Gbit/s"
+
+
+@given(st.lists(st.integers(1, 1000), max_size=20), st.floats(0, 1e4))
+def test_backward_hides_a_first_part_of_the_buckets(sizes: list[int], hidden: float):
+    early = num_early(sizes, hidden)
+    assert min(1, len(sizes)) <= early <= len(sizes)
+    if early > 1:
+        assert sum(sizes[: early - 1]) + sizes[early - 1] / 2 <= hidden
+    if early < len(sizes):
+        assert sum(sizes[:early]) + sizes[early] / 2 > hidden
