@@ -4,7 +4,7 @@ A rank whose connections break knows that something went wrong, but not what: th
 end may have died, or may have closed its end because yet another rank died. So whoever fails
 posts the reason in the group's store before it closes its connections, and whoever sees a
 connection break looks there first. The store may be gone as well (rank 0 often serves it), so
-nothing here waits for it long. Called by the Gloo, MPI and hierarchical transports.
+nothing here waits for it long. Called by the TCP, MPI and hierarchical transports.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Links:
             deadline = time.monotonic() + self._seconds
         while True:
             try:
-                self._add(rank, self._greet(rank, max(0.001, deadline - time.monotonic())))
+                self._add(rank, self._greet(rank, deadline))
                 return
             except ConnectionResetError:
                 # Among many strangers a listener drops the oldest handshakes: ours may be one.
@@ -145,8 +145,9 @@ class Links:
                         raise
                     self._changed.wait(_RETRY_SECONDS)
 
-    def _greet(self, rank: int, seconds: float) -> socket.socket:
+    def _greet(self, rank: int, deadline: float) -> socket.socket:
         """A connection to the rank, which knows who we are."""
+        seconds = max(0.001, deadline - time.monotonic())
         address, port = json.loads(self._group.store.get(f"port/{rank}", seconds))
         link = socket.create_connection((address, port), timeout=seconds)
         try:
@@ -158,10 +159,7 @@ class Links:
                 if session.established and not greeted:
                     greeted = True
                     link.sendall(session.seal({"rank": self._group.rank}))
-                data = link.recv(_LONGEST_HELLO)
-                if not data:
-                    raise ConnectionResetError(f"{self._group.describe(rank)} refused a connection")
-                if session.feed(data):  # its answer: we are known there
+                if session.feed(self._answer(rank, link, deadline)):  # we are known there
                     break
             link.sendall(_GO)
             link.settimeout(None)
@@ -169,6 +167,22 @@ class Links:
             link.close()
             raise
         return link
+
+    def _answer(self, rank: int, link: socket.socket, deadline: float) -> bytes:
+        """What the rank says next. It may have stopped, and the others gone on without it."""
+        link.settimeout(LOOK_SECONDS)
+        while True:
+            try:
+                data = link.recv(_LONGEST_HELLO)
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    who = self._group.describe(rank)
+                    raise TimeoutError(f"{who} does not answer") from None
+                self._group.check_meeting()
+                continue
+            if not data:
+                raise ConnectionResetError(f"{self._group.describe(rank)} refused a connection")
+            return data
 
     def _await(self, rank: int, deadline: float | None) -> None:
         with self._changed:

@@ -3,7 +3,7 @@
 Every rank describes where it runs; from all descriptions each picks the address to listen on:
 loopback when the whole group shares one network stack, else an address in a network that the
 other hosts are in too, else the one that the routes to them start from. HOROVOD_GLOO_IFACE
-overrides all this. Called by the Gloo and MPI transports.
+overrides all this. Called by the TCP and MPI transports.
 """
 
 from __future__ import annotations
