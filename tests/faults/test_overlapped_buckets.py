@@ -105,9 +105,9 @@ def _raise_in_backward(rank: int, size: int, lingers: bool) -> str:
                 raise Trouble("in the middle of backward")
             tell("raised")
             signal.pause()
-        training.backward()
         tell("waiting")
         with pytest.raises(HorovodInternalError) as caught:
+            training.backward()  # which notices it if the other one ends early
             training.finish()
         tell(str(caught.value))
         listen()  # an exit must not be what the others notice
