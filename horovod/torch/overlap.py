@@ -28,7 +28,7 @@ SMALLEST_HOST_BUCKET = MEBIBYTE // 2  # inside a host
 _BUCKET_SECONDS = 0.008
 SMALLEST_NETWORK_BUCKET = MEBIBYTE
 _PROCESSOR_RATE = 500e6  # bytes a second; a network that does more keeps a core busy
-TRIAL_STEPS = 3  # all at once, of which the fastest counts: connections warm up
+TRIAL_STEPS = 10  # all at once, of which the fastest counts: connections and memory warm up
 
 
 def can_overlap(on_device: bool, over_network: bool, wanted: bool | None) -> bool:
