@@ -77,8 +77,8 @@ class Config:
     overlap_backward: bool | None = _knob(
         None,
         _ENGINE,
-        "Whether gradients are reduced while backward goes on. Unset: on accelerators and between "
-        "hosts.",
+        "Whether gradients are reduced while backward goes on. Unset: on accelerators; in host "
+        "memory where the first steps show that it is faster.",
     )
     disable_group_fusion: bool = _knob(
         False, _ENGINE, "Fuse the tensors of a group only with each other."
