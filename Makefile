@@ -1,7 +1,7 @@
 # make train   install into .venv and train a real model on two processes
-# make test    install and run every check and test: .venv for all but TensorFlow and Keras,
-#              .venv-tensorflow for those (`make test-core`, `make test-lightning` and
-#              `make test-tensorflow` do one part)
+# make test    install and run every check and test: the core and Lightning in .venv, TensorFlow,
+#              Keras, JAX, Spark and Ray in .venv-frameworks (`make test-core`, `test-lightning`,
+#              `test-tensorflow`, `test-jax`, `test-spark` and `test-ray` do one part)
 # make bench   install into .venv and compare collectives with Gloo and Open MPI
 #
 # PYTHON chooses the interpreter:  make test PYTHON=python3.12
@@ -11,14 +11,14 @@ VENV   ?= .venv
 
 SHELL   := /bin/bash
 BIN     := $(VENV)/bin
-TF_BIN  := $(VENV)-tensorflow/bin
+FW_BIN  := $(VENV)-frameworks/bin
 PYTEST  ?= -n 2 --dist loadfile
 # The build for CPUs is a third of the size, and there is none for other processors than x86-64.
 TF      := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
 INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-core test-lightning test-tensorflow lint bench clean
+.PHONY: help train test test-core test-lightning test-tensorflow test-jax test-spark test-ray lint bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
@@ -29,13 +29,22 @@ train: $(VENV)/.examples
 test: test-core test-lightning test-tensorflow
 
 test-core: lint
-	$(BIN)/python -m pytest $(PYTEST) --ignore tests/lightning
+	$(BIN)/python -m pytest $(PYTEST) $(patsubst %,--ignore tests/%,lightning jax spark ray)
 
 test-lightning: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST) tests/lightning
 
-test-tensorflow: $(VENV)-tensorflow/.installed
-	TF_CPP_MIN_LOG_LEVEL=2 $(TF_BIN)/python -m pytest $(PYTEST) tests/tensorflow tests/keras
+test-tensorflow: $(VENV)-frameworks/.installed
+	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest $(PYTEST) tests/tensorflow tests/keras
+
+test-jax: $(VENV)-frameworks/.installed
+	$(FW_BIN)/python -m pytest $(PYTEST) tests/jax
+
+test-spark: $(VENV)-frameworks/.installed
+	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest $(PYTEST) tests/spark
+
+test-ray: $(VENV)-frameworks/.installed
+	$(FW_BIN)/python -m pytest $(PYTEST) tests/ray
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -46,7 +55,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/collectives.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-tensorflow build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-frameworks build dist *.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp for each set of extras; a changed requirement installs again.
@@ -55,10 +64,10 @@ $(VENV)/.examples $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: pyproject.toml const
 	@touch $@
 
 # tf-keras asks for the package "tensorflow", also where its build for CPUs is there.
-$(VENV)-tensorflow/.installed: pyproject.toml constraints.txt | $(TF_BIN)/python
-	$(TF_BIN)/python $(INSTALL) -e '.[test]' $(TF) keras jax
-	$(TF_BIN)/python $(INSTALL) --no-deps tf-keras
+$(VENV)-frameworks/.installed: pyproject.toml constraints.txt | $(FW_BIN)/python
+	$(FW_BIN)/python $(INSTALL) -e '.[test,keras,jax,spark,ray]' $(TF) flax
+	$(FW_BIN)/python $(INSTALL) --no-deps tf-keras
 	@touch $@
 
-$(BIN)/python $(TF_BIN)/python:
+$(BIN)/python $(FW_BIN)/python:
 	$(PYTHON) -m venv $(@D)/..

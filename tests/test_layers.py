@@ -1,4 +1,4 @@
-"""Imports point down only: bindings > jobs > engine > transport > common."""
+"""Imports point down only: clusters > bindings > jobs > engine > transport > common."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "horovod"
 
 # Each layer may import itself and what comes after it.
 LAYERS = [
+    {"spark", "ray"},
     {"torch", "tensorflow", "keras", "_keras", "jax", "mxnet", "lightning"},
-    {"runner", "elastic", "spark", "ray", "data"},
+    {"runner", "elastic", "data"},
     {"engine"},
     {"transport"},
     {"common"},
