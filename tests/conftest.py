@@ -5,9 +5,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.ranks import RankPool
+
+
+# How long an example takes says something about the machine, not about the code.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:

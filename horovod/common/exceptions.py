@@ -13,7 +13,11 @@ is sent.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class HorovodInternalError(RuntimeError):
@@ -26,6 +30,11 @@ class PeerLostError(HorovodInternalError):
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+def fresh_copy(error: E) -> E:
+    """An exception equal to `error`, to be raised again: the original keeps its traceback."""
+    return copy.copy(error).with_traceback(None)  # with its attributes
 
 
 class HostsUpdatedInterrupt(RuntimeError):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -215,8 +215,7 @@ def signature_of(
 
 def copy_of(error: HorovodInternalError) -> HorovodInternalError:
     """The same, to be raised once: tracebacks pile up on an error that several callers raise."""
-    copy = type(error)(*error.args)
-    copy.__dict__.update(error.__dict__)
+    copy = fresh_copy(error)
     copy.__cause__ = error.__cause__
     return copy
 

@@ -23,13 +23,6 @@ _PATIENCE = 2.0  # seconds that a store may take to answer before it counts as g
 _KEY = "failure"
 
 
-def again(failure: HorovodInternalError) -> HorovodInternalError:
-    """A fresh exception equal to `failure`: one that was raised before carries its traceback."""
-    if isinstance(failure, PeerLostError):
-        return PeerLostError(str(failure), failure.ranks)
-    return type(failure)(*failure.args)
-
-
 class FailureBoard:
     """The first failure of the group, kept in its store."""
 

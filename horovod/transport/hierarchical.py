@@ -14,9 +14,7 @@ HOROVOD_HIERARCHICAL_ALLGATHER=0 switch off.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import ParamSpec, TypeVar, cast
 
@@ -25,10 +23,9 @@ import torch
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import WORD, Group, Transport
-from horovod.transport.failures import FailureBoard, again
+from horovod.transport.breakable import BreakableTransport
 from horovod.transport.pairwise import as_bytes, cut, offsets_of, split_evenly
 from horovod.transport.shared_memory import SharedMemoryTransport
-from horovod.transport.tcp import TcpTransport
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,7 +35,7 @@ IN_PLACE = 256 * 1024  # bytes from which ranks of a host reduce where their ten
 PIECE = 4 * 1024 * 1024  # bytes that are reduced inside a host while others are between hosts
 
 
-class HierarchicalTransport(Transport):
+class HierarchicalTransport(BreakableTransport):
     """`local` joins the ranks of this host, `flat` all ranks.
 
     `hosts` lists the group's ranks host by host; a rank's place in its host's list is its local
@@ -71,10 +68,6 @@ class HierarchicalTransport(Transport):
         self.algorithms = ("flat", "hierarchical") if self._by_flat else ("hierarchical", "flat")
         self._check_layout()
         self._parts = [part for part in (local, cross, flat) if part is not None]
-        self._board = FailureBoard(group)
-        self._failure: HorovodInternalError | None = None
-        self._stopping = threading.Lock()
-        self._closed = False
         for part in self._parts:
             self._listen_to(part)
         # Where ranks of a host read each other's memory, and all hosts are alike.
@@ -314,18 +307,6 @@ class HierarchicalTransport(Transport):
 
     # -- failure and the end ---------------------------------------------------------------
 
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        if self._failure is not None:
-            raise again(self._failure)
-        try:
-            yield
-        except BaseException as error:
-            failure = self._stop(self._explain(error))
-            if isinstance(error, Exception):
-                raise again(failure) from error
-            raise
-
     def _explain(self, error: BaseException) -> HorovodInternalError:
         """What to tell the caller and the others.
 
@@ -334,10 +315,7 @@ class HierarchicalTransport(Transport):
         posted = self._board.look()
         if posted is not None:
             return posted
-        if isinstance(error, HorovodInternalError):
-            return error
-        me = self.group.describe(self.rank)
-        return HorovodInternalError(f"{me} failed in a collective: {type(error).__name__}: {error}")
+        return super()._explain(error)
 
     def _do(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a collective of one of the parts; its errors then speak of ranks of our group."""
@@ -355,34 +333,22 @@ class HierarchicalTransport(Transport):
 
     def _listen_to(self, part: Transport) -> None:
         """Hear of a failure at once, even while this rank waits in another of the parts."""
-        if isinstance(part, TcpTransport):
-            part.on_failure = lambda failure: self._stop(
+        if isinstance(part, BreakableTransport):
+            part.on_failure = lambda failure: self._break(
                 self._explain(self._translated(part, failure))
             )
 
-    def _stop(self, failure: HorovodInternalError) -> HorovodInternalError:
-        """Break the transport for everybody; returns the reason, which may be an earlier one."""
-        with self._stopping:
-            if self._failure is not None:
-                return self._failure
-            self._failure = failure
-        self._board.post(failure)
+    def _wake(self, failure: HorovodInternalError) -> None:
         for part in self._parts:
             part.abort(str(failure))
-        return failure
-
-    def abort(self, reason: str) -> None:
-        self._stop(HorovodInternalError(reason))
 
     def close(self) -> None:
         if self._closed:
             return
-        self._closed = True
-        if self._failure is None:
-            self._failure = HorovodInternalError("Horovod has been shut down")
+        self._shut()
         for part in self._parts:
             part.close()
-            if isinstance(part, TcpTransport):
+            if isinstance(part, BreakableTransport):
                 part.on_failure = None  # a cycle, which would keep the shared memory for a while
 
     def after_fork_in_child(self) -> None:

@@ -25,10 +25,9 @@ import psutil
 import torch
 from mpi4py import MPI
 
-from horovod.common.exceptions import HorovodInternalError, PeerLostError
+from horovod.common.exceptions import PeerLostError
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import Group, agree_by_minimum
-from horovod.transport.failures import FailureBoard, again
 from horovod.transport.pairwise import MESSAGE, PairwiseTransport, as_bytes, offsets_of
 from horovod.transport.places import Place
 
@@ -94,8 +93,6 @@ class MpiTransport(PairwiseTransport):
         here = Place.here()
         places = self._comm.allgather((here.pids, here.pid))
         self._pids = {r: pid for r, (where, pid) in enumerate(places) if where == here.pids}
-        self._board = FailureBoard(group)
-        self._failure: HorovodInternalError | None = None
 
     # -- collectives of MPI ----------------------------------------------------------------
 
@@ -152,8 +149,7 @@ class MpiTransport(PairwiseTransport):
         started = looked = time.monotonic()
         nap = 0.0
         while not MPI.Request.Testall(pending):
-            if self._failure is not None:
-                raise again(self._failure)
+            self._check_usable()
             now = time.monotonic()
             if now - started > _SPIN_SECONDS:
                 nap = min(max(2 * nap, 20e-6), _LONGEST_NAP)
@@ -164,16 +160,9 @@ class MpiTransport(PairwiseTransport):
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        if self._failure is not None:
-            raise again(self._failure)
-        try:
+        with super()._guard():
             self._finish([self._comm.Ibarrier()])
             yield
-        except BaseException as error:
-            failure = self._stop(self._explain(error))
-            if isinstance(error, Exception):
-                raise again(failure) from error
-            raise
 
     # -- failure and the end ---------------------------------------------------------------
 
@@ -186,24 +175,8 @@ class MpiTransport(PairwiseTransport):
                 who = self.group.describe(rank)
                 raise PeerLostError(f"{who} (pid {pid} on this host) has died", [rank])
 
-    def _explain(self, error: BaseException) -> HorovodInternalError:
-        if isinstance(error, HorovodInternalError):
-            return error
-        me = self.group.describe(self.rank)
-        return HorovodInternalError(f"{me} failed in a collective: {type(error).__name__}: {error}")
-
-    def _stop(self, failure: HorovodInternalError) -> HorovodInternalError:
-        if self._failure is None:
-            self._failure = failure
-            self._board.post(failure)
-        return self._failure
-
-    def abort(self, reason: str) -> None:
-        self._stop(HorovodInternalError(reason))
-
     def close(self) -> None:
-        if self._failure is None:
-            self._failure = HorovodInternalError("Horovod has been shut down")
+        if self._shut():
             self._board.say_goodbye()
             self._comm.Free()  # after a failure it may have unfinished business, and is left
 

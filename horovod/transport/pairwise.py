@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +22,8 @@ import torch
 
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.arithmetic import as_blocks, reduce_into
-from horovod.transport.base import Group, Transport
+from horovod.transport.base import Group
+from horovod.transport.breakable import BreakableTransport
 
 WHOLE = 32 * 1024  # bytes up to which an allreduce sends whole tensors
 WHOLE_TOTAL = 1024 * 1024  # ... as long as all that arrives at one rank stays below this
@@ -55,7 +55,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-class PairwiseTransport(Transport):
+class PairwiseTransport(BreakableTransport):
     """All collectives, from `_send`, `_receive` and `_finish` of a subclass."""
 
     def __init__(self, group: Group) -> None:
@@ -77,10 +77,6 @@ class PairwiseTransport(Transport):
     @abstractmethod
     def _finish(self, pending: list[Any]) -> None:
         """Wait until all that was begun is done."""
-
-    @abstractmethod
-    def _guard(self) -> AbstractContextManager[None]:
-        """Around every collective: refuses when broken, and turns failures into our errors."""
 
     # -- collectives -----------------------------------------------------------------------
 

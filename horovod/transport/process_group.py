@@ -22,8 +22,8 @@ import torch.distributed
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.base import Group, Transport
-from horovod.transport.failures import FailureBoard, again
+from horovod.transport.base import Group
+from horovod.transport.breakable import BreakableTransport
 from horovod.transport.pairwise import as_bytes, cut
 from horovod.transport.store_adapter import TorchStore
 
@@ -48,7 +48,7 @@ _LOGICAL = {
 }
 
 
-class DeviceTransport(Transport):
+class DeviceTransport(BreakableTransport):
     """The transport of ranks with a device each. Tensors of other devices pass through ours."""
 
     vectored = True
@@ -61,9 +61,6 @@ class DeviceTransport(Transport):
         if made is None:
             raise ValueError(f"this build of torch {torch.__version__} has no {self.name}")
         self.device = device
-        self._board = FailureBoard(group)
-        self._failure: HorovodInternalError | None = None
-        self._closed = False
         options = made.Options()
         options._timeout = _FOREVER
         self._store = TorchStore(group.store, group.config.gloo_timeout_seconds)
@@ -209,36 +206,30 @@ class DeviceTransport(Transport):
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        if self._failure is not None:
-            raise again(self._failure)
-        try:
-            yield
-        except ValueError:
-            raise  # refused before anything was sent, alike on all ranks
-        except Exception as error:
-            failure = self._failure or self._board.look()
-            if failure is None:
-                me = self.group.describe(self.rank)
-                failure = HorovodInternalError(f"{me} failed in {self.name}: {error}")
-            self._stop(failure)
-            raise again(failure) from error
+        refused: ValueError | None = None
+        with super()._guard():
+            try:
+                yield
+            except ValueError as error:  # before anything was sent, alike on all ranks
+                refused = error
+        if refused is not None:
+            raise refused
 
-    def _stop(self, failure: HorovodInternalError) -> None:
-        if self._failure is None:
-            self._failure = failure
-            self._board.post(failure)
-            self._process_group.abort()
+    def _explain(self, error: BaseException) -> HorovodInternalError:
+        known = self._failure or self._board.look()
+        if known is not None:
+            return known
+        me = self.group.describe(self.rank)
+        return HorovodInternalError(f"{me} failed in {self.name}: {error}")
 
-    def abort(self, reason: str) -> None:
+    def _wake(self, failure: HorovodInternalError) -> None:
         """Ends what runs on our device; the engine of every other rank calls it there as well."""
-        self._stop(HorovodInternalError(reason))
+        self._process_group.abort()
 
     def close(self) -> None:
         if self._closed:
             return
-        self._closed = True
-        if self._failure is None:
-            self._failure = HorovodInternalError("Horovod has been shut down")
+        if self._shut():
             torch.get_device_module(self.device).synchronize(self.device)
             self._process_group.shutdown()
         self._process_group = None

@@ -17,12 +17,13 @@ import select
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError, PeerLostError
-from horovod.transport.base import WORD, Group, Transport
+from horovod.common.exceptions import HorovodInternalError, PeerLostError, fresh_copy
+from horovod.transport.base import WORD, Group
+from horovod.transport.breakable import BreakableTransport
 from horovod.transport.segments import Member, share
 
 CONTROL = 4096  # bytes of the control page, at the beginning of a segment
@@ -50,7 +51,7 @@ def _fence() -> None:
     _fence_lock.release()
 
 
-class SteppedTransport(Transport):
+class SteppedTransport(BreakableTransport):
     """Steps, failure and life of a transport in shared memory; subclasses move the data."""
 
     def __init__(self, group: Group, segment_bytes: int) -> None:
@@ -74,8 +75,6 @@ class SteppedTransport(Transport):
         self._looks = self._fewest_looks
         self._step = 0
         self._met = False  # whether all ranks have taken their first steps together
-        self._failure: HorovodInternalError | None = None
-        self._closed = False
 
     # -- steps -----------------------------------------------------------------------------
 
@@ -157,20 +156,6 @@ class SteppedTransport(Transport):
         start = _REASON_AT + WORD
         return bytes(memory[start : start + length]).decode(errors="replace")
 
-    @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
-        """Run one collective; a failure breaks the transport for everybody."""
-        self._check_usable()
-        try:
-            yield
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _check_usable(self) -> None:
-        if self._failure is not None:
-            raise type(self._failure)(*self._failure.args)
-
     def _fail(
         self, error: BaseException, touched: Sequence[torch.Tensor] = (), since: int = 0
     ) -> None:
@@ -180,17 +165,14 @@ class SteppedTransport(Transport):
         control goes back to the caller all of them must have left the collective; if one cannot
         say so (it is stopped), the memory is kept from reuse for the rest of the process's life.
         """
-        self._failure = failure = self._as_failure(error)
-        self._set_state(_ABORTED, str(failure))
+        failure = self._break(self._explain(error))
         passed = all(control[_STEP] >= since for control in self._other_control)
         if touched and passed and not self._others_left():
             _kept_alive.extend(touched)
         if failure is not error and isinstance(error, Exception):
-            raise failure from error
+            raise fresh_copy(failure) from error
 
-    def _as_failure(self, error: BaseException) -> HorovodInternalError:
-        if isinstance(error, HorovodInternalError):
-            return error
+    def _explain(self, error: BaseException) -> HorovodInternalError:
         if isinstance(error, OSError):
             # A peer's memory vanished under us. The process handle follows its memory in death.
             handles = list(self._process_of)
@@ -200,8 +182,11 @@ class SteppedTransport(Transport):
                 self._check_states(self._others)
             except HorovodInternalError as reason:
                 return reason
-        me = self.group.describe(self.rank)
-        return HorovodInternalError(f"{me} failed in a collective: {type(error).__name__}: {error}")
+        return super()._explain(error)
+
+    def _announce(self, failure: HorovodInternalError) -> None:
+        if not self._closed:
+            self._set_state(_ABORTED, str(failure))
 
     def _is_dead(self, rank: int) -> bool:
         return bool(select.select([self._members[rank].process], [], [], 0)[0])
@@ -235,16 +220,11 @@ class SteppedTransport(Transport):
             with contextlib.suppress(OSError):
                 os.eventfd_write(member.doorbell, 1)
 
-    def abort(self, reason: str) -> None:
-        if not self._closed:
-            self._set_state(_ABORTED, reason)
-
     def close(self) -> None:
         if self._closed:
             return
         self._set_state(_CLOSED)
-        self._closed = True
-        self._failure = self._failure or HorovodInternalError("Horovod has been shut down")
+        self._shut()
         for member in self._members:
             member.close()
 

@@ -36,7 +36,6 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.transport import pairwise
 from horovod.transport.arithmetic import NUMPY_TYPES, as_blocks, reduce_into
 from horovod.transport.base import WORD, Group
-from horovod.transport.failures import FailureBoard, again
 from horovod.transport.links import Links, failed_to_connect
 from horovod.transport.pairwise import PairwiseTransport
 from horovod.transport.shares import Memory, Plan, whole
@@ -80,12 +79,7 @@ class TcpTransport(PairwiseTransport):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self.vectored = group.size <= pairwise.DIRECT
-        self.on_failure: Callable[[HorovodInternalError], object] | None = None  # from any thread
-        self._board = FailureBoard(group)
-        self._failure: HorovodInternalError | None = None
-        self._closed = False
         self._calls = threading.Lock()  # held during a collective
-        self._stopping = threading.Lock()
         self._streams: dict[int, Stream] = {}
         self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
         self._places: dict[tuple[Any, ...], _Place] = {}
@@ -369,15 +363,9 @@ class TcpTransport(PairwiseTransport):
     @contextmanager
     def _guard(self) -> Iterator[None]:
         with self._calls:
-            if self._failure is not None:
-                raise again(self._failure)
             try:
-                yield
-            except BaseException as error:
-                failure = self._stop(self._explain(error))
-                if isinstance(error, Exception):
-                    raise again(failure) from error
-                raise
+                with super()._guard():
+                    yield
             finally:
                 self._reset_if_broken()
 
@@ -389,20 +377,15 @@ class TcpTransport(PairwiseTransport):
     def _explain(self, error: BaseException) -> HorovodInternalError:
         if self._failure is not None:
             return self._failure
-        me = self.group.describe(self.rank)
-        if isinstance(error, HorovodInternalError):
-            return error
         if not isinstance(error, OSError):
-            return HorovodInternalError(
-                f"{me} failed in a collective: {type(error).__name__}: {error}"
-            )
+            return super()._explain(error)
         posted = self._board.look()
         return posted if posted is not None else self._lost(error)
 
     def _on_end(self, rank: int, error: OSError | None) -> None:
         """The other end of a connection is gone, whether or not anybody here waits for it."""
         if self._failure is None and not self._board.said_goodbye(rank):
-            self._stop(self._board.look() or self._lost(error))
+            self._break(self._board.look() or self._lost(error))
 
     def _lost(self, error: OSError | None = None) -> HorovodInternalError:
         """Nobody said why: find out whose end of the connection is gone."""
@@ -449,24 +432,12 @@ class TcpTransport(PairwiseTransport):
             )
         return f"{who} has died or was cut off: its connection is closed"
 
-    def _stop(self, failure: HorovodInternalError) -> HorovodInternalError:
-        """Break the transport for everybody; returns the reason, which may be an earlier one."""
-        with self._stopping:
-            if self._failure is not None:
-                return self._failure
-            self._failure = failure
-        self._board.post(failure)
+    def _wake(self, failure: HorovodInternalError) -> None:
         if self._links is not None:
             self._links.shut_down()
             if self._calls.acquire(blocking=False):  # else whoever is in a collective does it
                 self._reset_if_broken()
                 self._calls.release()
-        if self.on_failure is not None:
-            self.on_failure(failure)
-        return failure
-
-    def abort(self, reason: str) -> None:
-        self._stop(HorovodInternalError(reason))
 
     # -- the end ---------------------------------------------------------------------------
 
@@ -475,11 +446,10 @@ class TcpTransport(PairwiseTransport):
             return
         self._closed = True
         if not self._calls.acquire(blocking=False):
-            self._stop(HorovodInternalError("Horovod was shut down during a collective"))
+            self._break(HorovodInternalError("Horovod was shut down during a collective"))
             self._calls.acquire()
         try:
-            if self._failure is None:
-                self._failure = HorovodInternalError("Horovod has been shut down")
+            if self._shut():
                 self._board.say_goodbye()
             self._close_now()
         finally:
