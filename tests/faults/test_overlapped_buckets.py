@@ -75,7 +75,7 @@ def test_over_mpi():
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
+            timeout=280,
             check=False,
         )
     except FileNotFoundError:
