@@ -10,7 +10,6 @@ import pytest
 
 from tests.ranks import RankPool
 
-
 # How long an example takes says something about the machine, not about the code.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from horovod.common.store import StoreServer
 from horovod.common.wire import new_key
 from horovod.runner.hosts import Slot
-from horovod.runner.worker_env import Meeting, common_variables, slot_variables
+from horovod.runner.worker_env import WorkerRendezvous, common_variables, slot_variables
 from tests.rank_process import Rank
 from tests.ranks import Ranks, clean_environment
 
@@ -244,7 +244,7 @@ class _RanksOnHosts(Ranks):
         self.size = len(slots)
         self._server = hosts.serve_store(key)
         self._ranks: list[Rank] = []
-        meeting = Meeting(LAUNCHER, self._server.port, USER_PORT, key)
+        meeting = WorkerRendezvous(LAUNCHER, self._server.port, USER_PORT, key)
         try:
             for slot in slots:
                 if launcher is None:

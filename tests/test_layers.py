@@ -127,3 +127,21 @@ def test_what_the_launcher_needs_does_not_import_torch(layer: str):
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+
+
+# Names of Horovod's public API are the same in every binding.
+BINDINGS = LAYERS[1]
+
+
+def test_a_class_name_means_one_thing():
+    """In a layer a file may say more precisely what it means; two layers never share a name."""
+    where: dict[str, set[str]] = {}
+    for path in _modules():
+        layer = path.relative_to(PACKAGE).parts[0]
+        if layer in BINDINGS or layer.endswith(".py"):
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, set()).add(layer)
+    shared = {name: sorted(layers) for name, layers in where.items() if len(layers) > 1}
+    assert not shared, f"two layers define these: {shared}"

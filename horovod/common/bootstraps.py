@@ -5,7 +5,7 @@ Needed where a foreign launcher started the job; used by `horovod.common.rendezv
 something that the launcher itself gave and that we must therefore trust:
 
     LocalSocket   ranks of one host: an abstract Unix socket; both sides check the other's user
-    TorchStore    torch's TCPStore at MASTER_ADDR:MASTER_PORT, which is not authenticated: whoever
+    StoreOfTorch    torch's TCPStore at MASTER_ADDR:MASTER_PORT, which is not authenticated: whoever
                   reaches that port can join the job, as with plain torch.distributed. Setting
                   _HOROVOD_SECRET_KEY keeps the key out of it
     MpiBroadcast  MPI itself, through mpi4py
@@ -197,7 +197,7 @@ class SharedFile(Bootstrap):
             self._path.unlink()
 
 
-class TorchStore(Bootstrap):
+class StoreOfTorch(Bootstrap):
     """torch's own TCPStore, which torchrun's agent serves, or rank 0 where there is no agent."""
 
     def __init__(self, address: str, port: int, job: str, serve: bool, timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""Meeting through an mpi4py communicator that the user handed to ``init(comm=...)``."""
+"""RendezvousMethod through an mpi4py communicator that the user handed to ``init(comm=...)``."""
 
 from __future__ import annotations
 

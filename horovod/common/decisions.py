@@ -36,7 +36,7 @@ def heard_key(number: int, worker: str) -> str:
 
 
 def seen_key(number: int, worker: str) -> str:
-    """Set once the worker has torn down its old world and enters decision `number`.
+    """Set once the worker has torn down its old generation and enters decision `number`.
 
     The value is the attempt to meet, counted from 0.
     """
@@ -59,7 +59,7 @@ def done_key(worker: str) -> str:
 
 
 @dataclass(frozen=True)
-class Slot:
+class Assignment:
     """A worker's place."""
 
     hostname: str
@@ -90,7 +90,7 @@ class Decision:
     """
 
     number: int
-    slots: Mapping[str, Slot]
+    slots: Mapping[str, Assignment]
     reason: str  # for people
     kind: str
     lost: tuple[str, ...] = ()
@@ -105,11 +105,11 @@ class Decision:
         """Whether its workers wait for others."""
         return 0 < len(self.slots) < self.min_np
 
-    def breaks(self, world: Decision) -> bool:
-        """Whether the workers of the older decision `world` cannot go on together until they
+    def breaks(self, generation: Decision) -> bool:
+        """Whether the workers of the older decision `generation` cannot go on together until they
         notice this one: one of them is gone."""
         if self.lost:
-            return any(worker in world.slots for worker in self.lost)
+            return any(worker in generation.slots for worker in self.lost)
         return self.kind == "failure"
 
     def encode(self) -> bytes:
@@ -118,5 +118,5 @@ class Decision:
     @classmethod
     def decode(cls, content: bytes) -> Decision:
         fields = json.loads(content)
-        slots = {worker: Slot(**place) for worker, place in fields["slots"].items()}
+        slots = {worker: Assignment(**place) for worker, place in fields["slots"].items()}
         return cls(**{**fields, "slots": slots, "lost": tuple(fields["lost"])})

@@ -3,7 +3,7 @@
 A binding's ``elastic.run`` is `run_fn`; its states derive from `State` or `ObjectState`. The loop:
 give all ranks the newest state that one of them has, run the user's function; when a collective
 fails, roll back to the last commit; when the ranks change without a failure, keep everything; then
-form the new world and begin again. What the loop and the states need of the job comes as an
+form the new generation and begin again. What the loop and the states need of the job comes as an
 `ElasticJob` from `horovod.elastic.worker`; a script that no elastic launcher started has none and
 runs as it is.
 
@@ -52,7 +52,7 @@ class ElasticJob(Protocol):
         """End this process in order."""
 
     def can_recover(self, error: HorovodInternalError) -> bool:
-        """Whether it is of use to form a new world after a failure; the old one is over."""
+        """Whether it is of use to form a new generation after a failure; the old one is over."""
 
     def taking_part(self) -> AbstractContextManager[object]:
         """While the training function runs."""

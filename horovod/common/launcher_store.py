@@ -17,7 +17,7 @@ STORE_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 
 
 @dataclass(frozen=True)
-class Offer:
+class StoreAddress:
     """Where the job's store is. The key is kept out of every representation."""
 
     address: str
@@ -25,13 +25,13 @@ class Offer:
     key: bytes
 
     def __repr__(self) -> str:
-        return f"Offer({self.address}:{self.port})"
+        return f"StoreAddress({self.address}:{self.port})"
 
     def connect(self, timeout: float) -> StoreClient:
         return StoreClient(self.address, self.port, self.key, timeout)
 
 
-def launchers_offer(environ: Mapping[str, str]) -> Offer:
+def launchers_store(environ: Mapping[str, str]) -> StoreAddress:
     """What the launcher told; `ValueError` when that is incomplete."""
     port = environ.get(STORE_PORT, "")
     if not environ.get(STORE_ADDRESS) or not port.isdecimal() or not environ.get(SECRET_KEY):
@@ -42,4 +42,4 @@ def launchers_offer(environ: Mapping[str, str]) -> Offer:
             f"{SECRET_KEY} {'set' if environ.get(SECRET_KEY) else 'unset'}. Start the job with "
             f"horovodrun, which sets all three"
         )
-    return Offer(environ[STORE_ADDRESS], int(port), decode_key(environ[SECRET_KEY]))
+    return StoreAddress(environ[STORE_ADDRESS], int(port), decode_key(environ[SECRET_KEY]))

@@ -1,19 +1,19 @@
-"""An elastic worker's view of its job: the newest decision, and the world that it is in.
+"""An elastic worker's view of its job: the newest decision, and the generation that it is in.
 
 The engine's `init` calls `Membership.form` instead of starting directly: it enters the newest
-decision, whose workers then meet in a `World`, a part of the job's store; if that fails, or a newer
-decision appears meanwhile, it tries again with the newest. One watcher thread waits for decisions.
-One that says that a peer is gone breaks the world at once (`on_break`), so that nobody waits for a
-timeout; any other is only noted, and the training loop asks for it at its next commit
-(`horovod.elastic.worker`).
+decision, whose workers then meet in a `Generation`, a part of the job's store; if that fails, or a
+newer decision appears meanwhile, it tries again with the newest. One watcher thread waits for
+decisions. One that says that a peer is gone breaks the generation at once (`on_break`), so that
+nobody waits for a timeout; any other is only noted, and the training loop asks for it at its next
+commit (`horovod.elastic.worker`).
 
 A worker that is told to leave does so at a commit, where the others learn of it, and in between
 meets them like any other: it may be the last that has the state. Only one that has never been in a
-world leaves at once.
+generation leaves at once.
 
-A world may also break without any decision, because a connection broke though all workers live.
-Then the same decision is tried again: worlds are numbered by decision and attempt, and an attempt
-that somebody has left is over for all.
+A generation may also break without any decision, because a connection broke though all workers
+live. Then the same decision is tried again: generations are numbered by decision and attempt, and
+an attempt that somebody has left is over for all.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import NoReturn
 from horovod.common.config import Config
 from horovod.common.decisions import (
     LATEST,
+    Assignment,
     Decision,
-    Slot,
     decision_key,
     done_key,
     formed_key,
@@ -39,7 +39,7 @@ from horovod.common.decisions import (
     seen_key,
 )
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.launcher_store import launchers_offer
+from horovod.common.launcher_store import launchers_store
 from horovod.common.logging import get_logger
 from horovod.common.store import Store
 
@@ -49,10 +49,10 @@ WORKER_ID = "HOROVOD_WORKER_ID"
 
 _SLICE = 0.2  # seconds after which a wait for other workers looks whether it is still worth it
 _WATCH_SLICE = 10.0  # the same for the watcher: a silent driver is noticed that much later
-_MOMENT = 1.0  # seconds for the driver to notice what broke a world before it is tried again
+_MOMENT = 1.0  # seconds for the driver to notice what broke a generation before it is tried again
 _CONNECT_SECONDS = 10.0  # to reach the driver, which is there before its workers
 _LAST_WORDS = 5.0  # seconds to end in order once the driver is gone
-_MOST_FRUITLESS = 3  # failures in worlds of one decision before anything was committed
+_MOST_FRUITLESS = 3  # failures in generations of one decision before anything was committed
 
 
 def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
@@ -60,30 +60,32 @@ def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
     return bool(environ.get(WORKER_ID)) and Config.from_env(environ).elastic
 
 
-class World(Store):
+class Generation(Store):
     """The workers of one decision in one attempt to work together: their part of the store.
 
     Until all have met (`stand`), whoever waits for another worker gives up when a newer decision
-    appears or somebody else has given up. Afterwards only a broken world ends a wait.
+    appears or somebody else has given up. Afterwards only a broken generation ends a wait.
     """
 
-    def __init__(self, member: Membership, decision: Decision, attempt: int, slot: Slot) -> None:
+    def __init__(
+        self, member: Membership, decision: Decision, attempt: int, slot: Assignment
+    ) -> None:
         self.decision = decision
         self.topology = slot.topology
         self.standing = False
-        self.fruitful = False  # something was committed in it
+        self.made_progress = False  # something was committed in it
         self.broken: str | None = None  # why its workers cannot go on
         self._member = member
-        self._prefix = f"world/{decision.number}/{attempt}/"
+        self._prefix = f"generation/{decision.number}/{attempt}/"
         self._over = f"{self._prefix}over"
         self._closed = False
 
-    def stand(self) -> None:
+    def mark_formed(self) -> None:
         """All workers have met."""
         self.standing = True
         if self.broken is not None:  # checked after `standing` is set: `on_break` sees the rest
             raise HorovodInternalError(self.broken)
-        self._member.owes_state = True
+        self._member.holds_state = True
         if self.topology.rank == 0:
             self._member.store.set(formed_key(self.decision.number), b"")
 
@@ -146,7 +148,7 @@ class World(Store):
             raise HorovodInternalError("another worker has given up this attempt to meet")
 
     def __str__(self) -> str:
-        return f"the world of decision {self.decision.number}"
+        return f"the generation of decision {self.decision.number}"
 
 
 class Membership:
@@ -155,16 +157,17 @@ class Membership:
     def __init__(self, store: Store, worker_id: str) -> None:
         self.store = store
         self.worker_id = worker_id
-        self.world: World | None = None
-        # Called by the watcher, with the reason and the world, which may have been left already.
-        self.on_break: Callable[[str, World], None] = lambda reason, world: None
+        self.generation: Generation | None = None
+        # Called by the watcher, with the reason and the generation, which may have been left
+        # already.
+        self.on_break: Callable[[str, Generation], None] = lambda reason, generation: None
         self.leaving = False  # was told to leave (SIGTERM)
-        self.owes_state = False  # has been in a world, so that others may need what it has
-        self.hopeless: str | None = None  # why it is of no use to try again
+        self.holds_state = False  # has been in a generation, so that others may need what it has
+        self.unrecoverable: str | None = None  # why it is of no use to try again
         self._newest: Decision | None = None
         self._changed = threading.Condition()
         self._expected = 0  # the decision that we hope for after what happened
-        self._fruitless = (0, 0)  # decision, how many of its worlds broke before a commit
+        self._fruitless = (0, 0)  # decision, how many of its generations broke before a commit
         self._finished = False
         self._had_place = False  # in any decision so far
 
@@ -181,7 +184,7 @@ class Membership:
     @property
     def may_leave(self) -> bool:
         """Whether it was told to leave and nobody can need it."""
-        return self.leaving and not self.owes_state
+        return self.leaving and not self.holds_state
 
     def _first_number(self) -> int:
         """The driver decides when it has enough workers, which is a matter of its patience."""
@@ -192,40 +195,40 @@ class Membership:
                 if self.may_leave:
                     self.leave()
 
-    # -- forming a world ---------------------------------------------------------------------
+    # -- forming a generation ---------------------------------------------------------------------
 
     def form(self, start: Callable[[], None], patience: float) -> None:
-        """Enter the newest decision and `start` in its world; again until that succeeds.
+        """Enter the newest decision and `start` in its generation; again until that succeeds.
 
         `SystemExit` where this worker has no place any more. `HorovodInternalError` if within
         `patience` seconds neither the workers meet nor the driver decides anew.
         """
         deadline, number = time.monotonic() + patience, 0
         while True:
-            world = self._enter()
-            if world.decision.number > number:
-                deadline, number = time.monotonic() + patience, world.decision.number
+            generation = self._enter()
+            if generation.decision.number > number:
+                deadline, number = time.monotonic() + patience, generation.decision.number
             try:
                 start()
                 return
             except (HorovodInternalError, TimeoutError) as error:
-                world.close()
-                if self.hopeless is None and time.monotonic() > deadline:
-                    self.hopeless = (
+                generation.close()
+                if self.unrecoverable is None and time.monotonic() > deadline:
+                    self.unrecoverable = (
                         f"the workers of decision {number} did not meet within {patience:g} s"
                     )
-                if self.hopeless is not None:
-                    raise HorovodInternalError(f"{self.hopeless}; last: {error}") from error
-                logger.info("%s did not come about: %s", world, error)
+                if self.unrecoverable is not None:
+                    raise HorovodInternalError(f"{self.unrecoverable}; last: {error}") from error
+                logger.info("%s did not come about: %s", generation, error)
             except BaseException:
-                world.close()
+                generation.close()
                 raise
 
-    def _enter(self) -> World:
+    def _enter(self) -> Generation:
         while True:
             decision = self._choose()
-            if self.hopeless is not None:
-                raise HorovodInternalError(self.hopeless)
+            if self.unrecoverable is not None:
+                raise HorovodInternalError(self.unrecoverable)
             number, slot = decision.number, decision.slots.get(self.worker_id)
             if self.may_leave:
                 self.leave()
@@ -242,20 +245,21 @@ class Membership:
                 continue
             self._had_place = True
             attempt = 0
-            while self.store.try_get(f"world/{number}/{attempt}/over") is not None:
+            while self.store.try_get(f"generation/{number}/{attempt}/over") is not None:
                 attempt += 1
             self.store.set(seen_key(number, self.worker_id), b"%d" % attempt)
-            world = World(self, decision, attempt, slot)
+            generation = Generation(self, decision, attempt, slot)
             with self._changed:
                 if self._newest is decision:
-                    self.world = world
-                    return world
+                    self.generation = generation
+                    return generation
 
     def _choose(self) -> Decision:
-        """The newest decision. What broke our world is probably on its way to the driver."""
+        """The newest decision. What broke our generation is probably on its way to the driver."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self.hopeless is not None or self.newest.number >= self._expected, _MOMENT
+                lambda: self.unrecoverable is not None or self.newest.number >= self._expected,
+                _MOMENT,
             )
             return self.newest
 
@@ -263,25 +267,25 @@ class Membership:
         """Until there is a newer decision than `number`, or a reason to end."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self.hopeless is not None or self.newest.number > number, _MOMENT
+                lambda: self.unrecoverable is not None or self.newest.number > number, _MOMENT
             )
 
-    def _left(self, world: World) -> None:
+    def _left(self, generation: Generation) -> None:
         with self._changed:
-            if self.world is world:
-                self.world = None
-            self._expected = world.decision.number + 1
+            if self.generation is generation:
+                self.generation = None
+            self._expected = generation.decision.number + 1
 
     def can_recover(self) -> bool:
         """Whether it is of use to meet again, after a collective has failed."""
-        world = self.world
-        if world is not None and world.standing and not world.fruitful:
-            number = world.decision.number
+        generation = self.generation
+        if generation is not None and generation.standing and not generation.made_progress:
+            number = generation.decision.number
             times = self._fruitless[1] + 1 if self._fruitless[0] == number else 1
             self._fruitless = number, times
-            if times >= _MOST_FRUITLESS and self.hopeless is None:
-                self.hopeless = f"failed {times} times before anything was committed"
-        return self.hopeless is None
+            if times >= _MOST_FRUITLESS and self.unrecoverable is None:
+                self.unrecoverable = f"failed {times} times before anything was committed"
+        return self.unrecoverable is None
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -325,25 +329,27 @@ class Membership:
             self.store.set(heard_key(decision.number, self.worker_id), b"")
         with self._changed:
             self._newest = decision
-            world = self.world
+            generation = self.generation
             self._changed.notify_all()
-            if world is None or not decision.breaks(world.decision):
+            if generation is None or not decision.breaks(generation.decision):
                 return
-            world.broken = world.broken or f"decision {decision.number}: {decision.reason}"
-        self.on_break(world.broken, world)
+            generation.broken = (
+                generation.broken or f"decision {decision.number}: {decision.reason}"
+            )
+        self.on_break(generation.broken, generation)
 
     def _lose_driver(self, error: OSError) -> None:
         """Nobody can tell us about the job any more: end, in order if possible."""
         reason = f"the driver of this elastic job (horovodrun) is gone or out of reach: {error}"
         logger.error("worker %s ends: %s", self.worker_id, reason)
         with self._changed:
-            self.hopeless = reason
-            world = self.world
+            self.unrecoverable = reason
+            generation = self.generation
             self._changed.notify_all()
-            if world is not None:
-                world.broken = world.broken or reason
-        if world is not None:
-            self.on_break(reason, world)
+            if generation is not None:
+                generation.broken = generation.broken or reason
+        if generation is not None:
+            self.on_break(reason, generation)
         time.sleep(_LAST_WORDS)
         if not self._finished:
             logger.error("worker %s did not end by itself within %g s", self.worker_id, _LAST_WORDS)
@@ -359,7 +365,7 @@ def membership(environ: Mapping[str, str] = os.environ) -> Membership | None:
     if not is_elastic(environ):
         return None
     if _membership is None:
-        store = launchers_offer(environ).connect(_CONNECT_SECONDS)
+        store = launchers_store(environ).connect(_CONNECT_SECONDS)
         _membership = Membership(store, environ[WORKER_ID])
     return _membership
 

@@ -28,17 +28,17 @@ from horovod.common.bootstraps import (
     LocalSocket,
     MpiBroadcast,
     SharedFile,
-    TorchStore,
+    StoreOfTorch,
 )
 from horovod.common.config import Config
-from horovod.common.environments import Elastic, Environment, Meeting
+from horovod.common.environments import Elastic, Environment, RendezvousMethod
 from horovod.common.launcher_process import launcher_process
 from horovod.common.launcher_store import (
     SECRET_KEY,
     STORE_ADDRESS,
     STORE_PORT,
-    Offer,
-    launchers_offer,
+    StoreAddress,
+    launchers_store,
 )
 from horovod.common.store import MemoryStore, Store, StoreServer
 from horovod.common.topology import Topology
@@ -54,7 +54,7 @@ class _Met:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.servers: dict[tuple[str, str, int], tuple[StoreServer, Bootstrap]] = {}
-        self.offers: dict[tuple[str, str, int], Offer] = {}
+        self.offers: dict[tuple[str, str, int], StoreAddress] = {}
 
 
 _met = _Met()
@@ -84,8 +84,8 @@ def connect(
         return environment.world()
     if topology.size == 1:
         return MemoryStore()
-    if environment.meeting is Meeting.LAUNCHER_STORE and environ.get(STORE_ADDRESS):
-        return launchers_offer(environ).connect(config.start_timeout)
+    if environment.meeting is RendezvousMethod.LAUNCHER_STORE and environ.get(STORE_ADDRESS):
+        return launchers_store(environ).connect(config.start_timeout)
     with _met.lock:
         return _Host(environment, topology, config, environ).store()
 
@@ -193,7 +193,7 @@ class _Host:
         _met.offers[self._identity] = offer
         return client
 
-    def _read(self, text: str) -> Offer:
+    def _read(self, text: str) -> StoreAddress:
         content = json.loads(text)
         if self._shared_key is None and "key" not in content:
             raise ValueError(
@@ -201,7 +201,7 @@ class _Host:
                 f"for all ranks or for none"
             )
         key = self._shared_key or decode_key(content["key"])
-        return Offer(content["address"], content["port"], key)
+        return StoreAddress(content["address"], content["port"], key)
 
     def _address(self, bootstrap: Bootstrap) -> str:
         if isinstance(bootstrap, FixedAddress):
@@ -228,9 +228,9 @@ class _Host:
     def _bootstrap(self) -> Bootstrap:
         meeting = self._environment.meeting
         fixed = self._shared_key is not None and bool(self._environ.get("MASTER_ADDR"))
-        if meeting is Meeting.TORCH_STORE:
+        if meeting is RendezvousMethod.TORCH_STORE:
             return self._torch_store()
-        if meeting is Meeting.LAUNCHER_STORE:
+        if meeting is RendezvousMethod.LAUNCHER_STORE:
             if fixed:
                 return FixedAddress(*self._master())
             raise ValueError(
@@ -243,7 +243,7 @@ class _Host:
             return LocalSocket(name, self._topology.rank, self._topology.size)
         if fixed:
             return FixedAddress(*self._master())
-        if meeting is Meeting.MPI:
+        if meeting is RendezvousMethod.MPI:
             mpi = MpiBroadcast.create(
                 self._topology.rank, self._topology.size, not self._config.mpi_threads_disable
             )
@@ -264,7 +264,7 @@ class _Host:
         timeout = self._config.start_timeout
         job = self._environment.job_id() or ""
         try:
-            return TorchStore(address, port, job, serve, timeout)
+            return StoreOfTorch(address, port, job, serve, timeout)
         except (OSError, RuntimeError, ValueError) as error:
             raise ConnectionError(
                 f"{self._who()} cannot use torch's TCPStore at MASTER_ADDR={address}, "

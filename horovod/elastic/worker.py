@@ -1,7 +1,7 @@
 """The training loop's side of an elastic worker: agreeing on changes, and leaving when told to.
 
 `horovod.common.elastic.run_fn` uses it through the bindings' ``elastic.run``. What happens below,
-decisions and worlds, is `horovod.common.membership`'s.
+decisions and generations, is `horovod.common.membership`'s.
 
 SIGTERM is a request to leave: the worker goes on until the next commit (or check), where all ranks
 learn of it together; it then ends with exit code 0 and nothing is lost. If all of them are to leave
@@ -40,14 +40,14 @@ class Worker:
         self._member = member
 
     def agree(self, notified: bool) -> Verdict:
-        world, leaving = self._member.world, self._member.leaving
-        assert world is not None, "the engine runs, so there is a world"
+        generation, leaving = self._member.generation, self._member.leaving
+        assert generation is not None, "the engine runs, so there is a generation"
         newest = self._member.newest.number
         vector = torch.tensor([newest, int(leaving), int(not leaving), int(notified)])
         runtime.allreduce([vector], [vector], "elastic.agree", Max, background=False).wait()
-        world.fruitful = True
+        generation.made_progress = True
         newest, anybody_leaves, anybody_stays, anybody_notified = vector.tolist()
-        outdated = newest > world.decision.number
+        outdated = newest > generation.decision.number
         if leaving and (anybody_stays or not outdated):
             return Verdict.LEAVE
         if outdated or anybody_leaves or anybody_notified:
@@ -66,9 +66,9 @@ class Worker:
 
     def can_recover(self, error: HorovodInternalError) -> bool:
         hopeful = self._member.can_recover()
-        world = self._member.world
-        if world is not None:  # nobody may wait for what is still in flight
-            runtime.abort(f"rank {world.topology.rank} goes back: {error}", world)
+        generation = self._member.generation
+        if generation is not None:  # nobody may wait for what is still in flight
+            runtime.abort(f"rank {generation.topology.rank} goes back: {error}", generation)
         return hopeful
 
     def finish(self) -> None:

@@ -1,8 +1,8 @@
 """A process set's queue of requests, and the rounds in which its ranks agree what to run.
 
 Ranks may submit in any order. In a *round* every rank shows the signatures at the head of its
-queue; the longest common prefix runs, fused where it can be. If there is none the ranks settle
-the matter by exchanging whole queues (`settlement`). A round needs every rank of the set, so a
+queue; the longest common prefix runs, fused where it can be. If there is none the ranks
+negotiate: they exchange whole queues (`negotiation`). A round needs every rank of the set, so a
 rank that has nothing to submit simply is not there yet and the others wait for it.
 
 Whoever waits for a request drives rounds in its own thread, so that a blocking call needs no
@@ -27,9 +27,9 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.batches import Batch, before_join, plan
 from horovod.engine.executor import Executor, Trace, reduce_
-from horovod.engine.lane import Lane, Lone
+from horovod.engine.negotiation import JoinState, negotiate
+from horovod.engine.prepared import InlineReduction, PreparedAllreduce
 from horovod.engine.request import Kind, Request, copy_of, signature_of
-from horovod.engine.settlement import Settlement, settle
 from horovod.engine.timeline import Timeline
 from horovod.transport.base import MAX_TENSORS, MAX_WORDS, Group
 
@@ -63,7 +63,9 @@ class Channel:
         self._threshold = group.config.fusion_threshold
         self._fuse_groups = not group.config.disable_group_fusion
         self._cycle = group.config.cycle_time / 1000
-        self._lone: tuple[str, float, FrameType] | None = None  # what `Lone` is made of
+        self._inline: tuple[str, float, FrameType] | None = (
+            None  # what `InlineReduction` is made of
+        )
         self._queue: list[Request] = []
         self._in_flight: dict[str, Request] = {}
         self._unnamed: dict[Kind, int] = {}
@@ -73,7 +75,7 @@ class Channel:
         self._waiters = 0  # threads that wait for what another one drives
         self._pause = self._cycle
         self._pausing = threading.Event()
-        self._settlement = Settlement()
+        self._join_state = JoinState()
         self._bell = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -130,13 +132,17 @@ class Channel:
             request = Request(self, Kind.ALGORITHM, name, signature, detail=algorithm)
             self.submit(request, background=False).wait()
 
-    def pending(self) -> list[Request | Lone]:
+    def pending(self) -> list[Request | InlineReduction]:
         """What has been submitted and has not run, oldest first."""
-        lone = self._lone
+        inline = self._inline
         with self._queue_lock:
-            return [Lone(*lone), *self._queue] if lone is not None else list(self._queue)
+            return (
+                [InlineReduction(*inline), *self._queue]
+                if inline is not None
+                else list(self._queue)
+            )
 
-    def reduce_at_once(self, vector: Sequence[torch.Tensor], lane: Lane) -> bool:
+    def allreduce_inline(self, vector: Sequence[torch.Tensor], prepared: PreparedAllreduce) -> bool:
         """Reduce CPU tensors in place, if nothing else is in the way; whether that was so.
 
         What a request would go through, without the request: for a blocking call with an empty
@@ -150,14 +156,16 @@ class Channel:
             return False
         request = None
         try:
-            self._lone = lane.name, time.monotonic(), sys._getframe(2)
-            if self._transport.agree(lane.signature, vector):
-                self._transport.allreduce_vector(vector, lane.plain, lane.scale, lane.wire)
+            self._inline = prepared.name, time.monotonic(), sys._getframe(2)
+            if self._transport.agree(prepared.signature, vector):
+                self._transport.allreduce_vector(
+                    vector, prepared.plain, prepared.scale, prepared.wire
+                )
                 return True
-            self._lone = None
-            request = lane.request(vector)
+            self._inline = None
+            request = prepared.request(vector)
             with self._queue_lock:
-                self._in_flight[lane.name] = request
+                self._in_flight[prepared.name] = request
                 self._queue.insert(0, request)
             self._settle()
         except BaseException as error:
@@ -166,7 +174,7 @@ class Channel:
                 raise failure from error
             raise
         finally:
-            self._lone = None
+            self._inline = None
             self._drive_lock.release()
             self._tell_waiters()
         request.wait()
@@ -313,22 +321,22 @@ class Channel:
         self._pausing.clear()
         with self._queue_lock:
             queue = list(self._queue)
-        verdict = settle(queue, self.group, self._executor.transport, self._settlement)
-        if verdict.join_ended:
+        outcome = negotiate(queue, self.group, self._executor.transport, self._join_state)
+        if outcome.join_ended:
             # Ranks that had joined have used fewer automatic names than the others: all begin anew.
             with self._queue_lock:
                 self._unnamed.clear()
             self.num_joins += 1
-        for request, error in verdict.failed:
+        for request, error in outcome.failed:
             self._forget([request])
             request.fail(error)
-        for request, result in verdict.completed:
+        for request, result in outcome.completed:
             self._forget([request])
             request.complete(result)
-        if verdict.ready:
-            ready = [r if r.channel is not None else self._adopt(r) for r in verdict.ready]
+        if outcome.ready:
+            ready = [r if r.channel is not None else self._adopt(r) for r in outcome.ready]
             self._run(ready, plan(ready, self._threshold, self._fuse_groups))
-        if verdict.ready or verdict.failed or verdict.completed:
+        if outcome.ready or outcome.failed or outcome.completed:
             self._pause = self._cycle
         elif self._pausing.wait(self._pause):
             self._pause = self._cycle

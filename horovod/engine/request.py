@@ -61,13 +61,13 @@ class Request:
         "nbytes",
         "op",
         "outputs",
-        "place",
         "plain",
         "postscale",
         "prescale",
         "ready",
         "result",
         "signature",
+        "source_line",
         "stream",
         "submitted",
         "tensors",
@@ -116,7 +116,7 @@ class Request:
         self.waiting = False
         self.failure: HorovodInternalError | None = None
         self.result: Any = None
-        self.place = caller(sys._getframe(1))
+        self.source_line = caller(sys._getframe(1))
         self.submitted = time.monotonic()
 
     def fits(self, threshold: int) -> bool:
@@ -169,7 +169,7 @@ class Request:
     @property
     def source(self) -> str:
         """The user's line that submitted this, as file:line."""
-        return f"{self.place[0]}:{self.place[1]}"
+        return f"{self.source_line[0]}:{self.source_line[1]}"
 
     def describe(self) -> dict[str, Any]:
         """Everything another rank needs to compare this request, or to run it with zeros."""

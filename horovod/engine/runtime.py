@@ -18,10 +18,10 @@ from typing import Any
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger, set_rank
-from horovod.common.membership import World, membership
+from horovod.common.membership import Generation, membership
 from horovod.common.store import PrefixStore
 from horovod.common.topology import Topology
-from horovod.engine import place
+from horovod.engine import identity
 from horovod.engine.channel import Channel
 from horovod.engine.heap import keep_heap
 from horovod.engine.job import WORLD, Job
@@ -43,7 +43,7 @@ class Runtime(Submission):
         self._inits = 0
         self._forked = False
         self._ending = threading.Lock()  # held while a job is aborted from another thread
-        self._wanted_sets: list[tuple[int, ...]] = []  # to be made again in the next world
+        self._wanted_sets: list[tuple[int, ...]] = []  # to be made again in the next generation
 
     # -- life ------------------------------------------------------------------------------
 
@@ -69,36 +69,36 @@ class Runtime(Submission):
             os.environ[f"HOROVOD_{name.upper()}"] = str(value)
 
     def _start(self, comm: Any, config: Config) -> None:
-        topology, connection, cross_is_known = place.meet(comm, config)
+        topology, connection, cross_is_known = identity.meet(comm, config)
         set_rank(topology.rank)
-        if not isinstance(connection, World):  # a world is new by itself
+        if not isinstance(connection, Generation):  # a generation is new by itself
             self._inits += 1
         # Every rank has initialised equally often, so nobody sees keys of an earlier job.
         store = PrefixStore(connection, f"init{self._inits}/")
-        identities = place.exchange_identities(topology, store, config)
+        identities = identity.exchange_identities(topology, store, config)
         if not cross_is_known:
-            topology = place.with_cross(topology, identities)
+            topology = identity.with_cross(topology, identities)
         job = Job(topology, config, connection, store, identities, self._apply_change)
         self._forked = False
         self._job = job
         try:
             job.start()
-            if isinstance(connection, World):
+            if isinstance(connection, Generation):
                 self._open_wanted_sets(job)
-                connection.stand()
+                connection.mark_formed()
         except BaseException:
             self.shutdown()
             raise
 
-    def abort(self, reason: str, world: World) -> None:
-        """Fail all operations, in flight and to come, here and on the other ranks of `world`.
+    def abort(self, reason: str, generation: Generation) -> None:
+        """Fail all operations, in flight and to come, here and on the other ranks of `generation`.
 
-        Any thread may call; does nothing if that world was left. The engine has to be shut down
-        and initialised again.
+        Any thread may call; does nothing if that generation was left. The engine has to be shut
+        down and initialised again.
         """
         with self._ending:
             job = self._job
-            if job is not None and job.connection is world:
+            if job is not None and job.connection is generation:
                 job.abort(reason)
 
     def shutdown(self) -> None:
@@ -109,7 +109,7 @@ class Runtime(Submission):
             return
         job.close()
         self._signatures.clear()
-        self.lanes.clear()
+        self.prepared.clear()
 
     def is_initialized(self) -> bool:
         return self._job is not None
@@ -117,7 +117,7 @@ class Runtime(Submission):
     def _after_fork_in_child(self) -> None:
         job, self._job = self._job, None
         self._ending = threading.Lock()  # another thread may have held it
-        self.lanes.clear()
+        self.prepared.clear()
         if job is not None:
             self._forked = True
             job.after_fork_in_child()
@@ -134,7 +134,7 @@ class Runtime(Submission):
 
     def is_elastic(self) -> bool:
         """Whether the ranks of this job may change."""
-        return self._job is not None and isinstance(self._job.connection, World)
+        return self._job is not None and isinstance(self._job.connection, Generation)
 
     def is_homogeneous(self) -> bool:
         """Whether every host runs the same number of ranks."""
@@ -200,19 +200,19 @@ class Runtime(Submission):
             self.want_process_set(numbers)
             return job.open_set(tuple(numbers))
         set_id: int = numbers[0]
-        self.lanes.clear()
+        self.prepared.clear()
         ranks = job.remove_set(set_id)
         if ranks is not None and ranks in self._wanted_sets:
             self._wanted_sets.remove(ranks)
         return set_id
 
     def want_process_set(self, ranks: Sequence[int]) -> None:
-        """In an elastic job: make this set in every later world that has its ranks."""
+        """In an elastic job: make this set in every later generation that has its ranks."""
         if self.is_elastic() and tuple(ranks) not in self._wanted_sets:
             self._wanted_sets.append(tuple(ranks))
 
     def _open_wanted_sets(self, job: Job) -> None:
-        """Make the sets of earlier worlds again. Rank 0, the oldest, knows them: some may be new.
+        """Make earlier generations' sets again. Rank 0, the oldest, knows them: some may be new.
 
         The same on every rank, so ids agree and later registrations find them there.
         """

@@ -1,8 +1,8 @@
 """Submitting operations: what a binding asks for becomes a request in a process set's queue.
 
 The part of the runtime that bindings use all the time. A tensor that is reduced again and again by
-one name is recognised: its signature is computed once, and a *lane* lets the next one go without a
-request at all.
+one name is recognised: its signature is computed once, and a `PreparedAllreduce` lets the next one
+go without a request at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.channel import Channel
 from horovod.engine.job import WORLD
-from horovod.engine.lane import Lane
+from horovod.engine.prepared import PreparedAllreduce
 from horovod.engine.request import Kind, Request, signature_of
 
 
@@ -26,7 +26,9 @@ class Submission(ABC):
     """Turns calls into requests. What it remembers of earlier ones is good for one job."""
 
     def __init__(self) -> None:
-        self.lanes: dict[str | None, Lane] = {}  # by the user's name; bindings look it up
+        self.prepared: dict[
+            str | None, PreparedAllreduce
+        ] = {}  # by the user's name; bindings look it up
         self._signatures: OrderedDict[tuple[Any, ...], tuple[str, bytes]] = OrderedDict()
 
     @abstractmethod
@@ -129,22 +131,22 @@ class Submission(ABC):
         )
         request.alone = alone
         if request.plain and name is not None and not background:
-            self._remember_lane(request, name, process_set_id)
+            self._remember(request, name, process_set_id)
         return self._submit(channel, request, tensors, background, deferred)
 
-    def allreduce_again(
-        self, lane: Lane, tensors: Sequence[torch.Tensor], background: bool
+    def allreduce_prepared(
+        self, prepared: PreparedAllreduce, tensors: Sequence[torch.Tensor], background: bool
     ) -> Request:
-        """What was asked for when the lane was made, for tensors like those, deferred."""
-        request = lane.request(tensors)
+        """Repeat it on tensors of the same shapes; the device completes it later."""
+        request = prepared.request(tensors)
         request.waiting = not background
-        return self._submit(lane.channel, request, tensors, background, True)
+        return self._submit(prepared.channel, request, tensors, background, True)
 
-    def _remember_lane(self, request: Request, name: str, process_set_id: int) -> None:
+    def _remember(self, request: Request, name: str, process_set_id: int) -> None:
         """The next tensor like this one, if it is waited for, may go without a request."""
         capacity = request.channel.group.config.cache_capacity
-        if request.tensors[0].dtype.is_floating_point and len(self.lanes) < capacity:
-            self.lanes[name] = Lane(request, process_set_id)
+        if request.tensors[0].dtype.is_floating_point and len(self.prepared) < capacity:
+            self.prepared[name] = PreparedAllreduce(request, process_set_id)
 
     def allgather(
         self,

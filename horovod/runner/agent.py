@@ -69,7 +69,7 @@ KILL_WAIT = 10.0
 _FORGIVEN = [getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ") if hasattr(signal, name)]
 
 
-class Worker:
+class WorkerProcess:
     """One worker, also after its end: what it started may live on."""
 
     def __init__(self, number: int, pid: int) -> None:
@@ -84,7 +84,7 @@ class Agent:
     """Holds the workers of one host."""
 
     def __init__(self, parent: int) -> None:
-        self._workers: dict[int, Worker] = {}  # by pid
+        self._workers: dict[int, WorkerProcess] = {}  # by pid
         self._closing = False  # nothing more will be started
         self._deadline: float | None = None  # for everything; those of single workers are theirs
         self._killing = False
@@ -168,7 +168,7 @@ class Agent:
                 os.sched_setaffinity(0, allowed)
             os.close(ends[0][1])
             os.close(ends[1][1])
-        self._workers[pid] = Worker(spec["id"], pid)
+        self._workers[pid] = WorkerProcess(spec["id"], pid)
         self._output.emit({"started": {"id": spec["id"], "pid": pid}})
         self._output.follow(ends[0][0], spec["id"], STDOUT)
         self._output.follow(ends[1][0], spec["id"], STDERR)
@@ -201,7 +201,7 @@ class Agent:
                 self._deadline = deadline
                 signal_groups(self._running(), signal.SIGTERM)
 
-    def _stop_one(self, worker: Worker, grace: float) -> None:
+    def _stop_one(self, worker: WorkerProcess, grace: float) -> None:
         deadline = time.monotonic() + grace
         if worker.deadline is None or deadline < worker.deadline:
             worker.deadline = deadline

@@ -23,11 +23,11 @@ from horovod.runner import controllers
 from horovod.runner.arguments import parse_args
 from horovod.runner.console import Console
 from horovod.runner.hosts import Slot, is_local, plan_slots
-from horovod.runner.meeting import MeetingPlace
 from horovod.runner.outputs import STREAMS, Outputs
 from horovod.runner.report import LaunchError, Outcome, describe_failure, exit_status
 from horovod.runner.ssh import Ssh
 from horovod.runner.static_job import JobRequest, StaticJob
+from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import Supervisor
 from horovod.runner.tunables import settings, settings_environment
 from horovod.runner.worker_env import terminal_variables
@@ -105,7 +105,7 @@ def run_job(
         outputs = Outputs(console, options.output_ranks)
         for slot in request.slots:
             outputs.open(slot.rank, slot.rank, copies.get(slot.rank, {}))
-        place = MeetingPlace(new_key(), store)
+        place = StoreEndpoints(new_key(), store)
         stack.callback(place.close)
         supervisor = Supervisor(console, outputs)
         stack.callback(supervisor.close)

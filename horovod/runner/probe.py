@@ -31,21 +31,24 @@ _ANY_PORT = 9  # for asking the routing table; nothing is sent there
 def probe(request: dict[str, Any]) -> dict[str, Any]:
     """Answer a request, which has
 
-    - ``doors``: the [address, port] pairs to try; ``key`` (in hexadecimal) and ``timeout`` for that
+    - ``endpoints``: the [address, port] pairs to try; ``key`` (in hexadecimal), ``timeout`` for
+    that
     - ``nics``: names of network interfaces; ``towards``: addresses of other hosts of the job.
 
-    The answer has ``door`` (the pair that worked, or None), ``failures`` ([address, port, reason]
-    for those that did not), ``nics`` (the interfaces among those asked for that have an address,
-    with it), ``interfaces`` (all names), ``address`` (where other hosts reach this one) and
-    ``port`` (a free one there).
+    The answer has ``endpoint`` (the pair that worked, or None), ``failures`` ([address, port,
+    reason] for those that did not), ``nics`` (the interfaces among those asked for that have an
+    address, with it), ``interfaces`` (all names), ``address`` (where other hosts reach this one)
+    and ``port`` (a free one there).
     """
-    door, failures = _try_all(request["doors"], bytes.fromhex(request["key"]), request["timeout"])
+    endpoint, failures = _try_all(
+        request["endpoints"], bytes.fromhex(request["key"]), request["timeout"]
+    )
     addresses = {name: interface_address(name) for name in request["nics"]}
     nics = {name: address for name, address in addresses.items() if address}
     sources = [*nics.values(), *map(source_towards, request["towards"])]
     address = next((each for each in sources if each), "127.0.0.1")
     return {
-        "door": door,
+        "endpoint": endpoint,
         "failures": failures,
         "nics": nics,
         "interfaces": [name for _, name in socket.if_nameindex()],
@@ -83,30 +86,30 @@ def interface_address(name: str) -> str:
 
 
 def _try_all(
-    doors: Sequence[Sequence[Any]], key: bytes, timeout: float
+    endpoints: Sequence[Sequence[Any]], key: bytes, timeout: float
 ) -> tuple[Sequence[Any] | None, list[list[Any]]]:
     """Try all at once; the first that opens, or why none does."""
     answers: list[tuple[Sequence[Any], str]] = []
     answered = threading.Semaphore(0)
 
-    def try_one(door: Sequence[Any]) -> None:
+    def try_one(endpoint: Sequence[Any]) -> None:
         try:
-            _knock(door[0], door[1], key, timeout)
+            _knock(endpoint[0], endpoint[1], key, timeout)
         except OSError as error:
-            answers.append((door, str(error) or type(error).__name__))
+            answers.append((endpoint, str(error) or type(error).__name__))
         else:
-            answers.append((door, ""))
+            answers.append((endpoint, ""))
         answered.release()
 
-    for door in doors:
-        threading.Thread(target=try_one, args=(door,), daemon=True).start()
+    for endpoint in endpoints:
+        threading.Thread(target=try_one, args=(endpoint,), daemon=True).start()
     failures: list[list[Any]] = []
-    for index in range(len(doors)):
+    for index in range(len(endpoints)):
         answered.acquire()
-        door, reason = answers[index]
+        endpoint, reason = answers[index]
         if not reason:
-            return door, failures
-        failures.append([*door, reason])
+            return endpoint, failures
+        failures.append([*endpoint, reason])
     return None, failures
 
 

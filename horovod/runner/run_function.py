@@ -38,9 +38,9 @@ from horovod.runner.function_call import (
 )
 from horovod.runner.hosts import is_local
 from horovod.runner.launch import make_request, run_job
-from horovod.runner.meeting import MeetingPlace, addresses_towards
 from horovod.runner.report import LaunchError, Outcome
 from horovod.runner.static_job import JobRequest
+from horovod.runner.store_endpoints import StoreEndpoints, addresses_towards
 
 _PACKAGE_PARENT = str(Path(horovod.__file__).resolve().parent.parent)
 
@@ -196,7 +196,7 @@ def _run_elsewhere(
 ) -> None:
     """Through mpirun or jsrun, whose ranks reach our store at an address that leads to them."""
     request = make_request(options, options.command, env)
-    place = MeetingPlace(new_key(), store)
+    place = StoreEndpoints(new_key(), store)
     try:
         address, port = place.open(_address(request))
         where = {

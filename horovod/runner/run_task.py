@@ -17,7 +17,7 @@ import cloudpickle
 from horovod.common.config import Config
 from horovod.common.decisions import LATEST, Decision, decision_key
 from horovod.common.environments import detect
-from horovod.common.launcher_store import launchers_offer
+from horovod.common.launcher_store import launchers_store
 from horovod.common.membership import WORKER_ID, is_elastic
 from horovod.common.store import Store
 from horovod.runner.function_call import (
@@ -34,7 +34,7 @@ from horovod.runner.function_call import (
 
 def main() -> int:
     """The exit status: 1 where the function failed, which has been reported then."""
-    store = launchers_offer(os.environ).connect(Config.from_env().start_timeout)
+    store = launchers_store(os.environ).connect(Config.from_env().start_timeout)
     extend_search_path(json.loads(store.get(SEARCH_PATH, 0.0)))
     call = read(store, CALL)
     if call is None:

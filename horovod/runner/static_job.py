@@ -17,22 +17,22 @@ from typing import Any
 from horovod.common.addresses import LOOPBACK
 from horovod.runner.host_agent import HostAgent, WorkerSpec
 from horovod.runner.hosts import Slot, is_local
-from horovod.runner.meeting import (
-    Door,
-    MeetingPlace,
+from horovod.runner.probe import free_port, interface_address
+from horovod.runner.processes import signal_groups
+from horovod.runner.report import Exit, LaunchError, LostHost, Outcome, first_to_fail, ranges
+from horovod.runner.ssh import Ssh
+from horovod.runner.store_endpoints import (
+    Endpoint,
+    StoreEndpoints,
     addresses_towards,
     connection_ends,
     describe_failures,
     own_interfaces,
 )
-from horovod.runner.probe import free_port, interface_address
-from horovod.runner.processes import signal_groups
-from horovod.runner.report import Exit, LaunchError, LostHost, Outcome, first_to_fail, ranges
-from horovod.runner.ssh import Ssh
 from horovod.runner.supervise import FAILURE_GRACE, Supervisor, raise_descriptor_limit
 from horovod.runner.worker_env import (
     HOSTS_OWN,
-    Meeting,
+    WorkerRendezvous,
     common_variables,
     interface_variables,
     slot_variables,
@@ -80,7 +80,7 @@ class JobRequest:
 class StaticJob:
     """The policy of such a job; see `supervise.Handler` for what the methods are called for."""
 
-    def __init__(self, request: JobRequest, place: MeetingPlace, supervisor: Supervisor) -> None:
+    def __init__(self, request: JobRequest, place: StoreEndpoints, supervisor: Supervisor) -> None:
         self.outcome = Outcome()
         self._request = request
         self._place = place
@@ -187,8 +187,10 @@ class StaticJob:
                 status=2,
             )
         elif self._all_local:
-            door = self._place.open(LOOPBACK)
-            self._start_workers(dict.fromkeys(self._hosts, door), (LOOPBACK, free_port(LOOPBACK)))
+            endpoint = self._place.open(LOOPBACK)
+            self._start_workers(
+                dict.fromkeys(self._hosts, endpoint), (LOOPBACK, free_port(LOOPBACK))
+            )
         else:
             self._open_doors()
 
@@ -198,7 +200,7 @@ class StaticJob:
             ends = connection_ends(agent)
             for address in addresses_towards(agent.name, ends, self._request.nics):
                 self._place.open(address)
-        if not self._place.doors:
+        if not self._place.endpoints:
             names = ", ".join(agent.name for agent in remote)
             self._problem(
                 f"cannot tell which address of this machine leads to {names}; say which network "
@@ -206,7 +208,7 @@ class StaticJob:
             )
             return
         theirs = {agent.name: connection_ends(agent)[1] for agent in self._agents.values()}
-        here = self._place.doors[0][0]
+        here = self._place.endpoints[0][0]
         for agent in self._agents.values():
             others = [theirs[name] or here for name in self._hosts if name != agent.name]
             timeout = self._request.start_timeout
@@ -216,7 +218,7 @@ class StaticJob:
         self._answers[agent.name] = answer
         if self._supervisor.stopping or self._supervisor.signals:
             return
-        if answer["door"] is None:
+        if answer["endpoint"] is None:
             self._problem(
                 f"{agent.name} cannot connect to this machine, where the ranks are to meet: tried "
                 f"{describe_failures(answer['failures'])}. Let hosts connect to ports of this "
@@ -231,22 +233,23 @@ class StaticJob:
                 status=2,
             )
         elif len(self._answers) == len(self._agents):
-            doors = {
-                name: (each["door"][0], each["door"][1]) for name, each in self._answers.items()
+            endpoints = {
+                name: (each["endpoint"][0], each["endpoint"][1])
+                for name, each in self._answers.items()
             }
-            self._place.keep(set(doors.values()))
+            self._place.keep(set(endpoints.values()))
             first = self._answers[self._request.slots[0].hostname]
             master = LOOPBACK if len(self._hosts) == 1 else first["address"]
-            self._start_workers(doors, (master, first["port"]))
+            self._start_workers(endpoints, (master, first["port"]))
 
     # -- workers ---------------------------------------------------------------------------
 
-    def _start_workers(self, doors: Mapping[str, Door], master: tuple[str, int]) -> None:
+    def _start_workers(self, endpoints: Mapping[str, Endpoint], master: tuple[str, int]) -> None:
         request = self._request
         self._say_threads()
         for name, slots in self._hosts.items():
             agent = self._agents[name]
-            meeting = Meeting(*doors[name], master[1], self._place.key, master[0])
+            meeting = WorkerRendezvous(*endpoints[name], master[1], self._place.key, master[0])
             env = self._host_environment(agent) | common_variables(meeting)
             if request.verbose:
                 for variable in sorted(env):

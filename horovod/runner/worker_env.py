@@ -28,7 +28,7 @@ _STAYS = re.compile(
 
 
 @dataclass(frozen=True)
-class Meeting:
+class WorkerRendezvous:
     """Where the ranks of the job meet."""
 
     address: str
@@ -38,7 +38,7 @@ class Meeting:
     master: str = ""  # rank 0's host, where that port is; the same address if empty
 
 
-def common_variables(meeting: Meeting) -> dict[str, str]:
+def common_variables(meeting: WorkerRendezvous) -> dict[str, str]:
     """The variables that are the same for all workers."""
     return {
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": meeting.address,

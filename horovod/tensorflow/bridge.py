@@ -92,7 +92,7 @@ def wait(request: Request) -> Any:
     Messages about it name the line of the user's script that asked for it.
     """
     if _calling.place is not None:
-        request.place = _calling.place
+        request.source_line = _calling.place
     return request.wait()
 
 

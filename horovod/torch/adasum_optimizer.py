@@ -13,7 +13,7 @@ import torch
 from horovod.common.reduce_op import Adasum, Max
 from horovod.engine.runtime import runtime
 from horovod.torch.gradients import Named
-from horovod.torch.reducing_optimizer import Reducer, ReducingOptimizer, note_step
+from horovod.torch.reducing_optimizer import Reducer, ReducingOptimizer, notify_scheduler
 
 
 class LocalGradients:
@@ -52,7 +52,7 @@ class AdasumOptimizer(ReducingOptimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Step locally, then replace the step by the Adasum of everybody's."""
-        note_step(self)
+        notify_scheduler(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -77,13 +77,13 @@ def allreduce_(
 ) -> Tensor:
     """Reduce a tensor over all ranks in place."""
     # A tensor like the last one of this name goes the shortest way.
-    lane = runtime.lanes.get(name)
+    prepared = runtime.prepared.get(name)
     if (
-        lane is not None
+        prepared is not None
         and average is None
         and prescale_factor == 1.0
         and isinstance(tensor, Tensor)
-        and lane.reduce(
+        and prepared.reduce(
             tensor, Average if op is None else op, postscale_factor, process_set.process_set_id
         )
     ):

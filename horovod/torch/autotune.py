@@ -67,8 +67,8 @@ class Setting:
 # -- what ranks agree on before --------------------------------------------------------------
 
 
-def wishes(config: Config, topology: Topology) -> list[int]:
-    """What this rank says about tuning, for `Terms`: the maximum over all ranks counts."""
+def local_preferences(config: Config, topology: Topology) -> list[int]:
+    """What this rank says about tuning, for `AgreedTuning`: the maximum over all ranks counts."""
     fixed = chosen()
     return [
         0 if config.autotune else 1,
@@ -80,11 +80,11 @@ def wishes(config: Config, topology: Topology) -> list[int]:
     ]
 
 
-NUM_WISHES = 5 + len(_FIXABLE)
+NUM_PREFERENCES = 5 + len(_FIXABLE)
 
 
 @dataclass(frozen=True)
-class Terms:
+class AgreedTuning:
     """The same on all ranks, even if their environments differ."""
 
     enabled: bool
@@ -104,13 +104,13 @@ class Terms:
         """Whether the user has chosen if gradients are reduced beside backward."""
         return _OVERLAP in self.fixed
 
-    def for_overlap_alone(self) -> Terms:
+    def for_overlap_alone(self) -> AgreedTuning:
         """A short search, for nothing but whether to reduce beside backward."""
         fixed = frozenset(_FIXABLE) - {_OVERLAP}
         return replace(self, num_warmup=1, num_steps=5, most_samples=2, fixed=fixed)
 
     @classmethod
-    def of(cls, agreed: Sequence[int]) -> Terms:
+    def of(cls, agreed: Sequence[int]) -> AgreedTuning:
         off, no_core, num_warmup, num_steps, most, *fixed = agreed
         names = frozenset(knob for knob, set_ in zip(_FIXABLE, fixed, strict=True) if set_)
         return cls(not off, not no_core, num_warmup, num_steps, most, names)
@@ -131,7 +131,7 @@ def stages(
     default: Setting,
     params: Sequence[Named],
     grouped: bool,
-    terms: Terms,
+    terms: AgreedTuning,
     algorithms: Sequence[str],
 ) -> list[Stage]:
     """What to try, knob by knob. `grouped`: the user says what the buckets are."""
@@ -219,7 +219,7 @@ class StepTuner:
         grouped: bool,
         overlap: bool,
         bucket_bytes: int,
-        terms: Terms,
+        terms: AgreedTuning,
         process_set: ProcessSet,
     ) -> None:
         number, place = process_set.process_set_id, process_set.rank()
@@ -230,7 +230,7 @@ class StepTuner:
         self._grouped = grouped
         self._overlap = overlap
         self._bucket_bytes = bucket_bytes
-        self._terms = terms
+        self._agreed = terms
         self._process_set, self._place = process_set, place
         self._channel: Channel = runtime.channel(number)
         self._joins = self._channel.num_joins
@@ -250,7 +250,7 @@ class StepTuner:
             self._joins = self._channel.num_joins
             self._clock.marks.clear()
         self._clock.mark()
-        if len(self._clock.marks) <= _UNMEASURED + self._terms.num_steps:
+        if len(self._clock.marks) <= _UNMEASURED + self._agreed.num_steps:
             return None
         mine = median(self._clock.seconds()[_UNMEASURED:])
         self._clock.marks.clear()
@@ -277,7 +277,7 @@ class StepTuner:
         channel, config = self._channel, runtime.config
         names = channel.algorithms if any(param.is_cpu for _, param in self._params) else ()
         way = config.cycle_time, names[0] if names else None
-        terms = self._terms
+        terms = self._agreed
         if channel.tuned is not None:  # by the first optimizer to settle: this one goes by it
             way, names = channel.tuned, ()
             terms = replace(terms, fixed=terms.fixed | {_CYCLES})

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from horovod.engine.lane import Lane
+from horovod.engine.prepared import PreparedAllreduce
 from horovod.engine.request import Request
 
 Named = tuple[str, torch.nn.Parameter]
@@ -30,9 +30,9 @@ class Bucket:
         "dtype",
         "finishers",
         "held",
-        "lane",
         "name",
         "params",
+        "prepared",
         "requests",
         "started",
         "watched",
@@ -41,13 +41,13 @@ class Bucket:
     def __init__(self, name: str, params: Sequence[Named]) -> None:
         self.name = name
         self.params = list(params)
-        # Of parameters that are alike enough to be reduced without a look at each: their dtype,
-        # and once they have been reduced, the lane on which that goes.
+        # Set only if all parameters share dtype, device and contiguity; once they have been
+        # reduced, `prepared` repeats that.
         dtypes = {param.dtype for _, param in params}
         devices = {param.device for _, param in params}
         alike = len(dtypes) == len(devices) == 1 and all(p.is_contiguous() for _, p in params)
         self.dtype = dtypes.pop() if alike else None
-        self.lane: Lane | None = None
+        self.prepared: PreparedAllreduce | None = None
         self.held = False  # to be started in the step, although complete before
         self.watched: list[Watched] = []
         self.reset()

@@ -22,7 +22,13 @@ from torch.optim import optimizer as torch_optimizer
 from horovod.torch.delayed_update import DelayedUpdates, Options
 from horovod.torch.gradients import GradientReducer, Named
 from horovod.torch.pending import is_pending, lock
-from horovod.torch.reducing_optimizer import Reducer, ReducingOptimizer, Watch, note_step, step_of
+from horovod.torch.reducing_optimizer import (
+    GradientCountdown,
+    Reducer,
+    ReducingOptimizer,
+    notify_scheduler,
+    step_of,
+)
 
 Parameter = torch.nn.Parameter
 
@@ -68,7 +74,7 @@ class DelayingOptimizer(ReducingOptimizer):
         self._finish_updates()
         if not self._can_delay():
             return super().step()
-        note_step(self)
+        notify_scheduler(self)
         return self._begin()
 
     step.hooked = True  # type: ignore[attr-defined]  # torch need not: it hooks the base's step
@@ -117,7 +123,7 @@ class DelayingOptimizer(ReducingOptimizer):
                 changed = {key: v for key, v in after.items() if v is not own.get(key, group)}
                 group.update({key: v for key, v in changed.items() if key != "params"})
 
-    def _on_gradient(self, param: Any, watch: Watch) -> None:
+    def _on_gradient(self, param: Any, watch: GradientCountdown) -> None:
         if is_pending(param):
             raise RuntimeError(
                 f"overlap_forward: a gradient of {self._parameter_names[param]!r} was computed "

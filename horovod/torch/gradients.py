@@ -21,9 +21,15 @@ from horovod.common.reduce_op import Max, ReduceOp
 from horovod.common.topology import Topology
 from horovod.engine.channel import Channel
 from horovod.engine.heap import join_pages
-from horovod.engine.lane import Lane
+from horovod.engine.prepared import PreparedAllreduce
 from horovod.engine.runtime import runtime
-from horovod.torch.autotune import NUM_WISHES, StepTuner, Terms, greatest, wishes
+from horovod.torch.autotune import (
+    NUM_PREFERENCES,
+    AgreedTuning,
+    StepTuner,
+    greatest,
+    local_preferences,
+)
 from horovod.torch.buckets import Bucket, cut
 from horovod.torch.buckets import Named as Named
 from horovod.torch.compression import Compressor, NoneCompressor, wire_type
@@ -79,7 +85,7 @@ class GradientReducer:
         self._agreed_in: Topology | None = None  # the job whose ranks have agreed
         self._overlap = False
         self._limit = self._most = 0  # bytes of a bucket: the most that all ranks want, and now
-        self._terms: Terms | None = None  # what the ranks have agreed on about tuning
+        self._agreed: AgreedTuning | None = None  # what the ranks have agreed on about tuning
         # While it is measured: seconds that all takes, and seconds that backward could hide of it.
         self._trial: list[tuple[float, float]] | None = None
         self._tuner: StepTuner | None = None  # while measured times decide how to go on
@@ -228,11 +234,15 @@ class GradientReducer:
         bucket.started = True
         if background:
             bucket.watch()
-        gradients = bucket.gradients() if bucket.lane is not None else None
-        if bucket.lane is not None and gradients is not None:
+        gradients = bucket.gradients() if bucket.prepared is not None else None
+        if bucket.prepared is not None and gradients is not None:
             at_once = not background and gradients[0].is_cpu
-            if not at_once or not bucket.lane.channel.reduce_at_once(gradients, bucket.lane):
-                bucket.requests.append(runtime.allreduce_again(bucket.lane, gradients, background))
+            if not at_once or not bucket.prepared.channel.allreduce_inline(
+                gradients, bucket.prepared
+            ):
+                bucket.requests.append(
+                    runtime.allreduce_prepared(bucket.prepared, gradients, background)
+                )
             return
         tensors: dict[torch.device, list[torch.Tensor]] = {}
         dense: list[Named] = []
@@ -273,7 +283,7 @@ class GradientReducer:
             )
             bucket.requests.append(request)
             if len(tensors) == 1 and self._may_use_lane(bucket, same_device):
-                bucket.lane = Lane(request, number)
+                bucket.prepared = PreparedAllreduce(request, number)
 
     def _start_hook(
         self,
@@ -389,7 +399,7 @@ class GradientReducer:
                 _num_named,
                 0 if self._can_overlap() else 1,
                 -runtime.config.fusion_threshold,
-                *wishes(runtime.config, runtime.topology),
+                *local_preferences(runtime.config, runtime.topology),
                 *(1 if index == place else 0 for index in range(size)),
                 *(order if place == 0 else [0] * count),
                 *(self._sparse_dims.get(index, 0) for index in range(count)),
@@ -399,7 +409,7 @@ class GradientReducer:
         name = "DistributedOptimizer.agreement"
         runtime.allreduce([vector], [vector], name, Max, 1.0, 1.0, number, False).wait()
         mine, no_overlap, negative, *rest = vector.tolist()
-        terms, rest = Terms.of(rest[:NUM_WISHES]), rest[NUM_WISHES:]
+        terms, rest = AgreedTuning.of(rest[:NUM_PREFERENCES]), rest[NUM_PREFERENCES:]
         present, order, dims = rest[:size], rest[size : size + count], rest[size + count :]
         _num_named = mine + 1
         self.name = f"DistributedOptimizer.{mine}"
@@ -416,7 +426,7 @@ class GradientReducer:
                 self._make(overlap, most)
                 self._tuner = self._new_tuner(terms)
                 return
-            self._terms = terms
+            self._agreed = terms
             if overlap and self._crosses_hosts() and self._groups is None:
                 if not terms.is_fixed_bucket:
                     self._trial, overlap = [], False
@@ -430,12 +440,12 @@ class GradientReducer:
         on_device = any(not param.is_cpu for _, param in self._params)
         return (device_bucket if on_device else host_bucket)(self._total, self._limit)
 
-    def _may_try_overlap(self, terms: Terms) -> bool:
+    def _may_try_overlap(self, terms: AgreedTuning) -> bool:
         """Whether it is up to us, and in host memory, where it depends on many things."""
         in_host_memory = all(param.is_cpu for _, param in self._params)
         return in_host_memory and not terms.is_fixed_overlap and self.hook is None
 
-    def _new_tuner(self, terms: Terms) -> StepTuner:
+    def _new_tuner(self, terms: AgreedTuning) -> StepTuner:
         return StepTuner(
             self.name,
             self._params_in_order,
@@ -473,15 +483,15 @@ class GradientReducer:
             del trial[0]
             return
         self._trial = None
-        assert self._terms is not None
-        wanted = self.delays or self._terms.is_fixed_overlap
+        assert self._agreed is not None
+        wanted = self.delays or self._agreed.is_fixed_overlap
         overlap = wanted or pays_beside_backward(self._total, -least_of_all)
         self._make(overlap, network_bucket(self._total, self._limit, -least_of_all))
         if self.delays:
             if self._groups is None and least_of_all < 0:
                 self._hold_back(self._total * least_hidden / least_of_all)
-        elif not overlap and self._terms.spare_cores and self._may_try_overlap(self._terms):
-            self._tuner = self._new_tuner(self._terms.for_overlap_alone())
+        elif not overlap and self._agreed.spare_cores and self._may_try_overlap(self._agreed):
+            self._tuner = self._new_tuner(self._agreed.for_overlap_alone())
 
     def _hold_back(self, hidden: float) -> None:
         """Start in the step what backward, which hides so many bytes, does not hide."""

@@ -51,7 +51,7 @@ class Reducer(Protocol):
         """Wait for what is under way, and drop the results."""
 
 
-class Watch:
+class GradientCountdown:
     """What is known of one parameter's gradient, for the hook that notices it as it arrives.
 
     It has no reference to the parameter, which has the hook: neither would be freed.
@@ -86,7 +86,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._seen_by_scaler = False
         self._should_synchronize = True
         self._accumulating = False
-        self._watches: list[Watch] = []
+        self._watches: list[GradientCountdown] = []
         self._reducer: Reducer | None = None
         several = takes_part(self.process_set)
         self._finite_check: FiniteCheck | None = None
@@ -97,7 +97,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         if several:
             self._reducer = self._make_reducer(named, groups)
             passes = self.backward_passes_per_step
-            self._watches = [Watch(index, passes) for index in range(len(named))]
+            self._watches = [GradientCountdown(index, passes) for index in range(len(named))]
             self._register_hooks()
         _optimizers.add(self)
 
@@ -119,7 +119,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         for param, watch in zip(self._parameter_names, self._watches, strict=True):
             if watch.hook is None and param.requires_grad:
 
-                def on_gradient(param: torch.Tensor, watch: Watch = watch) -> None:
+                def on_gradient(param: torch.Tensor, watch: GradientCountdown = watch) -> None:
                     optimizer = this()
                     if optimizer is not None:
                         optimizer._on_gradient(param, watch)
@@ -132,7 +132,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
                 watch.hook.remove()
         self._watches = []
 
-    def _on_gradient(self, param: Any, watch: Watch) -> None:
+    def _on_gradient(self, param: Any, watch: GradientCountdown) -> None:
         if self._reducer is None or (self._accumulating and watch.passes_left > 0):
             return
         left = watch.passes_left = watch.passes_left - 1
@@ -191,7 +191,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters with the gradients of all ranks."""
-        note_step(self)
+        notify_scheduler(self)
         if closure is not None:
             return self._base_step(self._synchronizing(closure))
         if self._should_synchronize:
@@ -320,7 +320,7 @@ def restart_optimizers() -> None:
         optimizer._restart()
 
 
-def note_step(wrapped: Any) -> None:
+def notify_scheduler(wrapped: Any) -> None:
     """Tell a scheduler that was made for the original optimizer that a step happens."""
     original = wrapped._original()
     if original is not None:

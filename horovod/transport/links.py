@@ -28,7 +28,7 @@ from horovod.common.addresses import interface_address
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.wire import Session
 from horovod.transport.base import Group
-from horovod.transport.places import Place, choose_address, own_networks
+from horovod.transport.endpoints import HostInfo, choose_address, own_networks
 
 LOOK_SECONDS = 0.2  # between looks whether the ranks will all come, while they connect
 _HANDSHAKE_SECONDS = 10.0
@@ -54,7 +54,7 @@ class Links:
     """
 
     def __init__(self, group: Group, on_end: Callable[[int, OSError | None], None]) -> None:
-        self.places: list[Place] = []
+        self.hosts: list[HostInfo] = []
         self.open: dict[int, socket.socket] = {}
         self._group = group
         self._on_end = on_end
@@ -68,7 +68,7 @@ class Links:
         self._closed = False
         self._arriving: dict[int, _Arrival] = {}  # by descriptor
         self._silent: set[int] = set()  # ranks that are cut off
-        self.places = self._meet()
+        self.hosts = self._meet()
         self._listener = self._listen()
         self._waker, self._wakes = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="hvd-links", daemon=True)
@@ -77,14 +77,16 @@ class Links:
 
     # -- meeting ---------------------------------------------------------------------------
 
-    def _meet(self) -> list[Place]:
+    def _meet(self) -> list[HostInfo]:
         """Where every rank runs, and, if that is not one network stack, in which networks."""
-        found = [Place.from_json(each) for each in self._exchange("place", Place.here().to_json())]
-        if len({place.network for place in found}) > 1:
+        found = [
+            HostInfo.from_json(each) for each in self._exchange("place", HostInfo.here().to_json())
+        ]
+        if len({info.network for info in found}) > 1:
             networks = self._exchange("networks", own_networks())
             found = [
-                dataclasses.replace(place, networks=tuple(theirs))
-                for place, theirs in zip(found, networks, strict=True)
+                dataclasses.replace(info, networks=tuple(theirs))
+                for info, theirs in zip(found, networks, strict=True)
             ]
         return found
 
@@ -104,7 +106,7 @@ class Links:
         if interface:
             address = interface_address(interface)
         else:
-            address = choose_address(self.places[self._group.rank], self.places)
+            address = choose_address(self.hosts[self._group.rank], self.hosts)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=1024)
         listener.setblocking(False)

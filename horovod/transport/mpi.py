@@ -28,8 +28,8 @@ from mpi4py import MPI
 from horovod.common.exceptions import PeerLostError
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import Group, agree_by_minimum
+from horovod.transport.endpoints import HostInfo
 from horovod.transport.pairwise import MESSAGE, PairwiseTransport, as_bytes, offsets_of
-from horovod.transport.places import Place
 
 _TAG = 1
 _SPIN_SECONDS = 200e-6  # polled without a break for this long: the usual wait is shorter
@@ -90,7 +90,7 @@ class MpiTransport(PairwiseTransport):
             )
         self._comm: Any = comm
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
-        here = Place.here()
+        here = HostInfo.here()
         places = self._comm.allgather((here.pids, here.pid))
         self._pids = {r: pid for r, (where, pid) in enumerate(places) if where == here.pids}
 

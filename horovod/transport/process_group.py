@@ -25,7 +25,7 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import Group
 from horovod.transport.breakable import BreakableTransport
 from horovod.transport.pairwise import as_bytes, cut
-from horovod.transport.store_adapter import TorchStore
+from horovod.transport.store_adapter import StoreForTorch
 
 __all__ = ["DeviceTransport", "NcclTransport", "XcclTransport"]
 
@@ -63,7 +63,7 @@ class DeviceTransport(BreakableTransport):
         self.device = device
         options = made.Options()
         options._timeout = _FOREVER
-        self._store = TorchStore(group.store, group.config.gloo_timeout_seconds)
+        self._store = StoreForTorch(group.store, group.config.gloo_timeout_seconds)
         with _environment(self.settings):
             self._process_group: Any = made(self._store, self.rank, self.size, options)
         try:

@@ -156,11 +156,11 @@ def for_device(group: Group, host: Transport, device: torch.device) -> Transport
     timeout = group.config.start_timeout
     names = [store.get(f"{rank}", timeout) for rank in range(group.size)]
     from horovod.transport import process_group
-    from horovod.transport.staged import StagedTransport
+    from horovod.transport.host_copy import HostCopyTransport
 
     kind = {"cuda": "NcclTransport", "xpu": "XcclTransport"}.get(device.type)
     if kind is None:
-        return StagedTransport(group, host)
+        return HostCopyTransport(group, host)
     if len(set(names)) < len(names):
         if group.rank == 0:
             logger.warning(
@@ -169,7 +169,7 @@ def for_device(group: Group, host: Transport, device: torch.device) -> Transport
                 device.type,
                 host.name,
             )
-        return StagedTransport(group, host)
+        return HostCopyTransport(group, host)
     transport: Transport = getattr(process_group, kind)(group, device)
     if group.rank == 0:
         logger.info("%s tensors: %s", device.type, transport.name)

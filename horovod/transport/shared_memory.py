@@ -9,10 +9,10 @@ move data, by size:
   seen everybody publish k+1, that is, finish reading k.
 - larger tensors are read from and written to the peers' own memory with one copy (`peer_memory`):
   for allreduce each rank reads its share of everybody's tensor block by block, reduces it while it
-  is in cache, and pushes the result into everybody's tensor (`pushing`). Two steps in all.
-- where the kernel forbids that they go through the staging areas (`shared_areas`), and so do
-  reductions of medium size among more than two ranks: what the kernel's copies cost besides
-  copying, they cost for every peer.
+  is in cache, and pushes the result into everybody's tensor (`peer_reduction`). Two steps in all.
+- where the kernel forbids that they go through the staging areas (`staging`), and so do reductions
+  of medium size among more than two ranks: each kernel copy has a fixed overhead, paid once per
+  peer.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import numpy as np
 import torch
 
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport import own_memory
+from horovod.transport import address_arrays
 from horovod.transport.arithmetic import as_blocks, reduce_into
 from horovod.transport.base import MAX_TENSORS, MAX_WORDS, WORD, Group
 from horovod.transport.peer_memory import PeerMemory, allow_peers
-from horovod.transport.pushing import Others, PeerReducer
-from horovod.transport.shared_areas import AreaReducer
+from horovod.transport.peer_reduction import Others, PeerReducer
+from horovod.transport.staging import AreaReducer
 from horovod.transport.steps import CONTROL, STATE, SteppedTransport
 
 # Gradients overflow in the course of loss scaling, which is nobody's business but the user's.
@@ -236,7 +236,7 @@ class SharedMemoryTransport(SteppedTransport):
     def allreduce_around(
         self, tensors: Sequence[torch.Tensor], op: ReduceOp, others: Others
     ) -> None:
-        """Reduce tensors that are larger than INLINE, with `others` too: see `pushing`."""
+        """Reduce tensors that are larger than INLINE, with `others` too: see `peer_reduction`."""
         self._check_usable()
         try:
             slot = self._expose(tensors)
@@ -279,7 +279,7 @@ class SharedMemoryTransport(SteppedTransport):
 
     def _own(self, tensor: torch.Tensor) -> Any:
         """A tensor as what arithmetic takes."""
-        arrays = own_memory.arrays(tensor.dtype, (tensor.data_ptr(),), (tensor.numel(),))
+        arrays = address_arrays.arrays(tensor.dtype, (tensor.data_ptr(),), (tensor.numel(),))
         return as_blocks(tensor) if arrays is None else arrays[0]
 
     def _pointers(self, slot: int, count: int) -> list[Sequence[int]]:

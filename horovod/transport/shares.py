@@ -1,7 +1,7 @@
 """Several tensors taken as one, shared out among ranks, and each share cut into blocks.
 
-What follows from the sizes alone is a `Plan`, kept from step to step; `Memory` fills in where the
-tensors are. Used by the TCP transport.
+What follows from the sizes alone is a `SharePlan`, kept from step to step; `Memory` fills in where
+the tensors are. Used by the TCP transport.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from horovod.transport import own_memory
+from horovod.transport import address_arrays
 from horovod.transport.arithmetic import as_blocks
 from horovod.transport.spans import pieces, share
 
@@ -32,7 +32,7 @@ class Block(NamedTuple):
     nbytes: int
 
 
-class Plan:
+class SharePlan:
     """The blocks of every rank's share of tensors with these many elements."""
 
     def __init__(self, counts: Sequence[int], width: int, size: int, block: int) -> None:
@@ -68,7 +68,7 @@ class Memory:
     def buffers(self, block: Block) -> list[Any]:
         """The block's memory, as bytes."""
         width, addresses = self._width, self._addresses
-        found = own_memory.arrays(
+        found = address_arrays.arrays(
             torch.uint8,
             [addresses[part.tensor] + part.start * width for part in block.parts],
             [part.elements * width for part in block.parts],
@@ -80,7 +80,7 @@ class Memory:
     def operands(self, block: Block) -> list[Any]:
         """The block's elements, as arrays or tensors, whichever arithmetic takes."""
         width, addresses = self._width, self._addresses
-        found = own_memory.arrays(
+        found = address_arrays.arrays(
             self._dtype,
             [addresses[part.tensor] + part.start * width for part in block.parts],
             [part.elements for part in block.parts],
@@ -97,5 +97,5 @@ class Memory:
 def whole(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """All elements of each tensor, as operands."""
     counts = [tensor.numel() for tensor in tensors]
-    found = own_memory.arrays(tensors[0].dtype, [t.data_ptr() for t in tensors], counts)
+    found = address_arrays.arrays(tensors[0].dtype, [t.data_ptr() for t in tensors], counts)
     return found if found is not None else [as_blocks(tensor.view(-1)) for tensor in tensors]

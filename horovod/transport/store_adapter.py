@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store as _TorchStore  # typed, unlike tor
 from horovod.common.store import Store
 
 
-class TorchStore(_TorchStore):
+class StoreForTorch(_TorchStore):
     """Keys and values of `store`; whoever waits gives up `timeout` seconds after the creation.
 
     One deadline for all calls together: a process group that meets its peers makes many. Whoever

@@ -55,7 +55,7 @@ class Incoming:
         self.done = False
 
 
-class Stream:
+class MessageStream:
     """The messages of one connection."""
 
     __slots__ = ("_received", "_sent", "arriving", "leaving", "socket")
@@ -150,7 +150,7 @@ class Stream:
             pieces.append(memoryview(message.body))
 
 
-def finish(streams: Collection[Stream], done: Callable[[], bool] | None = None) -> None:
+def finish(streams: Collection[MessageStream], done: Callable[[], bool] | None = None) -> None:
     """Move messages until `done`, or until there is nothing left to move."""
     while done is None or not done():
         busy = [stream for stream in streams if stream.leaving or stream.arriving]
@@ -170,7 +170,7 @@ def finish(streams: Collection[Stream], done: Callable[[], bool] | None = None) 
             _wait(busy)
 
 
-def _wait(streams: Iterable[Stream]) -> None:
+def _wait(streams: Iterable[MessageStream]) -> None:
     poll = select.poll()
     for stream in streams:
         events = select.POLLIN if stream.arriving else 0

@@ -38,8 +38,8 @@ from horovod.transport.arithmetic import NUMPY_TYPES, as_blocks, reduce_into
 from horovod.transport.base import WORD, Group
 from horovod.transport.links import Links, failed_to_connect
 from horovod.transport.pairwise import PairwiseTransport
-from horovod.transport.shares import Memory, Plan, whole
-from horovod.transport.streams import Incoming, Outgoing, Stream, finish
+from horovod.transport.shares import Memory, SharePlan, whole
+from horovod.transport.streams import Incoming, MessageStream, Outgoing, finish
 
 INLINE = 64 * 1024  # bytes that may travel with an agreement
 INLINE_TOTAL = 256 * 1024  # ... as long as all that arrives at one rank stays below this
@@ -63,7 +63,7 @@ class _Preload(NamedTuple):
     payloads: list[Any]  # everybody's, in the order of ranks
 
 
-class _Place(NamedTuple):
+class _BlockBuffer(NamedTuple):
     """Scratch memory for a block, as the kernel and as arithmetic take it."""
 
     buffer: Any
@@ -80,9 +80,9 @@ class TcpTransport(PairwiseTransport):
         super().__init__(group)
         self.vectored = group.size <= pairwise.DIRECT
         self._calls = threading.Lock()  # held during a collective
-        self._streams: dict[int, Stream] = {}
-        self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
-        self._places: dict[tuple[Any, ...], _Place] = {}
+        self._streams: dict[int, MessageStream] = {}
+        self._plans: OrderedDict[tuple[Any, ...], SharePlan] = OrderedDict()
+        self._block_buffers: dict[tuple[Any, ...], _BlockBuffer] = {}
         self._block = BLOCK_TOTAL // group.size // 64 * 64
         self._preloaded: _Preload | None = None
         self._narrow = torch.empty(0)
@@ -116,11 +116,11 @@ class TcpTransport(PairwiseTransport):
 
     # -- messages --------------------------------------------------------------------------
 
-    def _stream(self, rank: int) -> Stream:
+    def _stream(self, rank: int) -> MessageStream:
         stream = self._streams.get(rank)
         if stream is None:
             assert self._links is not None
-            stream = self._streams[rank] = Stream(self._links.to(rank))
+            stream = self._streams[rank] = MessageStream(self._links.to(rank))
         return stream
 
     def _send(self, data: torch.Tensor, rank: int) -> Outgoing:
@@ -277,7 +277,7 @@ class TcpTransport(PairwiseTransport):
                 self._widening()
                 self._widening = None
 
-    def _plan(self, tensors: Sequence[torch.Tensor]) -> Plan:
+    def _plan(self, tensors: Sequence[torch.Tensor]) -> SharePlan:
         width, counts = tensors[0].dtype.itemsize, tuple([t.numel() for t in tensors])
         plan = self._plans.get((width, counts))
         if plan is None:
@@ -285,7 +285,7 @@ class TcpTransport(PairwiseTransport):
                 self._plans.popitem(last=False)
             share = sum(counts) * width // self.size
             block = min(self._block, max(SMALLEST_BLOCK, share // BLOCKS // 64 * 64))
-            plan = self._plans[width, counts] = Plan(counts, width, self.size, block)
+            plan = self._plans[width, counts] = SharePlan(counts, width, self.size, block)
         return plan
 
     def _begin_directly(self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float) -> None:
@@ -306,13 +306,13 @@ class TcpTransport(PairwiseTransport):
         def expect(number: int) -> None:
             block = mine[number]
             for peer, stream in streams.items():
-                place = self._place(dtype, peer, number % AHEAD, block.edges[-1])
-                then = partial(came, number, peer, place.operand)
-                stream.receive([place.buffer], block.nbytes, then)
+                buffer = self._block_buffer(dtype, peer, number % AHEAD, block.edges[-1])
+                then = partial(came, number, peer, buffer.operand)
+                stream.receive([buffer.buffer], block.nbytes, then)
                 if number == len(mine) - 1:
                     expect_results(peer, stream)
 
-        def expect_results(peer: int, stream: Stream) -> None:
+        def expect_results(peer: int, stream: MessageStream) -> None:
             for block in plan.blocks[peer]:
                 stream.receive(memory.buffers(block), block.nbytes)
 
@@ -343,20 +343,20 @@ class TcpTransport(PairwiseTransport):
             for peer, stream in streams.items():
                 expect_results(peer, stream)
 
-    def _place(self, dtype: torch.dtype, peer: int, slot: int, count: int) -> _Place:
+    def _block_buffer(self, dtype: torch.dtype, peer: int, slot: int, count: int) -> _BlockBuffer:
         """Where so many elements of a peer may arrive."""
         key = (dtype, peer, slot, count)
-        place = self._places.get(key)
-        if place is None:
-            if len(self._places) >= _KEPT:
-                self._places.clear()
+        buffer = self._block_buffers.get(key)
+        if buffer is None:
+            if len(self._block_buffers) >= _KEPT:
+                self._block_buffers.clear()
             per_peer = AHEAD * self._block
             scratch = self._scratch_for(self.size * per_peer)
             start = peer * per_peer + slot * self._block
             memory = scratch[start : start + count * dtype.itemsize]
-            place = _Place(memory.numpy(), as_blocks(memory.view(dtype)))
-            self._places[key] = place
-        return place
+            buffer = _BlockBuffer(memory.numpy(), as_blocks(memory.view(dtype)))
+            self._block_buffers[key] = buffer
+        return buffer
 
     # -- failure ---------------------------------------------------------------------------
 
@@ -408,20 +408,20 @@ class TcpTransport(PairwiseTransport):
     def _has_died(self, rank: int) -> bool:
         """Whether it ran where we see processes, and does not any more."""
         assert self._links is not None
-        place = self._links.places[rank]
-        if place.pids != self._links.places[self.rank].pids:
+        info = self._links.hosts[rank]
+        if info.pids != self._links.hosts[self.rank].pids:
             return False
         import psutil  # not before it is needed: starting would take longer
 
         try:
-            return bool(psutil.Process(place.pid).status() == psutil.STATUS_ZOMBIE)
+            return bool(psutil.Process(info.pid).status() == psutil.STATUS_ZOMBIE)
         except psutil.Error:
             return True
 
     def _obituary(self, rank: int, error: OSError | None) -> str:
         assert self._links is not None
-        place = self._links.places[rank]
-        who = f"{self.group.describe(rank)} (pid {place.pid} on {place.host})"
+        info = self._links.hosts[rank]
+        who = f"{self.group.describe(rank)} (pid {info.pid} on {info.host})"
         if self._board.said_goodbye(rank):
             return f"{who} has shut down Horovod"
         if isinstance(error, TimeoutError):
@@ -460,7 +460,7 @@ class TcpTransport(PairwiseTransport):
         if self._links is not None:
             self._links.close(_LEAVE_SECONDS)
         self._streams.clear()
-        self._places.clear()
+        self._block_buffers.clear()
         self._preloaded = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
 

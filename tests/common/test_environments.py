@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.common.environments import ENVIRONMENTS, Environment, Meeting, detect
+from horovod.common.environments import ENVIRONMENTS, Environment, RendezvousMethod, detect
 from horovod.common.environments.base import computed_cross
 from horovod.common.environments.horovodrun import HorovodRun
 from horovod.common.environments.hydra import Hydra
@@ -209,7 +209,7 @@ def test_contract_name_meeting_and_job(kind: type[Environment]) -> None:
     environments = [detect(MAKERS[kind](place)) for place in (first, second)]
     assert len({environment.job_id() for environment in environments}) == 1
     assert environments[0].name
-    assert environments[0].meeting is not Meeting.ALONE
+    assert environments[0].meeting is not RendezvousMethod.ALONE
 
 
 def test_contract_half_of_a_pair_is_an_error_naming_it(kind: type[Environment]) -> None:
@@ -266,7 +266,7 @@ def test_nothing_means_one_process() -> None:
     found = detect({"PATH": "/bin", "LOCAL_RANK": "3", "MASTER_ADDR": "192.0.2.1"})
     assert type(found) is Single
     assert found.topology() == Topology()
-    assert found.meeting is Meeting.ALONE
+    assert found.meeting is RendezvousMethod.ALONE
 
 
 # HOROVOD_*

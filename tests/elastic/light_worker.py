@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from horovod.common.elastic import ObjectState, Verdict, run_fn
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.membership import World, membership
+from horovod.common.membership import Generation, membership
 from tests.elastic.holding import hold_the_lock
 
 PLAN = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
@@ -59,18 +59,18 @@ def pass_through(phase: str) -> None:
         os.kill(os.getpid(), getattr(signal, what))
 
 
-def world() -> World:
+def generation() -> Generation:
     assert member is not None
-    if member.world is None:
-        raise HorovodInternalError("the world is gone")
-    return member.world
+    if member.generation is None:
+        raise HorovodInternalError("the generation is gone")
+    return member.generation
 
 
 def exchange(value: Any) -> list[Any]:
     """Collective: everybody's value."""
     global exchanges
     exchanges += 1
-    here = world()
+    here = generation()
     topology = here.topology
     here.set(f"x/{exchanges}/{topology.rank}", json.dumps(value).encode())
     try:
@@ -86,11 +86,11 @@ def init() -> None:
         global exchanges
         exchanges = 0
         pass_through("meet")
-        here = world()
+        here = generation()
         here.set(f"here/{here.topology.rank}", b"")
         for rank in range(here.topology.size):
             here.get(f"here/{rank}", 60)
-        here.stand()
+        here.mark_formed()
 
     assert member is not None
     member.form(meet, 60)
@@ -98,8 +98,8 @@ def init() -> None:
 
 def shutdown() -> None:
     assert member is not None
-    if member.world is not None:
-        member.world.close()
+    if member.generation is not None:
+        member.generation.close()
 
 
 class Job:
@@ -107,9 +107,9 @@ class Job:
 
     def agree(self, notified: bool) -> Verdict:
         assert member is not None
-        here, leaving = world(), member.leaving
+        here, leaving = generation(), member.leaving
         answers = exchange([member.newest.number, leaving])
-        here.fruitful = True
+        here.made_progress = True
         changed = max(number for number, _ in answers) > here.decision.number
         if leaving and not (changed and all(a for _, a in answers)):
             return Verdict.LEAVE
@@ -153,11 +153,11 @@ def reset() -> None:
 
 
 def say(text: str) -> None:
-    topology = world().topology
+    topology = generation().topology
     print(f"{text} worker {ME} rank {topology.rank} size {topology.size}", flush=True)
 
 
-sizes: list[int] = []  # of the worlds in which this process took a step
+sizes: list[int] = []  # of the generations in which this process took a step
 
 
 def train(state: ObjectState) -> None:
@@ -166,12 +166,12 @@ def train(state: ObjectState) -> None:
     while (
         state.step < PLAN.get("steps", 10)
         or max(sizes, default=0) < PLAN.get("largest", 0)
-        or (wanted and world().topology.size != wanted)
+        or (wanted and generation().topology.size != wanted)
     ):
-        sizes.append(world().topology.size)
+        sizes.append(generation().topology.size)
         pass_through("step")
         time.sleep(PLAN.get("pace", 0.01))
-        state.value += sum(exchange(1)) / world().topology.size
+        state.value += sum(exchange(1)) / generation().topology.size
         state.step += 1
         if state.step % PLAN.get("commit_every", 2) == 0:
             pass_through("commit")
@@ -181,7 +181,7 @@ def train(state: ObjectState) -> None:
 
 pass_through("init")
 init()
-state = ObjectState(broadcast, lambda: world().topology.rank, step=0, value=0)
+state = ObjectState(broadcast, lambda: generation().topology.rank, step=0, value=0)
 run_fn(train, reset, Job)(state)
 pass_through("end")
 say(f"end {state.step} {state.value:g}")

@@ -104,7 +104,7 @@ def test_who_ends_early_has_finished_and_the_others_go_on(tmp_path: Path):
 
 
 def test_one_dies_while_another_has_finished(tmp_path: Path):
-    """Who is done takes no part in the new world, so nobody may wait for it."""
+    """Who is done takes no part in the new generation, so nobody may wait for it."""
     faults = {
         "w0": ["end", 1, "slow 3"],
         "w1": ["end", 1, "SIGKILL"],

@@ -66,7 +66,7 @@ def test_who_wakes_up_too_late_ends_and_leaves_the_others_alone(tmp_path: Path):
         job.start(3)
         assert job.heard(0) == "holds"
         job.lose(0)
-        assert [job.heard(1), job.heard(2)] == ["paused", "paused"]  # in a world of their own
+        assert [job.heard(1), job.heard(2)] == ["paused", "paused"]  # in a generation of their own
         (late,) = job.wait(60, [0])
         assert (late.result["ended"], late.exitcode) == ("exit 0", 0), late.describe()
         assert "it has no place in the job any more (lost w0)" in late.output

@@ -1,4 +1,4 @@
-"""Decisions and worlds, with threads for workers and a store in memory."""
+"""Decisions and generations, with threads for workers and a store in memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from horovod.common import membership
 from horovod.common.decisions import (
     LATEST,
+    Assignment,
     Decision,
-    Slot,
     decision_key,
     formed_key,
     leaving_key,
@@ -28,7 +28,7 @@ from horovod.common.store import MemoryStore
 def decision(number: int, workers: str, kind: str = "added", lost: str = "") -> Decision:
     size = len(workers.split())
     slots = {
-        worker: Slot("here", rank, size, rank, size, 0, 1)
+        worker: Assignment("here", rank, size, rank, size, 0, 1)
         for rank, worker in enumerate(workers.split())
     }
     return Decision(number, slots, f"reason {number}", kind, tuple(lost.split()))
@@ -41,13 +41,13 @@ def publish(store: MemoryStore, *decisions: Decision) -> None:
 
 
 def meet(member: Membership) -> None:
-    """What the engine does, in short: all workers of the world show up, then it stands."""
-    world = member.world
-    assert world is not None
-    world.set(f"here/{world.topology.rank}", b"")
-    for rank in range(world.topology.size):
-        world.get(f"here/{rank}", 30)
-    world.stand()
+    """What the engine does, in short: all workers of the generation show up, then it stands."""
+    generation = member.generation
+    assert generation is not None
+    generation.set(f"here/{generation.topology.rank}", b"")
+    for rank in range(generation.topology.size):
+        generation.get(f"here/{rank}", 30)
+    generation.mark_formed()
 
 
 def test_a_decision_survives_the_wire():
@@ -81,7 +81,7 @@ def test_workers_meet_in_the_newest_decision():
     members = [Membership(store, worker) for worker in ("w0", "w1")]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda m: m.form(lambda: meet(m), 30), members))
-    assert [m.world.topology.rank for m in members if m.world] == [1, 0]
+    assert [m.generation.topology.rank for m in members if m.generation] == [1, 0]
     assert store.keys("elastic/seen/") == [seen_key(2, "w0"), seen_key(2, "w1")]
 
 
@@ -91,11 +91,11 @@ def test_a_meeting_is_given_up_for_a_newer_decision():
     member = Membership(store, "w0")
     with ThreadPoolExecutor(1) as pool:
         forming = pool.submit(member.form, lambda: meet(member), 30)
-        store.get("world/1/0/here/0", 30)  # it waits for w1, who never comes
+        store.get("generation/1/0/here/0", 30)  # it waits for w1, who never comes
         publish(store, decision(2, "w0", "removed"))
         forming.result(timeout=30)
-    assert member.world is not None
-    assert member.world.decision.number == 2
+    assert member.generation is not None
+    assert member.generation.decision.number == 2
 
 
 def test_the_last_of_many_decisions_counts():
@@ -104,12 +104,12 @@ def test_the_last_of_many_decisions_counts():
     member = Membership(store, "w0")
     with ThreadPoolExecutor(1) as pool:
         forming = pool.submit(member.form, lambda: meet(member), 30)
-        store.get("world/1/0/here/0", 30)
+        store.get("generation/1/0/here/0", 30)
         publish(store, *(decision(n, "w0 w1", "failure", "w1") for n in range(2, 20)))
         publish(store, decision(20, "w0"))
         forming.result(timeout=30)
-    assert member.world is not None
-    assert member.world.decision.number == 20
+    assert member.generation is not None
+    assert member.generation.decision.number == 20
 
 
 def test_a_standing_world_ends_only_when_it_breaks():
@@ -117,21 +117,21 @@ def test_a_standing_world_ends_only_when_it_breaks():
     publish(store, decision(1, "w0", "start"))
     member = Membership(store, "w0")
     reasons: list[str] = []
-    member.on_break = lambda reason, world: (reasons.append(reason), told.set())
+    member.on_break = lambda reason, generation: (reasons.append(reason), told.set())
     member.form(lambda: meet(member), 30)
-    world = member.world
-    assert world is not None
+    generation = member.generation
+    assert generation is not None
     publish(store, decision(2, "w0 w1", "added"))
     while member.newest.number < 2:
         threading.Event().wait(0.001)
-    with pytest.raises(TimeoutError, match="the world of decision 1"):
-        world.get("nothing", 0.3)
+    with pytest.raises(TimeoutError, match="the generation of decision 1"):
+        generation.get("nothing", 0.3)
     assert not reasons
     publish(store, decision(3, "w1", "failure", "w0"))
     assert told.wait(30)
     assert reasons == ["decision 3: reason 3"]
     with pytest.raises(HorovodInternalError, match="reason 3"):
-        world.get("nothing", 30)
+        generation.get("nothing", 30)
 
 
 def test_what_is_in_the_store_is_taken_even_if_the_meeting_is_over():
@@ -141,20 +141,20 @@ def test_what_is_in_the_store_is_taken_even_if_the_meeting_is_over():
     member = Membership(store, "w0")
 
     def start() -> None:
-        world = member.world
-        assert world is not None
-        if world.decision.number == 1:
-            world.set("there", b"yes")
+        generation = member.generation
+        assert generation is not None
+        if generation.decision.number == 1:
+            generation.set("there", b"yes")
             publish(store, decision(2, "w0", "failure", "w1"))
             with pytest.raises(HorovodInternalError):
-                world.get("missing", 30)
-            assert world.get("there", 0) == b"yes"
-            assert world.try_get("there") == b"yes"
-            world.stand()
+                generation.get("missing", 30)
+            assert generation.get("there", 0) == b"yes"
+            assert generation.try_get("there") == b"yes"
+            generation.mark_formed()
 
     member.form(start, 30)
-    assert member.world is not None
-    assert member.world.decision.number == 2
+    assert member.generation is not None
+    assert member.generation.decision.number == 2
 
 
 def test_a_world_that_broke_without_a_decision_is_tried_again():
@@ -172,7 +172,7 @@ def test_a_world_that_broke_without_a_decision_is_tried_again():
 
     with ThreadPoolExecutor(1) as pool:
         forming = pool.submit(early.form, start_early, 30)
-        store.get("world/1/1/here/0", 30)
+        store.get("generation/1/1/here/0", 30)
         late.form(lambda: meet(late), 30)
         forming.result(timeout=30)
 
@@ -183,8 +183,8 @@ def test_a_worker_without_a_place_ends():
     member = Membership(store, "w1")
     member.form(lambda: meet(member), 30)
     publish(store, decision(2, "w0", "removed"))
-    assert member.world is not None
-    member.world.close()
+    assert member.generation is not None
+    member.generation.close()
     with pytest.raises(SystemExit) as end:
         member.form(lambda: None, 30)
     assert end.value.code == 0
@@ -224,7 +224,7 @@ def test_a_worker_that_is_told_to_leave_does_not_wait_for_others():
     member = Membership(store, "w0")
     with ThreadPoolExecutor(1) as pool:
         forming = pool.submit(member.form, lambda: meet(member), 30)
-        store.get("world/1/0/here/0", 30)
+        store.get("generation/1/0/here/0", 30)
         member.leaving = True
         with pytest.raises(SystemExit):
             forming.result(timeout=30)
@@ -238,18 +238,18 @@ def test_a_worker_that_has_the_state_does_not_leave_before_it_has_met_others(too
     publish(store, decision(1, "w0", "start"))
     member = Membership(store, "w0")
     member.form(lambda: meet(member), 30)
-    assert member.world is not None
-    member.world.close()
+    assert member.generation is not None
+    member.generation.close()
     member.leaving = True
     publish(store, dataclasses.replace(decision(2, "w0"), min_np=2 if too_few else 1))
     with ThreadPoolExecutor(1) as pool:
         forming = pool.submit(member.form, lambda: meet(member), 30)
         if too_few:
             publish(store, dataclasses.replace(decision(3, "w0 w1"), min_np=2))
-            store.get("world/3/0/here/0", 30)
-            store.set("world/3/0/here/1", b"")
+            store.get("generation/3/0/here/0", 30)
+            store.set("generation/3/0/here/1", b"")
         forming.result(timeout=30)
-    assert member.world is not None
+    assert member.generation is not None
     assert store.try_get(leaving_key("w0")) is None
 
 
@@ -258,8 +258,8 @@ def test_workers_that_never_meet_are_given_up():
     publish(store, decision(1, "w0 w1", "start"))
     member = Membership(store, "w0")
     with pytest.raises(HorovodInternalError, match=r"did not meet within 0\.1 s"):
-        member.form(lambda: member.world and member.world.get("never", 0.2), 0.1)
-    assert member.hopeless
+        member.form(lambda: member.generation and member.generation.get("never", 0.2), 0.1)
+    assert member.unrecoverable
 
 
 class _LostStore(MemoryStore):
@@ -278,11 +278,11 @@ def test_a_lost_driver_breaks_the_world(monkeypatch: pytest.MonkeyPatch):
     store = _LostStore()
     publish(store, decision(1, "w0", "start"))
     member = Membership(store, "w0")
-    member.on_break = lambda reason, world: told.set()
+    member.on_break = lambda reason, generation: told.set()
     member.form(lambda: meet(member), 30)
     store.lost = True
     assert told.wait(30)
-    assert "is gone or out of reach" in (member.hopeless or "")
+    assert "is gone or out of reach" in (member.unrecoverable or "")
     assert ended.wait(30)
     with pytest.raises(HorovodInternalError, match="is gone or out of reach"):
         member.form(lambda: meet(member), 30)

@@ -9,20 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.runner.elastic.blacklist import Blacklist
-from horovod.runner.elastic.policy import Limits, Plan, View, Worker, arrange, make_plan
+from horovod.runner.elastic.policy import ElasticPlan, Limits, View, WorkerView, arrange, make_plan
 
 LIMITS = Limits(num_proc=2, min_np=2, max_np=4)
 
 
-def member(number: int, host: str = "a", joined: int = 1) -> Worker:
-    return Worker(number, host, joined, seat=number, placed=True)
+def member(number: int, host: str = "a", joined: int = 1) -> WorkerView:
+    return WorkerView(number, host, joined, seat=number, placed=True)
 
 
-def new(number: int, host: str = "a", ready_at: float | None = None) -> Worker:
-    return Worker(number, host, ready_at=ready_at)
+def new(number: int, host: str = "a", ready_at: float | None = None) -> WorkerView:
+    return WorkerView(number, host, ready_at=ready_at)
 
 
-def running(*workers: Worker, **details: object) -> View:
+def running(*workers: WorkerView, **details: object) -> View:
     """A job that trains."""
     view = View(now=100.0, number=1, formed=True, hosts={"a": 4}, workers=workers)
     return dataclasses.replace(view, **details)  # type: ignore[arg-type]
@@ -32,7 +32,7 @@ def running(*workers: Worker, **details: object) -> View:
 
 
 def test_nothing_starts_without_enough_slots():
-    assert make_plan(View(now=0.0, hosts={"a": 1}), LIMITS) == Plan()
+    assert make_plan(View(now=0.0, hosts={"a": 1}), LIMITS) == ElasticPlan()
 
 
 def test_all_slots_are_used_up_to_the_maximum():
@@ -75,7 +75,7 @@ def test_a_loss_is_decided_at_once_and_the_replacement_comes_later():
     assert [worker.id for worker in plan.proposal.members] == [0, 2]
     assert plan.start == ("a",)
     waiting = running(member(0), member(2), new(3), number=2, hosts={"a": 3})
-    assert make_plan(waiting, LIMITS) == Plan()
+    assert make_plan(waiting, LIMITS) == ElasticPlan()
     joining = running(member(0), member(2), new(3, ready_at=99.9), number=2, hosts={"a": 3})
     proposal = make_plan(joining, LIMITS).proposal
     assert proposal is not None
@@ -103,7 +103,7 @@ def test_the_reset_limit():
     limits = dataclasses.replace(LIMITS, reset_limit=0)
     assert make_plan(running(member(0), member(1), failed=(2,)), limits).exhausted
     grown = running(member(0), member(1), new(2, ready_at=1.0))
-    assert make_plan(grown, limits) == Plan(start=("a",)), "growing is only left out"
+    assert make_plan(grown, limits) == ElasticPlan(start=("a",)), "growing is only left out"
 
 
 def test_a_leaver_is_not_a_failure():
@@ -114,7 +114,7 @@ def test_a_leaver_is_not_a_failure():
 
 def test_who_has_finished_is_not_replaced_and_not_missed_until_asked_for():
     view = running(member(0), member(1), finished=(2,), finishing=True)
-    assert make_plan(view, LIMITS) == Plan()
+    assert make_plan(view, LIMITS) == ElasticPlan()
     proposal = make_plan(dataclasses.replace(view, asked=True), LIMITS).proposal
     assert proposal is not None
     assert (proposal.kind, proposal.lost, proposal.min_np) == ("failure", (2,), 1)
@@ -137,7 +137,7 @@ def test_a_blacklisted_host_is_left_only_if_enough_others_stay():
     assert proposal is not None
     assert proposal.removed == (0,)
     alone = dataclasses.replace(view, blacklisted=frozenset({"b"}))
-    assert make_plan(alone, LIMITS) == Plan()
+    assert make_plan(alone, LIMITS) == ElasticPlan()
 
 
 def test_the_state_is_handed_over_before_its_last_holder_goes():
@@ -148,7 +148,7 @@ def test_the_state_is_handed_over_before_its_last_holder_goes():
     assert [worker.id for worker in first.members] == [0, 1]
     both = [member(0, "a"), member(1, "b", joined=2)]
     meeting = running(*both, hosts={"b": 1}, number=2, formed=False)
-    assert make_plan(meeting, limits) == Plan()
+    assert make_plan(meeting, limits) == ElasticPlan()
     then = make_plan(dataclasses.replace(meeting, formed=True), limits).proposal
     assert then is not None
     assert [worker.id for worker in then.members] == [1]
@@ -168,10 +168,10 @@ def views(draw: st.DrawFn) -> tuple[View, Limits]:
         host = draw(st.sampled_from(HOSTS))
         if number and draw(st.booleans()):
             joined = draw(st.integers(1, number))
-            workers.append(Worker(identity, host, joined, identity, placed=True))
+            workers.append(WorkerView(identity, host, joined, identity, placed=True))
         else:
             ready = draw(st.none() | st.floats(90, 100))
-            workers.append(Worker(identity, host, ready_at=ready))
+            workers.append(WorkerView(identity, host, ready_at=ready))
     gone = st.lists(st.integers(20, 25), max_size=2, unique=True).map(tuple)
     lost = draw(gone) if number else ()
     min_np = draw(st.integers(1, 4))

@@ -191,7 +191,7 @@ def test_recovery_down_to_one_worker():
         job.kill(0)
         job.kill(1)
         job.lose(0)
-        job.lose(1)  # right after: the first of the two worlds never comes about
+        job.lose(1)  # right after: the first of the two generations never comes about
         _check(job.wait(60, [2]), size=1)
 
 

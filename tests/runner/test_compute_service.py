@@ -67,8 +67,8 @@ def test_counts_must_be_positive(counts: tuple[int, int]) -> None:
 
 
 def test_listens_on_loopback_unless_told_otherwise(service: ComputeService) -> None:
-    [doors] = service.addresses().values()
-    [(address, port)] = doors
+    [endpoints] = service.addresses().values()
+    [(address, port)] = endpoints
     assert address == "127.0.0.1"
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", port), timeout=LONG)
@@ -77,11 +77,11 @@ def test_listens_on_loopback_unless_told_otherwise(service: ComputeService) -> N
 def test_listens_on_the_interfaces_asked_for() -> None:
     service = ComputeService(1, 1, KEY, nics=["lo", "127.0.0.2"])
     addresses = service.addresses()
-    assert {nic: doors[0][0] for nic, doors in addresses.items()} == {
+    assert {nic: endpoints[0][0] for nic, endpoints in addresses.items()} == {
         "lo": "127.0.0.1",
         "127.0.0.2": "127.0.0.2",
     }
-    first, second = (ComputeClient({nic: doors}, KEY) for nic, doors in addresses.items())
+    first, second = (ComputeClient({nic: endpoints}, KEY) for nic, endpoints in addresses.items())
     first.register_dispatcher(0, "grpc://here")
     assert second.wait_for_dispatcher_registration(0, LONG) == "grpc://here"
     service.shutdown()

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from horovod.common.config import Config
 from horovod.common.store import PrefixStore, Store
 from horovod.common.store_client import StoreClient
-from horovod.transport import hierarchical, pairwise, pushing
+from horovod.transport import hierarchical, pairwise, peer_reduction
 from horovod.transport.base import Group, Transport
 from horovod.transport.hierarchical import HierarchicalTransport
+from horovod.transport.host_copy import HostCopyTransport
 from horovod.transport.shared_memory import SharedMemoryTransport
 from horovod.transport.single import SingleTransport
-from horovod.transport.staged import StagedTransport
 from horovod.transport.tcp import TcpTransport
 
 WORLD = 10  # ranks of the world begin here, so that they differ from ranks of the group
@@ -56,7 +56,7 @@ def small_pieces(build: Builder) -> Builder:
         pairwise.MESSAGE = 100_000
         hierarchical.ONE_LANE = 1000
         hierarchical.PIECE = 50_000
-        pushing.PIECE = 64 * 1024
+        peer_reduction.PIECE = 64 * 1024
         return build(group)
 
     return built
@@ -102,7 +102,7 @@ def on_hosts(inside: Builder, hosts: Sequence[Sequence[int]], **knobs: bool) -> 
 
 
 def staged(group: Group) -> Transport:
-    return StagedTransport(group, TcpTransport(_part(group, range(group.size), "host")))
+    return HostCopyTransport(group, TcpTransport(_part(group, range(group.size), "host")))
 
 
 def shared_memory_staged(group: Group) -> Transport:

@@ -15,7 +15,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import PrefixStore
 from horovod.transport.base import Transport
-from horovod.transport.staged import StagedTransport
+from horovod.transport.host_copy import HostCopyTransport
 from horovod.transport.tcp import TcpTransport
 from tests.rank_process import listen
 from tests.ranks import Ranks, run_ranks, start_ranks, tell
@@ -45,7 +45,7 @@ def wait_for_victim(rank: int, size: int, kind: str, count: int, victim: int, ho
     if rank != victim:
         return blocked_call(transport, count)
     # The transport under a staged one belongs to the engine, which looks after both.
-    owned = [transport, transport.host] if isinstance(transport, StagedTransport) else [transport]
+    owned = [transport, transport.host] if isinstance(transport, HostCopyTransport) else [transport]
     if how != "alone" and os.fork() == 0:
         for each in owned:
             each.after_fork_in_child()

@@ -8,9 +8,9 @@ import pytest
 
 from horovod.common.store import MemoryStore
 from horovod.transport.hierarchical import HierarchicalTransport
+from horovod.transport.host_copy import HostCopyTransport
 from horovod.transport.pairwise import offsets_of, split_evenly
 from horovod.transport.single import SingleTransport
-from horovod.transport.staged import StagedTransport
 from tests.transport.kinds import whole_group
 
 ONE = whole_group(0, 1, MemoryStore())
@@ -30,7 +30,7 @@ def test_single_serves_one_rank_only() -> None:
 
 def test_staged_needs_a_host_transport_of_the_same_ranks() -> None:
     with pytest.raises(ValueError, match="other ranks"):
-        StagedTransport(TWO, SingleTransport(ONE))
+        HostCopyTransport(TWO, SingleTransport(ONE))
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 import torch.distributed
 
 from horovod.common.store import MemoryStore
-from horovod.transport.store_adapter import TorchStore
+from horovod.transport.store_adapter import StoreForTorch
 
 
 def test_torch_sees_what_we_store_and_the_other_way_round() -> None:
     ours = MemoryStore()
-    adapter = TorchStore(ours, timeout=10)  # torch does not keep the Python object alive
+    adapter = StoreForTorch(ours, timeout=10)  # torch does not keep the Python object alive
     theirs = torch.distributed.PrefixStore("group", adapter)
     theirs.set("a", "text")
     assert ours.get("group/a", 0) == b"text"
@@ -31,14 +31,14 @@ def test_torch_sees_what_we_store_and_the_other_way_round() -> None:
 
 def test_waiting_ends_when_the_key_comes() -> None:
     ours = MemoryStore()
-    store = TorchStore(ours, timeout=30)
+    store = StoreForTorch(ours, timeout=30)
     threading.Timer(0.05, ours.set, ["late", b"1"]).start()
     store.wait(["late"])
     assert store.get("late") == b"1"
 
 
 def test_waiting_ends_with_the_deadline_of_all_calls() -> None:
-    store = TorchStore(MemoryStore(), timeout=0.05)
+    store = StoreForTorch(MemoryStore(), timeout=0.05)
     with pytest.raises(TimeoutError, match="never"):
         store.wait(["never"], timedelta(seconds=60))
     with pytest.raises(TimeoutError, match="never"):

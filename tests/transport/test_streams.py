@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.transport import streams
-from horovod.transport.streams import Incoming, Stream, finish
+from horovod.transport.streams import Incoming, MessageStream, finish
 
 SECONDS = 20  # until something counts as hanging
 
@@ -54,7 +54,7 @@ def cut(nbytes: int, seed: int) -> list[int]:
     return found
 
 
-def queue(stream: Stream, plan: list, salt: int) -> None:
+def queue(stream: MessageStream, plan: list, salt: int) -> None:
     for number, (lengths, _, _) in enumerate(plan):
         data = content(sum(lengths), salt + number)
         pieces, start = [], 0
@@ -66,7 +66,7 @@ def queue(stream: Stream, plan: list, salt: int) -> None:
         stream.send(pieces, len(data))
 
 
-def expect(stream: Stream, plan: list) -> list[tuple[Incoming, list[bytearray]]]:
+def expect(stream: MessageStream, plan: list) -> list[tuple[Incoming, list[bytearray]]]:
     awaited = []
     for lengths, seed, known in plan:
         nbytes = sum(lengths)
@@ -95,7 +95,7 @@ def alongside(function) -> threading.Thread:
 @given(messages, messages, st.integers(1, 5))
 def test_messages_arrive_intact_and_in_order_both_ways(there: list, back: list, most: int):
     with pair() as (mine, theirs), mock.patch.object(streams, "_MOST_PIECES", most):
-        here, other = Stream(mine), Stream(theirs)
+        here, other = MessageStream(mine), MessageStream(theirs)
         queue(here, there, 0)
         queue(other, back, 100)
         arriving, awaited = expect(other, there), expect(here, back)
@@ -114,7 +114,7 @@ def test_messages_arrive_intact_and_in_order_both_ways(there: list, back: list, 
 
 def test_what_a_message_brings_about_comes_before_the_next():
     with pair() as (mine, theirs):
-        here, other = Stream(mine), Stream(theirs)
+        here, other = MessageStream(mine), MessageStream(theirs)
         seen: list[str] = []
 
         def answer() -> None:
@@ -137,7 +137,7 @@ def test_what_a_message_brings_about_comes_before_the_next():
 def test_several_streams_move_at_once():
     """Each waits for what the other sends only later: none may hold up the others."""
     with pair() as (a, b), pair() as (c, d):
-        near, far = [Stream(a), Stream(c)], [Stream(d), Stream(b)]
+        near, far = [MessageStream(a), MessageStream(c)], [MessageStream(d), MessageStream(b)]
         for stream in (*near, *far):
             stream.send([bytes(200_000)], 200_000)
             stream.receive(None, None)
@@ -149,7 +149,7 @@ def test_several_streams_move_at_once():
 
 def test_done_ends_the_wait_while_more_is_expected():
     with pair() as (mine, theirs):
-        here, other = Stream(mine), Stream(theirs)
+        here, other = MessageStream(mine), MessageStream(theirs)
         other.send([b"x"], 1)
         other.push()
         first, later = here.receive(None, None), here.receive(None, None)
@@ -171,7 +171,7 @@ def test_done_ends_the_wait_while_more_is_expected():
 def test_ranks_out_of_step_find_out(sent: bytes, awaited: int | None):
     with pair() as (mine, theirs):
         theirs.sendall(sent)
-        stream = Stream(mine)
+        stream = MessageStream(mine)
         pieces = None if awaited is None else [memoryview(bytearray(awaited))]
         stream.receive(pieces, awaited)
         with pytest.raises(HorovodInternalError, match="out of step"):
@@ -180,7 +180,7 @@ def test_ranks_out_of_step_find_out(sent: bytes, awaited: int | None):
 
 def test_a_message_that_was_lost_is_noticed():
     with pair() as (mine, theirs):
-        here, other = Stream(mine), Stream(theirs)
+        here, other = MessageStream(mine), MessageStream(theirs)
         here.send([b"lost"], 4)
         here.leaving.clear()
         here.send([b"next"], 4)
@@ -194,7 +194,7 @@ def test_a_message_that_was_lost_is_noticed():
 def test_a_peer_that_has_closed_ends_a_wait_for_its_message(after: int):
     with pair() as (mine, theirs):
         theirs.sendall((struct.pack("<QQ", 0, 9) + bytes(9))[:after])
-        stream = Stream(mine)
+        stream = MessageStream(mine)
         stream.receive(None, None)
         thread = alongside(theirs.close)
         with pytest.raises(ConnectionResetError):
@@ -204,7 +204,7 @@ def test_a_peer_that_has_closed_ends_a_wait_for_its_message(after: int):
 
 def test_a_peer_that_has_closed_ends_sending():
     with pair() as (mine, theirs):
-        stream = Stream(mine)
+        stream = MessageStream(mine)
         stream.send([bytes(1 << 20)], 1 << 20)
         stream.push()
         theirs.close()

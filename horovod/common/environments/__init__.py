@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from horovod.common.environments.base import Environment, Meeting, describe
+from horovod.common.environments.base import Environment, RendezvousMethod, describe
 from horovod.common.environments.elastic import Elastic
 from horovod.common.environments.horovodrun import HorovodRun
 from horovod.common.environments.hydra import Hydra
@@ -30,7 +30,7 @@ from horovod.common.environments.single import Single
 from horovod.common.environments.slurm import Slurm
 from horovod.common.environments.torchrun import TorchRun
 
-__all__ = ["ENVIRONMENTS", "Elastic", "Environment", "Meeting", "detect"]
+__all__ = ["ENVIRONMENTS", "Elastic", "Environment", "RendezvousMethod", "detect"]
 
 _MPI: tuple[type[Environment], ...] = (JSRun, OpenMPI, MVAPICH2, Hydra, PMIx)
 _TORCH: tuple[type[Environment], ...] = (TorchRun, Kubeflow)

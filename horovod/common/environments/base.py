@@ -16,7 +16,7 @@ from typing import ClassVar
 from horovod.common.topology import Topology
 
 
-class Meeting(Enum):
+class RendezvousMethod(Enum):
     """How the ranks of a job find each other."""
 
     ALONE = "there is one rank"
@@ -43,7 +43,7 @@ class Environment(ABC):
     """
 
     name: ClassVar[str]
-    meeting: ClassVar[Meeting]
+    meeting: ClassVar[RendezvousMethod]
     variables: ClassVar[Variables]
     job_variables: ClassVar[tuple[str, ...]] = ()
     """Variables whose values, as far as they are set, together name the job."""

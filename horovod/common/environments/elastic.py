@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from horovod.common.environments.base import Environment, Meeting
-from horovod.common.membership import World, is_elastic, membership
+from horovod.common.environments.base import Environment, RendezvousMethod
+from horovod.common.membership import Generation, is_elastic, membership
 from horovod.common.topology import Topology
 
 
@@ -16,18 +16,18 @@ class Elastic(Environment):
     """
 
     name = "horovodrun (elastic)"
-    meeting = Meeting.LAUNCHER_STORE
+    meeting = RendezvousMethod.LAUNCHER_STORE
 
     @classmethod
     def detects(cls, environ: Mapping[str, str]) -> bool:
         return is_elastic(environ)
 
-    def world(self) -> World:
+    def world(self) -> Generation:
         """The world that this process has entered."""
         member = membership(self.environ)
-        if member is None or member.world is None:
+        if member is None or member.generation is None:
             raise ValueError("a worker of an elastic job has no place before it calls init()")
-        return member.world
+        return member.generation
 
     def claim(self) -> tuple[int, int]:
         topology = self.topology()

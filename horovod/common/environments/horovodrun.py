@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from horovod.common.environments.base import Environment, Meeting, Variables
+from horovod.common.environments.base import Environment, RendezvousMethod, Variables
 
 CROSS_RANK = "HOROVOD_CROSS_RANK"
 CROSS_SIZE = "HOROVOD_CROSS_SIZE"
@@ -14,7 +14,7 @@ class HorovodRun(Environment):
     """Explicit variables, before everything else. Without the local ones: one rank per host."""
 
     name = "HOROVOD_* (horovodrun)"
-    meeting = Meeting.LAUNCHER_STORE
+    meeting = RendezvousMethod.LAUNCHER_STORE
     variables = Variables(
         rank="HOROVOD_RANK",
         size="HOROVOD_SIZE",

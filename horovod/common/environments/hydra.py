@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from horovod.common.environments.base import Environment, Meeting, Variables
+from horovod.common.environments.base import Environment, RendezvousMethod, Variables
 
 
 class Hydra(Environment):
     """PMI_RANK and PMI_SIZE; the local place is Hydra's (MPI_LOCALRANKID) or PALS's."""
 
     name = "MPICH or Intel MPI mpirun"
-    meeting = Meeting.MPI
+    meeting = RendezvousMethod.MPI
     variables = Variables(
         rank="PMI_RANK",
         size="PMI_SIZE",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from horovod.common.environments.base import Environment, Meeting, Variables
+from horovod.common.environments.base import Environment, RendezvousMethod, Variables
 
 
 class JSRun(Environment):
     name = "LSF jsrun"
-    meeting = Meeting.MPI
+    meeting = RendezvousMethod.MPI
     variables = Variables(
         rank="JSM_NAMESPACE_RANK",
         size="JSM_NAMESPACE_SIZE",

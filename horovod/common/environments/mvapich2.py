@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from horovod.common.environments.base import Environment, Meeting, Variables
+from horovod.common.environments.base import Environment, RendezvousMethod, Variables
 
 
 class MVAPICH2(Environment):
     name = "MVAPICH2 mpirun"
-    meeting = Meeting.MPI
+    meeting = RendezvousMethod.MPI
     variables = Variables(
         rank="MV2_COMM_WORLD_RANK",
         size="MV2_COMM_WORLD_SIZE",

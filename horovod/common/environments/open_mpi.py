@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from horovod.common.environments.base import Environment, Meeting, Variables
+from horovod.common.environments.base import Environment, RendezvousMethod, Variables
 
 
 class OpenMPI(Environment):
     name = "Open MPI mpirun"
-    meeting = Meeting.MPI
+    meeting = RendezvousMethod.MPI
     variables = Variables(
         rank="OMPI_COMM_WORLD_RANK",
         size="OMPI_COMM_WORLD_SIZE",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from horovod.common.environments.base import Environment, Meeting, Variables
+from horovod.common.environments.base import Environment, RendezvousMethod, Variables
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "OMPI_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
@@ -17,7 +17,7 @@ _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_WORLD_LOCAL_SIZE")
 
 class PMIx(Environment):
     name = "PMIx launcher"
-    meeting = Meeting.MPI
+    meeting = RendezvousMethod.MPI
     variables = Variables(
         rank="PMIX_RANK", size=_SIZES[0], local_rank=_LOCAL_RANKS[0], local_size=_LOCAL_SIZES[0]
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from horovod.common.environments.base import Environment, Meeting
+from horovod.common.environments.base import Environment, RendezvousMethod
 from horovod.common.topology import Topology
 
 
 class Single(Environment):
     name = "no launcher"
-    meeting = Meeting.ALONE
+    meeting = RendezvousMethod.ALONE
 
     @classmethod
     def detects(cls, environ: Mapping[str, str]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from horovod.common.environments.base import Environment, Meeting, Variables
+from horovod.common.environments.base import Environment, RendezvousMethod, Variables
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Step numbers from here on are the batch script, the interactive shell and Slurm's own steps."""
@@ -34,7 +34,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 class Slurm(Environment):
     name = "Slurm srun"
-    meeting = Meeting.SHARED_HOME
+    meeting = RendezvousMethod.SHARED_HOME
     variables = Variables(
         rank="SLURM_PROCID",
         size="SLURM_NTASKS",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from horovod.common.environments.base import Environment, Meeting, Variables
+from horovod.common.environments.base import Environment, RendezvousMethod, Variables
 
 
 class TorchRun(Environment):
     name = "torchrun"
-    meeting = Meeting.TORCH_STORE
+    meeting = RendezvousMethod.TORCH_STORE
     variables = Variables(
         rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE"
     )

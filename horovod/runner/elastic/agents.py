@@ -15,15 +15,15 @@ from horovod.common.addresses import LOOPBACK
 from horovod.common.wire import encode_key
 from horovod.runner.host_agent import HostAgent, WorkerSpec
 from horovod.runner.hosts import is_local
-from horovod.runner.meeting import (
-    Door,
-    MeetingPlace,
+from horovod.runner.probe import interface_address
+from horovod.runner.ssh import Ssh
+from horovod.runner.store_endpoints import (
+    Endpoint,
+    StoreEndpoints,
     addresses_towards,
     connection_ends,
     describe_failures,
 )
-from horovod.runner.probe import interface_address
-from horovod.runner.ssh import Ssh
 from horovod.runner.supervise import Supervisor, raise_descriptor_limit
 from horovod.runner.worker_env import (
     HOSTS_OWN,
@@ -57,14 +57,16 @@ class _Host:
 
     def __init__(self, agent: HostAgent) -> None:
         self.agent = agent
-        self.door: Door | None = None  # how it reaches the store, once that is known
+        self.endpoint: Endpoint | None = None  # how it reaches the store, once that is known
         self.nics: Sequence[str] = ()
 
 
 class Agents:
     """The agents of all hosts that are wanted."""
 
-    def __init__(self, request: WorkerRequest, place: MeetingPlace, supervisor: Supervisor) -> None:
+    def __init__(
+        self, request: WorkerRequest, place: StoreEndpoints, supervisor: Supervisor
+    ) -> None:
         self._request = request
         self._place = place
         self._supervisor = supervisor
@@ -75,7 +77,7 @@ class Agents:
     # -- which hosts -----------------------------------------------------------------------
 
     def first(self, slots: Mapping[str, int], most: int | None) -> list[str]:
-        """As many of these hosts as `most` workers need; hosts that rest are beside them."""
+        """As many of these hosts as `most` workers need. Resting hosts add no capacity."""
         found, room = [], 0
         for name, count in slots.items():
             if most is not None and room >= most:
@@ -127,10 +129,10 @@ class Agents:
         return list(self._hosts)
 
     def is_ready(self, name: str) -> bool:
-        return name in self._hosts and self._hosts[name].door is not None
+        return name in self._hosts and self._hosts[name].endpoint is not None
 
     def is_connecting(self, name: str) -> bool:
-        return name in self._hosts and self._hosts[name].door is None
+        return name in self._hosts and self._hosts[name].endpoint is None
 
     def agent(self, name: str) -> HostAgent | None:
         host = self._hosts.get(name)
@@ -148,12 +150,12 @@ class Agents:
         if host is None:
             return ""
         if agent.ssh is None:
-            host.door = self._place.open(LOOPBACK)
+            host.endpoint = self._place.open(LOOPBACK)
             host.nics = [name for name in self._request.nics if interface_address(name)]
             return ""
         for address in addresses_towards(agent.name, connection_ends(agent), self._request.nics):
             self._place.open(address)
-        if not self._place.doors:
+        if not self._place.endpoints:
             return (
                 f"cannot tell which address of this machine leads to {agent.name}; say which "
                 f"network interface does with --network-interfaces"
@@ -166,7 +168,7 @@ class Agents:
         host = self._of(agent)
         if host is None:
             return ""
-        if answer["door"] is None:
+        if answer["endpoint"] is None:
             return (
                 f"{agent.name} cannot connect to this machine, where the ranks are to meet: tried "
                 f"{describe_failures(answer['failures'])}"
@@ -177,7 +179,7 @@ class Agents:
                 f"{', '.join(self._request.nics)} (--network-interfaces); it has "
                 f"{', '.join(answer['interfaces'])}"
             )
-        host.door = answer["door"][0], answer["door"][1]
+        host.endpoint = answer["endpoint"][0], answer["endpoint"][1]
         host.nics = list(answer["nics"])
         return ""
 
@@ -198,7 +200,7 @@ class Agents:
     def start(self, name: str, worker: int, index: int, slots: int) -> None:
         """Start a worker, in a certain one of the host's slots."""
         host, request = self._hosts[name], self._request
-        assert host.door is not None, "only ready hosts get workers"
+        assert host.endpoint is not None, "only ready hosts get workers"
         remote = host.agent.ssh is not None
         env = travelling(request.env) if remote else dict(request.env)
         if not request.env.get("OMP_NUM_THREADS"):
@@ -208,8 +210,8 @@ class Agents:
             "HOROVOD_ELASTIC": "1",
             "HOROVOD_WORKER_ID": f"w{worker}",
             "HOROVOD_HOSTNAME": name,
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": host.door[0],
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(host.door[1]),
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": host.endpoint[0],
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(host.endpoint[1]),
             KEY: encode_key(self._place.key),
             "PYTHONUNBUFFERED": "1",
         }

@@ -1,10 +1,10 @@
 """The driver of an elastic job: executes what `policy` decides, and tells the workers.
 
 It is the `Handler` of the launcher's loop. What happens (agents' events, discovered hosts, what
-workers write to the store) changes the book in `roster`; then `_settle` asks the policy what
+workers write to the store) changes the book in `roster`; then `_reconcile` asks the policy what
 follows. Everything runs in the loop's thread; the store's and the poller's threads only leave
-messages. Workers learn of decisions through the store, see `horovod.common.decisions`; `roll_call`
-minds their answers, and `losses` what becomes of those who fail.
+messages. Workers learn of decisions through the store, see `horovod.common.decisions`; `liveness`
+minds their answers, and `failures` what becomes of those who fail.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, Protocol
 
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.agents import Agents, WorkerRequest
-from horovod.runner.elastic.announcing import Announcer
+from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import HostManager
-from horovod.runner.elastic.endings import Ending, Endings
-from horovod.runner.elastic.losses import Losses
+from horovod.runner.elastic.failures import Failures
+from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.mailbox import Mailbox
 from horovod.runner.elastic.polling import HostPoller
-from horovod.runner.elastic.roll_call import RollCall
-from horovod.runner.elastic.roster import Failure, Process, Roster, name_of, now, number_of
+from horovod.runner.elastic.roster import Process, Roster, WorkerFailure, name_of, now, number_of
 from horovod.runner.elastic.status import Status, count
+from horovod.runner.elastic.termination import Ending, Termination
 from horovod.runner.host_agent import HostAgent
-from horovod.runner.meeting import MeetingPlace
 from horovod.runner.report import Outcome, exit_status
+from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import FAILURE_GRACE, Supervisor
 
 _TICK = 0.5
@@ -55,7 +55,7 @@ class Driver:
         request: WorkerRequest,
         limits: policy.Limits,
         manager: HostManager,
-        place: MeetingPlace,
+        place: StoreEndpoints,
         supervisor: Supervisor,
         outputs: WorkerOutputs,
         status: Status,
@@ -69,18 +69,18 @@ class Driver:
         self._verbose = request.verbose
         self._agents = Agents(request, place, supervisor)
         self._roster = Roster()
-        self._endings = Endings(limits, self._roster, manager)
-        self._announcer = Announcer(place.store)
-        self._losses = Losses(
-            self._roster, self._agents, manager, self._endings, self._announcer, status
+        self._termination = Termination(limits, self._roster, manager)
+        self._log_of_decisions = DecisionLog(place.store)
+        self._failures = Failures(
+            self._roster, self._agents, manager, self._termination, self._log_of_decisions, status
         )
-        self._roll_call = RollCall(
+        self._liveness = Liveness(
             limits,
             self._roster,
-            self._announcer,
-            self._losses,
+            self._log_of_decisions,
+            self._failures,
             supervisor.call_later,
-            self._settle,
+            self._reconcile,
         )
         self._finishing = False
         self._mailbox = Mailbox()
@@ -101,16 +101,16 @@ class Driver:
             poller.close()
             self._supervisor.unwatch(self._mailbox.descriptor)
             self._mailbox.close()
-        outcome = self._endings.outcome
+        outcome = self._termination.outcome
         outcome.interrupted = next(iter(self._supervisor.signals), None)
         outcome.output_lost = self._supervisor.console.broken
         self._status.note("end", status=exit_status(outcome), problem=outcome.problem)
         return outcome
 
     @property
-    def last_failure(self) -> Failure | None:
+    def last_failure(self) -> WorkerFailure | None:
         """The one that `run`'s outcome tells of."""
-        return self._endings.blamed
+        return self._termination.blamed
 
     # -- messages of other threads ---------------------------------------------------------
 
@@ -120,7 +120,7 @@ class Driver:
 
     def _take_messages(self) -> None:
         if self._take_all():
-            self._settle()
+            self._reconcile()
 
     def _take_all(self) -> bool:
         changed = False
@@ -131,7 +131,7 @@ class Driver:
     def _take_hosts(self, answer: dict[str, int] | Exception) -> bool:
         if isinstance(answer, Exception):
             self._status.note("discovery failed", reason=str(answer))
-            if not self._endings.discovered:
+            if not self._termination.discovered:
                 self._end(Ending(f"cannot find out which hosts there are: {answer}"))
             elif str(answer) != self._last_problem:
                 self._last_problem = str(answer)
@@ -139,13 +139,13 @@ class Driver:
             return False
         before = self._manager.current_hosts
         changed = self._manager.take(answer)
-        if not changed and self._endings.discovered:
+        if not changed and self._termination.discovered:
             return False
-        self._endings.discovered = True
+        self._termination.discovered = True
         self._last_problem = ""
         for host in before.host_slots:
             if host not in answer and self._roster.on(host):
-                self._announcer.causes.append(f"{host} is not available any more")
+                self._log_of_decisions.causes.append(f"{host} is not available any more")
         self._status.note("hosts", hosts=answer)
         return True
 
@@ -153,8 +153,8 @@ class Driver:
         what, *rest = key.split("/")[1:]
         if what == "formed":
             self._status.note("formed", decision=int(rest[0]))
-            if self._announcer.take_formed(int(rest[0])):
-                self._endings.formed()
+            if self._log_of_decisions.take_formed(int(rest[0])):
+                self._termination.formed()
             return True
         process = self._roster.get(rest[-1])
         if process is None:
@@ -167,7 +167,7 @@ class Driver:
         elif what == "seen":
             attempt = int(self._place.store.try_get(key) or 0)
             process.entered = max(process.entered, (int(rest[0]), attempt))
-            self._roll_call.entered(*process.entered)
+            self._liveness.entered(*process.entered)
         elif what == "done" and not process.done:
             process.done = True
             self._finish(process)
@@ -176,7 +176,7 @@ class Driver:
             if process.number in self._roster.placed:
                 self._roster.left.append(process.number)
             self._manager.give_back(process.host)
-            self._announcer.causes.append(f"{process} leaves, as it was told to")
+            self._log_of_decisions.causes.append(f"{process} leaves, as it was told to")
         return what not in ("heard", "seen")
 
     # -- what the agents say ---------------------------------------------------------------
@@ -191,8 +191,8 @@ class Driver:
         if problem:
             self._agents.let_go(agent.name)
             self._agents.rest(agent.name)
-            self._losses.blame(agent.name, problem)
-        self._settle()
+            self._failures.blame(agent.name, problem)
+        self._reconcile()
 
     def started(self, agent: HostAgent, worker: int, pid: int) -> None:
         process = self._roster.alive.get(worker)
@@ -207,8 +207,8 @@ class Driver:
         if process is None or self._supervisor.stopping or self._supervisor.signals:
             return
         why = f"{what!r}: {os.strerror(number)}" if what else os.strerror(number)
-        self._losses.could_not_start(process, why)
-        self._settle()
+        self._failures.could_not_start(process, why)
+        self._reconcile()
 
     def exited(self, agent: HostAgent, exits: Sequence[tuple[int, int]]) -> None:
         self._take_all()  # what they said before they ended
@@ -217,7 +217,7 @@ class Driver:
             self._status.note("exited", worker=name_of(worker), host=agent.name, code=code)
             if process is not None:
                 self._take_exit(process, code)
-        self._settle()
+        self._reconcile()
 
     def _take_exit(self, process: Process, code: int) -> None:
         roster = self._roster
@@ -227,45 +227,47 @@ class Driver:
             del roster.alive[process.number]
         elif code == 0:
             del roster.alive[process.number]
-            self._endings.finished()
+            self._termination.finished()
             if not process.done:
                 self._finish(process)
         elif self._supervisor.stopping or self._supervisor.signals:
             del roster.alive[process.number]
         else:
-            self._losses.failed(process, code)
+            self._failures.failed(process, code)
 
     def lost(self, agent: HostAgent, code: int) -> None:
         if self._supervisor.stopping or not self._agents.lost(agent):
             return
         said = agent.last_words or f"ended with exit code {code} and no message"
         if agent.hello is None:
-            self._losses.blame(agent.name, f"cannot start on {agent.name}: {said}")
+            self._failures.blame(agent.name, f"cannot start on {agent.name}: {said}")
         else:
-            self._losses.lost_host(agent, f"the connection to {agent.name} is lost: {said}")
-        self._settle()
+            self._failures.lost_host(agent, f"the connection to {agent.name} is lost: {said}")
+        self._reconcile()
 
     # -- the next step ---------------------------------------------------------------------
 
     def _tick(self) -> None:
         if not self._supervisor.stopping:
-            self._settle()
+            self._reconcile()
             self._supervisor.call_later(_TICK, self._tick)
 
-    def _settle(self) -> None:
+    def _reconcile(self) -> None:
         """Do what follows from what is known."""
         if self._supervisor.stopping:
             return
-        ending = self._endings.find(self._view())
+        ending = self._termination.find(self._view())
         if ending is not None:
             self._end(ending)
             return
-        if self._supervisor.signals and self._announcer.newest.too_few:
-            self._announcer.announce_the_end(self._roster.placed)  # nobody will come any more
+        if self._supervisor.signals and self._log_of_decisions.newest.too_few:
+            self._log_of_decisions.announce_the_end(
+                self._roster.placed
+            )  # nobody will come any more
             return
         plan = policy.make_plan(self._view(), self._limits)
         if plan.exhausted:
-            self._end(self._endings.exhausted())
+            self._end(self._termination.exhausted())
             return
         for worker in plan.stop:
             self._dismiss(self._roster.alive[worker], FAILURE_GRACE)
@@ -274,7 +276,7 @@ class Driver:
         for host in plan.start:
             self._start(host)
         self._mind_hosts()
-        waiting = self._endings.waiting_for(self._view())
+        waiting = self._termination.waiting_for(self._view())
         if waiting:
             self._status.tell(waiting, "waiting")
 
@@ -283,8 +285,8 @@ class Driver:
         resting = frozenset(h for h in hosts.host_slots if not self._agents.is_ready(h))
         return policy.View(
             now=now(),
-            number=self._announcer.number,
-            formed=self._announcer.formed,
+            number=self._log_of_decisions.number,
+            formed=self._log_of_decisions.formed,
             hosts=hosts.host_slots,
             blacklisted=hosts.blacklisted,
             resting=resting,
@@ -293,10 +295,10 @@ class Driver:
             failed=tuple(self._roster.failed),
             left=tuple(self._roster.left),
             finished=tuple(self._roster.finished),
-            asked=self._roll_call.asked,
+            asked=self._liveness.asked,
             troubled=bool(self._roster.failures),
             finishing=self._finishing or bool(self._supervisor.signals),
-            fenced_until=self._losses.fenced_until,
+            fenced_until=self._failures.fenced_until,
         )
 
     def _mind_hosts(self) -> None:
@@ -307,7 +309,7 @@ class Driver:
         if view.number or view.workers or view.slots >= self._limits.num_proc:
             wanted = self._agents.first(view.usable, self._limits.max_np)
             for host, problem in self._agents.want(wanted).items():
-                self._losses.blame(host, f"cannot start on {host}: {problem}")
+                self._failures.blame(host, f"cannot start on {host}: {problem}")
         for host in self._agents.names():
             if host not in view.usable and not self._roster.on(host):
                 self._agents.let_go(host)
@@ -317,7 +319,7 @@ class Driver:
         self._outputs.open(process)
         slots = self._manager.current_hosts.get_slots(host)
         self._agents.start(host, process.number, process.index, max(slots, process.index + 1))
-        if self._announcer.number:
+        if self._log_of_decisions.number:
             self._status.tell(f"starting {process.name} on {host}", "starting", worker=process.name)
 
     def _dismiss(self, process: Process, grace: float) -> None:
@@ -326,34 +328,34 @@ class Driver:
 
     def _finish(self, process: Process) -> None:
         """Somebody has finished: nobody new is needed."""
-        roster, number = self._roster, self._announcer.number
+        roster, number = self._roster, self._log_of_decisions.number
         if process.number in roster.placed:
             roster.finished.append(process.number)
         if not self._finishing:
             self._finishing = True
             for newcomer in roster.newcomers():
                 self._dismiss(newcomer, FAILURE_GRACE)
-        if self._announcer.formed:
+        if self._log_of_decisions.formed:
             return
-        # The newest world has not come about. Those who train on in an older one will finish as
-        # well; who wanted to join them is too late.
+        # The newest generation has not come about. Those who train on in an older one will finish
+        # as well; who wanted to join them is too late.
         members = roster.members()
         if any(member.joined != number for member in members):
             for member in members:
                 if member.joined == number:
                     self._dismiss(member, FAILURE_GRACE)
-        self._roll_call.finished()
+        self._liveness.finished()
 
     # -- decisions -------------------------------------------------------------------------
 
     def _decide(self, proposal: policy.Proposal) -> None:
-        decision = self._announcer.announce(proposal)
+        decision = self._log_of_decisions.announce(proposal)
         slots = decision.slots
         ranks = {number_of(name): slot.rank for name, slot in slots.items()}
         self._roster.place(proposal.members, ranks)
         for worker, rank in ranks.items():
             self._outputs.rename(worker, rank)
-        self._roll_call.begin(decision)
+        self._liveness.begin(decision)
         size = count(len(slots), "worker")
         if decision.too_few:
             size += f", too few to go on (at least {proposal.min_np})"
@@ -367,7 +369,7 @@ class Driver:
         )
 
     def _end(self, ending: Ending) -> None:
-        self._endings.settle(ending)
+        self._termination.settle(ending)
         if ending.problem or ending.failure:
-            self._announcer.announce_the_end(self._roster.placed)
+            self._log_of_decisions.announce_the_end(self._roster.placed)
         self._supervisor.stop(FAILURE_GRACE)

@@ -23,10 +23,10 @@ from horovod.runner.elastic.policy import Limits
 from horovod.runner.elastic.roster import Process
 from horovod.runner.elastic.status import Status
 from horovod.runner.hosts import plan_slots
-from horovod.runner.meeting import MeetingPlace
 from horovod.runner.outputs import STREAMS, Outputs
 from horovod.runner.report import LaunchError, Outcome, describe_failure
 from horovod.runner.ssh import Ssh
+from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import Supervisor
 from horovod.runner.tunables import settings, settings_environment
 
@@ -66,7 +66,7 @@ def run_elastic_job(
         status = stack.enter_context(Status(console, options.status_file))
         outputs = Outputs(console, options.output_ranks)
         workers = _WorkerOutputs(outputs, options.output_filename, stack)
-        place = MeetingPlace(new_key(), store)
+        place = StoreEndpoints(new_key(), store)
         stack.callback(place.close)
         supervisor = Supervisor(console, outputs)
         stack.callback(supervisor.close)

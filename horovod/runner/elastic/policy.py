@@ -1,7 +1,7 @@
 """What an elastic job does next: pure functions from what is known to what is to be done.
 
-The driver describes the job as a `View` whenever something has happened and executes the `Plan`.
-Nothing here looks at a clock, a host or a process.
+The driver describes the job as a `View` whenever something has happened, and executes the
+`ElasticPlan`. Nothing here looks at a clock, a host or a process.
 
 The rules, in the order in which they matter:
 
@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from horovod.common.decisions import Slot
+from horovod.common.decisions import Assignment
 from horovod.runner.hosts import Host, plan_slots
 
 SETTLE_SECONDS = 1.0
@@ -44,7 +44,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerView:
     """A process of the job that is alive."""
 
     id: int  # in the order of starting
@@ -71,7 +71,7 @@ class View:
     blacklisted: frozenset[str] = frozenset()
     resting: frozenset[str] = frozenset()  # hosts on which nothing can be started at the moment
     connecting: bool = False  # some of them soon
-    workers: Sequence[Worker] = ()
+    workers: Sequence[WorkerView] = ()
     failed: tuple[int, ...] = ()  # had a place in the newest decision and died
     left: tuple[int, ...] = ()  # gave it back
     finished: tuple[int, ...] = ()  # have ended well
@@ -94,7 +94,7 @@ class View:
 class Proposal:
     """The next decision, without its number and words."""
 
-    members: tuple[Worker, ...]  # oldest first
+    members: tuple[WorkerView, ...]  # oldest first
     kind: str
     lost: tuple[int, ...] = ()
     added: tuple[int, ...] = ()
@@ -103,7 +103,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ElasticPlan:
     """What to do now."""
 
     start: tuple[str, ...] = ()  # a host for each new worker
@@ -112,11 +112,11 @@ class Plan:
     exhausted: bool = False  # a decision is needed, but there were too many
 
 
-def make_plan(view: View, limits: Limits) -> Plan:
+def make_plan(view: View, limits: Limits) -> ElasticPlan:
     """The next step."""
     members = sorted((w for w in view.workers if w.placed), key=lambda w: w.age)
     if view.finishing:
-        return Plan(proposal=_shrink(view, members))
+        return ElasticPlan(proposal=_shrink(view, members))
     keep = _keep(view, members, limits)
     new, superfluous = _fitting(view, [w for w in view.workers if w.joined is None], keep, limits)
     forced = bool(view.failed or view.left or len(keep) < len(members))
@@ -127,27 +127,27 @@ def make_plan(view: View, limits: Limits) -> Plan:
     proposal = None
     if forced or view.asked or joining:
         if spent:
-            return Plan(exhausted=True)
+            return ElasticPlan(exhausted=True)
         proposal = _propose(view, members, keep, joining, limits)
     start = _missing(view, keep, new, limits)
-    return Plan(tuple(start), tuple(w.id for w in superfluous), proposal)
+    return ElasticPlan(tuple(start), tuple(w.id for w in superfluous), proposal)
 
 
-def arrange(members: Iterable[Worker]) -> dict[int, Slot]:
+def arrange(members: Iterable[WorkerView]) -> dict[int, Assignment]:
     """Places for workers: the oldest is rank 0, the ranks of a host are neighbours."""
-    by_host: dict[str, list[Worker]] = {}
+    by_host: dict[str, list[WorkerView]] = {}
     for worker in sorted(members, key=lambda w: w.age):
         by_host.setdefault(worker.host, []).append(worker)
     hosts = [Host(name, len(workers)) for name, workers in by_host.items()]
     ordered = [worker for workers in by_host.values() for worker in workers]
     places = plan_slots(hosts, len(ordered))
     return {
-        worker.id: Slot(**dataclasses.asdict(place))
+        worker.id: Assignment(**dataclasses.asdict(place))
         for worker, place in zip(ordered, places, strict=True)
     }
 
 
-def _keep(view: View, members: Sequence[Worker], limits: Limits) -> list[Worker]:
+def _keep(view: View, members: Sequence[WorkerView], limits: Limits) -> list[WorkerView]:
     """The members that stay."""
     sound = _within(members, view.usable)
     tolerated = _within(members, view.hosts)
@@ -157,7 +157,7 @@ def _keep(view: View, members: Sequence[Worker], limits: Limits) -> list[Worker]
     return list(members)  # somebody has to hand the state over first
 
 
-def _within(workers: Sequence[Worker], room: Mapping[str, int]) -> list[Worker]:
+def _within(workers: Sequence[WorkerView], room: Mapping[str, int]) -> list[WorkerView]:
     """As many workers of each host as it has room for, in the order given."""
     left = dict(room)
     stay = []
@@ -169,8 +169,8 @@ def _within(workers: Sequence[Worker], room: Mapping[str, int]) -> list[Worker]:
 
 
 def _fitting(
-    view: View, new: Sequence[Worker], keep: Sequence[Worker], limits: Limits
-) -> tuple[list[Worker], list[Worker]]:
+    view: View, new: Sequence[WorkerView], keep: Sequence[WorkerView], limits: Limits
+) -> tuple[list[WorkerView], list[WorkerView]]:
     """New workers for whom there is room, and the others."""
     left = view.usable
     for worker in keep:
@@ -182,8 +182,8 @@ def _fitting(
 
 
 def _joining(
-    view: View, keep: Sequence[Worker], new: Sequence[Worker], limits: Limits
-) -> list[Worker]:
+    view: View, keep: Sequence[WorkerView], new: Sequence[WorkerView], limits: Limits
+) -> list[WorkerView]:
     """The new workers that get a place now."""
     since = [worker.ready_at for worker in new if worker.ready_at is not None]
     if not since:
@@ -200,9 +200,9 @@ def _joining(
 
 def _propose(
     view: View,
-    members: Sequence[Worker],
-    keep: Sequence[Worker],
-    joining: Sequence[Worker],
+    members: Sequence[WorkerView],
+    keep: Sequence[WorkerView],
+    joining: Sequence[WorkerView],
     limits: Limits,
 ) -> Proposal:
     staying = {worker.id for worker in keep}
@@ -231,7 +231,7 @@ def _propose(
     )
 
 
-def _shrink(view: View, members: Sequence[Worker]) -> Proposal | None:
+def _shrink(view: View, members: Sequence[WorkerView]) -> Proposal | None:
     """Without those that are gone; workers that only ended well are not missed until asked for."""
     if not members or not (view.failed or view.left or view.asked):
         return None
@@ -241,7 +241,7 @@ def _shrink(view: View, members: Sequence[Worker]) -> Proposal | None:
 
 
 def _missing(
-    view: View, keep: Sequence[Worker], new: Sequence[Worker], limits: Limits
+    view: View, keep: Sequence[WorkerView], new: Sequence[WorkerView], limits: Limits
 ) -> list[str]:
     """Where to start new workers: the first hosts with room."""
     if view.number == 0 and not view.workers and view.slots < limits.num_proc:

@@ -31,10 +31,10 @@ class Process:
     rank: int  # its newest, or for a new one a guess
     pid: int = 0
     joined: int | None = None
-    seat: int = 0  # see `policy.Worker`
+    seat: int = 0  # see `policy.WorkerView`
     ready_at: float | None = None
     heard: int = 0  # the newest decision that its process knows
-    entered: tuple[int, int] = (0, 0)  # decision and attempt of the world that it entered last
+    entered: tuple[int, int] = (0, 0)  # decision and attempt of the generation that it entered last
     done: bool = False  # its training function has returned
     leaving: bool = False
     dismissed: bool = False  # we told it to end: how it ends means nothing
@@ -52,7 +52,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """How a worker failed, and which it was."""
 
     worker: int
@@ -68,8 +68,8 @@ class Roster:
     failed: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)  # since workers met last
-    last_failure: Failure | None = None
+    failures: list[WorkerFailure] = field(default_factory=list)  # since workers met last
+    last_failure: WorkerFailure | None = None
     next_number: int = 0
 
     def new(self, host: str) -> Process:
@@ -98,7 +98,7 @@ class Roster:
     def on(self, host: str) -> list[Process]:
         return [p for p in self.alive.values() if p.host == host]
 
-    def place(self, members: Sequence[policy.Worker], ranks: Mapping[int, int]) -> None:
+    def place(self, members: Sequence[policy.WorkerView], ranks: Mapping[int, int]) -> None:
         """The newest decision has places for these workers."""
         self.placed = frozenset(ranks)
         for worker in members:
@@ -107,9 +107,9 @@ class Roster:
             process.joined, process.seat = worker.joined, worker.seat
         self.failed, self.left, self.finished = [], [], []
 
-    def fail(self, process: Process, code: int) -> Failure:
+    def fail(self, process: Process, code: int) -> WorkerFailure:
         """The process is gone, by a failure."""
-        failure = Failure(process.number, process.exit(code))
+        failure = WorkerFailure(process.number, process.exit(code))
         self.alive.pop(process.number, None)
         self.failures.append(failure)
         self.last_failure = failure
@@ -117,11 +117,13 @@ class Roster:
             self.failed.append(process.number)
         return failure
 
-    def view(self) -> list[policy.Worker]:
+    def view(self) -> list[policy.WorkerView]:
         """The living, as the policy sees them."""
         found = [*self.members(), *self.newcomers()]
         return [
-            policy.Worker(p.number, p.host, p.joined, p.seat, p.number in self.placed, p.ready_at)
+            policy.WorkerView(
+                p.number, p.host, p.joined, p.seat, p.number in self.placed, p.ready_at
+            )
             for p in found
         ]
 
@@ -132,7 +134,7 @@ class Roster:
         return [p for p in told if p not in ending and max(p.heard, p.entered[0]) < number]
 
     def absent(self, number: int, attempt: int) -> list[Process]:
-        """Members who have not come to that world."""
+        """Members who have not come to that generation."""
         return [p for p in self.members() if p.entered < (number, attempt)]
 
 
@@ -144,6 +146,6 @@ def names(numbers: Iterable[int]) -> tuple[str, ...]:
     return tuple(name_of(number) for number in numbers)
 
 
-def all_by_exit_code(failures: Sequence[Failure]) -> bool:
+def all_by_exit_code(failures: Sequence[WorkerFailure]) -> bool:
     """Whether all ended by themselves, not by a signal or with their host."""
     return all(failure.exit.code > 0 for failure in failures)

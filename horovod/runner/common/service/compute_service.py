@@ -68,7 +68,7 @@ class ComputeService:
             raise
 
     def addresses(self) -> dict[str, list[tuple[str, int]]]:
-        return {nic: [(door.address, door.port)] for nic, door in self._servers.items()}
+        return {nic: [(endpoint.address, endpoint.port)] for nic, endpoint in self._servers.items()}
 
     def shutdown(self) -> None:
         """Stop serving; clients that still wait for something see the connection end."""
@@ -212,7 +212,7 @@ def _address_of(nic: str) -> str:
 def _connect(addresses: Addresses, key: bytes) -> StoreClient:
     failures: list[str] = []
     refused = False
-    for address, port in [door for doors in addresses.values() for door in doors]:
+    for address, port in [endpoint for endpoints in addresses.values() for endpoint in endpoints]:
         try:
             return StoreClient(address, port, key, _CONNECT_TIMEOUT)
         except PermissionError:
@@ -227,7 +227,7 @@ def _connect(addresses: Addresses, key: bytes) -> StoreClient:
             f"configuration is probably that of an earlier start of the compute workers"
         )
     hint = "check that the compute workers still run, and that this host may connect to theirs"
-    if all(is_loopback(address) for doors in addresses.values() for address, _ in doors):
+    if all(is_loopback(address) for endpoints in addresses.values() for address, _ in endpoints):
         hint = (
             "check that the compute workers still run. They listen on loopback, where only "
             "processes of their own host reach them: for others, start them with "

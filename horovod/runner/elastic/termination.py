@@ -1,9 +1,9 @@
 """When an elastic job is over, and what is said about it.
 
-`driver` asks `Endings.find` after everything that happens. A job ends well when its workers have
-finished. It ends badly when going on is of no use (all workers fail by themselves, or before they
-could begin), not allowed (the reset limit), or not possible (every host is blacklisted, or too few
-workers for longer than the elastic timeout).
+`driver` asks `Termination.find` after everything that happens. A job ends well when its workers
+have finished. It ends badly when going on is of no use (all workers fail by themselves, or before
+they could begin), not allowed (the reset limit), or not possible (every host is blacklisted, or too
+few workers for longer than the elastic timeout).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.policy import Limits, View
-from horovod.runner.elastic.roster import Failure, Roster, all_by_exit_code
+from horovod.runner.elastic.roster import Roster, WorkerFailure, all_by_exit_code
 from horovod.runner.elastic.status import count
 from horovod.runner.report import Outcome, first_to_fail
 
@@ -29,24 +29,24 @@ class Ending:
     """Why the job is over; with neither problem nor failure it has succeeded."""
 
     problem: str = ""
-    failure: Failure | None = None
+    failure: WorkerFailure | None = None
     status: int = 1
 
 
-class Endings:
+class Termination:
     """What is needed to see the end coming."""
 
     def __init__(self, limits: Limits, roster: Roster, manager: HostManager) -> None:
         self.outcome = Outcome()
-        self.blamed: Failure | None = None
+        self.blamed: WorkerFailure | None = None
         self.discovered = False  # hosts are known
         self.host_problem = ""  # the last that was said about a host
         self._limits = limits
         self._roster = roster
         self._manager = manager
         self._anybody_finished = False
-        self._unrecovered: Failure | None = None  # since then nobody has finished
-        self._bad_end: Failure | None = None  # of a worker that had finished training
+        self._unrecovered: WorkerFailure | None = None  # since then nobody has finished
+        self._bad_end: WorkerFailure | None = None  # of a worker that had finished training
         self._fruitless = 0
         self._met = False  # workers have met since all were lost
         self._short_since: float | None = None
@@ -64,7 +64,7 @@ class Endings:
         self._anybody_finished = True
         self._unrecovered = None
 
-    def failed(self, failure: Failure, after_done: bool) -> None:
+    def failed(self, failure: WorkerFailure, after_done: bool) -> None:
         if after_done:
             self._bad_end = self._bad_end or failure
         else:

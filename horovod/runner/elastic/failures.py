@@ -1,6 +1,6 @@
 """Workers and hosts that fail: what is noted, what is said, and what counts against a host.
 
-`driver` and `roll_call` report every loss here. Those who go on learn of it by the next decision.
+`driver` and `liveness` report every loss here. Those who go on learn of it by the next decision.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import signal
 
 from horovod.runner.elastic.agents import Agents
-from horovod.runner.elastic.announcing import Announcer
+from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import HostManager
-from horovod.runner.elastic.endings import Endings
 from horovod.runner.elastic.roster import Process, Roster, now
 from horovod.runner.elastic.status import Status, count
+from horovod.runner.elastic.termination import Termination
 from horovod.runner.host_agent import HostAgent
 from horovod.runner.processes import signal_groups
 
@@ -20,7 +20,7 @@ _FENCE_SECONDS = 60.0
 """Within which workers on a host that was lost end themselves: they cannot reach us either."""
 
 
-class Losses:
+class Failures:
     """What the job has lost."""
 
     def __init__(
@@ -28,16 +28,16 @@ class Losses:
         roster: Roster,
         agents: Agents,
         manager: HostManager,
-        endings: Endings,
-        announcer: Announcer,
+        endings: Termination,
+        announcer: DecisionLog,
         status: Status,
     ) -> None:
         self.fenced_until = 0.0  # workers that we cannot kill may live until then
         self._roster = roster
         self._agents = agents
         self._manager = manager
-        self._endings = endings
-        self._announcer = announcer
+        self._termination = endings
+        self._log_of_decisions = announcer
         self._status = status
 
     def failed(self, process: Process, code: int) -> None:
@@ -79,7 +79,7 @@ class Losses:
     def blame(self, host: str, why: str = "") -> None:
         """One more failure on a host; `why` if it is the host itself that failed."""
         if why:
-            self._endings.host_problem = why
+            self._termination.host_problem = why
             self._status.tell(why, "host failed", host=host)
         if self._manager.record_failure(host):
             failures = self._manager.blacklisting.failures(host)
@@ -92,8 +92,8 @@ class Losses:
 
     def _note(self, process: Process, code: int, how: str) -> None:
         failure = self._roster.fail(process, code)
-        self._endings.failed(failure, after_done=process.done)
-        self._announcer.causes.append(f"{process} failed: {how}")
+        self._termination.failed(failure, after_done=process.done)
+        self._log_of_decisions.causes.append(f"{process} failed: {how}")
         self._status.note("failed", worker=process.name, host=process.host, how=how)
 
     def _fence(self) -> None:

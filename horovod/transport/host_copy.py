@@ -18,7 +18,7 @@ from horovod.transport.base import Group, Transport
 PIECE = 64 * 1024 * 1024  # bytes in host memory at a time, where a collective can be cut
 
 
-class StagedTransport(Transport):
+class HostCopyTransport(Transport):
     """`host` moves the bytes; it stays its owner's, who may use it for CPU tensors as well."""
 
     name = "STAGED"

@@ -1,6 +1,6 @@
 """Where the ranks meet: the job's store, served on those addresses that lead to the hosts.
 
-A job opens a `MeetingPlace`. When all workers are on this machine it listens on loopback alone.
+A job opens a `StoreEndpoints`. When all workers are on this machine it listens on loopback alone.
 Otherwise the agents have said how they were reached; `addresses_towards` turns that into
 addresses of this machine, each host tries them (`probe`), and those that nobody needs are closed.
 """
@@ -16,10 +16,10 @@ from horovod.common.store import MemoryStore, StoreServer
 from horovod.runner.host_agent import HostAgent
 from horovod.runner.probe import interface_address, source_towards
 
-Door = tuple[str, int]  # address and port where the store is served
+Endpoint = tuple[str, int]  # address and port where the store is served
 
 
-class MeetingPlace:
+class StoreEndpoints:
     """The job's store and its servers."""
 
     def __init__(self, key: bytes, store: MemoryStore | None = None) -> None:
@@ -28,28 +28,28 @@ class MeetingPlace:
         self._servers: dict[str, StoreServer] = {}
 
     @property
-    def doors(self) -> list[Door]:
+    def endpoints(self) -> list[Endpoint]:
         return [(server.address, server.port) for server in self._servers.values()]
 
-    def open(self, address: str) -> Door:
+    def open(self, address: str) -> Endpoint:
         """Serve the store at this address of this machine, if it is not yet."""
         if address not in self._servers:
             self._servers[address] = StoreServer(address, self.key, store=self.store)
         return address, self._servers[address].port
 
-    def keep(self, doors: Collection[Door]) -> None:
-        """Close the other doors."""
-        for address, port in self.doors:
-            if (address, port) not in doors:
+    def keep(self, endpoints: Collection[Endpoint]) -> None:
+        """Close the other endpoints."""
+        for address, port in self.endpoints:
+            if (address, port) not in endpoints:
                 self._servers.pop(address).close()
 
     def probe(
         self, agent: HostAgent, nics: Sequence[str], towards: Sequence[str], timeout: float
     ) -> None:
-        """Let an agent find its door, and the address where other hosts reach its own."""
+        """Let an agent find its endpoint, and the address where other hosts reach its own."""
         agent.probe(
             {
-                "doors": self.doors,
+                "endpoints": self.endpoints,
                 "key": self.key.hex(),
                 "timeout": timeout,
                 "nics": list(nics),

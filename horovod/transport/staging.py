@@ -45,7 +45,7 @@ class AreaReducer:
         self._memories = memories
         self._offset = offset
         self._addresses = [(base + offset, base + offset + nbytes) for base in addresses]
-        # Each rank begins with another peer: they would be in each other's way.
+        # Start at different peers to avoid contention.
         self._order = [(rank + distance) % self.size for distance in range(self.size)]
         self._block = block_bytes(self.size)
         self._scratch = torch.empty(self._block, dtype=torch.uint8)

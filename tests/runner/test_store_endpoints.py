@@ -9,22 +9,22 @@ import pytest
 
 from horovod.common.store import MemoryStore, StoreClient
 from horovod.common.wire import new_key
-from horovod.runner.meeting import MeetingPlace, addresses_towards, describe_failures
 from horovod.runner.probe import probe
+from horovod.runner.store_endpoints import StoreEndpoints, addresses_towards, describe_failures
 
 
 @pytest.fixture
 def place():
-    place = MeetingPlace(new_key())
+    place = StoreEndpoints(new_key())
     yield place
     place.close()
 
 
-def test_one_store_behind_all_doors(place: MeetingPlace):
-    doors = [place.open("127.0.0.1"), place.open("127.0.0.2")]
-    assert place.open("127.0.0.1") == doors[0]
-    assert place.doors == doors
-    first, second = (StoreClient(*door, place.key, 10) for door in doors)
+def test_one_store_behind_all_doors(place: StoreEndpoints):
+    endpoints = [place.open("127.0.0.1"), place.open("127.0.0.2")]
+    assert place.open("127.0.0.1") == endpoints[0]
+    assert place.endpoints == endpoints
+    first, second = (StoreClient(*endpoint, place.key, 10) for endpoint in endpoints)
     waiting = threading.Thread(target=lambda: second.set("answer", first.get("question", 10)))
     waiting.start()
     second.set("question", b"42")
@@ -33,10 +33,10 @@ def test_one_store_behind_all_doors(place: MeetingPlace):
     assert place.store.try_get("answer") == b"42"
 
 
-def test_doors_that_nobody_needs_are_closed(place: MeetingPlace):
+def test_doors_that_nobody_needs_are_closed(place: StoreEndpoints):
     kept, closed = place.open("127.0.0.1"), place.open("127.0.0.2")
     place.keep({kept})
-    assert place.doors == [kept]
+    assert place.endpoints == [kept]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(closed, timeout=5)
     place.store.set("key", b"value")
@@ -45,7 +45,7 @@ def test_doors_that_nobody_needs_are_closed(place: MeetingPlace):
 
 def test_a_given_store_is_served():
     store = MemoryStore()
-    place = MeetingPlace(new_key(), store)
+    place = StoreEndpoints(new_key(), store)
     try:
         StoreClient(*place.open("127.0.0.1"), place.key, 10).set("key", b"value")
         assert store.try_get("key") == b"value"
@@ -71,10 +71,10 @@ def test_chosen_interfaces_decide():
     assert addresses_towards("somewhere", ("127.0.0.1", "127.0.0.1"), ["nope0"]) == []
 
 
-def ask(doors: list[tuple[str, int]], key: bytes, nics: list[str] | None = None) -> dict:
+def ask(endpoints: list[tuple[str, int]], key: bytes, nics: list[str] | None = None) -> dict:
     return probe(
         {
-            "doors": doors,
+            "endpoints": endpoints,
             "key": key.hex(),
             "timeout": 10,
             "nics": nics or [],
@@ -83,12 +83,12 @@ def ask(doors: list[tuple[str, int]], key: bytes, nics: list[str] | None = None)
     )
 
 
-def test_a_host_finds_the_door_that_opens_to_its_key(place: MeetingPlace):
+def test_a_host_finds_the_door_that_opens_to_its_key(place: StoreEndpoints):
     with socket.create_server(("127.0.0.3", 0)) as listening:
         closed = listening.getsockname()
-    door = place.open("127.0.0.1")
-    answer = ask([closed, door], place.key, ["lo", "nope0"])
-    assert tuple(answer["door"]) == door
+    endpoint = place.open("127.0.0.1")
+    answer = ask([closed, endpoint], place.key, ["lo", "nope0"])
+    assert tuple(answer["endpoint"]) == endpoint
     assert answer["nics"] == {"lo": "127.0.0.1"}
     assert "lo" in answer["interfaces"]
     assert answer["address"] == "127.0.0.1"
@@ -96,12 +96,12 @@ def test_a_host_finds_the_door_that_opens_to_its_key(place: MeetingPlace):
         pass
 
 
-def test_a_door_of_somebody_else_is_none(place: MeetingPlace):
-    door = place.open("127.0.0.1")
-    answer = ask([door], new_key())
-    assert answer["door"] is None
+def test_a_door_of_somebody_else_is_none(place: StoreEndpoints):
+    endpoint = place.open("127.0.0.1")
+    answer = ask([endpoint], new_key())
+    assert answer["endpoint"] is None
     ((address, port, reason),) = answer["failures"]
-    assert (address, port) == door
+    assert (address, port) == endpoint
     assert "key" in reason
 
 

@@ -20,7 +20,7 @@ from horovod.common.addresses import LOOPBACK
 
 
 @dataclass(frozen=True)
-class Place:
+class HostInfo:
     """Where a rank runs, in words that another host can compare."""
 
     host: str
@@ -30,7 +30,7 @@ class Place:
     networks: tuple[str, ...] = ()  # addresses with their prefix length, without loopback
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> HostInfo:
         """Without networks, which it takes a while to find out, and may not matter."""
         host = socket.gethostname()
         return cls(
@@ -41,25 +41,25 @@ class Place:
         )
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Place:
+    def from_json(cls, fields: dict[str, Any]) -> HostInfo:
         return cls(**{**fields, "networks": tuple(fields["networks"])})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def choose_address(mine: Place, everyone: Sequence[Place]) -> str:
+def choose_address(mine: HostInfo, everyone: Sequence[HostInfo]) -> str:
     """The address of this host on which the ranks at `everyone` reach it."""
-    elsewhere = [place for place in everyone if place.network != mine.network]
+    elsewhere = [info for info in everyone if info.network != mine.network]
     if not elsewhere:
         return LOOPBACK
     own = [ipaddress.ip_interface(text) for text in mine.networks]
     for candidate in own:
         # An address that others have as well (a container bridge) leads back to themselves.
-        if all(_neighbours(candidate, place) for place in elsewhere):
+        if all(_neighbours(candidate, info) for info in elsewhere):
             return str(candidate.ip)
-    for place in elsewhere:
-        for text in place.networks:
+    for info in elsewhere:
+        for text in info.networks:
             source = _source_towards(str(ipaddress.ip_interface(text).ip))
             if source is not None and text not in mine.networks:
                 return source
@@ -67,13 +67,15 @@ def choose_address(mine: Place, everyone: Sequence[Place]) -> str:
         return str(own[0].ip)
     raise ValueError(
         f"host {mine.host} has no network address besides loopback, but other ranks run on "
-        f"{', '.join(sorted({place.host for place in elsewhere}))}; set HOROVOD_GLOO_IFACE to the "
+        f"{', '.join(sorted({info.host for info in elsewhere}))}; set HOROVOD_GLOO_IFACE to the "
         f"network interface to use"
     )
 
 
-def _neighbours(candidate: ipaddress.IPv4Interface | ipaddress.IPv6Interface, place: Place) -> bool:
-    theirs = [ipaddress.ip_interface(text) for text in place.networks]
+def _neighbours(
+    candidate: ipaddress.IPv4Interface | ipaddress.IPv6Interface, info: HostInfo
+) -> bool:
+    theirs = [ipaddress.ip_interface(text) for text in info.networks]
     return any(t.network == candidate.network and t.ip != candidate.ip for t in theirs) and not any(
         t.ip == candidate.ip for t in theirs
     )

@@ -1,6 +1,6 @@
-"""The short way: a blocking reduction of tensors like those before, without a request.
+"""The short way: a blocking allreduce of tensors like those before, without a request.
 
-The runtime and the gradient reducer keep lanes; a channel takes them (`Channel.reduce_at_once`).
+The runtime and the gradient reducer keep them; a channel runs them (`Channel.allreduce_inline`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from horovod.engine.executor import sum_and_scale
 from horovod.engine.request import Kind, Request, caller
 
 
-class Lone(NamedTuple):
-    """A reduction that runs at once, as far as somebody who watches needs to know it."""
+class InlineReduction(NamedTuple):
+    """What the stall inspector sees of an inline reduction."""
 
     name: str
     submitted: float
@@ -29,11 +29,11 @@ class Lone(NamedTuple):
         return f"{place}:{line}"
 
 
-class Lane:
-    """All that is known of floating-point tensors that are reduced again and again by one name.
+class PreparedAllreduce:
+    """An allreduce of floating-point tensors that is repeated under one name.
 
-    What a request would have to find out each time. `reduce` is for one tensor; whoever keeps a
-    lane for a group of tensors checks itself that they are like those of the first request.
+    Keeps what a request would have to find out each time. `reduce` is for one tensor; whoever
+    repeats that of a group checks itself that the tensors are like those of the first request.
     """
 
     __slots__ = (
@@ -88,7 +88,7 @@ class Lane:
         ):
             return False
         vector = [tensor if tensor.dim() == 1 else tensor.view(-1)]
-        return self.channel.reduce_at_once(vector, self)
+        return self.channel.allreduce_inline(vector, self)
 
     def request(self, vector: Sequence[torch.Tensor]) -> Request:
         """An ordinary request for the same, whose caller waits."""

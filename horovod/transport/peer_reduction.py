@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport import own_memory
+from horovod.transport import address_arrays
 from horovod.transport.arithmetic import as_blocks, combination, needs_wide
 from horovod.transport.peer_memory import PeerMemory
 from horovod.transport.spans import SPAN, Block, Layout, block_bytes, share
@@ -57,7 +57,7 @@ class PeerReducer:
         self.rank = rank
         self.size = len(peers)
         self._peers = peers
-        # Each rank begins with another peer: they would be in each other's way.
+        # Start at different peers to avoid contention.
         self._others = [(rank + distance) % self.size for distance in range(1, self.size)]
         self._block = block_bytes(self.size)
         self._scratch = torch.empty(self.size * self._block, dtype=torch.uint8)
@@ -143,7 +143,7 @@ class PeerReducer:
         self, layout: Layout, tensors: Sequence[torch.Tensor], addresses: Sequence[int]
     ) -> list[Any]:
         """Our spans, as what arithmetic takes."""
-        known = own_memory.arrays(tensors[0].dtype, addresses, layout.counts)
+        known = address_arrays.arrays(tensors[0].dtype, addresses, layout.counts)
         if known is not None:
             return known
         whole = [as_blocks(tensor.view(-1)) for tensor in tensors]
@@ -182,7 +182,7 @@ class PeerReducer:
         starts = range(lo, hi, most)
         counts = [min(most, hi - start) for start in starts]
         addresses = [base + start * width for start in starts]
-        arrays = own_memory.arrays(dtype, addresses, counts)
+        arrays = address_arrays.arrays(dtype, addresses, counts)
         own: list[Any] | None = arrays
         if own is None:
             whole = as_blocks(tensor)

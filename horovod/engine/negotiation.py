@@ -1,4 +1,4 @@
-"""Agreeing when queues differ: all ranks see all whole queues and reach the same verdict.
+"""Agreeing when queues differ: all ranks see all whole queues and reach the same outcome.
 
 Used by a channel's round when the queues have no common beginning: ranks submitted in different
 orders, the same name means different things, or somebody has joined. Slower than a round (it moves
@@ -51,15 +51,15 @@ class Finding(Enum):
 
 
 @dataclass
-class Settlement:
-    """What a channel remembers between settlements, the same on all ranks."""
+class JoinState:
+    """What a channel remembers between negotiations, the same on all ranks."""
 
     joined: set[int] = field(default_factory=set)
     last_joined: int = -1
 
 
 @dataclass
-class Verdict:
+class Negotiated:
     """What follows for this rank; `ready` runs on all ranks in the same order."""
 
     ready: list[Request] = field(default_factory=list)
@@ -68,9 +68,9 @@ class Verdict:
     join_ended: bool = False  # nobody is joined any more
 
 
-def settle(
-    queue: Sequence[Request], group: Group, transport: Transport, memory: Settlement
-) -> Verdict:
+def negotiate(
+    queue: Sequence[Request], group: Group, transport: Transport, memory: JoinState
+) -> Negotiated:
     """Exchange queues and decide. Collective over the group."""
     mine = [(request.name, request.signature.hex(), request.waiting) for request in queue]
     queues: list[Queue] = [
@@ -85,18 +85,18 @@ def settle(
     if len(joined) == group.size and all(len(names) == 1 for names in queues):
         memory.joined = set()
         last = group.global_ranks[memory.last_joined]
-        return Verdict(completed=[(own[JOIN], last)], join_ended=True)
+        return Negotiated(completed=[(own[JOIN], last)], join_ended=True)
     findings = _compare(queues, joined)
     obscure = {name for name, finding in findings.items() if finding is not Finding.READY}
     if not obscure:
-        return Verdict(ready=[own[name] for name in findings])
+        return Negotiated(ready=[own[name] for name in findings])
     described = {name: own[name].describe() for name in own if name in obscure}
     texts = gather_texts(json.dumps(described).encode(), transport)
     descriptions = [json.loads(text) for text in texts]
-    verdict = _judge(findings, descriptions, own, group)
-    if verdict.join_ended:
+    outcome = _judge(findings, descriptions, own, group)
+    if outcome.join_ended:
         memory.joined = set()
-    return verdict
+    return outcome
 
 
 def gather_texts(text: bytes, transport: Transport) -> list[bytes]:
@@ -116,7 +116,7 @@ def gather_texts(text: bytes, transport: Transport) -> list[bytes]:
 
 
 def _compare(queues: Sequence[Queue], joined: set[int]) -> dict[str, Finding]:
-    """What is to be said of every name that is not simply to be waited for, in running order."""
+    """A finding for every name that needs action, in execution order."""
     ranks = range(len(queues))
     guide = min((rank for rank in ranks if rank not in joined), default=0)
     names = dict(queues[guide])  # its order; then what only joined ranks still have
@@ -154,21 +154,21 @@ def _judge(
     descriptions: Sequence[Mapping[str, Entry]],
     own: Mapping[str, Request],
     group: Group,
-) -> Verdict:
-    verdict = Verdict()
+) -> Negotiated:
+    outcome = Negotiated()
     for name, finding in findings.items():
         request = own.get(name)
         entries = {rank: known[name] for rank, known in enumerate(descriptions) if name in known}
         if finding is Finding.READY:
-            verdict.ready.append(own[name])
+            outcome.ready.append(own[name])
             continue
         if finding is Finding.STOOD_IN_FOR and _kind(name) in _REDUCTIONS:
-            verdict.ready.append(request or _stand_in(name, next(iter(entries.values()))))
+            outcome.ready.append(request or _stand_in(name, next(iter(entries.values()))))
             continue
         if finding is Finding.STOOD_IN_FOR and _kind(name) == Kind.REQUIRE_ALL.value:
             missed = HorovodInternalError(_missed(entries, group))
-            verdict.failed.append((request or own[JOIN], missed))
-            verdict.join_ended = True
+            outcome.failed.append((request or own[JOIN], missed))
+            outcome.join_ended = True
             continue
         if request is None:
             continue
@@ -181,8 +181,8 @@ def _judge(
                 f"{name!r} cannot run: {_absent(entries, group)} has joined, and only allreduce "
                 f"and barrier go on while a rank has joined"
             )
-        verdict.failed.append((request, HorovodInternalError(message)))
-    return verdict
+        outcome.failed.append((request, HorovodInternalError(message)))
+    return outcome
 
 
 def _kind(name: str) -> str:

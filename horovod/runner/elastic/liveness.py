@@ -2,8 +2,8 @@
 
 A worker answers a decision twice: its process has heard of it, and later the training has come to
 meet the others (`horovod.common.decisions`). The driver gives up who does not answer in time. And
-workers whose world broke though nobody died meet again by themselves; when one of them is missing,
-all are called by a new decision.
+workers whose generation broke though nobody died meet again by themselves; when one of them is
+missing, all are called by a new decision.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from horovod.common.decisions import Decision
-from horovod.runner.elastic.announcing import Announcer
-from horovod.runner.elastic.losses import Losses
+from horovod.runner.elastic.decision_log import DecisionLog
+from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.policy import Limits
 from horovod.runner.elastic.roster import Process, Roster
 from horovod.runner.elastic.status import listing
 
 _ABSENCE_SECONDS = 5.0
-"""For how long workers whose world broke wait for one another before the driver calls them all."""
+"""Seconds that workers whose generation broke wait for one another before all are called."""
 
 
-class RollCall:
+class Liveness:
     """Minds the answers. `later(seconds, do)` is the loop's timer, `settle` the driver's."""
 
     def __init__(
         self,
         limits: Limits,
         roster: Roster,
-        announcer: Announcer,
-        losses: Losses,
+        announcer: DecisionLog,
+        losses: Failures,
         later: Callable[[float, Callable[[], None]], None],
         settle: Callable[[], None],
     ) -> None:
         self.asked = False  # workers cannot go on without a new decision
         self._limits = limits
         self._roster = roster
-        self._announcer = announcer
-        self._losses = losses
+        self._log_of_decisions = announcer
+        self._failures = losses
         self._later = later
-        self._settle = settle
+        self._reconcile = settle
 
     def begin(self, decision: Decision) -> None:
         """A decision has been made: from now on its workers have time to answer."""
@@ -49,30 +49,30 @@ class RollCall:
 
     def entered(self, number: int, attempt: int) -> None:
         """A worker has come to meet the others. Again, though nobody died? Then all must come."""
-        if number != self._announcer.number:
+        if number != self._log_of_decisions.number:
             return
-        if self._roster.finished and (attempt or not self._announcer.formed):
+        if self._roster.finished and (attempt or not self._log_of_decisions.formed):
             self._ask(number, attempt)
         elif attempt:
             self._later(_ABSENCE_SECONDS, lambda: self._ask(number, attempt))
 
     def finished(self) -> None:
-        """Somebody has finished; who waits for the newest world must not wait for that one."""
-        if self._announcer.formed:
+        """Somebody has finished; who waits for the newest generation must not wait for that one."""
+        if self._log_of_decisions.formed:
             return
-        newest = self._announcer.newest
+        newest = self._log_of_decisions.newest
         members = self._roster.members()
         self.asked |= newest.too_few or any(m.entered[0] == newest.number for m in members)
 
     def _ask(self, number: int, attempt: int) -> None:
         absent = self._roster.absent(number, attempt)
-        if number != self._announcer.number or not (absent or self._roster.finished):
+        if number != self._log_of_decisions.number or not (absent or self._roster.finished):
             return
         if absent:
             who = listing([str(process) for process in absent])
-            self._announcer.causes.append(f"the others have lost {who}")
+            self._log_of_decisions.causes.append(f"the others have lost {who}")
         self.asked = True
-        self._settle()
+        self._reconcile()
 
     def _check_heard(self, number: int) -> None:
         """Processes that do not even notice a decision are stopped, swapping, or cut off."""
@@ -81,7 +81,7 @@ class RollCall:
 
     def _check_entered(self, decision: Decision) -> None:
         """After a failure everybody comes back to meet, unless the program hangs elsewhere."""
-        newest = decision.number == self._announcer.number
+        newest = decision.number == self._log_of_decisions.number
         if newest and not decision.too_few and decision.kind in ("failure", "start"):
             late = self._roster.absent(decision.number, 0)
             seconds = self._limits.elastic_timeout
@@ -89,6 +89,6 @@ class RollCall:
 
     def _give_up(self, processes: Sequence[Process], why: str) -> None:
         for process in processes:
-            self._losses.give_up(process, why)
+            self._failures.give_up(process, why)
         if processes:
-            self._settle()
+            self._reconcile()

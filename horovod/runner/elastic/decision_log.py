@@ -17,7 +17,7 @@ from horovod.runner.elastic.status import listing
 _KEPT_WORLDS = 3
 
 
-class Announcer:
+class DecisionLog:
     """Writes decisions, and remembers the newest."""
 
     def __init__(self, store: Store) -> None:
@@ -25,7 +25,7 @@ class Announcer:
         self.formed = False  # its workers have met
         self.causes: list[str] = []  # of the next one, for people
         self._store = store
-        self._forgotten = 0  # worlds up to this one have no keys in the store any more
+        self._forgotten = 0  # generations up to this one have no keys in the store any more
 
     @property
     def number(self) -> int:
@@ -70,7 +70,7 @@ class Announcer:
             return False
         self.formed = True
         for old in range(self._forgotten + 1, number - _KEPT_WORLDS):
-            for key in self._store.keys(f"world/{old}/"):
+            for key in self._store.keys(f"generation/{old}/"):
                 self._store.delete(key)
             self._forgotten = old
         return True
