@@ -1,4 +1,4 @@
-"""MPI in this process, through mpi4py: whether a launcher of MPI started the job, and initialising it.
+"""MPI in this process, through mpi4py: whether it started the job, and initialising it.
 
 Used by `init`, by the capability queries and by what talks over MPI. mpi4py initialises MPI when it
 is imported, and finalises it, unless a program tells it not to (`mpi4py.rc.initialize = False`).
