@@ -178,8 +178,8 @@ def _results(store: MemoryStore, count: int) -> list[Any]:
         content = take(store, result_name(rank))
         if content is None:
             raise RemoteError(
-                f"rank {rank} ended well but returned nothing; in an elastic job the function must "
-                f"call init(), which gives it a rank",
+                f"no rank {rank} has returned anything: fewer than {count} workers of this elastic "
+                f"job came to its end",
                 rank,
             )
         try:

@@ -226,7 +226,7 @@ class Driver:
         if process.dismissed or removed or (process.leaving and code == 0):
             del roster.alive[process.number]
         elif code == 0:
-            del roster.alive[process.number]
+            roster.remove(process)
             self._endings.finished()
             if not process.done:
                 self._finish(process)
@@ -296,8 +296,13 @@ class Driver:
             asked=self._roll_call.asked,
             troubled=bool(self._roster.failures),
             finishing=self._finishing or bool(self._supervisor.signals),
+            ended_early=self._ended_early(),
             fenced_until=self._losses.fenced_until,
         )
+
+    def _ended_early(self) -> tuple[str, ...] | None:
+        begun = self._announcer.number or self._supervisor.signals
+        return tuple(self._roster.ended_early) if self._finishing and not begun else None
 
     def _mind_hosts(self) -> None:
         """Agents where workers may start, none where they may not and nobody is left."""
@@ -314,9 +319,13 @@ class Driver:
 
     def _start(self, host: str) -> None:
         process = self._roster.new(host)
+        place = policy.expect(self._view(), self._limits).get(process.number)
+        process.rank = process.rank if place is None else place.rank
         self._outputs.open(process)
         slots = self._manager.current_hosts.get_slots(host)
-        self._agents.start(host, process.number, process.index, max(slots, process.index + 1))
+        self._agents.start(
+            host, process.number, process.index, max(slots, process.index + 1), place
+        )
         if self._announcer.number:
             self._status.tell(f"starting {process.name} on {host}", "starting", worker=process.name)
 
@@ -331,9 +340,9 @@ class Driver:
             roster.finished.append(process.number)
         if not self._finishing:
             self._finishing = True
-            for newcomer in roster.newcomers():
+            for newcomer in roster.newcomers() if number else ():
                 self._dismiss(newcomer, FAILURE_GRACE)
-        if self._announcer.formed:
+        if self._announcer.formed or not number:
             return
         # The newest world has not come about. Those who train on in an older one will finish as
         # well; who wanted to join them is too late.
