@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from horovod.runner.elastic.blacklist import Blacklist
+from horovod.runner.elastic.discovery_command import split_command, start
 from horovod.runner.hosts import parse_hosts
 
 SCRIPT_SECONDS = 60.0
@@ -55,8 +56,9 @@ class FixedHosts(HostDiscovery):
 
 
 class HostDiscoveryScript(HostDiscovery):
-    """An executable that prints one host a line, ``HOST`` or ``HOST:SLOTS``.
+    """A command that prints one host a line, ``HOST`` or ``HOST:SLOTS``.
 
+    It is a program or a script, which may be followed by arguments (see `discovery_command`).
     `slots` is for lines without a number.
     """
 
@@ -64,13 +66,14 @@ class HostDiscoveryScript(HostDiscovery):
         self, discovery_script: str, slots: int | None, timeout: float = SCRIPT_SECONDS
     ) -> None:
         self._script = discovery_script
+        self._command = split_command(discovery_script)
         self._slots = slots
         self._timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        with subprocess.Popen(
-            [self._script],
+        with start(
+            self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
