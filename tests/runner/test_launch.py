@@ -429,3 +429,14 @@ def test_a_failure_ends_the_ranks_under_both_names():
     done = run_python(4, program, options=("-H", "localhost:2,127.0.0.1:2"))
     assert done.returncode == 7
     assert "rank 2" in done.stderr
+
+
+def test_piped_output_keeps_carriage_returns_and_a_missing_last_newline():
+    program = r"import sys; sys.stdout.write('10%\r20%\r\nlast')"
+    done = subprocess.run(
+        command("-np", "1", sys.executable, "-c", program),
+        env=environment({"OMP_NUM_THREADS": "1"}),
+        capture_output=True,
+        timeout=HANG,
+    )
+    assert done.stdout == b"[0]<stdout>:10%\r[0]<stdout>:20%\r\n[0]<stdout>:last"
