@@ -170,7 +170,7 @@ def test_the_reset_limit(tmp_path: Path):
     plan = {"steps": 1000, "faults": {"w1": ["step", 3, "SIGKILL"]}}
     with Launched(tmp_path, [*LOCAL, "--reset-limit", "0"], plan) as job:
         assert job.wait() == 137, str(job)
-        assert "exceeded the limit: 0" in job.errors
+        assert "number of resets during elastic job exceeded limit: 0" in job.errors
 
 
 def test_the_elastic_timeout(tmp_path: Path):
