@@ -128,6 +128,11 @@ class TfKerasOptimizer:
         """Leave the gradient of a variable to this rank."""
         self._hvd.register_local(var)
 
+    @property
+    def _agg_helper(self) -> _Sums | None:
+        """What adds up the gradients of several passes, under the name that scripts look for."""
+        return None if self._hvd.backward_passes_per_step == 1 else self._hvd_make_sums()
+
     def _hvd_make_sums(self) -> _Sums:
         if self._hvd_sums is None:
             object.__setattr__(self, "_hvd_sums", _Sums(self._hvd))
@@ -204,6 +209,11 @@ class _Sums:
     def variables(self, trained: list[Any]) -> list[Any]:
         """All that is kept here for the gradients of these variables."""
         return [self._passes, *(self._total(variable, variable) for variable in trained)]
+
+    @property
+    def counter(self) -> Any:
+        """How many passes the next step has so far."""
+        return self._passes.read_value() % self._terms.backward_passes_per_step
 
     def is_complete(self) -> Any:
         """Whether a step is taken with what was added last."""

@@ -139,6 +139,16 @@ def split_list(items: Sequence[Item], num_parts: int) -> list[list[Item]]:
     return parts
 
 
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Whether a version is `target` (as major.minor.patch) or newer, whatever follows the patch."""
+    from packaging.version import Version
+
+    wanted = Version(target)
+    if len(wanted.release) != 3:
+        raise ValueError(f"target must be of the form major.minor.patch, not {target!r}")
+    return (*Version(ver).release, 0, 0)[:3] >= wanted.release
+
+
 def num_rank_is_power_2(num_rank: int) -> bool:
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 

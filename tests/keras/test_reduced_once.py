@@ -192,3 +192,30 @@ def test_what_a_tape_reduced_elsewhere_is_not_remembered_in_a_graph(
     keras_pools: dict[str, RankPool],
 ):
     assert keras_pools["tf_keras"].run(_another_optimizer_first) == [[-4.5, -4.5]] * 2
+
+
+def _counts_passes() -> list[Any]:
+    import tensorflow as tf
+
+    import horovod.tensorflow as hvd_tf
+    from horovod.tensorflow import util
+
+    assert hvd_tf._executing_eagerly is util._executing_eagerly
+    assert util._executing_eagerly()
+    assert not tf.function(lambda: tf.constant(util._executing_eagerly()))().numpy()
+    keras, hvd = front_end()
+    found: list[Any] = [hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))._agg_helper]
+    for make in (keras.optimizers.SGD, keras.optimizers.legacy.SGD):
+        optimizer = hvd.DistributedOptimizer(make(1.0), backward_passes_per_step=3)
+        w = variable(keras, np.zeros(2))
+        for _ in range(4):
+            pairs = optimizer._compute_gradients(lambda w=w: tf.reduce_sum(w), [w])
+            found.append(int(optimizer._agg_helper.counter.numpy()))
+            optimizer.apply_gradients(pairs)
+        found.append((_values(w), int(optimizer.iterations.numpy())))
+    return found
+
+
+def test_names_that_scripts_read(keras_pools: dict[str, RankPool]):
+    counted = [1, 2, 0, 1, ([-3.0, -3.0], 4)]
+    assert keras_pools["tf_keras"].run(_counts_passes) == [[None, *counted, *counted]] * 2
