@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -120,6 +122,22 @@ def ddl_built(verbose: bool = False) -> bool:
 def ccl_built(verbose: bool = False) -> bool:
     """oneCCL was upstream's optional back end; CPU tensors use shared memory, Gloo or MPI here."""
     return False
+
+
+@contextmanager
+def env(**kwargs: str | None) -> Iterator[None]:
+    """Variables of this process for the time of a block; None values are left as they are."""
+    wanted = {name: value for name, value in kwargs.items() if value is not None}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def split_list(items: Sequence[Item], num_parts: int) -> list[list[Item]]:

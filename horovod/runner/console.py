@@ -34,6 +34,10 @@ class Source:
     def prefix(self) -> bytes:
         return b"[%d]<%s>:" % (self.rank, self.stream.encode())
 
+    def before(self, timestamp: bool) -> bytes:
+        """What goes before a line: the prefix, after the time if that is wanted."""
+        return (time.asctime().encode() if timestamp else b"") + self.prefix
+
 
 class Console:
     """The launcher's stdout and stderr."""
@@ -134,8 +138,7 @@ class Console:
         self._bar = (source, text) if text.strip() else None
 
     def _format(self, source: Source, text: bytes) -> bytes:
-        stamp = time.asctime().encode() if self._timestamps else b""
-        return b"%s%s%s\n" % (stamp, source.prefix, text)
+        return b"%s%s\n" % (source.before(self._timestamps), text)
 
     def _write(self, stream: str, data: bytes) -> None:
         """Write whole lines, taking the bar away before and drawing it again after."""

@@ -33,10 +33,12 @@ def told_by_upstream(message: str) -> str:
 def as_runtime_error(error: Exception) -> Exception:
     """An exception like `error` that is a RuntimeError too; itself where there can be none."""
     try:
-        kind = _both(type(error))
-        _, arguments, *rest = error.__reduce__()
-        made = kind.__new__(kind, *arguments)
-        _built_in(type(error)).__init__(made, *arguments)
+        theirs: Any = type(error)
+        kind: Any = _both(theirs)
+        reduced: Any = error.__reduce__()
+        _, arguments, *rest = reduced
+        made: Exception = kind.__new__(kind, *arguments)
+        _built_in(theirs).__init__(made, *arguments)
         made.args = error.args
         for name, value in (rest[0] if rest and rest[0] else vars(error)).items():
             setattr(made, name, value)
@@ -48,7 +50,7 @@ def as_runtime_error(error: Exception) -> Exception:
 
 
 @functools.cache
-def _both(kind: type[Exception]) -> Any:
+def _both(kind: Any) -> Any:
     bases = (kind,) if issubclass(kind, RuntimeError) else (kind, RuntimeError)
     names = {name: getattr(kind, name) for name in ("__qualname__", "__module__", "__doc__")}
     methods = {

@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -168,6 +169,7 @@ class HostManager:
         self.blacklisting = Blacklist(max_failures, cooldown_range)
         self._slots: dict[str, int] = {}  # as discovered
         self._given_back: dict[str, list[float]] = {}  # for each slot, until when
+        self._events: dict[str, threading.Event] = {}
         self._excluded: frozenset[str] = frozenset()
 
     @property
@@ -214,6 +216,19 @@ class HostManager:
         """Do not use this host, for now or for good."""
         self.blacklisting.add(host, time.monotonic())
         self._excluded = self._blacklisted()
+        self.get_host_event(host).set()
+
+    def get_host_event(self, host: str) -> threading.Event:
+        """Set when the host gets blacklisted; for programs that run something there."""
+        return self._events.setdefault(host, threading.Event())
+
+    @staticmethod
+    def order_available_hosts(
+        available_hosts: Collection[str], prev_host_assignment_order: Sequence[str]
+    ) -> list[str]:
+        """Hosts known before in their order, then the others."""
+        known = [host for host in prev_host_assignment_order if host in available_hosts]
+        return [*known, *(host for host in available_hosts if host not in known)]
 
     def is_blacklisted(self, host: str) -> bool:
         return self.blacklisting.is_blacklisted(host, time.monotonic())
@@ -222,6 +237,8 @@ class HostManager:
         """A worker failed there; whether the host is blacklisted because of it."""
         added = self.blacklisting.record_failure(host, time.monotonic())
         self._excluded = self._blacklisted()
+        if added:
+            self.get_host_event(host).set()
         return added
 
     def _blacklisted(self) -> frozenset[str]:

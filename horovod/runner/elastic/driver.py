@@ -20,14 +20,17 @@ from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.endings import Ending, Endings
 from horovod.runner.elastic.losses import Losses
 from horovod.runner.elastic.mailbox import Mailbox
-from horovod.runner.elastic.polling import HostPoller
+from horovod.runner.elastic.polling import DISCOVER_HOSTS_FREQUENCY_SECS, HostPoller
 from horovod.runner.elastic.roll_call import RollCall
 from horovod.runner.elastic.roster import Failure, Process, Roster, name_of, now, number_of
 from horovod.runner.elastic.status import Status, count
+from horovod.runner.elastic.upstream_driver import ElasticDriver
 from horovod.runner.host_agent import HostAgent
 from horovod.runner.meeting import MeetingPlace
 from horovod.runner.report import Outcome, exit_status
 from horovod.runner.supervise import FAILURE_GRACE, Supervisor
+
+__all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver", "ElasticDriver", "WorkerOutputs"]
 
 _TICK = 0.5
 """Seconds after which the loop looks at the clock, if nothing else happens."""
