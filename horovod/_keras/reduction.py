@@ -71,9 +71,9 @@ class Distribution:
     def _reduction(self, backend: str) -> Any:
         if backend == "tensorflow":
             from horovod.tensorflow.compression import Compression
-            from horovod.tensorflow.gradients import GradientReduction
+            from horovod.tensorflow.reduced_gradients import OptimizerReduction
 
-            return GradientReduction(
+            return OptimizerReduction(
                 op=self.op,
                 compression=self.compression or Compression.none,
                 sparse_as_dense=self.sparse_as_dense,
@@ -115,6 +115,16 @@ class HostReduction:
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The reduced gradients in the same order; None where there is none."""
         return self.reduce(list(gradients), variables)
+
+    def take_notes(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[int]:
+        """What has been done to gradients before: nothing. TensorFlow's tapes may reduce them."""
+        return [0] * len(gradients)
+
+    def reduce_rest(
+        self, gradients: Sequence[Any], variables: Sequence[Any], done: Sequence[int]
+    ) -> list[Any]:
+        """Reduce the gradients that nothing has been done to: all."""
+        return self(gradients, variables)
 
     def reduce(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         terms = self._terms

@@ -1,8 +1,10 @@
 """A tf-keras (Keras 2) optimizer that reduces gradients: the part in front of the user's class.
 
-Both generations of tf-keras optimizers aggregate gradients in a method of its own, which their loss
-scale optimizers call on the inner optimizer before they look for overflow. So that is where
-gradients are reduced. For classes that apply gradients without it `apply_gradients` calls it first.
+What computes gradients returns those of all ranks, and notes that they are. What applies gradients
+reduces those that nobody has reduced: both generations of tf-keras optimizers aggregate them in a
+method of its own, which their loss scale optimizers call on the inner optimizer before they look
+for overflow, so it is done there. For classes that apply gradients without it `apply_gradients`
+calls it first.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import tensorflow as tf
 from horovod._keras.accumulation import dense
 from horovod._keras.callable_list import CallableList
 from horovod._keras.reduction import Distribution
+from horovod.tensorflow.reduced_gradients import Done, note, noted, take_notes
 
 Pairs = list[tuple[Any, Any]]
 
@@ -34,13 +37,50 @@ class TfKerasOptimizer:
         if self._hvd_has_reduced or not pairs:
             return pairs
         gradients, variables = zip(*pairs, strict=True)
-        if self._hvd.backward_passes_per_step == 1:
-            reduced = self._hvd.reduce(gradients, variables)
-        else:
-            reduced = self._hvd_make_sums().add(gradients, variables)
-        return list(zip(reduced, variables, strict=True))
+        done = take_notes(gradients, variables)
+        return list(zip(self._hvd_reduced(gradients, variables, done), variables, strict=True))
 
     _aggregate_gradients = aggregate_gradients  # what tf_keras.optimizers.legacy calls it
+
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> Pairs:
+        """The gradients of all ranks with their variables, for `apply_gradients`."""
+        return self._compute_gradients(loss, var_list, tape=tape)
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> Pairs:
+        """The same under the name that it has in tf_keras.optimizers.legacy."""
+        base: Any = super()
+        if hasattr(base, "_compute_gradients"):
+            pairs = base._compute_gradients(loss, var_list, grad_loss, tape)
+        elif grad_loss is None:
+            pairs = base.compute_gradients(loss, var_list, tape)
+        else:
+            raise ValueError("grad_loss is for optimizers of tf_keras.optimizers.legacy only")
+        gradients = [gradient for gradient, _ in pairs]
+        variables = [variable for _, variable in pairs]
+        return list(zip(self._hvd_computed(gradients, variables), variables, strict=True))
+
+    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+        """The gradients of all ranks, in a v1 graph; of tf_keras.optimizers.legacy only."""
+        gradients = super().get_gradients(loss, params)  # type: ignore[misc]
+        return self._hvd_computed(gradients, tf.nest.flatten(params))
+
+    def _hvd_computed(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Computed gradients, reduced: by us, or by a distributed tape that computed them."""
+        done = [noted(gradient) for gradient in gradients]
+        reduced = self._hvd_reduced(gradients, variables, done)
+        note(reduced, variables, Done.ADDED_UP)
+        return reduced
+
+    def _hvd_reduced(
+        self, gradients: Sequence[Any], variables: Sequence[Any], done: Sequence[Done]
+    ) -> list[Any]:
+        if self._hvd.backward_passes_per_step == 1:
+            return list(self._hvd.reduce.reduce_rest(gradients, variables, done))
+        if Done.ADDED_UP in done:
+            return list(gradients)
+        return self._hvd_make_sums().add(gradients, variables, done)
 
     def apply_gradients(
         self,
@@ -53,6 +93,8 @@ class TfKerasOptimizer:
         pairs = list(grads_and_vars)
         if not skip_gradients_aggregation and experimental_aggregate_gradients:
             pairs = self.aggregate_gradients(pairs)
+        else:
+            take_notes([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
         if name is not None:
             kwargs["name"] = name
         apply = functools.partial(super().apply_gradients, pairs, **kwargs)  # type: ignore[misc]
@@ -85,6 +127,11 @@ class TfKerasOptimizer:
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable to this rank."""
         self._hvd.register_local(var)
+
+    @property
+    def _agg_helper(self) -> _Sums | None:
+        """What adds up the gradients of several passes, under the name that scripts look for."""
+        return None if self._hvd.backward_passes_per_step == 1 else self._hvd_make_sums()
 
     def _hvd_make_sums(self) -> _Sums:
         if self._hvd_sums is None:
@@ -126,7 +173,7 @@ class _Sums:
         with tf.init_scope():
             self._passes = _variable(tf.zeros([], tf.int64))
 
-    def add(self, gradients: Any, variables: Any) -> list[Any]:
+    def add(self, gradients: Any, variables: Any, done: Sequence[Done]) -> list[Any]:
         """The reduced sums, if it is time for a step; else zeros, which never overflow."""
         gradients = [dense(gradient, self._terms) for gradient in gradients]
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
@@ -140,7 +187,9 @@ class _Sums:
 
         def step() -> list[Any]:
             given = [total.read_value() / tf.cast(divisor, total.dtype) for total in totals]
-            reduced = self._terms.reduce(given, [variables[place] for place in places])
+            reduced = self._terms.reduce.reduce_rest(
+                given, [variables[place] for place in places], [done[place] for place in places]
+            )
             with _after(reduced):  # not even NaN stays
                 zeros = [total.assign(tf.zeros_like(total), read_value=False) for total in totals]
             with _after(zeros):
@@ -160,6 +209,11 @@ class _Sums:
     def variables(self, trained: list[Any]) -> list[Any]:
         """All that is kept here for the gradients of these variables."""
         return [self._passes, *(self._total(variable, variable) for variable in trained)]
+
+    @property
+    def counter(self) -> Any:
+        """How many passes the next step has so far."""
+        return self._passes.read_value() % self._terms.backward_passes_per_step
 
     def is_complete(self) -> Any:
         """Whether a step is taken with what was added last."""

@@ -30,6 +30,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from horovod.common import mpi
 from horovod.common.logging import get_logger
 
 _PAUSE = 0.02
@@ -244,7 +245,7 @@ def _await_listener(address: str, port: int, timeout: float) -> None:
 
 
 class MpiBroadcast(Bootstrap):
-    """COMM_WORLD of mpi4py. MPI stays initialised; mpi4py finalises it when the process ends."""
+    """COMM_WORLD of mpi4py. MPI stays initialised until the process ends."""
 
     where = "MPI's COMM_WORLD"
 
@@ -256,15 +257,10 @@ class MpiBroadcast(Bootstrap):
     def create(cls, rank: int, size: int, threads: bool) -> MpiBroadcast | None:
         """None where mpi4py is missing or belongs to another MPI than the launcher."""
         try:
-            import mpi4py
-
-            if not threads:
-                mpi4py.rc.threads = False
-            from mpi4py import MPI
+            world = mpi.initialised(threads).COMM_WORLD
         except Exception as error:  # a wrong MPI library shows itself in many ways
             get_logger(__name__).debug("mpi4py is not usable: %s", error)
             return None
-        world = MPI.COMM_WORLD
         if (world.rank, world.size) != (rank, size):
             get_logger(__name__).warning(
                 "mpi4py says rank %d of %d where the launcher says %d of %d: it was built for "

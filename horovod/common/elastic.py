@@ -13,7 +13,9 @@ failure costs: nothing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -73,7 +75,7 @@ class State(ABC):
         self._job: ElasticJob | None = None
         self._root = 0  # the rank whose state `sync` gives to all
         self._version = -1  # counts commits; negative: this rank has not begun to train
-        self._notified = False
+        self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()  # upstream's name
         self._reset_callbacks: list[Callable[[], object]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
@@ -82,14 +84,14 @@ class State(ABC):
 
     def on_reset(self) -> None:
         """The ranks have changed."""
-        self._notified = False
+        self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Any thread of any rank may say that hosts have changed; the next check acts on it."""
-        self._notified = True
+        self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
         """Make this the state to come back to, and look whether the ranks change.
@@ -112,7 +114,11 @@ class State(ABC):
         self._follow(self._agree())
 
     def _agree(self) -> Verdict:
-        notified, self._notified = self._notified, False
+        notified = False
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._host_messages.get_nowait()
+                notified = True
         if self._job is None:
             return Verdict.CHANGE if notified else Verdict.STAY
         return self._job.agree(notified)

@@ -3,12 +3,13 @@
     RuntimeError
     ├── HorovodInternalError         a collective failed; elastic training recovers from it
     │   └── PeerLostError            ... because a rank died, was cut off or went away
-    └── HostsUpdatedInterrupt        the set of hosts changed; elastic training re-forms
+    ├── HostsUpdatedInterrupt        the set of hosts changed; elastic training re-forms
+    └── UndefinedOperationError      an operation is not defined for such a tensor (also ValueError)
     ImportError
     └── HorovodVersionMismatchError  a framework differs from the one we were installed for
 
-A wrong argument is a plain ``ValueError``, raised on the rank that passed it before anything
-is sent.
+A wrong argument is a ``ValueError``, raised on the rank that passed it before anything is sent. It
+is a RuntimeError as well where upstream has its engine find out, so that scripts catch either.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ class HostsUpdatedInterrupt(RuntimeError):
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the set of hosts changed")
         self.skip_sync = skip_sync
+
+
+class UndefinedOperationError(ValueError, RuntimeError):
+    """A collective is not defined for a tensor of this type or number of dimensions."""
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:

@@ -198,40 +198,35 @@ def _check_argument(process_sets: Any, comm: Any) -> list[ProcessSet]:
 def _setup(basics: Basics, process_sets: list[ProcessSet], comm: Any) -> None:
     """Bind the module to a running engine and register the sets given to ``init``.
 
-    All sets that can be registered are, so that ids agree with list order; the first one that
-    cannot be raises afterwards and leaves the engine running. In an elastic job the engine has
-    made the sets of earlier worlds again, and sets whose ranks do not exist wait until they do.
+    All or none: where one cannot be registered none is, on any rank, and the engine runs on. In an
+    elastic job the engine has made the sets of earlier worlds again, and sets whose ranks do not
+    exist wait until they do.
     """
     global _basics
     _basics = basics
     global_process_set.ranks = list(range(basics.size()))
     global_process_set.mpi_comm = comm if _is_communicator(comm) else None
-    known = _known(basics)
     seen = {tuple(global_process_set.ranks)}
-    problem: ValueError | None = None
     if basics._elastic():
         seen.clear()  # a set may be as large as the world for a while
         process_sets = _fitting(basics, process_sets)
+    everywhere: list[tuple[int, ...]] = []  # in the order of their ids, the same on all ranks
     for index, process_set in enumerate(process_sets):
         process_set.process_set_id = None
-        try:
-            if process_set.mpi_comm is not None:
-                _register_communicators(basics, process_set, comm, known)
-            assert process_set.ranks is not None
-            what = f"process_sets[{index}] with ranks {process_set.ranks}"
-            _check_ranks(process_set.ranks, basics.size(), what)
-            key = tuple(process_set.ranks)
-            if key in seen:
+        for ranks in _ranks_everywhere(process_set, comm):
+            what = f"process_sets[{index}] with ranks {list(ranks)}"
+            _check_ranks(list(ranks), basics.size(), what)
+            if ranks in seen:
                 raise ValueError(f"{what} duplicates an earlier process set or the global one")
-        except ValueError as error:
-            problem = problem or error
-            continue
-        seen.add(key)
-        if key not in known:
-            known[key] = basics._add_process_set(process_set.ranks)
-        _adopt(process_set, known[key])
-    if problem is not None:
-        raise problem
+            seen.add(ranks)
+            everywhere.append(ranks)
+    known = _known(basics)
+    for ranks in everywhere:
+        if ranks not in known:
+            known[ranks] = basics._add_process_set(list(ranks))
+    for process_set in process_sets:
+        assert process_set.ranks is not None
+        _adopt(process_set, known[tuple(process_set.ranks)])
 
 
 def _known(basics: Basics) -> dict[tuple[int, ...], int]:
@@ -259,16 +254,15 @@ def _fitting(basics: Basics, process_sets: list[ProcessSet]) -> list[ProcessSet]
     return [each for each in process_sets if not each.ranks or each.ranks[-1] < size]
 
 
-def _register_communicators(
-    basics: Basics, process_set: ProcessSet, comm: Any, known: dict[tuple[int, ...], int]
-) -> None:
-    """Register the sets behind a communicator, which differ by rank where it comes of a split."""
+def _ranks_everywhere(process_set: ProcessSet, comm: Any) -> list[tuple[int, ...]]:
+    """The ranks of a set; of several where it is a communicator that comes of a split of `comm`."""
+    if process_set.mpi_comm is None:
+        assert process_set.ranks is not None
+        return [tuple(process_set.ranks)]
     group = process_set.mpi_comm.Get_group()
     members = group.Translate_ranks(list(range(group.Get_size())), comm.Get_group())
     process_set.ranks = sorted(members)
-    for ranks in sorted({tuple(ranks) for ranks in comm.allgather(process_set.ranks)}):
-        if ranks not in known:
-            known[ranks] = basics._add_process_set(list(ranks))
+    return sorted({tuple(ranks) for ranks in comm.allgather(process_set.ranks)})
 
 
 def _forget() -> None:

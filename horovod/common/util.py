@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -122,6 +124,22 @@ def ccl_built(verbose: bool = False) -> bool:
     return False
 
 
+@contextmanager
+def env(**kwargs: str | None) -> Iterator[None]:
+    """Variables of this process for the time of a block; None values are left as they are."""
+    wanted = {name: value for name, value in kwargs.items() if value is not None}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def split_list(items: Sequence[Item], num_parts: int) -> list[list[Item]]:
     """Contiguous parts whose lengths differ by one at most, the longer ones first.
 
@@ -137,6 +155,16 @@ def split_list(items: Sequence[Item], num_parts: int) -> list[list[Item]]:
         parts.append(list(items[start:stop]))
         start = stop
     return parts
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Whether a version is `target` (as major.minor.patch) or newer, whatever follows the patch."""
+    from packaging.version import Version
+
+    wanted = Version(target)
+    if len(wanted.release) != 3:
+        raise ValueError(f"target must be of the form major.minor.patch, not {target!r}")
+    return (*Version(ver).release, 0, 0)[:3] >= wanted.release
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:

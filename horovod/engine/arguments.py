@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, UndefinedOperationError
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.runtime import runtime
@@ -60,8 +60,12 @@ def _reduction_error(tensor: Any, op: ReduceOp, scaled: bool) -> ValueError:
     if problem:
         return ValueError(problem)
     if scaled and tensor.dtype is torch.bool:
-        return ValueError("prescale_factor and postscale_factor do not apply to torch.bool")
-    return ValueError(f"{op.name.capitalize()} is not defined for tensors of type {tensor.dtype}")
+        return UndefinedOperationError(
+            "prescale_factor and postscale_factor do not apply to torch.bool"
+        )
+    return UndefinedOperationError(
+        f"{op.name.capitalize()} is not defined for tensors of type {tensor.dtype}"
+    )
 
 
 def movement_input(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from horovod.common import mpi, util
 from horovod.common import process_sets as sets
-from horovod.common import util
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.membership import membership
 from horovod.common.reduce_op import ReduceOp
@@ -101,28 +101,29 @@ class HorovodBasics:
         return util.mpi_built()
 
     def mpi_enabled(self) -> bool:
-        """Whether MPI carries CPU tensors."""
+        """Whether MPI started the job, and can be used, or carries CPU tensors."""
         if not runtime.is_initialized():
             return False
         config = runtime.config
-        return (config.cpu_operations or config.controller) == "mpi"
+        if "mpi" in (config.cpu_operations, config.controller):
+            return True
+        return config.controller is None and runtime.is_mpi_job and self.mpi_built()
 
     def mpi_threads_supported(self) -> bool:
-        """Whether MPI may be called from several threads at once."""
+        """Whether MPI may be called from several threads at once; initialises MPI if need be."""
         if not runtime.is_initialized():
             raise ValueError("Horovod is not initialised: call init() first")
         if not self.mpi_enabled():
             raise ValueError("this job does not use MPI, so its thread level is unknown")
-        from mpi4py import MPI
-
-        return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+        mpi4py = mpi.initialised(not runtime.config.mpi_threads_disable)
+        return bool(mpi4py.Query_thread() == mpi4py.THREAD_MULTIPLE)
 
     def gloo_built(self) -> bool:
         """Always: what needs no MPI is called Gloo in this API, and TCP does it here."""
         return True
 
     def gloo_enabled(self) -> bool:
-        """Whether the job runs without MPI: TCP where ranks do not share memory."""
+        """Whether the job runs without MPI."""
         return not self.mpi_enabled()
 
     def nccl_built(self) -> int:

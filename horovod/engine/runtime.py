@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from horovod.common import mpi
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger, set_rank
@@ -40,6 +41,7 @@ class Runtime(Submission):
     def __init__(self) -> None:
         super().__init__()
         self._job: Job | None = None
+        self.is_mpi_job = False  # whether MPI started the ranks
         self._inits = 0
         self._forked = False
         self._ending = threading.Lock()  # held while a job is aborted from another thread
@@ -69,6 +71,9 @@ class Runtime(Submission):
             os.environ[f"HOROVOD_{name.upper()}"] = str(value)
 
     def _start(self, comm: Any, config: Config) -> None:
+        self.is_mpi_job = mpi.runs_the_job(comm)
+        if self.is_mpi_job:
+            mpi.initialise_if_deferred(not config.mpi_threads_disable)
         topology, connection, cross_is_known = identity.meet(comm, config)
         set_rank(topology.rank)
         if not isinstance(connection, Generation):  # a generation is new by itself

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, UndefinedOperationError
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.channel import Channel
 from horovod.engine.job import WORLD
@@ -160,7 +160,9 @@ class Submission(ABC):
         _check_one_device(tensors)
         for tensor in tensors:
             if tensor.dim() == 0:
-                raise ValueError("allgather needs at least one dimension, got a scalar")
+                raise UndefinedOperationError(
+                    "allgather needs at least one dimension, got a scalar"
+                )
         full, signature = self._named(channel, Kind.ALLGATHER, name, tensors)
         request = Request(channel, Kind.ALLGATHER, full, signature, tensors)
         return self._submit(channel, request, tensors, background)
@@ -214,8 +216,7 @@ class Submission(ABC):
         """Reduce, and leave each rank its share of the rows."""
         channel = self.channel(process_set_id)
         _check_one_device(tensors)
-        if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-            raise HorovodInternalError(f"reducescatter takes Sum or Average, not {op!r}")
+        check_scattered(op)
         for tensor in tensors:
             if tensor.dim() == 0:
                 raise ValueError("reducescatter needs at least one dimension, got a scalar")
@@ -252,6 +253,12 @@ class Submission(ABC):
         return channel.submit(Request(channel, Kind.JOIN, full, signature), background)
 
 
+def check_scattered(op: ReduceOp) -> None:
+    """Refuse what reducescatter cannot do, the way upstream's engine does."""
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise HorovodInternalError(f"reducescatter takes Sum or Average, not {op!r}")
+
+
 def _check_one_device(tensors: Sequence[torch.Tensor]) -> None:
     if len(tensors) > 1:
         kinds = {tensor.device for tensor in tensors}
@@ -262,7 +269,7 @@ def _check_one_device(tensors: Sequence[torch.Tensor]) -> None:
 
 def _check_splits(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
     if tensor.dim() == 0:
-        raise ValueError("alltoall needs at least one dimension, got a scalar")
+        raise UndefinedOperationError("alltoall needs at least one dimension, got a scalar")
     rows = tensor.shape[0]
     if splits is None or len(splits) == 0:
         if rows % size:

@@ -10,6 +10,11 @@ from typing import Any
 
 import torch
 
+from horovod.lightning.current_device import (
+    current_accelerator,
+    device_count,
+    set_device_index,
+)
 from horovod.lightning.flavours import Flavour
 
 
@@ -21,7 +26,7 @@ class Accelerator:
 
     def setup_device(self, device: torch.device) -> None:
         if device.type != "cpu":
-            torch.accelerator.set_device_index(device.index or 0)
+            set_device_index(device.index or 0)
 
     def setup(self, trainer: Any) -> None:
         """Nothing to prepare beyond the device."""
@@ -56,7 +61,7 @@ class Accelerator:
 
     @staticmethod
     def auto_device_count() -> int:
-        return 1 if _kind() == "cpu" else torch.accelerator.device_count()
+        return 1 if _kind() == "cpu" else device_count()
 
     @staticmethod
     def is_available() -> bool:
@@ -68,5 +73,5 @@ class Accelerator:
 
 
 def _kind() -> str:
-    device = torch.accelerator.current_accelerator(check_available=True)
+    device = current_accelerator()
     return "cpu" if device is None else device.type

@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
-
+from horovod.lightning.current_device import current_accelerator
 from horovod.lightning.flavours import Flavour
 from horovod.lightning.options import Options
 
@@ -46,7 +45,7 @@ def resolved(
 
 def _of_this_rank(flavour: Flavour, make: Any) -> Any:
     """GPU, XPU or CPU: Lightning's own accelerator where it has one."""
-    device = torch.accelerator.current_accelerator(check_available=True)
+    device = current_accelerator()
     if device is None:
         return "cpu"
     return "cuda" if device.type == "cuda" else make(flavour)()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import horovod.torch as hvd
+from horovod.lightning.current_device import device_count
 
 
 def check_counts(devices: list[torch.device], num_nodes: int, accelerator: Any) -> None:
@@ -53,7 +54,7 @@ def own_device(devices: list[torch.device]) -> torch.device:
         return first
     if len(devices) == 1 and here > 1 and not first.index:
         # devices=1, "one for each process": theirs are those of their local ranks.
-        return torch.device(first.type, local % torch.accelerator.device_count())
+        return torch.device(first.type, local % device_count())
     return devices[local % len(devices)]
 
 

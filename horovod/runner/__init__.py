@@ -4,7 +4,8 @@ launch -> arguments, hosts, worker_env (what to start) -> static_job (when, and 
 means) -> supervise (the loop) -> host_agent, ssh (one agent for each host) -> report (what went
 wrong first). agent, agent_output, bootstrap, cores, frames, probe and processes run on the hosts.
 controllers hands a job over to mpirun or jsrun. run_function is ``horovod.run``, run_task and
-function_call belong to it.
+function_call belong to it. gloo_run, mpi_run, js_run, util, http and common.util are names of
+Horovod 0.28.1 (docs/old_names.md).
 """
 
 from __future__ import annotations

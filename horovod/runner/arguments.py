@@ -123,7 +123,10 @@ def _settle_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> No
             options.num_proc = sum(host.slots or 0 for host in options.hosts)
     local = [host.name for host in options.hosts if is_local(host.name)]
     if len(local) > 1:
-        raise ValueError(f"{', '.join(local)} are all this machine; name it once")
+        options.notices.append(
+            f"{', '.join(local)} are all this machine: they count as {len(local)} hosts, and share "
+            f"its cores"
+        )
 
 
 def _read_hostfile(path: str) -> list[Host]:

@@ -2,8 +2,8 @@
 
 `supervise` hands over the lines of every stream. Each goes out whole, behind its
 ``[rank]<stream>:``, in one write. A line ended by a carriage return is a progress bar: on a
-terminal it stays at the bottom and is redrawn in place, below the lines that scroll by;
-elsewhere it becomes a line like any other.
+terminal it stays at the bottom and is redrawn in place, below the lines that scroll by. Elsewhere
+lines end as they ended in the worker: with a newline, a carriage return, or, the last one, nothing.
 """
 
 from __future__ import annotations
@@ -34,12 +34,18 @@ class Source:
     def prefix(self) -> bytes:
         return b"[%d]<%s>:" % (self.rank, self.stream.encode())
 
+    def before(self, timestamp: bool) -> bytes:
+        """What goes before a line: the prefix, after the time if that is wanted."""
+        return (time.asctime().encode() if timestamp else b"") + self.prefix
+
 
 class Console:
     """The launcher's stdout and stderr."""
 
     def __init__(self, stdout: int = 1, stderr: int = 2, *, timestamps: bool = False) -> None:
         self._fds = {"stdout": stdout, "stderr": stderr}
+        self._files = {name: _identity(fd) for name, fd in self._fds.items()}
+        self._unfinished: dict[object, Source] = {}  # whose line in a file has no end so far
         self._terminals = {name for name, fd in self._fds.items() if os.isatty(fd)}
         self._timestamps = timestamps
         self._bar: tuple[Source, bytes] | None = None
@@ -64,16 +70,17 @@ class Console:
     def show(self, source: Source, lines: Sequence[Line], pending: bytes = b"") -> None:
         """Show complete lines; ``pending`` is the start of the next one."""
         on_terminal = source.stream in self._terminals
+        if not on_terminal:
+            self._pass_on(source, lines)
+            return
         out = bytearray()
         bar_before = self._bar
         for line in lines:
             source.returned = line.end == b"\r"
             if source.returned:
                 source.drawn |= bool(line.text)
-                if line.text and on_terminal:
+                if line.text:
                     self._set_bar(source, line.text)
-                elif line.text.strip():
-                    out += self._format(source, line.text)
                 continue
             shown = line.text
             if self._bar is not None and self._bar[0] is source:
@@ -82,10 +89,28 @@ class Console:
             if shown or not source.drawn:
                 out += self._format(source, shown)
             source.drawn = False
-        if on_terminal and pending and source.returned:
+        if pending and source.returned:
             self._set_bar(source, pending)
         if out or self._bar is not bar_before:
             self._write(source.stream, bytes(out))
+
+    def _pass_on(self, source: Source, lines: Sequence[Line]) -> None:
+        """To a file or a pipe: what the worker wrote, with prefixes."""
+        out = bytearray()
+        for line in lines:
+            file = self._files[source.stream]
+            goes_on = self._unfinished.get(file) is source  # nothing came in between
+            if self._unfinished.pop(file, None) is not None and not goes_on:
+                out += b"\n"
+            ends_a_bar = source.returned and not line.text and line.end == b"\n"
+            is_bare = goes_on or ends_a_bar or (not line.text and line.end == b"\r")
+            out += line.text if is_bare else self._format(source, line.text)[:-1]
+            out += line.end
+            source.returned = line.end == b"\r"
+            if not line.end:
+                self._unfinished[file] = source
+        if out:
+            self._put(source.stream, bytes(out))
 
     def say(self, text: str) -> None:
         """A message of the launcher itself, on stderr."""
@@ -113,8 +138,7 @@ class Console:
         self._bar = (source, text) if text.strip() else None
 
     def _format(self, source: Source, text: bytes) -> bytes:
-        stamp = time.asctime().encode() if self._timestamps else b""
-        return b"%s%s%s\n" % (stamp, source.prefix, text)
+        return b"%s%s\n" % (source.before(self._timestamps), text)
 
     def _write(self, stream: str, data: bytes) -> None:
         """Write whole lines, taking the bar away before and drawing it again after."""
@@ -122,6 +146,11 @@ class Console:
             before = _ERASE if self._drawn else b""
             self._drawn = self._bar is not None
             data = before + data + self._draw()
+        elif self._unfinished.pop(self._files[stream], None) is not None:
+            data = b"\n" + data
+        self._put(stream, data)
+
+    def _put(self, stream: str, data: bytes) -> None:
         fd = self._fds[stream]
         view = memoryview(data)
         while view and not self.broken:
@@ -142,3 +171,12 @@ class Console:
         whole = self._format(source, text).rstrip(b"\n").decode(errors="ignore")
         cut = whole[:columns]
         return cut.encode() + (_PLAIN if "\x1b" in cut else b"")
+
+
+def _identity(fd: int) -> object:
+    """Equal for two descriptors of one file or pipe."""
+    try:
+        found = os.fstat(fd)
+    except OSError:  # closed by whoever started us
+        return fd
+    return found.st_dev, found.st_ino

@@ -57,7 +57,8 @@ given, so the ranks of a host are consecutive. Inside an LSF job without `-H` an
 and slots are those that LSF granted, and `-np` is their sum unless given.
 
 A host is this machine, and needs no ssh, if it is `localhost`, the machine's host name, one of its
-addresses, or a name that `/etc/hosts` gives to one of them.
+addresses, or a name that `/etc/hosts` gives to one of them. Under two names
+(`-H localhost:2,127.0.0.1:2`) it counts as two hosts, for trying out what runs between hosts.
 """
 
 _CONFIGURATION = """\

@@ -156,10 +156,10 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
     )
     source.add_argument(
         "--host-discovery-script",
-        type=values.program,
-        metavar="PROGRAM",
-        help="Executable that prints the hosts available now, HOST or HOST:SLOTS on each line; "
-        "makes the job elastic.",
+        type=values.command_line,
+        metavar="COMMAND",
+        help="Program or command line that prints the hosts available now, HOST or HOST:SLOTS on "
+        "each line; makes the job elastic.",
     )
     group.add_argument(
         "--network-interfaces",

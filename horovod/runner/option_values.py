@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 
+from horovod.runner.elastic.discovery_command import split_command
 from horovod.runner.hosts import Host, parse_hosts
 
 _MAX_RANK = 1_000_000
@@ -88,6 +90,15 @@ def new_file(path: str) -> str:
     if not os.path.isdir(folder):
         raise ArgumentTypeError(f"there is no directory {folder!r}")
     return path
+
+
+def command_line(text: str) -> str:
+    """A program with arguments, if any, and its absolute path in place of its name."""
+    try:
+        name, *arguments = split_command(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return shlex.join([program(name), *arguments])
 
 
 def program(path: str) -> str:

@@ -38,23 +38,12 @@ from horovod.runner.function_call import (
 )
 from horovod.runner.hosts import is_local
 from horovod.runner.launch import make_request, run_job
+from horovod.runner.remote_error import RemoteError, as_runtime_error, told_by_upstream
 from horovod.runner.report import LaunchError, Outcome
 from horovod.runner.static_job import JobRequest
 from horovod.runner.store_endpoints import StoreEndpoints, addresses_towards
 
 _PACKAGE_PARENT = str(Path(horovod.__file__).resolve().parent.parent)
-
-
-class RemoteError(RuntimeError):
-    """The function failed on a rank, or the rank did not live to return anything.
-
-    Where an exception could be brought here it is raised as itself, with this one as its cause.
-    """
-
-    def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.traceback = traceback
 
 
 def run(
@@ -93,10 +82,10 @@ def run(
     the workers. Knobs come from the environment. The workers run in this process's directory and
     find the modules that it can import. Their output appears with ``[rank]<stdout>:`` before it.
 
-    An exception of the function is raised here as itself, with the rank and the traceback there.
-    `RemoteError` where that is not possible, or where a process died. An elastic job returns what
-    its first ``min_num_proc`` ranks returned. ``np``, ``min_np``, ``max_np`` and
-    ``network_interface`` are older names.
+    An exception of the function is raised here as itself, with the rank and the traceback there; it
+    is a RuntimeError too. `RemoteError` where that is not possible, or where a process died. An
+    elastic job returns what its first ``min_num_proc`` ranks returned. ``np``, ``min_np``,
+    ``max_np`` and ``network_interface`` are older names.
     """
     num_proc = _newer("np", np, "num_proc") or num_proc
     min_num_proc = _newer("min_np", min_np, "min_num_proc") or min_num_proc
@@ -178,8 +167,8 @@ def _results(store: MemoryStore, count: int) -> list[Any]:
         content = take(store, result_name(rank))
         if content is None:
             raise RemoteError(
-                f"rank {rank} ended well but returned nothing; in an elastic job the function must "
-                f"call init(), which gives it a rank",
+                f"no rank {rank} has returned anything: fewer than {count} workers of this elastic "
+                f"job came to its end",
                 rank,
             )
         try:
@@ -237,7 +226,7 @@ def _raise_failures(store: MemoryStore, outcome: Outcome) -> None:
         # A rank that died without a word was there before those that complained about it.
         if any(failure.rank == first.rank or failure.pid == first.pid for failure in told):
             _raise_first(told)
-        raise RemoteError(outcome.account.strip(), first.rank)
+        raise RemoteError(told_by_upstream(outcome.account.strip()), first.rank)
     if outcome.problem or outcome.account:
         raise RemoteError((outcome.problem or outcome.account).strip())
 
@@ -247,10 +236,11 @@ def _raise_first(told: Sequence[Failure]) -> None:
         who = "a worker" if failure.rank is None else f"rank {failure.rank}"
         where = f"{who} on {failure.host} (pid {failure.pid})"
         message = f"{where}: {failure.problem}\n\n{failure.traceback}".rstrip()
-        remote = RemoteError(message, failure.rank, failure.traceback)
+        remote = RemoteError(told_by_upstream(message), failure.rank, failure.traceback)
         error = _unpickled(failure)
         if error is None:
             raise remote
+        error = as_runtime_error(error)
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"raised on {where}")
         raise error from remote

@@ -56,7 +56,7 @@ def main() -> int:
         _report(store, f"what the function returned cannot be pickled: {error}", None)
         return 1
     place = rank(store)
-    if place is not None:  # else it never called init, or the job goes on without it
+    if place is not None:  # else the job goes on without it
         put(store, result_name(place), content)
     return 0
 
@@ -67,12 +67,15 @@ def extend_search_path(callers: list[str]) -> None:
 
 
 def rank(store: Store) -> int | None:
-    """This worker's rank; in an elastic job the one by the newest decision, if it has any."""
+    """This worker's rank; in an elastic job the one by the newest decision, if it has any.
+
+    Where no worker has called `init` so far, it is the one that it would have.
+    """
     if not is_elastic():
         return detect().claim()[0]
     latest = store.try_get(LATEST)
     if latest is None:
-        return None
+        return int(os.environ["HOROVOD_RANK"]) if "HOROVOD_RANK" in os.environ else None
     decision = Decision.decode(store.get(decision_key(int(latest)), 0.0))
     slot = decision.slots.get(os.environ[WORKER_ID])
     return None if slot is None else slot.rank

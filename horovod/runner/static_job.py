@@ -255,6 +255,7 @@ class StaticJob:
                 for variable in sorted(env):
                     if variable.startswith(("HOROVOD_", "MASTER_")):
                         self._console.say(f"{name}: {variable}={env[variable]}")
+            neighbours = self._neighbours(name)
             specs = [
                 WorkerSpec(
                     slot.rank,
@@ -263,7 +264,7 @@ class StaticJob:
                     request.cwd,
                     None
                     if request.cpu_bind == "none"
-                    else (request.cpu_bind, slot.local_rank, slot.local_size),
+                    else (request.cpu_bind, neighbours.index(slot), len(neighbours)),
                 )
                 for slot in slots
             ]
@@ -283,7 +284,13 @@ class StaticJob:
         return env | interface_variables(nics)
 
     def _threads(self, agent: HostAgent) -> int:
-        return threads_per_worker((agent.hello or {})["cores"], len(self._hosts[agent.name]))
+        return threads_per_worker((agent.hello or {})["cores"], len(self._neighbours(agent.name)))
+
+    def _neighbours(self, name: str) -> list[Slot]:
+        """The slots of a host's machine: this one may be in the list under several names."""
+        if not is_local(name):
+            return self._hosts[name]
+        return [slot for slot in self._request.slots if is_local(slot.hostname)]
 
     def _say_threads(self) -> None:
         if self._request.env.get("OMP_NUM_THREADS"):
@@ -291,7 +298,7 @@ class StaticJob:
         alike: dict[tuple[int, int, int], list[str]] = {}
         for name, agent in self._agents.items():
             cores = (agent.hello or {})["cores"]
-            facts = (self._threads(agent), cores, len(self._hosts[name]))
+            facts = (self._threads(agent), cores, len(self._neighbours(name)))
             alike.setdefault(facts, []).append(name)
         for (threads, cores, workers), names in alike.items():
             where = "" if len(alike) == 1 else f" on {', '.join(names)}"

@@ -74,6 +74,7 @@ from horovod.tensorflow.mpi_ops import (
 )
 from horovod.tensorflow.optimizer import DistributedOptimizer
 from horovod.tensorflow.util import (
+    _executing_eagerly,  # noqa: F401 (scripts import it)
     check_extension,
     gpu_available,
     refs_to_vars,

@@ -46,8 +46,13 @@ class Call:
     def run(
         self, function: bridge.Function, tensors: Sequence[tf.Tensor], like: Sequence[tf.TensorSpec]
     ) -> list[tf.Tensor]:
-        """Have `function` (see `bridge.run`) make tensors that are `like` these."""
+        """Have `function` (see `bridge.run`) make tensors that are `like` these.
+
+        `ValueError` while a graph is built for a process set that nobody has registered.
+        """
         eager = tf.executing_eagerly()
+        if not eager:
+            set_id(self.process_set)
         outputs = bridge.run(
             function,
             tensors,

@@ -13,6 +13,7 @@ from horovod.common.reduce_op import Average, ReduceOp
 from horovod.tensorflow.bridge import unconverted
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.gradients import GradientReduction
+from horovod.tensorflow.reduced_gradients import Done, note
 
 _Pairs = list[tuple[Any, Any]]
 
@@ -44,7 +45,9 @@ class _Distributed:
         has for models whose names differ between ranks, changes nothing.
         """
         gradients = self._plain.gradient(target, sources, output_gradients, unconnected_gradients)
-        reduced = self._reduction(tf.nest.flatten(gradients), tf.nest.flatten(sources))
+        variables = tf.nest.flatten(sources)
+        reduced = self._reduction(tf.nest.flatten(gradients), variables)
+        note(reduced, variables, Done.REDUCED)
         return tf.nest.pack_sequence_as(sources, reduced)
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:

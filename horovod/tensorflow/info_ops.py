@@ -22,6 +22,8 @@ _UNKNOWN_SET = -3
 @bridge.unconverted
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """The number of ranks of a process set."""
+    if not tf.executing_eagerly() and _is_fixed():
+        runtime.process_set_ranks(process_set_id)  # a ValueError while the graph is built
 
     def size() -> int:
         runtime.channel(WORLD)  # says why not, as the collectives do, if it is not initialised

@@ -11,6 +11,11 @@ from horovod.common import util
 from horovod.common.util import split_list
 
 
+def _executing_eagerly() -> bool:
+    """Whether operations run at once rather than becoming part of a graph."""
+    return bool(tf.executing_eagerly())
+
+
 def vars_to_refs(variables: Any) -> Any:
     """Hashable references to variables, in (nested) tuples where there were lists or tuples."""
     if isinstance(variables, (list, tuple)):

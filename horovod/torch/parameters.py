@@ -2,7 +2,7 @@
 
 Exported to users by `horovod.torch.functions`. For an optimizer the root describes its state
 (which parameter has which entries, with the shape and type of every tensor) and the others build
-the same, so no optimizer step is needed to bring state into being.
+the same. A root that has none yet makes what its first step would (`horovod.torch.fresh_state`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.runtime import runtime
+from horovod.torch import fresh_state
 from horovod.torch.broadcast_ops import broadcast_async_
 from horovod.torch.handles import synchronize
 from horovod.torch.objects import allgather_object, broadcast_object
@@ -72,7 +73,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the root's optimizer state and options (learning rates, ...).
 
-    The Python types of options are kept. `model` is accepted for compatibility; it is not needed.
+    Also where the root's optimizer is fresh: then all have the state that it begins with. The
+    Python types of options are kept. `model` is accepted for compatibility; it is not needed.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
@@ -85,6 +87,8 @@ def broadcast_optimizer_state(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_root = runtime.topology.rank == root_rank
     tensors: dict[str, Tensor] = {}
+    if is_root and not optimizer.state:
+        fresh_state.fill(optimizer)
     description = _describe(optimizer, parameters, tensors) if is_root else None
     description = broadcast_object(description, root_rank, "optimizer_state")
     _check_same_structure(optimizer, description, root_rank)

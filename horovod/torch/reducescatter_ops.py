@@ -18,6 +18,7 @@ from horovod.common.util import resolve_reduce_op
 from horovod.engine.arguments import check_group, reduction_input, set_id, set_size
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
+from horovod.engine.submission import check_scattered
 from horovod.torch import handles
 from horovod.torch.allgather_ops import allgather, grouped_allgather
 from horovod.torch.autograd import backward_name, is_differentiable, needs_gradient
@@ -170,6 +171,7 @@ def _start(
     Without `background` the caller waits at once.
     """
     op = resolve_reduce_op(op, None)
+    check_scattered(op)  # before the tensors, for which it may not even be defined
     scaled = prescale_factor != 1.0 or postscale_factor != 1.0
     sources = [reduction_input(tensor, op, scaled) for tensor in tensors]
     return runtime.reducescatter(

@@ -198,9 +198,10 @@ class ReducingOptimizer(torch.optim.Optimizer):
             if self._synchronized and self._reducer is not None:
                 if not self._seen_by_scaler:
                     warnings.warn(
-                        "optimizer.step() after optimizer.synchronize() uses the gradients that "
-                        "are reduced already; write `with optimizer.skip_synchronize(): "
-                        "optimizer.step()` to say that this is meant",
+                        "optimizer.step() called without optimizer.skip_synchronize() context "
+                        "after optimizer.synchronize(): it uses the gradients that are reduced "
+                        "already; write `with optimizer.skip_synchronize(): optimizer.step()` to "
+                        "say that this is meant",
                         stacklevel=2,
                     )
             else:

@@ -20,7 +20,7 @@ from horovod.common.addresses import LOOPBACK
 
 
 @dataclass(frozen=True)
-class HostInfo:
+class RankLocation:
     """Where a rank runs, in words that another host can compare."""
 
     host: str
@@ -30,7 +30,7 @@ class HostInfo:
     networks: tuple[str, ...] = ()  # addresses with their prefix length, without loopback
 
     @classmethod
-    def here(cls) -> HostInfo:
+    def here(cls) -> RankLocation:
         """Without networks, which it takes a while to find out, and may not matter."""
         host = socket.gethostname()
         return cls(
@@ -41,14 +41,14 @@ class HostInfo:
         )
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> HostInfo:
+    def from_json(cls, fields: dict[str, Any]) -> RankLocation:
         return cls(**{**fields, "networks": tuple(fields["networks"])})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def choose_address(mine: HostInfo, everyone: Sequence[HostInfo]) -> str:
+def choose_address(mine: RankLocation, everyone: Sequence[RankLocation]) -> str:
     """The address of this host on which the ranks at `everyone` reach it."""
     elsewhere = [info for info in everyone if info.network != mine.network]
     if not elsewhere:
@@ -73,7 +73,7 @@ def choose_address(mine: HostInfo, everyone: Sequence[HostInfo]) -> str:
 
 
 def _neighbours(
-    candidate: ipaddress.IPv4Interface | ipaddress.IPv6Interface, info: HostInfo
+    candidate: ipaddress.IPv4Interface | ipaddress.IPv6Interface, info: RankLocation
 ) -> bool:
     theirs = [ipaddress.ip_interface(text) for text in info.networks]
     return any(t.network == candidate.network and t.ip != candidate.ip for t in theirs) and not any(

@@ -28,7 +28,7 @@ from horovod.common.addresses import interface_address
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.wire import Session
 from horovod.transport.base import Group
-from horovod.transport.endpoints import HostInfo, choose_address, own_networks
+from horovod.transport.endpoints import RankLocation, choose_address, own_networks
 
 LOOK_SECONDS = 0.2  # between looks whether the ranks will all come, while they connect
 _HANDSHAKE_SECONDS = 10.0
@@ -54,7 +54,7 @@ class Links:
     """
 
     def __init__(self, group: Group, on_end: Callable[[int, OSError | None], None]) -> None:
-        self.hosts: list[HostInfo] = []
+        self.hosts: list[RankLocation] = []
         self.open: dict[int, socket.socket] = {}
         self._group = group
         self._on_end = on_end
@@ -77,10 +77,11 @@ class Links:
 
     # -- meeting ---------------------------------------------------------------------------
 
-    def _meet(self) -> list[HostInfo]:
+    def _meet(self) -> list[RankLocation]:
         """Where every rank runs, and, if that is not one network stack, in which networks."""
         found = [
-            HostInfo.from_json(each) for each in self._exchange("place", HostInfo.here().to_json())
+            RankLocation.from_json(each)
+            for each in self._exchange("place", RankLocation.here().to_json())
         ]
         if len({info.network for info in found}) > 1:
             networks = self._exchange("networks", own_networks())

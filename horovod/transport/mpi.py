@@ -28,7 +28,7 @@ from mpi4py import MPI
 from horovod.common.exceptions import PeerLostError
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import Group, agree_by_minimum
-from horovod.transport.endpoints import HostInfo
+from horovod.transport.endpoints import RankLocation
 from horovod.transport.pairwise import MESSAGE, PairwiseTransport, as_bytes, offsets_of
 
 _TAG = 1
@@ -90,7 +90,7 @@ class MpiTransport(PairwiseTransport):
             )
         self._comm: Any = comm
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
-        here = HostInfo.here()
+        here = RankLocation.here()
         places = self._comm.allgather((here.pids, here.pid))
         self._pids = {r: pid for r, (where, pid) in enumerate(places) if where == here.pids}
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from horovod.common import mpi
 from horovod.common.logging import get_logger
 from horovod.common.store import PrefixStore
 from horovod.transport.base import Group, Transport
@@ -139,6 +140,7 @@ def _tcp(group: Group) -> Transport:
 
 def _mpi(group: Group) -> Transport:
     try:
+        mpi.initialised(not group.config.mpi_threads_disable)
         from horovod.transport.mpi import MpiTransport, communicator_of
     except ImportError as error:
         raise ValueError(

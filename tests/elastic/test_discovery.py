@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from horovod.runner.arguments import make_options
 from horovod.runner.elastic.discovery import (
     FixedHosts,
     HostDiscovery,
@@ -29,6 +30,62 @@ def test_a_script_prints_hosts(tmp_path: Path):
     path = script(tmp_path, "echo node1:4; echo; echo ' node2 '; echo 'node[3-4]:1'")
     found = HostDiscoveryScript(path, 2).find_available_hosts_and_slots()
     assert found == {"node1": 4, "node2": 2, "node3": 1, "node4": 1}
+
+
+def test_a_command_line_with_arguments(tmp_path: Path):
+    path = script(tmp_path, 'printf "%s:3\\n" "$@"')
+    found = HostDiscoveryScript(f"{path} one 'two' \"three\"", None)
+    assert found.find_available_hosts_and_slots() == {"one": 3, "two": 3, "three": 3}
+    found = HostDiscoveryScript("sh -c 'echo four:4 | cat; echo $HOST:1' x", None)
+    with pytest.raises(ValueError, match="printed ':1'"):
+        found.find_available_hosts_and_slots()
+
+
+def test_nothing_in_a_command_line_is_expanded(tmp_path: Path):
+    path = script(tmp_path, 'for each in "$@"; do [ "$each" = "$HOME" ] && exit 7; done; echo a:1')
+    text = f"{path} '$HOME' $HOME $(touch {tmp_path}/no) *"
+    with pytest.raises(ValueError, match=r"'\('.*a shell"):
+        HostDiscoveryScript(text, None)
+    found = HostDiscoveryScript(f"{path} '$HOME' $HOME `touch {tmp_path}/no` *", None)
+    assert found.find_available_hosts_and_slots() == {"a": 1}
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_script_without_a_shebang_is_run_by_sh(tmp_path: Path):
+    path = tmp_path / "a script"
+    path.write_text("echo node1:${1:-2}\n")
+    path.chmod(0o755)
+    found = HostDiscoveryScript(str(path), None).find_available_hosts_and_slots()
+    assert found == {"node1": 2}
+    found = HostDiscoveryScript(f"'{path}' 5", None).find_available_hosts_and_slots()
+    assert found == {"node1": 5}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "it is empty"),
+        ("no-such-program --x", "there is no program 'no-such-program'"),
+        ("./plain 3", "'./plain' is not executable; try: chmod +x ./plain"),
+        ("./runs 'x", "is not a command line: No closing quotation"),
+        ("./runs | sort", "has '|', for which it would need a shell"),
+        ("./runs; reboot", "has ';', for which it would need a shell"),
+        ("./folder", "there is no program './folder'"),
+    ],
+)
+def test_commands_that_cannot_run_are_refused_before_the_job_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain").write_text("echo a:1")
+    (tmp_path / "runs").write_text("echo a:1")
+    (tmp_path / "runs").chmod(0o755)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="--host-discovery-script") as refused:
+        make_options([f"--host-discovery-script={text}", "--min-np", "1", "python"])
+    assert says in str(refused.value)
+    options = make_options(["--host-discovery-script=./runs 'a b' '|'", "--min-np=1", "x"])
+    assert options.host_discovery_script == f"{tmp_path}/runs 'a b' '|'"
 
 
 @pytest.mark.parametrize(

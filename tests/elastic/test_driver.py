@@ -170,7 +170,7 @@ def test_the_reset_limit(tmp_path: Path):
     plan = {"steps": 1000, "faults": {"w1": ["step", 3, "SIGKILL"]}}
     with Launched(tmp_path, [*LOCAL, "--reset-limit", "0"], plan) as job:
         assert job.wait() == 137, str(job)
-        assert "exceeded the limit: 0" in job.errors
+        assert "number of resets during elastic job exceeded limit: 0" in job.errors
 
 
 def test_the_elastic_timeout(tmp_path: Path):
@@ -212,3 +212,44 @@ def test_a_killed_driver_takes_everything_along(tmp_path: Path):
         job.process.kill()
         job.process.wait()
         job.await_nothing_left()
+
+
+BEGINS_LATER = """
+import os, runpy, sys, time
+place = [os.environ.get(f"HOROVOD_{name}") for name in
+         ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")]
+print(os.environ["HOROVOD_WORKER_ID"], "expects", *place, flush=True)
+folder, late = sys.argv[1:]
+if os.environ["HOROVOD_WORKER_ID"] == "w0":
+    sys.exit(0)
+while not os.path.exists(f"{folder}/go"):
+    time.sleep(0.02)
+if late == "init":
+    sys.argv[1:] = ['{"steps": 5}']
+    runpy.run_module("tests.elastic.light_worker", run_name="__main__")
+print(os.environ["HOROVOD_WORKER_ID"], "has ended well", flush=True)
+"""
+
+
+@pytest.mark.parametrize("late", ["init", "nothing"])
+def test_who_ends_before_the_others_call_init_does_not_end_them(tmp_path: Path, late: str):
+    options = ["-H", "localhost:2,127.0.0.1:1", "--min-np", "3", "-np", "3"]
+    program = ["-c", BEGINS_LATER, str(tmp_path), late]
+    with Launched(tmp_path, options, program=program) as job:
+        job.await_event("exited", worker="w0", code=0)
+        job.await_event("started", worker="w2")
+        (tmp_path / "go").touch()
+        assert job.wait() == 0, str(job)
+        assert {line for line in job.output.splitlines() if "expects" in line} == {
+            "[0]<stdout>:w0 expects 0 3 0 2 0 2",
+            "[1]<stdout>:w1 expects 1 3 1 2 0 1",
+            "[2]<stdout>:w2 expects 2 3 0 1 1 2",
+        }
+        assert [e["worker"] for e in job.events("started")] == ["w0", "w1", "w2"], str(job)
+        if late == "init":
+            assert {worker: (rank, size) for worker, (_, _, rank, size) in job.ends().items()} == {
+                "w1": (0, 2),
+                "w2": (1, 2),
+            }
+        for worker in ("w1", "w2"):
+            assert f"{worker} has ended well" in job.output

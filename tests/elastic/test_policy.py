@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.runner.elastic.blacklist import Blacklist
-from horovod.runner.elastic.policy import ElasticPlan, Limits, View, WorkerView, arrange, make_plan
+from horovod.runner.elastic.policy import (
+    ElasticPlan,
+    Limits,
+    View,
+    WorkerView,
+    arrange,
+    expect,
+    make_plan,
+)
 
 LIMITS = Limits(num_proc=2, min_np=2, max_np=4)
 
@@ -277,3 +285,28 @@ def test_the_cooldown_stays_in_its_range(dice: float, times: int):
         record.record_failure("a", 1000.0 * attempt)
         assert record.is_blacklisted("a", 1000.0 * attempt + 1.99)
         assert not record.is_blacklisted("a", 1000.0 * attempt + 20.0)
+
+
+# -- places before the first decision ----------------------------------------------------------
+
+
+def test_a_worker_starts_with_the_place_that_it_will_have():
+    view = View(now=0.0, hosts={"a": 2, "b": 3}, workers=[new(0, "b")], resting=frozenset("a"))
+    place = expect(view, LIMITS)[0].topology
+    assert (place.rank, place.size, place.local_rank, place.cross_rank) == (2, 4, 0, 1)
+    view = running(member(0), member(1, "b"), new(2, "b"), hosts={"a": 1, "b": 2})
+    place = expect(view, LIMITS)[2].topology
+    assert (place.rank, place.size, place.local_rank, place.cross_rank) == (2, 3, 1, 0)
+
+
+def test_who_finishes_before_the_first_decision_is_not_replaced_and_not_waited_for():
+    view = View(now=0.0, hosts={"a": 2, "b": 2}, finishing=True, ended_early=("a",))
+    workers = [new(1, "a", ready_at=1.0)]
+    plan = make_plan(dataclasses.replace(view, workers=workers), LIMITS)
+    assert plan == ElasticPlan(start=("b", "b")), "slots that were never used are"
+    workers += [new(2, "b", ready_at=1.0), new(3, "b")]
+    assert make_plan(dataclasses.replace(view, workers=workers), LIMITS) == ElasticPlan()
+    workers[-1] = new(3, "b", ready_at=2.0)
+    proposal = make_plan(dataclasses.replace(view, workers=workers), LIMITS).proposal
+    assert proposal is not None
+    assert [(w.id, w.joined) for w in proposal.members] == [(1, 1), (2, 1), (3, 1)]

@@ -119,6 +119,20 @@ def test_a_notice_without_an_elastic_launcher_begins_again():
     assert state.events == ["sync", "save", "engine", "reset", "sync"]
 
 
+def test_notices_wait_where_scripts_look_for_them():
+    state = _Recorder()
+    state.on_hosts_updated(1.0, 2)
+    assert state._host_messages.qsize() == 1
+    state._host_messages.put((2.0, 1))
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.check_host_updates()
+    assert state._host_messages.empty()
+    state.check_host_updates()
+    state.on_hosts_updated(3.0, 2)
+    state.on_reset()
+    state.check_host_updates()
+
+
 def test_other_errors_are_the_users():
     def fail(state: State) -> None:
         raise KeyError("a bug")

@@ -38,13 +38,21 @@ def _run(command: list[str], tmp_path: Path, env: dict[str, str]) -> list[list[f
     script.write_text(SCRIPT)
     results = tmp_path / "results"
     results.mkdir()
+    done = _start([*command, str(script), str(results)], tmp_path, env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(file.read_text()) for file in sorted(results.iterdir())]
+
+
+def _start(
+    command: list[str], tmp_path: Path, env: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     # The launchers of the environment the tests run in come first.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     environ = clean_environment() | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     program = shutil.which(command[0], path=path)
     assert program, f"{command[0]} is not installed"
-    done = subprocess.run(
-        [program, *command[1:], str(script), str(results)],
+    return subprocess.run(
+        [program, *command[1:]],
         env=environ | env,
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
@@ -52,8 +60,6 @@ def _run(command: list[str], tmp_path: Path, env: dict[str, str]) -> list[list[f
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(file.read_text()) for file in sorted(results.iterdir())]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -68,3 +74,33 @@ def test_without_a_launcher_there_is_one_rank(tmp_path: Path):
 def test_mpi_moves_the_bytes_where_asked_to(tmp_path: Path):
     env = {"HOROVOD_CPU_OPERATIONS": "mpi"}
     assert _run(OPEN_MPI, tmp_path, env) == [[0, 2, 0, 2, 3.0], [1, 2, 1, 2, 3.0]]
+
+
+ASKS_FOR_MPI = """
+import sys
+told_not_to = sys.argv[2] == "deferred"
+if told_not_to:
+    import mpi4py
+    mpi4py.rc.initialize = False
+import horovod.torch as hvd
+assert not hvd.mpi_enabled()
+hvd.init()
+assert hvd.mpi_enabled() is True and hvd.gloo_enabled() is False and hvd.mpi_built()
+if not told_not_to:
+    assert hvd.mpi_threads_supported() in (True, False)
+from mpi4py import MPI
+assert MPI.Is_initialized()
+assert hvd.mpi_threads_supported() is (MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+assert (hvd.rank(), hvd.size()) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+assert MPI.COMM_WORLD.allreduce(hvd.rank() + 1) == 3
+"""
+
+
+@pytest.mark.parametrize(("launcher", "way"), [("mpirun", "deferred"), ("horovodrun", "lazy")])
+def test_a_job_that_mpi_started_has_mpi(launcher: str, way: str, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(ASKS_FOR_MPI)
+    horovodrun = [sys.executable, "-m", "horovod.runner", "-np", "2", "--mpi", sys.executable]
+    command = OPEN_MPI if launcher == "mpirun" else horovodrun
+    done = _start([*command, str(script), "", way], tmp_path, {})
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -178,7 +178,6 @@ def test_a_minimum_makes_the_job_elastic():
         ("--network-interfaces eth0,,eth1", "argument --network-interfaces: 'eth0,,eth1' is not"),
         ("--cpu-bind socket", "argument --cpu-bind: invalid choice: 'socket'"),
         ("-H a:1,a:2", "argument -H/--hosts: host 'a' is named twice"),
-        ("-H localhost:2,127.0.0.1:2", "localhost, 127.0.0.1 are all this machine; name it once"),
         ("-H a:4 --hostfile b", "not allowed with argument -H/--hosts"),
         ("-H a:4 --host-discovery-script sh", "not allowed with argument -H/--hosts"),
         ("--gloo --mpi", "not allowed with argument --gloo"),

@@ -8,6 +8,8 @@ import select
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from horovod.runner.console import Console, Source
 from horovod.runner.lines import LineSplitter
@@ -26,6 +28,11 @@ class Screen:
     def feed(self, source: Source, text: str) -> None:
         splitter = self.splitters.setdefault(source, LineSplitter())
         self.console.show(source, splitter.feed(text.encode()), splitter.pending)
+
+    def finish(self, source: Source) -> None:
+        """The stream ends."""
+        splitter = self.splitters.setdefault(source, LineSplitter())
+        self.console.show(source, splitter.finish())
 
     def seen(self, last: str) -> str:
         """What came through since, up to and including ``last``."""
@@ -62,12 +69,58 @@ def test_lines_of_several_ranks_stay_whole(pipe: Screen):
     assert pipe.seen(expected) == expected
 
 
-def test_in_a_file_every_step_of_a_progress_bar_is_a_line(pipe: Screen):
+def test_in_a_file_lines_end_as_they_did_in_the_worker(pipe: Screen):
     bar = Source(0, "stderr")
-    pipe.feed(bar, "\r 10%\r 20%\r    \r100%\ndone\r\nend\n")
-    assert pipe.seen("end\n") == "".join(
-        f"[0]<stderr>:{text}\n" for text in (" 10%", " 20%", "100%", "done", "end")
+    pipe.feed(bar, "\r 10%\r 20%\r    \r100%\n\ndone\r")
+    pipe.feed(bar, "\nend\nno end")
+    pipe.finish(bar)
+    assert os.read(pipe.far, 1 << 16) == (
+        b"\r[0]<stderr>: 10%\r[0]<stderr>: 20%\r[0]<stderr>:    \r[0]<stderr>:100%\n[0]<stderr>:\n"
+        b"[0]<stderr>:done\r\n[0]<stderr>:end\n[0]<stderr>:no end"
     )
+
+
+def test_a_line_without_an_end_gets_one_only_if_something_follows(pipe: Screen):
+    first, second = Source(0, "stdout"), Source(1, "stdout")
+    pipe.feed(first, "first")
+    pipe.finish(first)
+    pipe.feed(second, "second\n")
+    pipe.feed(second, "third")
+    pipe.finish(second)
+    pipe.console.say("over")
+    assert os.read(pipe.far, 1 << 16) == (
+        b"[0]<stdout>:first\n[1]<stdout>:second\n[1]<stdout>:third\nhorovodrun: over\n"
+    )
+
+
+def test_a_line_that_is_too_long_goes_on_without_a_second_prefix(pipe: Screen):
+    source, other = Source(0, "stdout"), Source(1, "stdout")
+    pipe.splitters[source] = LineSplitter(longest=4)
+    pipe.feed(source, "abcdefghij\n")
+    pipe.feed(source, "klmnop")
+    pipe.feed(other, "x\n")
+    pipe.feed(source, "q\n")
+    assert os.read(pipe.far, 1 << 16) == (
+        b"[0]<stdout>:abcdefghij\n[0]<stdout>:klmn\n[1]<stdout>:x\n[0]<stdout>:opq\n"
+    )
+
+
+@given(st.lists(st.text(alphabet="\r\n ab", max_size=6), max_size=6))
+def test_without_the_prefixes_a_file_has_what_the_worker_wrote(pieces: list[str]):
+    far, near = os.pipe()
+    try:
+        screen, source = Screen(far, near), Source(0, "stdout")
+        for piece in pieces:
+            screen.feed(source, piece)
+        screen.finish(source)
+        os.close(near)
+        near = -1
+        seen = os.read(far, 1 << 16)
+    finally:
+        os.close(far)
+        if near >= 0:
+            os.close(near)
+    assert seen.replace(b"[0]<stdout>:", b"") == "".join(pieces).encode()
 
 
 def test_on_a_terminal_a_bar_is_redrawn_below_the_other_lines(terminal: Screen):

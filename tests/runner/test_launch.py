@@ -393,3 +393,50 @@ def test_a_progress_bar_on_a_terminal():
     assert process.wait(timeout=HANG) == 0, seen
     rows = [row.rpartition("\r\x1b[K")[2] for row in seen.decode().split("\r\n")]
     assert sorted(rows) == ["", "[0]<stderr>:100%", "[0]<stdout>:done"]
+
+
+TWO_NAMES = """
+import os, torch, horovod.torch as hvd
+hvd.init()
+total = hvd.allreduce(torch.ones(3) * (hvd.rank() + 1), op=hvd.Sum, name="x")
+place = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank()]
+print({"place": place + [hvd.cross_size()], "total": total.tolist(),
+       "host": os.environ["HOROVOD_HOSTNAME"], "threads": os.environ["OMP_NUM_THREADS"]})
+"""
+
+
+def test_this_machine_under_two_names_counts_as_two_hosts():
+    hosts = ("-H", "localhost:2,127.0.0.1:2")
+    done = run_python(4, TWO_NAMES, options=hosts)
+    assert done.returncode == 0, done.stderr
+    seen = dumped(done.stdout)
+    assert [seen[rank]["place"] for rank in range(4)] == [
+        [0, 4, 0, 2, 0, 2],
+        [1, 4, 1, 2, 0, 2],
+        [2, 4, 0, 2, 1, 2],
+        [3, 4, 1, 2, 1, 2],
+    ]
+    assert [seen[rank]["host"] for rank in range(4)] == ["localhost"] * 2 + ["127.0.0.1"] * 2
+    assert all(each["total"] == [10.0] * 3 for each in seen.values())
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 4))
+    assert all(each["threads"] == threads for each in seen.values())
+    said = "localhost, 127.0.0.1 are all this machine: they count as 2 hosts"
+    assert done.stderr.count(said) == 1
+
+
+def test_a_failure_ends_the_ranks_under_both_names():
+    program = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '2' else time.sleep(600)"
+    done = run_python(4, program, options=("-H", "localhost:2,127.0.0.1:2"))
+    assert done.returncode == 7
+    assert "rank 2" in done.stderr
+
+
+def test_piped_output_keeps_carriage_returns_and_a_missing_last_newline():
+    program = r"import sys; sys.stdout.write('10%\r20%\r\nlast')"
+    done = subprocess.run(
+        command("-np", "1", sys.executable, "-c", program),
+        env=environment({"OMP_NUM_THREADS": "1"}),
+        capture_output=True,
+        timeout=HANG,
+    )
+    assert done.stdout == b"[0]<stdout>:10%\r[0]<stdout>:20%\r\n[0]<stdout>:last"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -305,5 +306,16 @@ def test_an_elastic_job_returns_what_its_ranks_returned_in_the_end(tmp_path: Pat
 def test_a_function_that_always_fails_ends_an_elastic_job_with_its_exception():
     with pytest.raises(ZeroDivisionError):
         horovod.run(lambda: 1 / 0, num_proc=2, min_num_proc=1)
-    with pytest.raises(RemoteError, match=r"the function must call init\(\)"):
-        horovod.run(os.getpid, num_proc=1, min_num_proc=1)
+
+
+def _place_before_init() -> tuple[int, int, int]:
+    """Without init; rank 0 returns before the others have got anywhere."""
+    place = [int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE", "LOCAL_RANK")]
+    if place[0] > 0:
+        time.sleep(1)  # whoever is ended because rank 0 has finished does not return
+    return place[0], place[1], place[2]
+
+
+def test_an_elastic_function_need_not_call_init():
+    found = horovod.run(_place_before_init, num_proc=3, min_num_proc=3)
+    assert found == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]

@@ -71,6 +71,40 @@ def test_collectives_within_sets():
             }
 
 
+COLLECTIVES = {
+    "allreduce": lambda x, s: hvd.allreduce(x, process_set=s),
+    "slices": lambda x, s: hvd.allreduce(tf.IndexedSlices(x, tf.constant([0, 1])), process_set=s),
+    "grouped_allreduce": lambda x, s: hvd.grouped_allreduce([x], process_set=s),
+    "allgather": lambda x, s: hvd.allgather(x, process_set=s),
+    "grouped_allgather": lambda x, s: hvd.grouped_allgather([x], process_set=s),
+    "broadcast": lambda x, s: hvd.broadcast(x, 0, process_set=s),
+    "alltoall": lambda x, s: hvd.alltoall(x, process_set=s),
+    "reducescatter": lambda x, s: hvd.reducescatter(x, process_set=s),
+    "grouped_reducescatter": lambda x, s: hvd.grouped_reducescatter([x], process_set=s),
+}
+
+
+def _unknown_in_a_graph(rank: int, size: int) -> float:
+    hvd.init()
+    unknown = hvd.ProcessSet([0])
+    for collective in COLLECTIVES.values():
+        built = tf.function(lambda x, each=collective: each(x, unknown))
+        with pytest.raises(ValueError, match="not registered"):
+            built.get_concrete_function(tf.TensorSpec([2], tf.float32))
+        with (
+            tf.Graph().as_default(),
+            pytest.raises(ValueError, match="not registered"),
+        ):
+            collective(tf.compat.v1.placeholder(tf.float32, [2]), unknown)
+    with pytest.raises(ValueError, match="no process set 7"):
+        tf.function(lambda: hvd.size_op(7)).get_concrete_function()
+    return float(hvd.allreduce(1.0, op=hvd.Sum))
+
+
+def test_an_unknown_set_is_refused_while_a_graph_is_built():
+    assert run_ranks(_unknown_in_a_graph, 2) == [2.0, 2.0]
+
+
 def _dynamic(rank: int, size: int) -> list[Any]:
     hvd.init(process_sets="dynamic")
     pair = hvd.add_process_set([0, 2])
@@ -79,7 +113,9 @@ def _dynamic(rank: int, size: int) -> list[Any]:
     if pair.included():
         seen.append(float(step()))
     assert hvd.remove_process_set(pair)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="not registered"):
+    # Rank 1 has not built the graph so far.
+    error = tf.errors.InvalidArgumentError if pair.included() else ValueError
+    with pytest.raises(error, match="not registered"):
         step()
     # The graph finds the set again under whatever number it has now.
     hvd.add_process_set([1])

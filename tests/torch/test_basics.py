@@ -174,6 +174,19 @@ def test_powers_of_two():
         util.check_num_rank_power_of_2(6)
 
 
+def test_versions_are_compared_by_their_first_three_numbers():
+    newer = util.is_version_greater_equal_than
+    assert newer("2.4.0", "2.4.0")
+    assert newer("2.4.1+cpu", "2.4.0")
+    assert newer("2.10.0", "2.9.3")
+    assert newer("3.0", "2.99.99")
+    assert newer("2.4.0rc1", "2.4.0")
+    assert not newer("2.3.99", "2.4.0")
+    assert not newer("2.4", "2.4.1")
+    with pytest.raises(ValueError, match=r"major\.minor\.patch"):
+        newer("2.4.0", "2.4")
+
+
 def test_the_older_average_flag_warns():
     with pytest.warns(DeprecationWarning, match="average"):
         assert util.resolve_reduce_op(None, False) is hvd.Sum

@@ -44,10 +44,12 @@ seen = {
         for ps in (half, hvd.global_process_set)
     ],
 }
+another = hvd.ProcessSet(world.Split(color=world.rank // 2, key=world.rank))
 try:
-    hvd.init(comm=world, process_sets=[hvd.ProcessSet(world)])
+    hvd.init(comm=world, process_sets=[another, hvd.ProcessSet(world)])
 except ValueError as error:
-    seen["duplicate"] = "process_sets[0]" in str(error) and hvd.is_initialized()
+    seen["duplicate"] = "process_sets[1]" in str(error) and hvd.is_initialized()
+seen["after"] = sorted(hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items())
 everything = hvd.allgather_object(seen)
 if hvd.rank() == 0:
     print(json.dumps(everything))
@@ -78,4 +80,5 @@ def test_process_sets_made_of_communicators():
             "registered": [[0, [0, 1, 2]], [1, [0, 2]], [2, [1]]],
             "sums": [float(len(members)), 3.0],
             "duplicate": True,
+            "after": [[0, [0, 1, 2]], [1, [0, 2]], [2, [1]]],
         }

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.runtime import runtime
+from tests.accelerators import accelerator as find_accelerator
 from tests.ranks import RankPool
 from tests.torch.reference import Case, cases
 
-accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+accelerator = find_accelerator()
 pytestmark = pytest.mark.skipif(accelerator is None, reason="needs an accelerator")
 
 

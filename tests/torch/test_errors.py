@@ -149,6 +149,21 @@ LOCAL: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         "reducescatter",
         lambda: hvd.reducescatter_async(ones(3), op=hvd.Adasum),
     ),
+    "reducescatter of integers with Adasum": (
+        HIE,
+        "reducescatter",
+        lambda: hvd.reducescatter(ones(3).int(), op=hvd.Adasum),
+    ),
+    "grouped reducescatter of bool with Max": (
+        HIE,
+        "reducescatter",
+        lambda: hvd.grouped_reducescatter_async([ones(3).bool()], op=hvd.Max),
+    ),
+    "alltoall of a scalar": (
+        ValueError,
+        "dimension",
+        lambda: hvd.alltoall_async(torch.tensor(1.0)),
+    ),
     "unregistered process set": (
         ValueError,
         "not registered",
@@ -189,6 +204,37 @@ def _refused(case: str, only: int | None) -> bool:
 @pytest.mark.parametrize("case", sorted(LOCAL))
 def test_local_errors_on_all_ranks(pool3: RankPool, case: str):
     assert pool3.run(_refused, case, None) == [True] * SIZE
+
+
+# What upstream's engine finds out, and raises as a RuntimeError (spec 2.13).
+FOUND_BY_THE_ENGINE = [
+    "adasum of integers",
+    "adasum in a process set",
+    "allgather of a scalar",
+    "alltoall of a scalar",
+    "average of bool",
+    "group on two devices",
+    "grouped reducescatter of bool with Max",
+    "reducescatter of integers with Adasum",
+    "reducescatter with Adasum",
+    "reducescatter with Min",
+    "scaled bool",
+]
+
+
+def _runtime_errors() -> list[str]:
+    wrong = []
+    for case in FOUND_BY_THE_ENGINE:
+        try:
+            LOCAL[case][2]()
+        except RuntimeError:
+            continue
+        wrong.append(case)
+    return wrong
+
+
+def test_what_upstreams_engine_finds_can_be_caught_as_a_runtime_error(pool3: RankPool):
+    assert pool3.run(_runtime_errors) == [[]] * SIZE
 
 
 @pytest.mark.parametrize("case", sorted(LOCAL))

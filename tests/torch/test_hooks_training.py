@@ -17,6 +17,7 @@ from torch import nn
 
 import horovod.torch as hvd
 from horovod.torch import hooks
+from tests.accelerators import accelerator as find_accelerator
 from tests.ranks import RankPool, run_ranks
 from tests.torch.training import overlapping, weights_of
 
@@ -375,7 +376,7 @@ def test_added_param_group(pool2: RankPool):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.skipif(find_accelerator() is None, reason="needs an accelerator")
 @pytest.mark.parametrize("name", HOOKS)
 def test_accelerator(pool2: RankPool, name: str):
     """Gradients on a device that the ranks share give what they give in host memory."""
@@ -394,7 +395,7 @@ def test_accelerator(pool2: RankPool, name: str):
                 optimizer.step()
         return [weight.cpu() for weight in weights_of(model)]
 
-    device = torch.accelerator.current_accelerator()
+    device = find_accelerator()
     assert device is not None
     first, second = pool2.run(train, device.type)
     expected = pool2.run(train, "cpu")[0]

@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import horovod.torch as hvd
+from tests.accelerators import accelerator as find_accelerator
 from tests.ranks import RankPool
 
-accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+accelerator = find_accelerator()
 pytestmark = pytest.mark.skipif(accelerator is None, reason="needs an accelerator")
 
 

@@ -83,12 +83,74 @@ def _broadcast(name: str, trained: list[bool]) -> tuple[Any, Any, bool]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_rank_gets_the_roots_state(pool2: RankPool, name: str, trained: list[bool]):
     root, other = pool2.run(_broadcast, name, trained)
-    assert root[0] == root[1]
+    if trained[0]:
+        assert root[0] == root[1]
+    assert root[0]["param_groups"] == root[1]["param_groups"]
     assert other[1] == root[1]
     assert root[2]
     assert other[2]
-    if trained[0]:
-        assert root[1]["state"]
+    assert root[1]["state"]
+
+
+class Homemade(torch.optim.Optimizer):
+    """Somebody's own: makes its state in step, like those of old versions of torch."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["step"] = state.get("step", 0) + 1
+                    mean = state.setdefault("mean", torch.zeros_like(parameter))
+                    mean.mul_(0.5).add_(parameter.grad)
+                    parameter.sub_(group["lr"] * mean / state["step"])
+
+
+def _fresh(name: str, distributed: bool) -> tuple[bool, list[str], list[Any]]:
+    """What a fresh optimizer gets, and whether a step then is that of one left alone."""
+
+    def make() -> tuple[list[torch.nn.Parameter], Any]:
+        if name != "Homemade":
+            return _make(name, lr=0.1)
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(4, 3))]
+        return parameters, Homemade(parameters, lr=0.1)
+
+    (parameters, optimizer), (others, alone) = make(), make()
+    if distributed:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    entries = sorted({entry for state in optimizer.state.values() for entry in state})
+    has_state = [parameter in optimizer.state for parameter in parameters]
+    for chosen, steps in ((parameters, optimizer), (others, alone)):
+        for parameter in chosen:
+            if parameter.requires_grad:
+                gradient = torch.full_like(parameter, 0.7)
+                parameter.grad = gradient.to_sparse(1) if name == "SparseAdam" else gradient
+        steps.step()
+    same = all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+    frozen = [has for has, p in zip(has_state, parameters, strict=True) if not p.requires_grad]
+    is_lean = name == "Adagrad" or not any(frozen)  # which gives its state to all in the beginning
+    return same and is_lean, entries, has_state
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "Homemade"])
+def test_a_fresh_optimizer_gets_the_state_that_it_begins_with(
+    pool2: RankPool, name: str, distributed: bool
+):
+    for same, entries, has_state in pool2.run(_fresh, name, distributed):
+        assert same
+        assert entries
+        assert has_state[0]
+        if "Adam" in name:
+            assert {"step", "exp_avg"} <= set(entries)
+        elif name == "SGD":
+            assert entries == ["momentum_buffer"]
 
 
 def _train_on(name: str) -> list[Any]:

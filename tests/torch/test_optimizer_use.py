@@ -154,7 +154,11 @@ def _clipped(how: str) -> Any:
         base.step()
     for messages in caught:
         assert len(messages) == (0 if how == "skip" else 1), messages
-        assert how == "skip" or "skip_synchronize" in messages[0]
+        words = (
+            "optimizer.step() called without optimizer.skip_synchronize() context after "
+            "optimizer.synchronize()"
+        )
+        assert how == "skip" or words in messages[0]
     return weights_of(together), weights_of(alone)
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import horovod.torch as hvd
 from horovod.torch.sync_batch_norm import SyncBatchNorm, _names
+from tests.accelerators import accelerator as find_accelerator
 from tests.ranks import RankPool, run_ranks
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -173,11 +174,11 @@ def test_training_like_one_layer_on_the_whole_batch(pool3: RankPool, layer: Laye
 
 
 def _train_on_accelerator(layer: Layer) -> dict[str, Any]:
-    device = torch.accelerator.current_accelerator()
+    device = find_accelerator()
     return layer.run(layer.module(SyncBatchNorm), hvd.rank(), f"{device.type}:0")
 
 
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.skipif(find_accelerator() is None, reason="needs an accelerator")
 @given(layer=layers(2))
 @example(layer=Layer((4, 0), 2, (3, 3), torch.bfloat16, channels_last=True))
 @settings(max_examples=60, deadline=None)

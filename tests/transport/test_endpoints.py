@@ -8,11 +8,11 @@ import socket
 import pytest
 
 from horovod.common.addresses import LOOPBACK
-from horovod.transport.endpoints import HostInfo, choose_address
+from horovod.transport.endpoints import RankLocation, choose_address
 
 
-def place(host: str, *networks: str) -> HostInfo:
-    return HostInfo(host=host, network=host, pids=host, pid=1, networks=networks)
+def place(host: str, *networks: str) -> RankLocation:
+    return RankLocation(host=host, network=host, pids=host, pid=1, networks=networks)
 
 
 def test_one_network_stack_uses_loopback() -> None:
@@ -44,6 +44,6 @@ def test_a_host_without_address_is_told_what_to_do() -> None:
 
 
 def test_description_of_this_host_survives_the_store() -> None:
-    here = HostInfo.here()
+    here = RankLocation.here()
     assert (here.host, here.pid) == (socket.gethostname(), os.getpid())
-    assert HostInfo.from_json(here.to_json()) == here
+    assert RankLocation.from_json(here.to_json()) == here

@@ -6,12 +6,14 @@ be reached, or is lost, rests for a while before it is tried again.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from horovod.common.addresses import LOOPBACK
+from horovod.common.decisions import Assignment
 from horovod.common.wire import encode_key
 from horovod.runner.host_agent import HostAgent, WorkerSpec
 from horovod.runner.hosts import is_local
@@ -197,8 +199,14 @@ class Agents:
 
     # -- workers ---------------------------------------------------------------------------
 
-    def start(self, name: str, worker: int, index: int, slots: int) -> None:
-        """Start a worker, in a certain one of the host's slots."""
+    def start(
+        self, name: str, worker: int, index: int, slots: int, place: Assignment | None
+    ) -> None:
+        """Start a worker, in a certain one of the host's slots.
+
+        `place` is the one that it will have in the job if nothing unexpected happens: programs
+        look for it in their environment before they call `init`, which tells the real one.
+        """
         host, request = self._hosts[name], self._request
         assert host.endpoint is not None, "only ready hosts get workers"
         remote = host.agent.ssh is not None
@@ -215,6 +223,9 @@ class Agents:
             KEY: encode_key(self._place.key),
             "PYTHONUNBUFFERED": "1",
         }
+        if place is not None:
+            facts = dataclasses.asdict(place.topology)
+            own |= {f"HOROVOD_{fact.upper()}": str(value) for fact, value in facts.items()}
         bind = None if request.cpu_bind == "none" else (request.cpu_bind, index, slots)
         spec = WorkerSpec(worker, request.command, own, request.cwd, bind)
         host.agent.start([spec], env, HOSTS_OWN if remote else ())

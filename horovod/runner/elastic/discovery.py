@@ -11,13 +11,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from horovod.runner.elastic.blacklist import Blacklist
+from horovod.runner.elastic.discovery_command import split_command, start
 from horovod.runner.hosts import parse_hosts
 
 SCRIPT_SECONDS = 60.0
@@ -55,8 +57,9 @@ class FixedHosts(HostDiscovery):
 
 
 class HostDiscoveryScript(HostDiscovery):
-    """An executable that prints one host a line, ``HOST`` or ``HOST:SLOTS``.
+    """A command that prints one host a line, ``HOST`` or ``HOST:SLOTS``.
 
+    It is a program or a script, which may be followed by arguments (see `discovery_command`).
     `slots` is for lines without a number.
     """
 
@@ -64,13 +67,14 @@ class HostDiscoveryScript(HostDiscovery):
         self, discovery_script: str, slots: int | None, timeout: float = SCRIPT_SECONDS
     ) -> None:
         self._script = discovery_script
+        self._command = split_command(discovery_script)
         self._slots = slots
         self._timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        with subprocess.Popen(
-            [self._script],
+        with start(
+            self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -165,6 +169,7 @@ class HostManager:
         self.blacklisting = Blacklist(max_failures, cooldown_range)
         self._slots: dict[str, int] = {}  # as discovered
         self._given_back: dict[str, list[float]] = {}  # for each slot, until when
+        self._events: dict[str, threading.Event] = {}
         self._excluded: frozenset[str] = frozenset()
 
     @property
@@ -211,6 +216,19 @@ class HostManager:
         """Do not use this host, for now or for good."""
         self.blacklisting.add(host, time.monotonic())
         self._excluded = self._blacklisted()
+        self.get_host_event(host).set()
+
+    def get_host_event(self, host: str) -> threading.Event:
+        """Set when the host gets blacklisted; for programs that run something there."""
+        return self._events.setdefault(host, threading.Event())
+
+    @staticmethod
+    def order_available_hosts(
+        available_hosts: Collection[str], prev_host_assignment_order: Sequence[str]
+    ) -> list[str]:
+        """Hosts known before in their order, then the others."""
+        known = [host for host in prev_host_assignment_order if host in available_hosts]
+        return [*known, *(host for host in available_hosts if host not in known)]
 
     def is_blacklisted(self, host: str) -> bool:
         return self.blacklisting.is_blacklisted(host, time.monotonic())
@@ -219,6 +237,8 @@ class HostManager:
         """A worker failed there; whether the host is blacklisted because of it."""
         added = self.blacklisting.record_failure(host, time.monotonic())
         self._excluded = self._blacklisted()
+        if added:
+            self.get_host_event(host).set()
         return added
 
     def _blacklisted(self) -> frozenset[str]:

@@ -20,14 +20,17 @@ from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.mailbox import Mailbox
-from horovod.runner.elastic.polling import HostPoller
+from horovod.runner.elastic.polling import DISCOVER_HOSTS_FREQUENCY_SECS, HostPoller
 from horovod.runner.elastic.roster import Process, Roster, WorkerFailure, name_of, now, number_of
 from horovod.runner.elastic.status import Status, count
 from horovod.runner.elastic.termination import Ending, Termination
+from horovod.runner.elastic.upstream_driver import ElasticDriver
 from horovod.runner.host_agent import HostAgent
 from horovod.runner.report import Outcome, exit_status
 from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import FAILURE_GRACE, Supervisor
+
+__all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver", "ElasticDriver", "WorkerOutputs"]
 
 _TICK = 0.5
 """Seconds after which the loop looks at the clock, if nothing else happens."""
@@ -226,7 +229,7 @@ class Driver:
         if process.dismissed or removed or (process.leaving and code == 0):
             del roster.alive[process.number]
         elif code == 0:
-            del roster.alive[process.number]
+            roster.remove(process)
             self._termination.finished()
             if not process.done:
                 self._finish(process)
@@ -298,8 +301,13 @@ class Driver:
             asked=self._liveness.asked,
             troubled=bool(self._roster.failures),
             finishing=self._finishing or bool(self._supervisor.signals),
+            ended_early=self._ended_early(),
             fenced_until=self._failures.fenced_until,
         )
+
+    def _ended_early(self) -> tuple[str, ...] | None:
+        begun = self._log_of_decisions.number or self._supervisor.signals
+        return tuple(self._roster.ended_early) if self._finishing and not begun else None
 
     def _mind_hosts(self) -> None:
         """Agents where workers may start, none where they may not and nobody is left."""
@@ -316,9 +324,13 @@ class Driver:
 
     def _start(self, host: str) -> None:
         process = self._roster.new(host)
+        place = policy.expect(self._view(), self._limits).get(process.number)
+        process.rank = process.rank if place is None else place.rank
         self._outputs.open(process)
         slots = self._manager.current_hosts.get_slots(host)
-        self._agents.start(host, process.number, process.index, max(slots, process.index + 1))
+        self._agents.start(
+            host, process.number, process.index, max(slots, process.index + 1), place
+        )
         if self._log_of_decisions.number:
             self._status.tell(f"starting {process.name} on {host}", "starting", worker=process.name)
 
@@ -333,9 +345,9 @@ class Driver:
             roster.finished.append(process.number)
         if not self._finishing:
             self._finishing = True
-            for newcomer in roster.newcomers():
+            for newcomer in roster.newcomers() if number else ():
                 self._dismiss(newcomer, FAILURE_GRACE)
-        if self._log_of_decisions.formed:
+        if self._log_of_decisions.formed or not number:
             return
         # The newest generation has not come about. Those who train on in an older one will finish
         # as well; who wanted to join them is too late.

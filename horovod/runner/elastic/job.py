@@ -60,7 +60,9 @@ def run_elastic_job(
         verbose=options.verbose,
     )
     manager = HostManager(
-        make_discovery(options), options.blacklist_cooldown_range, options.max_worker_failures
+        getattr(options, "discovery", None) or make_discovery(options),
+        options.blacklist_cooldown_range,
+        options.max_worker_failures,
     )
     with ExitStack() as stack:
         status = stack.enter_context(Status(console, options.status_file))

@@ -13,7 +13,8 @@ The rules, in the order in which they matter:
 - A host that is not offered any more, or offers fewer slots, loses its youngest workers; a
   blacklisted host gets no new workers, and loses those it has if enough others are left. But never
   the last workers that have the state, before others have received it.
-- Once a worker has finished, nobody is added or replaced: the others finish with who is left.
+- Once a worker has finished, nobody is added or replaced: the others finish with who is left. If
+  that was before the first decision, those who come to `init` later begin without it.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class View:
     asked: bool = False  # the others cannot go on without a new decision
     troubled: bool = False  # a worker has failed since workers met last
     finishing: bool = False  # the end is near: shrink only
+    ended_early: tuple[str, ...] | None = None  # finishing, before the first decision: who ended
     fenced_until: float = 0.0  # workers on lost hosts may live until then
 
     @property
@@ -115,6 +117,8 @@ class ElasticPlan:
 def make_plan(view: View, limits: Limits) -> ElasticPlan:
     """The next step."""
     members = sorted((w for w in view.workers if w.placed), key=lambda w: w.age)
+    if view.ended_early is not None:
+        return _begin_without(view, view.ended_early, limits)
     if view.finishing:
         return ElasticPlan(proposal=_shrink(view, members))
     keep = _keep(view, members, limits)
@@ -131,6 +135,18 @@ def make_plan(view: View, limits: Limits) -> ElasticPlan:
         proposal = _propose(view, members, keep, joining, limits)
     start = _missing(view, keep, new, limits)
     return ElasticPlan(tuple(start), tuple(w.id for w in superfluous), proposal)
+
+
+def expect(view: View, limits: Limits) -> dict[int, Assignment]:
+    """The places that workers will have if all that are there, or can be started, come to meet."""
+    members = sorted((w for w in view.workers if w.placed), key=lambda w: w.age)
+    keep = _keep(view, members, limits)
+    new, _ = _fitting(view, [w for w in view.workers if w.joined is None], keep, limits)
+    ready_hosts = dataclasses.replace(view, resting=frozenset(), troubled=False)
+    more = _missing(ready_hosts, keep, new, limits)
+    last = max((worker.id for worker in view.workers), default=0)
+    new += [WorkerView(last + 1 + index, host) for index, host in enumerate(more)]
+    return arrange([*keep, *_seated(view, new)])
 
 
 def arrange(members: Iterable[WorkerView]) -> dict[int, Assignment]:
@@ -215,20 +231,44 @@ def _propose(
         kind = "mixed" if joining else "removed"
     else:
         kind = "added"
-    order = list(view.hosts)
-    seated = sorted(joining, key=lambda w: (order.index(w.host), w.id))
-    joined = [
-        dataclasses.replace(worker, joined=view.number + 1, seat=seat)
-        for seat, worker in enumerate(seated)
-    ]
+    joined = _seated(view, joining)
     return Proposal(
         members=tuple(sorted([*keep, *joined], key=lambda w: w.age)),
         kind=kind,
         lost=(*view.failed, *view.finished),
-        added=tuple(worker.id for worker in seated),
+        added=tuple(worker.id for worker in joined),
         removed=removed,
         min_np=limits.min_np,
     )
+
+
+def _seated(view: View, joining: Sequence[WorkerView]) -> list[WorkerView]:
+    """Workers with their seats in the next decision: host by host."""
+    order = {host: index for index, host in enumerate(view.hosts)}
+    ordered = sorted(joining, key=lambda w: (order.get(w.host, len(order)), w.id))
+    return [
+        dataclasses.replace(worker, joined=view.number + 1, seat=seat)
+        for seat, worker in enumerate(ordered)
+    ]
+
+
+def _begin_without(view: View, ended: Sequence[str], limits: Limits) -> ElasticPlan:
+    """Somebody has finished without ever meeting the others, who may still do so, or finish too.
+
+    Those who come wait until all others have come or ended. Slots that were never used are filled;
+    `ended` are the hosts of those that were.
+    """
+    room = dict(view.hosts)
+    for host in ended:
+        room[host] = room.get(host, 0) - 1
+    start = _missing(
+        dataclasses.replace(view, hosts=room, troubled=False), [], view.workers, limits
+    )
+    if limits.max_np is not None:
+        start = start[: max(0, limits.max_np - len(view.workers) - len(ended))]
+    if start or not view.workers or any(worker.ready_at is None for worker in view.workers):
+        return ElasticPlan(tuple(start))
+    return ElasticPlan(proposal=Proposal(tuple(_seated(view, view.workers)), "start"))
 
 
 def _shrink(view: View, members: Sequence[WorkerView]) -> Proposal | None:

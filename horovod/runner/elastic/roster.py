@@ -68,6 +68,7 @@ class Roster:
     failed: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
+    ended_early: list[str] = field(default_factory=list)  # hosts of those that never had a place
     failures: list[WorkerFailure] = field(default_factory=list)  # since workers met last
     last_failure: WorkerFailure | None = None
     next_number: int = 0
@@ -107,10 +108,16 @@ class Roster:
             process.joined, process.seat = worker.joined, worker.seat
         self.failed, self.left, self.finished = [], [], []
 
+    def remove(self, process: Process) -> None:
+        """The process is gone."""
+        self.alive.pop(process.number, None)
+        if process.joined is None:
+            self.ended_early.append(process.host)
+
     def fail(self, process: Process, code: int) -> WorkerFailure:
         """The process is gone, by a failure."""
         failure = WorkerFailure(process.number, process.exit(code))
-        self.alive.pop(process.number, None)
+        self.remove(process)
         self.failures.append(failure)
         self.last_failure = failure
         if process.number in self.placed:

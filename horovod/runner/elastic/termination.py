@@ -18,7 +18,7 @@ from horovod.runner.elastic.status import count
 from horovod.runner.report import Outcome, first_to_fail
 
 RESET_LIMIT_EXCEEDED_MESSAGE = (
-    "the number of resets during this elastic job exceeded the limit: {} (--reset-limit)"
+    "the number of resets during elastic job exceeded limit: {} (--reset-limit)"
 )
 _MOST_FRUITLESS = 2
 """Times in a row that all workers may be lost before they have met."""

@@ -112,9 +112,9 @@ class ComputeClient:
             known = self._store.get(f"{entry}/address", _CLAIM_TIMEOUT).decode()
         if known != dispatcher_address:
             raise ValueError(
-                f"dispatcher {dispatcher_id} has registered with address {known} already, so it "
-                f"cannot be at {dispatcher_address}; start the compute workers anew for another "
-                f"training job"
+                f"Dispatcher with id {dispatcher_id} has already been registered under different "
+                f"address {known}: {dispatcher_address}. Start the compute workers anew for "
+                f"another training job"
             )
 
     def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
@@ -129,9 +129,10 @@ class ComputeClient:
             except TimeoutError:
                 pass
         raise TimeoutException(
-            f"dispatcher {dispatcher_id} of {self._dispatchers} did not register with the compute "
-            f"service at {self._where} within {timeout:g} s: check that the processes that run "
-            f"dispatchers have started, and give them more time with a larger timeout"
+            f"Timed out waiting for dispatcher {dispatcher_id} to register: dispatcher "
+            f"{dispatcher_id} of {self._dispatchers} did not register with the compute service at "
+            f"{self._where} within {timeout:g} s. Check that the processes that run dispatchers "
+            f"have started, and give them more time with a larger timeout"
         )
 
     def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
@@ -156,9 +157,10 @@ class ComputeClient:
             except TimeoutError:
                 arrived = len(self._store.keys(f"worker/{dispatcher_id}/"))
         raise TimeoutException(
-            f"{arrived} of {self._workers_per_dispatcher} workers of dispatcher {dispatcher_id} "
-            f"registered with the compute service at {self._where} within {timeout:g} s: check "
-            f"that all compute workers have started, and give them more time with a larger timeout"
+            f"Timed out waiting for workers of dispatcher {dispatcher_id} to register: {arrived} "
+            f"of {self._workers_per_dispatcher} workers of dispatcher {dispatcher_id} registered "
+            f"with the compute service at {self._where} within {timeout:g} s. Check that all "
+            f"compute workers have started, and give them more time with a larger timeout"
         )
 
     def shutdown(self) -> None:
@@ -183,8 +185,8 @@ class ComputeClient:
     def _check(self, dispatcher_id: int) -> None:
         if not 0 <= dispatcher_id < self._dispatchers:
             raise IndexError(
-                f"there is no dispatcher {dispatcher_id}: the compute service has "
-                f"{self._dispatchers}, counted from 0"
+                f"Dispatcher id must be within [0..{self._dispatchers - 1}]: {dispatcher_id}; "
+                f"there is no dispatcher {dispatcher_id}"
             )
 
     @contextmanager

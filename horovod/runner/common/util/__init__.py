@@ -1,3 +1,3 @@
-"""Small things that users of services need: the errors of `timeout` and `network`, and `secret`."""
+"""Names of Horovod 0.28.1 that programs which start jobs import. See docs/old_names.md."""
 
 from __future__ import annotations

@@ -1,0 +1,108 @@
+"""Jobs without MPI, for programs that call upstream's launcher: `horovodrun --gloo`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from horovod.runner.arguments import make_options
+from horovod.runner.common.unavailable import RENDEZVOUS, unavailable
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.common.util.settings import BaseSettings, as_arguments
+from horovod.runner.elastic.settings import ElasticSettings, as_elastic_arguments
+from horovod.runner.launch import run_job
+from horovod.runner.remote_error import told_by_upstream
+from horovod.runner.report import LaunchError, Outcome
+from horovod.runner.worker_env import interface_variables
+
+
+def create_slot_env_vars(slot_info: SlotInfo) -> dict[str, str]:
+    """The variables that tell a worker its place."""
+    names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+    place = {f"HOROVOD_{name.upper()}": str(getattr(slot_info, name)) for name in names}
+    return {"HOROVOD_HOSTNAME": slot_info.hostname, **place}
+
+
+def create_run_env_vars(
+    server_ip: str, nics: Collection[str], port: int, elastic: bool = False
+) -> dict[str, str]:
+    """The variables that are the same for all workers. A job also has a key, which is not here."""
+    env = {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": server_ip,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "PYTHONUNBUFFERED": "1",
+    }
+    env |= interface_variables(list(nics))
+    return {**env, "HOROVOD_ELASTIC": "1"} if elastic else env
+
+
+def gloo_run(
+    settings: BaseSettings,
+    nics: Collection[str] | None,
+    env: Mapping[str, str] | None,
+    server_ip: str | None,
+    command: str | Sequence[str],
+) -> None:
+    """Run a command on all ranks of a job to its end; RuntimeError if one fails.
+
+    `server_ip` is not needed: each host finds the way to the launcher by itself.
+    """
+    arguments = [*as_arguments(settings), "--gloo"]
+    if nics and not settings.nics:
+        arguments.append(f"--network-interfaces={','.join(nics)}")
+    _run(arguments, env, command)
+
+
+def gloo_run_elastic(
+    settings: ElasticSettings,
+    env: Mapping[str, str] | None,
+    command: str | Sequence[str],
+    executable: str | None = None,
+) -> None:
+    """The same as an elastic job, whose hosts come from `settings.discovery`."""
+    _run(as_elastic_arguments(settings), env, command, settings.discovery)
+
+
+def launch_gloo(
+    command: str | Sequence[str],
+    exec_command: Callable[..., Any],
+    settings: BaseSettings,
+    nics: Collection[str] | None,
+    env: Mapping[str, str] | None,
+    server_ip: str | None,
+) -> None:
+    """Not offered: workers that somebody else starts would meet without authentication."""
+    raise unavailable("launch_gloo", *RENDEZVOUS)
+
+
+def launch_gloo_elastic(*arguments: Any, **named: Any) -> None:
+    """Not offered: workers that somebody else starts would meet without authentication."""
+    raise unavailable("launch_gloo_elastic", *RENDEZVOUS)
+
+
+def _run(
+    arguments: Sequence[str],
+    env: Mapping[str, str] | None,
+    command: str | Sequence[str],
+    discovery: Any = None,
+) -> None:
+    words = shlex.split(command) if isinstance(command, str) else list(command)
+    options = make_options([*arguments, "--", *words])
+    options.discovery = discovery
+    try:
+        outcome = run_job(options, words, env=os.environ if env is None else env)
+    except LaunchError as error:
+        raise RuntimeError(str(error)) from None
+    _raise_failure(outcome)
+
+
+def _raise_failure(outcome: Outcome) -> None:
+    problem = (outcome.problem or outcome.account).strip()
+    if outcome.interrupted is not None:
+        problem = problem or f"the job was ended by signal {outcome.interrupted}"
+    if problem or outcome.first_failure is not None:
+        raise RuntimeError(told_by_upstream(problem))

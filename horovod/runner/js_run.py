@@ -1,0 +1,30 @@
+"""Jobs started by LSF's jsrun, for programs that call upstream's launcher: `horovodrun --jsrun`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from horovod.runner import controllers
+from horovod.runner.common.util.settings import BaseSettings, as_arguments
+from horovod.runner.foreign_run import run_elsewhere
+
+
+def is_jsrun_installed() -> bool:
+    return shutil.which("jsrun") is not None
+
+
+def js_run(
+    settings: BaseSettings,
+    nics: Collection[str] | None,
+    env: Mapping[str, str] | None,
+    command: str | Sequence[str],
+    stdout: Any = None,
+    stderr: Any = None,
+) -> None:
+    """Run a command with jsrun. Unless `settings.run_func_mode`, this process becomes jsrun."""
+    arguments = [*as_arguments(settings), "--jsrun"]
+    environ = os.environ if env is None else env
+    run_elsewhere(controllers.JSRUN, settings, arguments, environ, command)

@@ -1,0 +1,103 @@
+"""The state that an optimizer begins with, before its first step.
+
+Optimizers of torch make it in their first step. `broadcast_optimizer_state` makes it earlier,
+because scripts look at it afterwards, and so that training goes on exactly as if nobody had:
+no parameter, gradient or step count changes.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from horovod.common.logging import get_logger
+
+Tensor = torch.Tensor
+
+logger = get_logger(__name__)
+
+
+def fill(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state of an optimizer that has none; an optimizer that has none to make keeps none.
+
+    Where that is not possible the state is left empty: the first step makes it.
+    """
+    try:
+        if hasattr(optimizer, "_init_group"):
+            _initialise(optimizer)
+        else:
+            _take_from_a_trial(optimizer)
+    except Exception as error:  # of optimizers that need more than gradients, such as a closure
+        logger.debug("cannot make the state of %s early: %s", type(optimizer).__name__, error)
+        optimizer.state.clear()
+    for parameter in [p for p, entries in optimizer.state.items() if not entries]:
+        del optimizer.state[parameter]
+
+
+def _initialise(optimizer: Any) -> None:
+    """Have the optimizer do what it does at the beginning of its first step."""
+    lists = len(inspect.signature(optimizer._init_group).parameters) - 1
+    for group in optimizer.param_groups:
+        for parameter in _trained(group):
+            with _zero_gradient(parameter):
+                optimizer._init_group({**group, "params": [parameter]}, *([] for _ in range(lists)))
+            if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+                # Only its first step makes this one, from the first gradient: what zeros come to
+                # as well, unless the gradient is dampened.
+                buffer = None if group["dampening"] else torch.zeros_like(parameter)
+                optimizer.state[parameter]["momentum_buffer"] = buffer
+
+
+def _take_from_a_trial(optimizer: torch.optim.Optimizer) -> None:
+    """A step with gradients of zero, of another optimizer on other parameters."""
+    trial: Any = copy.copy(optimizer)
+    trial.state = collections.defaultdict(dict)
+    stand_ins: dict[Tensor, Tensor] = {}
+    trial.param_groups = []
+    for group in optimizer.param_groups:
+        for parameter in _trained(group):
+            stand_ins[parameter] = torch.zeros_like(parameter)
+            stand_ins[parameter].grad = _zeros(parameter, isinstance(trial, torch.optim.SparseAdam))
+        present = [stand_ins[p] for p in _trained(group)]
+        trial.param_groups.append({**group, "params": present})
+    _plain_class(optimizer).step(trial)
+    for parameter, stand_in in stand_ins.items():
+        entries = dict(trial.state[stand_in])
+        if "step" in entries:
+            entries["step"] = entries["step"] * 0  # a number or a tensor: none was made
+        optimizer.state[parameter] = entries
+
+
+def _plain_class(optimizer: torch.optim.Optimizer) -> Any:
+    """The optimizer's class without what Horovod adds to it."""
+    ours = f"{__name__.rpartition('.')[0]}."
+    return next(
+        kind
+        for kind in type(optimizer).__mro__
+        if "step" in vars(kind) and not kind.__module__.startswith(ours)
+    )
+
+
+def _trained(group: dict[str, Any]) -> list[Tensor]:
+    return [parameter for parameter in group["params"] if parameter.requires_grad]
+
+
+def _zeros(parameter: Tensor, sparse: bool) -> Tensor:
+    zeros = torch.zeros_like(parameter)
+    return zeros.to_sparse(1) if sparse else zeros
+
+
+@contextmanager
+def _zero_gradient(parameter: Tensor) -> Iterator[None]:
+    gradient = parameter.grad
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        yield
+    finally:
+        parameter.grad = gradient
