@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.engine.batches import Batch, before_join, plan
 from horovod.engine.executor import Executor, Trace, reduce_
 from horovod.engine.lane import Lane, Lone
-from horovod.engine.request import Kind, Request, copy_of, signature_of
+from horovod.engine.request import Kind, Request, signature_of
 from horovod.engine.settlement import Settlement, settle
 from horovod.engine.timeline import Timeline
 from horovod.transport.base import MAX_TENSORS, MAX_WORDS, Group
@@ -48,6 +48,7 @@ class Channel:
         executor: Executor,
         trace: Trace,
         change_process_sets: Callable[[Request], Any],
+        on_loss: Callable[[Sequence[int]], None],
         background_core: int | None = None,
     ) -> None:
         self.set_id = set_id
@@ -59,6 +60,7 @@ class Channel:
         self._transport = executor.transport
         self._trace = trace
         self._change_process_sets = change_process_sets
+        self._on_loss = on_loss  # told the ranks of the world because of which operations fail
         self._background_core = background_core
         self._threshold = group.config.fusion_threshold
         self._fuse_groups = not group.config.disable_group_fusion
@@ -91,7 +93,7 @@ class Channel:
         """Queue a request. With `background` false the caller will wait for it at once."""
         with self._queue_lock:
             if self.failure is not None:
-                raise copy_of(self.failure)
+                raise fresh_copy(self.failure)
             if request.name in self._in_flight:
                 earlier = self._in_flight[request.name]
                 raise ValueError(
@@ -395,6 +397,8 @@ class Channel:
 
     def abort(self, error: HorovodInternalError) -> None:
         """Fail everything here, and everything that other ranks do together with us."""
+        if self.failure is None and error.ranks:
+            self._on_loss([self.group.global_ranks[rank] for rank in error.ranks])
         with self._queue_lock:
             if self.failure is None:
                 self.failure = error

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Request:
 
     def fail(self, error: HorovodInternalError) -> None:
         if not self.finished:
-            self.failure = copy_of(error)
+            self.failure = fresh_copy(error)
             self.finished = True
 
     @property
@@ -211,14 +211,6 @@ def signature_of(
     ]
     text = repr((kind.value, name, forms, int(op), prescale, postscale, detail))
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-
-
-def copy_of(error: HorovodInternalError) -> HorovodInternalError:
-    """The same, to be raised once: tracebacks pile up on an error that several callers raise."""
-    copy = type(error)(*error.args)
-    copy.__dict__.update(error.__dict__)
-    copy.__cause__ = error.__cause__
-    return copy
 
 
 def caller(frame: FrameType) -> tuple[str, int]:

@@ -18,6 +18,7 @@ from typing import Any
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger, set_rank
+from horovod.common.loss_note import let_others_end
 from horovod.common.membership import World, membership
 from horovod.common.store import PrefixStore
 from horovod.common.topology import Topology
@@ -78,7 +79,10 @@ class Runtime(Submission):
         identities = place.exchange_identities(topology, store, config)
         if not cross_is_known:
             topology = place.with_cross(topology, identities)
-        job = Job(topology, config, connection, store, identities, self._apply_change)
+        launched = list(comm) if isinstance(comm, Iterable) else []
+        job = Job(
+            topology, config, connection, store, identities, self._apply_change, launched or None
+        )
         self._forked = False
         self._job = job
         try:
@@ -250,5 +254,12 @@ class Runtime(Submission):
 
 
 runtime = Runtime()
-atexit.register(lambda: runtime.shutdown())
+
+
+def _end() -> None:
+    runtime.shutdown()
+    let_others_end()
+
+
+atexit.register(_end)
 os.register_at_fork(after_in_child=lambda: runtime._after_fork_in_child())

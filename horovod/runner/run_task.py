@@ -17,6 +17,7 @@ import cloudpickle
 from horovod.common.config import Config
 from horovod.common.decisions import LATEST, Decision, decision_key
 from horovod.common.environments import detect
+from horovod.common.exceptions import is_because_of_others
 from horovod.common.launcher_store import launchers_offer
 from horovod.common.membership import WORKER_ID, is_elastic
 from horovod.common.store import Store
@@ -82,8 +83,10 @@ def _report(store: Store, problem: str, error: BaseException | None) -> None:
     text = traceback.format_exc()
     sys.stderr.write(text)
     content = None if error is None else pickled(error)
+    victim = is_because_of_others(error)
     put_failure(
-        store, Failure(rank(store), socket.gethostname(), os.getpid(), problem, text, content)
+        store,
+        Failure(rank(store), socket.gethostname(), os.getpid(), problem, text, content, victim),
     )
 
 

@@ -22,10 +22,10 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError, PeerLostError
+from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import WORD, Group, Transport
-from horovod.transport.failures import FailureBoard, again
+from horovod.transport.failures import FailureBoard
 from horovod.transport.pairwise import as_bytes, cut, offsets_of, split_evenly
 from horovod.transport.shared_memory import SharedMemoryTransport
 from horovod.transport.tcp import TcpTransport
@@ -317,13 +317,13 @@ class HierarchicalTransport(Transport):
     @contextmanager
     def _guard(self) -> Iterator[None]:
         if self._failure is not None:
-            raise again(self._failure)
+            raise fresh_copy(self._failure)
         try:
             yield
         except BaseException as error:
             failure = self._stop(self._explain(error))
             if isinstance(error, Exception):
-                raise again(failure) from error
+                raise fresh_copy(failure) from error
             raise
 
     def _explain(self, error: BaseException) -> HorovodInternalError:
@@ -348,10 +348,12 @@ class HierarchicalTransport(Transport):
             raise self._translated(part, error) from error
 
     def _translated(self, part: Transport, error: HorovodInternalError) -> HorovodInternalError:
-        if not isinstance(error, PeerLostError):
+        if not error.ranks:
             return error
         world = [part.group.global_ranks[rank] for rank in error.ranks]
-        return PeerLostError(str(error), [self.group.global_ranks.index(rank) for rank in world])
+        translated = fresh_copy(error)
+        translated.ranks = tuple(self.group.global_ranks.index(rank) for rank in world)
+        return translated
 
     def _listen_to(self, part: Transport) -> None:
         """Hear of a failure at once, even while this rank waits in another of the parts."""

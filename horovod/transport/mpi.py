@@ -25,10 +25,10 @@ import psutil
 import torch
 from mpi4py import MPI
 
-from horovod.common.exceptions import HorovodInternalError, PeerLostError
+from horovod.common.exceptions import HorovodInternalError, PeerLostError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import Group, agree_by_minimum
-from horovod.transport.failures import FailureBoard, again
+from horovod.transport.failures import FailureBoard
 from horovod.transport.pairwise import MESSAGE, PairwiseTransport, as_bytes, offsets_of
 from horovod.transport.places import Place
 
@@ -153,7 +153,7 @@ class MpiTransport(PairwiseTransport):
         nap = 0.0
         while not MPI.Request.Testall(pending):
             if self._failure is not None:
-                raise again(self._failure)
+                raise fresh_copy(self._failure)
             now = time.monotonic()
             if now - started > _SPIN_SECONDS:
                 nap = min(max(2 * nap, 20e-6), _LONGEST_NAP)
@@ -165,14 +165,14 @@ class MpiTransport(PairwiseTransport):
     @contextmanager
     def _guard(self) -> Iterator[None]:
         if self._failure is not None:
-            raise again(self._failure)
+            raise fresh_copy(self._failure)
         try:
             self._finish([self._comm.Ibarrier()])
             yield
         except BaseException as error:
             failure = self._stop(self._explain(error))
             if isinstance(error, Exception):
-                raise again(failure) from error
+                raise fresh_copy(failure) from error
             raise
 
     # -- failure and the end ---------------------------------------------------------------

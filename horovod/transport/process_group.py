@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed
 
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import Group, Transport
-from horovod.transport.failures import FailureBoard, again
+from horovod.transport.failures import FailureBoard
 from horovod.transport.pairwise import as_bytes, cut
 from horovod.transport.store_adapter import TorchStore
 
@@ -210,7 +210,7 @@ class DeviceTransport(Transport):
     @contextmanager
     def _guard(self) -> Iterator[None]:
         if self._failure is not None:
-            raise again(self._failure)
+            raise fresh_copy(self._failure)
         try:
             yield
         except ValueError:
@@ -221,7 +221,7 @@ class DeviceTransport(Transport):
                 me = self.group.describe(self.rank)
                 failure = HorovodInternalError(f"{me} failed in {self.name}: {error}")
             self._stop(failure)
-            raise again(failure) from error
+            raise fresh_copy(failure) from error
 
     def _stop(self, failure: HorovodInternalError) -> None:
         if self._failure is None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError, PeerLostError
+from horovod.common.exceptions import HorovodInternalError, PeerLostError, fresh_copy
 from horovod.transport.base import WORD, Group, Transport
 from horovod.transport.segments import Member, share
 
@@ -140,7 +140,8 @@ class SteppedTransport(Transport):
         for rank in range(self.size):
             state = self._control[rank][STATE]
             if state == _ABORTED:
-                raise HorovodInternalError(self._reason_of(rank))
+                others = [rank] if rank != self.rank else []
+                raise HorovodInternalError(self._reason_of(rank), ranks=others)
             if state == _CLOSED and rank in behind and self._control[rank][_STEP] < step:
                 who = self.group.describe(rank)
                 raise PeerLostError(f"{who} has shut down Horovod", [rank])
@@ -169,7 +170,7 @@ class SteppedTransport(Transport):
 
     def _check_usable(self) -> None:
         if self._failure is not None:
-            raise type(self._failure)(*self._failure.args)
+            raise fresh_copy(self._failure)
 
     def _fail(
         self, error: BaseException, touched: Sequence[torch.Tensor] = (), since: int = 0

@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from horovod.common.exceptions import HorovodInternalError, PeerLostError
+from horovod.common.exceptions import HorovodInternalError, PeerLostError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport import pairwise
 from horovod.transport.arithmetic import NUMPY_TYPES, as_blocks, reduce_into
 from horovod.transport.base import WORD, Group
-from horovod.transport.failures import FailureBoard, again
+from horovod.transport.failures import FailureBoard
 from horovod.transport.links import Links, failed_to_connect
 from horovod.transport.pairwise import PairwiseTransport
 from horovod.transport.shares import Memory, Plan, whole
@@ -370,13 +370,13 @@ class TcpTransport(PairwiseTransport):
     def _guard(self) -> Iterator[None]:
         with self._calls:
             if self._failure is not None:
-                raise again(self._failure)
+                raise fresh_copy(self._failure)
             try:
                 yield
             except BaseException as error:
                 failure = self._stop(self._explain(error))
                 if isinstance(error, Exception):
-                    raise again(failure) from error
+                    raise fresh_copy(failure) from error
                 raise
             finally:
                 self._reset_if_broken()

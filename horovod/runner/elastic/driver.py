@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from horovod.common.loss_note import read_note
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.announcing import Announcer
@@ -221,13 +222,15 @@ class Driver:
 
     def _take_exit(self, process: Process, code: int) -> None:
         roster = self._roster
+        if code != 0:
+            process.because_of = read_note(self._place.store, process.name)
         had_place = process.number in roster.placed
         removed = process.joined is not None and not had_place
         if process.dismissed or removed or (process.leaving and code == 0):
             del roster.alive[process.number]
         elif code == 0:
             del roster.alive[process.number]
-            self._endings.finished()
+            self._endings.finished(process.exit(code))
             if not process.done:
                 self._finish(process)
         elif self._supervisor.stopping or self._supervisor.signals:
@@ -350,7 +353,7 @@ class Driver:
         decision = self._announcer.announce(proposal)
         slots = decision.slots
         ranks = {number_of(name): slot.rank for name, slot in slots.items()}
-        self._roster.place(proposal.members, ranks)
+        self._roster.place(decision.number, proposal.members, ranks)
         for worker, rank in ranks.items():
             self._outputs.rename(worker, rank)
         self._roll_call.begin(decision)
