@@ -7,6 +7,7 @@ compare to agree on what to run next.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from enum import Enum
@@ -71,6 +72,7 @@ class Request:
         "stream",
         "submitted",
         "tensors",
+        "thread",
         "waiting",
     )
 
@@ -118,6 +120,7 @@ class Request:
         self.result: Any = None
         self.place = caller(sys._getframe(1))
         self.submitted = time.monotonic()
+        self.thread = threading.get_ident()
 
     def fits(self, threshold: int) -> bool:
         """Whether all tensors are known to go into a buffer of `threshold` bytes."""
