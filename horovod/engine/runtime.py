@@ -42,7 +42,7 @@ class Runtime(Submission):
         super().__init__()
         self._job: Job | None = None
         self._inits = 0
-        self._forked = False
+        self._parents_job: Job | None = None  # in a forked child: facts, but no operations
         self._ending = threading.Lock()  # held while a job is aborted from another thread
         self._wanted_sets: list[tuple[int, ...]] = []  # to be made again in the next world
 
@@ -83,7 +83,7 @@ class Runtime(Submission):
         job = Job(
             topology, config, connection, store, identities, self._apply_change, launched or None
         )
-        self._forked = False
+        self._parents_job = None
         self._job = job
         try:
             job.start()
@@ -109,6 +109,7 @@ class Runtime(Submission):
         """Stop. Operations in flight fail, here and where other ranks wait for us."""
         with self._ending:
             job, self._job = self._job, None
+        self._parents_job = None
         if job is None:
             return
         job.close()
@@ -116,25 +117,25 @@ class Runtime(Submission):
         self.lanes.clear()
 
     def is_initialized(self) -> bool:
-        return self._job is not None
+        return self._job is not None or self._parents_job is not None
 
     def _after_fork_in_child(self) -> None:
         job, self._job = self._job, None
         self._ending = threading.Lock()  # another thread may have held it
         self.lanes.clear()
         if job is not None:
-            self._forked = True
+            self._parents_job = job
             job.after_fork_in_child()
 
     # -- who am I --------------------------------------------------------------------------
 
     @property
     def topology(self) -> Topology:
-        return self._running().topology
+        return self._known_job().topology
 
     @property
     def config(self) -> Config:
-        return self._running().config
+        return self._known_job().config
 
     def is_elastic(self) -> bool:
         """Whether the ranks of this job may change."""
@@ -142,7 +143,11 @@ class Runtime(Submission):
 
     def is_homogeneous(self) -> bool:
         """Whether every host runs the same number of ranks."""
-        return len({len(ranks) for ranks in self._running().hosts()}) == 1
+        return len({len(ranks) for ranks in self._known_job().hosts()}) == 1
+
+    def _known_job(self) -> Job:
+        """For facts, which hold in forked children too."""
+        return self._parents_job or self._running()
 
     def _running(self) -> Job:
         if self._job is None:
@@ -150,10 +155,11 @@ class Runtime(Submission):
         return self._job
 
     def _why_not(self) -> str:
-        if self._forked:
+        if self._parents_job is not None:
             return (
-                "Horovod was initialised in the process that this one was forked from; "
-                "it does not work in forked children, such as data loader workers"
+                "Horovod was initialised in the process that this one was forked from: forked "
+                "children, such as data loader workers, know rank() and size(), but take no part "
+                "in collective operations"
             )
         return _NOT_INITIALISED
 
@@ -173,10 +179,10 @@ class Runtime(Submission):
         return channel
 
     def process_set_ranks(self, set_id: int) -> list[int]:
-        return list(self._running().ranks_of(set_id))
+        return list(self._known_job().ranks_of(set_id))
 
     def process_set_ids_and_ranks(self) -> dict[int, list[int]]:
-        return {set_id: list(ranks) for set_id, ranks in sorted(self._running().sets.items())}
+        return {set_id: list(ranks) for set_id, ranks in sorted(self._known_job().sets.items())}
 
     def add_process_set(self, ranks: Sequence[int]) -> int:
         """Register a set on all ranks; collective over the world. Returns its id."""
