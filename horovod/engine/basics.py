@@ -110,7 +110,7 @@ class HorovodBasics:
     def mpi_threads_supported(self) -> bool:
         """Whether MPI may be called from several threads at once."""
         if not runtime.is_initialized():
-            raise ValueError("Horovod is not initialised: call init() first")
+            raise ValueError("Horovod is not initialised: call hvd.init() first")
         if not self.mpi_enabled():
             raise ValueError("this job does not use MPI, so its thread level is unknown")
         from mpi4py import MPI

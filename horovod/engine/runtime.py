@@ -32,7 +32,7 @@ from horovod.engine.timeline import Timeline, path_of_rank
 
 logger = get_logger(__name__)
 
-_NOT_INITIALISED = "Horovod is not initialised: call init() first"
+NOT_INITIALISED = "Horovod is not initialised: call hvd.init() first"
 
 
 class Runtime(Submission):
@@ -161,7 +161,7 @@ class Runtime(Submission):
                 "children, such as data loader workers, know rank() and size(), but take no part "
                 "in collective operations"
             )
-        return _NOT_INITIALISED
+        return NOT_INITIALISED
 
     # -- process sets ----------------------------------------------------------------------
 
