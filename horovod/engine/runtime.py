@@ -17,6 +17,7 @@ from typing import Any
 
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.inherited import check_not_inherited, mark_process, unmark_process
 from horovod.common.logging import get_logger, set_rank
 from horovod.common.loss_note import let_others_end
 from horovod.common.membership import World, membership
@@ -52,6 +53,7 @@ class Runtime(Submission):
         """Find our place among the ranks, meet them, and connect. Does nothing if running."""
         if self._job is not None:
             return
+        check_not_inherited()
         keep_heap()
         config = Config.from_env()
         member = membership()
@@ -93,6 +95,7 @@ class Runtime(Submission):
         except BaseException:
             self.shutdown()
             raise
+        mark_process(topology.size)
 
     def abort(self, reason: str, world: World) -> None:
         """Fail all operations, in flight and to come, here and on the other ranks of `world`.
@@ -112,6 +115,7 @@ class Runtime(Submission):
         self._parents_job = None
         if job is None:
             return
+        unmark_process()
         job.close()
         self._signatures.clear()
         self.lanes.clear()
