@@ -100,6 +100,14 @@ class Console:
         """Text for stderr as it is."""
         self._write("stderr", text.encode(errors="backslashreplace"))
 
+    def without_bars(self) -> None:
+        """Somebody types at this terminal: nothing is drawn at its bottom any more."""
+        self._terminals.clear()
+
+    def pass_through(self, stream: str, data: bytes) -> None:
+        """Output as it is, of a rank that somebody talks to."""
+        self._write(stream, data)
+
     def finish(self) -> None:
         """Leave a bar that is still drawn where it is, and the cursor below it."""
         if self._bar is not None:

@@ -102,12 +102,14 @@ def run_job(
         find_command(command[0], request.env.get("PATH"))
     with ExitStack() as stack:
         copies = _open_copies(options.output_filename, request.slots, stack)
-        outputs = Outputs(console, options.output_ranks)
+        outputs = Outputs(console, options.output_ranks, options.attach)
+        if options.attach is not None:
+            console.without_bars()
         for slot in request.slots:
             outputs.open(slot.rank, slot.rank, copies.get(slot.rank, {}))
         place = MeetingPlace(new_key(), store)
         stack.callback(place.close)
-        supervisor = Supervisor(console, outputs)
+        supervisor = Supervisor(console, outputs, pass_interrupts_on=True)
         stack.callback(supervisor.close)
         if options.verbose:
             console.say(f"running {list(command)!r} as {len(request.slots)} processes")
@@ -142,6 +144,7 @@ def make_request(
         start_timeout=timeout,
         cpu_bind=options.cpu_bind,
         verbose=options.verbose,
+        attach=options.attach,
     )
 
 

@@ -167,6 +167,8 @@ def describe_failure(outcome: Outcome, tail: Sequence[str], log: str | None = No
         text.append(f"It wrote nothing to stderr.{_hint(first)}")
     if tail:
         text += ["", *(f"  {line}".rstrip() for line in tail)]
+    if first is not None and any(line.startswith("bdb.BdbQuit") for line in tail):
+        text += ["", f"breakpoint() needs somebody to talk to: horovodrun --attach {first.rank}"]
     text += [*_others(outcome, first), ""]
     return "\n".join(text) + "\n"
 

@@ -68,6 +68,7 @@ class JobRequest:
     start_timeout: float = 30.0
     cpu_bind: str = "none"
     verbose: bool = False
+    attach: int | None = None  # the rank that gets the launcher's stdin
 
     @property
     def hosts(self) -> dict[str, list[Slot]]:
@@ -267,10 +268,13 @@ class StaticJob:
                     None
                     if request.cpu_bind == "none"
                     else (request.cpu_bind, slot.local_rank, slot.local_size),
+                    slot.rank == request.attach,
                 )
                 for slot in slots
             ]
             agent.start(specs, env, HOSTS_OWN if agent.ssh else ())
+            if request.attach is not None and any(spec.input for spec in specs):
+                self._supervisor.attach(agent, request.attach)
             agent.finish()
 
     def _host_environment(self, agent: HostAgent) -> dict[str, str]:
