@@ -23,6 +23,7 @@ from horovod.common.loss_note import let_others_end
 from horovod.common.membership import World, membership
 from horovod.common.store import PrefixStore
 from horovod.common.topology import Topology
+from horovod.common.tracebacks import install_hook
 from horovod.engine import place
 from horovod.engine.channel import Channel
 from horovod.engine.heap import keep_heap
@@ -54,6 +55,7 @@ class Runtime(Submission):
         if self._job is not None:
             return
         check_not_inherited()
+        install_hook()
         keep_heap()
         config = Config.from_env()
         member = membership()

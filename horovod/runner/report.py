@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from horovod.runner.console import Console
 from horovod.runner.lines import Line
 
 _KEPT_LINES = 200
@@ -99,6 +100,11 @@ class Outcome:
     problem: str = ""  # what kept the launcher itself from doing its work
     problem_status: int = 1
     account: str = ""  # of the first failure, for people
+
+    def note_lost_output(self, console: Console) -> None:
+        """Where the workers' output could not be written, the job has ended for that reason."""
+        self.output_lost = console.broken
+        self.problem = self.problem or console.problem
 
 
 def first_to_fail(batch: Sequence[Exit]) -> Exit | None:

@@ -21,6 +21,7 @@ from horovod.common.exceptions import is_because_of_others
 from horovod.common.launcher_store import launchers_offer
 from horovod.common.membership import WORKER_ID, is_elastic
 from horovod.common.store import Store
+from horovod.common.tracebacks import format_error
 from horovod.runner.function_call import (
     CALL,
     SEARCH_PATH,
@@ -80,7 +81,7 @@ def rank(store: Store) -> int | None:
 
 
 def _report(store: Store, problem: str, error: BaseException | None) -> None:
-    text = traceback.format_exc()
+    text = format_error(error) if error is not None else traceback.format_exc()
     sys.stderr.write(text)
     content = None if error is None else pickled(error)
     victim = is_because_of_others(error)

@@ -110,7 +110,7 @@ class StaticJob:
         self._blame()
         outcome = self.outcome
         outcome.interrupted = next(iter(self._supervisor.signals), None)
-        outcome.output_lost = self._console.broken
+        outcome.note_lost_output(self._console)
         return outcome
 
     # -- hosts -----------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class StaticJob:
         return threads_per_worker((agent.hello or {})["cores"], len(self._hosts[agent.name]))
 
     def _say_threads(self) -> None:
-        if self._request.env.get("OMP_NUM_THREADS"):
+        if self._request.env.get("OMP_NUM_THREADS") or not self._request.verbose:
             return
         alike: dict[tuple[int, int, int], list[str]] = {}
         for name, agent in self._agents.items():

@@ -104,7 +104,7 @@ class Driver:
             self._mailbox.close()
         outcome = self._endings.outcome
         outcome.interrupted = next(iter(self._supervisor.signals), None)
-        outcome.output_lost = self._supervisor.console.broken
+        outcome.note_lost_output(self._supervisor.console)
         self._status.note("end", status=exit_status(outcome), problem=outcome.problem)
         return outcome
 
