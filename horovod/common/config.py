@@ -214,7 +214,9 @@ class Config:
         maximum=1,
     )
     ccl_cache: bool = _knob(False, _COMPAT, "oneCCL is not used.")
-    disable_nvtx_ranges: bool = _knob(False, _COMPAT, "No NVTX ranges are emitted.")
+    disable_nvtx_ranges: bool = _knob(
+        False, _WATCH, "No NVTX ranges, even where a tool takes them."
+    )
     adasum_mpi_chunk_size: int = _knob(
         1 << 30, _COMPAT, "Adasum does not send in chunks.", minimum=1
     )

@@ -28,6 +28,7 @@ from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.engine.batches import Batch, before_join, plan
 from horovod.engine.executor import Executor, Trace, reduce_
 from horovod.engine.lane import Lane, Lone
+from horovod.engine.ranges import Ranges, profiler_records, waiting
 from horovod.engine.request import Kind, Request, signature_of
 from horovod.engine.settlement import Settlement, settle
 from horovod.engine.timeline import Timeline
@@ -65,6 +66,7 @@ class Channel:
         self._threshold = group.config.fusion_threshold
         self._fuse_groups = not group.config.disable_group_fusion
         self._cycle = group.config.cycle_time / 1000
+        self._ranges = Ranges(group.config)
         self._lone: tuple[str, float, FrameType] | None = None  # what `Lone` is made of
         self._queue: list[Request] = []
         self._in_flight: dict[str, Request] = {}
@@ -146,6 +148,8 @@ class Channel:
         """
         if self._queue or self.failure is not None or self._trace.timeline is not None:
             return False
+        if self._ranges.always or profiler_records():  # then as a request, which is watched
+            return False
         if len(vector) > 1 and not (self._transport.vectored and len(vector) <= MAX_TENSORS):
             return False
         if not self._drive_lock.acquire(blocking=False):
@@ -180,7 +184,8 @@ class Channel:
         """Run rounds until `request` is finished."""
         while not request.finished:
             if not self._drive_lock.acquire(blocking=False):
-                self._await(request)
+                with waiting(request):
+                    self._await(request)
                 continue
             try:
                 if not request.finished and self._queue:
@@ -277,7 +282,7 @@ class Channel:
         timeline = self._trace.timeline
         if timeline is not None:
             timeline.mark_cycle()
-        elif len(pending) == 1 and pending[0].plain:
+        elif len(pending) == 1 and pending[0].plain and not self._ranges.wanted():
             self._round_of_one(pending[0])
             return
         batches = plan(before_join(pending), self._threshold, self._fuse_groups)
@@ -352,7 +357,11 @@ class Channel:
                 timeline.start(request.name, request.label)
         left = {request: len(request.tensors) for request in requests}
         for batch in batches:
-            result = self._run_batch(batch)
+            if self._ranges.wanted():
+                with self._ranges.around(batch, self._transport.name):
+                    result = self._run_batch(batch)
+            else:
+                result = self._run_batch(batch)
             done = []
             for request, count in batch.requests.items() or ((batch.request, 0),):
                 left[request] -= count
