@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._C._autograd import _profiler_enabled as profiler_records
+from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from horovod.common.config import Config
@@ -27,6 +27,8 @@ from horovod.engine.batches import Batch
 from horovod.engine.request import Kind, Request
 
 logger = get_logger(__name__)
+
+profiler_records = _profiler_enabled  # in this thread, now
 
 _INJECTED = "NVTX_INJECTION64_PATH"  # set by tools that take NVTX ranges
 
