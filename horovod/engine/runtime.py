@@ -56,8 +56,9 @@ class Runtime(Submission):
             return
         check_not_inherited()
         install_hook()
-        keep_heap()
         config = Config.from_env()
+        if config.keep_heap:
+            keep_heap()
         member = membership()
         if member is None:
             self._start(comm, config)
