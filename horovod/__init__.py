@@ -5,15 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from horovod.common.inherited import clean_environment
     from horovod.runner.run_function import run
 
 __version__ = "0.29.0"
 
-__all__ = ["__version__", "run"]
+__all__ = ["__version__", "clean_environment", "run"]
 
 
 def __getattr__(name: str) -> Any:
     """``horovod.run`` needs the launcher, which a training script should not have to import."""
+    if name == "clean_environment":
+        from horovod.common.inherited import clean_environment
+
+        return clean_environment
     if name == "run":
         from horovod.runner.run_function import run
 

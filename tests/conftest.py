@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from tests.missing import summarise
 from tests.ranks import RankPool
 
 # How long an example takes says something about the machine, not about the code.
@@ -19,6 +20,12 @@ def pytest_configure() -> None:
     """A shell ignores Ctrl-C for what it runs in the background, and so would all our jobs."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Before pytest lists what was skipped."""
+    for line in summarise(terminalreporter.stats):
+        terminalreporter.write_line(line)
 
 
 def _pool(size: int) -> Iterator[RankPool]:

@@ -27,6 +27,7 @@ from horovod.common.store import StoreServer
 from horovod.common.wire import new_key
 from horovod.runner.hosts import Slot
 from horovod.runner.worker_env import WorkerRendezvous, common_variables, slot_variables
+from tests.missing import HOSTS
 from tests.rank_process import Rank
 from tests.ranks import Ranks, clean_environment
 
@@ -49,9 +50,9 @@ _MNT_DETACH = 2
 def available() -> str | None:
     """Why there can be no hosts here; None if there can."""
     if os.geteuid() != 0:
-        return "several hosts on one machine need root"
+        return f"{HOSTS} root"
     if _program("ip") is None:
-        return "several hosts on one machine need the program ip (iproute2)"
+        return f"{HOSTS} the program ip (iproute2)"
     try:
         with Hosts(1) as hosts:
             return None if hosts.reach(0) else "the hosts' network does not work"

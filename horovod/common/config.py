@@ -101,6 +101,17 @@ class Config:
         "thread is bound.",
     )
 
+    keep_heap: bool = _knob(
+        True,
+        _ENGINE,
+        "Let glibc keep the memory that training frees. 0: as glibc does by itself.",
+    )
+    huge_pages: bool = _knob(
+        True,
+        _ENGINE,
+        "Put that memory on huge pages in the first steps. 0: leave it as it is.",
+    )
+
     cpu_operations: str | None = _knob(
         None,
         _TRANSPORT,
@@ -112,7 +123,7 @@ class Config:
         True,
         _TRANSPORT,
         "Whether ranks of one host read and write each other's memory directly (one copy) where "
-        "the kernel allows it. 0: stage large tensors through shared memory.",
+        "the kernel allows it. 0: stage large tensors through shared memory, and open no memory.",
     )
     controller: str | None = _knob(
         None,
@@ -214,7 +225,9 @@ class Config:
         maximum=1,
     )
     ccl_cache: bool = _knob(False, _COMPAT, "oneCCL is not used.")
-    disable_nvtx_ranges: bool = _knob(False, _COMPAT, "No NVTX ranges are emitted.")
+    disable_nvtx_ranges: bool = _knob(
+        False, _WATCH, "No NVTX ranges, even where a tool takes them."
+    )
     adasum_mpi_chunk_size: int = _knob(
         1 << 30, _COMPAT, "Adasum does not send in chunks.", minimum=1
     )

@@ -14,28 +14,48 @@ is a RuntimeError as well where upstream has its engine find out, so that script
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import TypeVar
 
-E = TypeVar("E", bound=BaseException)
+E = TypeVar("E", bound="HorovodInternalError")
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective operation or the engine failed."""
+    """A collective operation or the engine failed.
 
+    ``ranks`` are the other ranks because of which it failed, in the group that noticed; none where
+    the reason is here, or is the same on all ranks.
+    """
 
-class PeerLostError(HorovodInternalError):
-    """Other ranks are gone; ``ranks`` are their ranks in the group that noticed."""
-
-    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, *args: object, ranks: Iterable[int] = ()) -> None:
+        super().__init__(*args)
         self.ranks = tuple(ranks)
 
 
+class PeerLostError(HorovodInternalError):
+    """Other ranks, ``ranks``, are gone."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message, ranks=ranks)
+
+
 def fresh_copy(error: E) -> E:
-    """An exception equal to `error`, to be raised again: the original keeps its traceback."""
-    return copy.copy(error).with_traceback(None)  # with its attributes
+    """The same, to be raised once: tracebacks pile up on an error that several callers raise."""
+    copy = type(error)(*error.args)
+    copy.__dict__.update(error.__dict__)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def is_because_of_others(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from or after, came from losing other ranks."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, HorovodInternalError) and error.ranks:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class HostsUpdatedInterrupt(RuntimeError):

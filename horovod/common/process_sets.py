@@ -44,7 +44,7 @@ def _is_communicator(value: object) -> bool:
 
 def _require_basics() -> Basics:
     if _basics is None:
-        raise ValueError("Horovod is not initialised: call init() first")
+        raise ValueError("Horovod is not initialised: call hvd.init() first")
     return _basics
 
 

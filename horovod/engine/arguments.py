@@ -16,7 +16,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError, UndefinedOperationError
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import ReduceOp
-from horovod.engine.runtime import runtime
+from horovod.engine.runtime import NOT_INITIALISED, runtime
 
 FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 INTEGER = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -147,7 +147,7 @@ def check_splits(splits: Any) -> list[int]:
 def set_id(process_set: ProcessSet) -> int:
     """The id of a registered process set."""
     if process_set.process_set_id is None:
-        raise ValueError(f"{process_set} is not registered{_why(process_set)}")
+        raise unregistered(process_set)
     return process_set.process_set_id
 
 
@@ -155,13 +155,19 @@ def set_size(process_set: ProcessSet) -> int:
     """The number of ranks of a registered process set."""
     size = process_set.size()
     if size is None:
-        raise ValueError(f"{process_set} is not registered{_why(process_set)}")
+        raise unregistered(process_set)
     return size
 
 
-def _why(process_set: ProcessSet) -> str:
+def unregistered(process_set: ProcessSet) -> ValueError:
+    """The error where a set is not registered, which may mean that nothing is."""
+    if not runtime.is_initialized():
+        return ValueError(NOT_INITIALISED)
     if runtime.is_elastic() and process_set.ranks:
         size = runtime.topology.size
         if process_set.ranks[-1] >= size:
-            return f": the job has only {size} ranks now"
-    return ""
+            return ValueError(f"{process_set} is not registered: the job has only {size} ranks now")
+    return ValueError(
+        f"{process_set} is not registered: pass it to hvd.init(process_sets=[...]) or to "
+        f"hvd.add_process_set"
+    )

@@ -112,7 +112,7 @@ class HorovodBasics:
     def mpi_threads_supported(self) -> bool:
         """Whether MPI may be called from several threads at once; initialises MPI if need be."""
         if not runtime.is_initialized():
-            raise ValueError("Horovod is not initialised: call init() first")
+            raise ValueError("Horovod is not initialised: call hvd.init() first")
         if not self.mpi_enabled():
             raise ValueError("this job does not use MPI, so its thread level is unknown")
         mpi4py = mpi.initialised(not runtime.config.mpi_threads_disable)

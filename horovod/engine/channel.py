@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.engine.batches import Batch, before_join, plan
 from horovod.engine.executor import Executor, Trace, reduce_
 from horovod.engine.negotiation import JoinState, negotiate
 from horovod.engine.prepared import InlineReduction, PreparedAllreduce
-from horovod.engine.request import Kind, Request, copy_of, signature_of
+from horovod.engine.ranges import Ranges, profiler_records, waiting
+from horovod.engine.request import Kind, Request, signature_of
 from horovod.engine.timeline import Timeline
 from horovod.transport.base import MAX_TENSORS, MAX_WORDS, Group
 
@@ -48,6 +49,7 @@ class Channel:
         executor: Executor,
         trace: Trace,
         change_process_sets: Callable[[Request], Any],
+        on_loss: Callable[[Sequence[int]], None],
         background_core: int | None = None,
     ) -> None:
         self.set_id = set_id
@@ -59,10 +61,12 @@ class Channel:
         self._transport = executor.transport
         self._trace = trace
         self._change_process_sets = change_process_sets
+        self._on_loss = on_loss  # told the ranks of the world because of which operations fail
         self._background_core = background_core
         self._threshold = group.config.fusion_threshold
         self._fuse_groups = not group.config.disable_group_fusion
         self._cycle = group.config.cycle_time / 1000
+        self._ranges = Ranges(group.config)
         self._inline: tuple[str, float, FrameType] | None = (
             None  # what `InlineReduction` is made of
         )
@@ -93,7 +97,7 @@ class Channel:
         """Queue a request. With `background` false the caller will wait for it at once."""
         with self._queue_lock:
             if self.failure is not None:
-                raise copy_of(self.failure)
+                raise fresh_copy(self.failure)
             if request.name in self._in_flight:
                 earlier = self._in_flight[request.name]
                 raise ValueError(
@@ -150,6 +154,8 @@ class Channel:
         """
         if self._queue or self.failure is not None or self._trace.timeline is not None:
             return False
+        if self._ranges.always or profiler_records():  # then as a request, which is watched
+            return False
         if len(vector) > 1 and not (self._transport.vectored and len(vector) <= MAX_TENSORS):
             return False
         if not self._drive_lock.acquire(blocking=False):
@@ -186,7 +192,8 @@ class Channel:
         """Run rounds until `request` is finished."""
         while not request.finished:
             if not self._drive_lock.acquire(blocking=False):
-                self._await(request)
+                with waiting(request):
+                    self._await(request)
                 continue
             try:
                 if not request.finished and self._queue:
@@ -283,7 +290,7 @@ class Channel:
         timeline = self._trace.timeline
         if timeline is not None:
             timeline.mark_cycle()
-        elif len(pending) == 1 and pending[0].plain:
+        elif len(pending) == 1 and pending[0].plain and not self._ranges.wanted():
             self._round_of_one(pending[0])
             return
         batches = plan(before_join(pending), self._threshold, self._fuse_groups)
@@ -358,7 +365,11 @@ class Channel:
                 timeline.start(request.name, request.label)
         left = {request: len(request.tensors) for request in requests}
         for batch in batches:
-            result = self._run_batch(batch)
+            if self._ranges.wanted():
+                with self._ranges.around(batch, self._transport.name):
+                    result = self._run_batch(batch)
+            else:
+                result = self._run_batch(batch)
             done = []
             for request, count in batch.requests.items() or ((batch.request, 0),):
                 left[request] -= count
@@ -403,6 +414,8 @@ class Channel:
 
     def abort(self, error: HorovodInternalError) -> None:
         """Fail everything here, and everything that other ranks do together with us."""
+        if self.failure is None and error.ranks:
+            self._on_loss([self.group.global_ranks[rank] for rank in error.ranks])
         with self._queue_lock:
             if self.failure is None:
                 self.failure = error

@@ -11,6 +11,7 @@ from typing import Any
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger
+from horovod.common.loss_note import leave_note, take_note_back
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
 from horovod.engine.channel import Channel
@@ -37,6 +38,7 @@ class Job:
         store: Store,
         identities: Sequence[str],
         change_process_sets: Callable[[Request], Any],
+        launched_ranks: Sequence[int] | None = None,
     ) -> None:
         self.topology = topology
         self.config = config
@@ -47,6 +49,7 @@ class Job:
         self.trace = Trace()
         self._identities = list(identities)
         self._change_process_sets = change_process_sets
+        self._launched_ranks = launched_ranks  # what the launcher calls our ranks, if otherwise
         self._free_ids: list[int] = []
         self._next_id = WORLD
         self._generation = 0  # of process sets: makes their keys in the store unique
@@ -68,9 +71,11 @@ class Job:
                 config.stall_check_time_seconds,
                 config.stall_shutdown_time_seconds,
             )
+        take_note_back()
 
     def abort(self, reason: str) -> None:
-        """Fail all operations, in flight and to come, here and on the other ranks."""
+        """Fail all operations, because of others, in flight and to come, here and there."""
+        leave_note(())
         for channel in list(self.channels.values()):
             channel.abort(HorovodInternalError(reason))
 
@@ -144,7 +149,13 @@ class Job:
             self.trace,
         )
         core = _core_of_background(self.config, self.topology)
-        return Channel(set_id, group, executor, self.trace, self._change_process_sets, core)
+        return Channel(
+            set_id, group, executor, self.trace, self._change_process_sets, self._note_loss, core
+        )
+
+    def _note_loss(self, ranks: Sequence[int]) -> None:
+        known = self._launched_ranks
+        leave_note(ranks if known is None else [known[rank] for rank in ranks])
 
 
 def _core_of_background(config: Config, topology: Topology) -> int | None:

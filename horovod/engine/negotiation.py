@@ -17,6 +17,7 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.deadlock import describe_deadlock, is_stuck
 from horovod.engine.executor import identity_like
 from horovod.engine.request import Kind, Request
 from horovod.transport.base import Group, Transport
@@ -73,9 +74,10 @@ def negotiate(
 ) -> Negotiated:
     """Exchange queues and decide. Collective over the group."""
     mine = [(request.name, request.signature.hex(), request.waiting) for request in queue]
+    text = json.dumps([is_stuck(queue), mine]).encode()
+    told = [json.loads(text) for text in gather_texts(text, transport)]
     queues: list[Queue] = [
-        {name: (signature, waiting) for name, signature, waiting in json.loads(text)}
-        for text in gather_texts(json.dumps(mine).encode(), transport)
+        {name: (signature, waiting) for name, signature, waiting in entries} for _, entries in told
     ]
     own = {request.name: request for request in queue}
     joined = {rank for rank, names in enumerate(queues) if JOIN in names}
@@ -87,6 +89,8 @@ def negotiate(
         last = group.global_ranks[memory.last_joined]
         return Negotiated(completed=[(own[JOIN], last)], join_ended=True)
     findings = _compare(queues, joined)
+    if not findings and all(stuck for stuck, _ in told):
+        return _deadlock(queue, group, transport)
     obscure = {name for name, finding in findings.items() if finding is not Finding.READY}
     if not obscure:
         return Negotiated(ready=[own[name] for name in findings])
@@ -97,6 +101,15 @@ def negotiate(
     if outcome.join_ended:
         memory.joined = set()
     return outcome
+
+
+def _deadlock(queue: Sequence[Request], group: Group, transport: Transport) -> Negotiated:
+    """Nothing can change any more: what ranks wait for fails. Collective."""
+    waited = [request for request in queue if request.waiting]
+    text = json.dumps({request.name: request.describe() for request in waited}).encode()
+    waiting = [json.loads(text) for text in gather_texts(text, transport)]
+    error = HorovodInternalError(describe_deadlock(waiting, group))
+    return Negotiated(failed=[(request, error) for request in waited])
 
 
 def gather_texts(text: bytes, transport: Transport) -> list[bytes]:

@@ -7,6 +7,7 @@ compare to agree on what to run next.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from enum import Enum
@@ -71,6 +72,7 @@ class Request:
         "stream",
         "submitted",
         "tensors",
+        "thread",
         "waiting",
     )
 
@@ -118,6 +120,7 @@ class Request:
         self.result: Any = None
         self.source_line = caller(sys._getframe(1))
         self.submitted = time.monotonic()
+        self.thread = threading.get_ident()
 
     def fits(self, threshold: int) -> bool:
         """Whether all tensors are known to go into a buffer of `threshold` bytes."""
@@ -153,7 +156,7 @@ class Request:
 
     def fail(self, error: HorovodInternalError) -> None:
         if not self.finished:
-            self.failure = copy_of(error)
+            self.failure = fresh_copy(error)
             self.finished = True
 
     @property
@@ -211,13 +214,6 @@ def signature_of(
     ]
     text = repr((kind.value, name, forms, int(op), prescale, postscale, detail))
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-
-
-def copy_of(error: HorovodInternalError) -> HorovodInternalError:
-    """The same, to be raised once: tracebacks pile up on an error that several callers raise."""
-    copy = fresh_copy(error)
-    copy.__cause__ = error.__cause__
-    return copy
 
 
 def caller(frame: FrameType) -> tuple[str, int]:

@@ -18,10 +18,13 @@ from typing import Any
 from horovod.common import mpi
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.inherited import check_not_inherited, mark_process, unmark_process
 from horovod.common.logging import get_logger, set_rank
+from horovod.common.loss_note import let_others_end
 from horovod.common.membership import Generation, membership
 from horovod.common.store import PrefixStore
 from horovod.common.topology import Topology
+from horovod.common.tracebacks import install_hook
 from horovod.engine import identity
 from horovod.engine.channel import Channel
 from horovod.engine.heap import keep_heap
@@ -32,7 +35,7 @@ from horovod.engine.timeline import Timeline, path_of_rank
 
 logger = get_logger(__name__)
 
-_NOT_INITIALISED = "Horovod is not initialised: call init() first"
+NOT_INITIALISED = "Horovod is not initialised: call hvd.init() first"
 
 
 class Runtime(Submission):
@@ -43,7 +46,7 @@ class Runtime(Submission):
         self._job: Job | None = None
         self.is_mpi_job = False  # whether MPI started the ranks
         self._inits = 0
-        self._forked = False
+        self._parents_job: Job | None = None  # in a forked child: facts, but no operations
         self._ending = threading.Lock()  # held while a job is aborted from another thread
         self._wanted_sets: list[tuple[int, ...]] = []  # to be made again in the next generation
 
@@ -53,8 +56,11 @@ class Runtime(Submission):
         """Find our place among the ranks, meet them, and connect. Does nothing if running."""
         if self._job is not None:
             return
-        keep_heap()
+        check_not_inherited()
+        install_hook()
         config = Config.from_env()
+        if config.keep_heap:
+            keep_heap()
         member = membership()
         if member is None:
             self._start(comm, config)
@@ -83,8 +89,11 @@ class Runtime(Submission):
         identities = identity.exchange_identities(topology, store, config)
         if not cross_is_known:
             topology = identity.with_cross(topology, identities)
-        job = Job(topology, config, connection, store, identities, self._apply_change)
-        self._forked = False
+        launched = list(comm) if isinstance(comm, Iterable) else []
+        job = Job(
+            topology, config, connection, store, identities, self._apply_change, launched or None
+        )
+        self._parents_job = None
         self._job = job
         try:
             job.start()
@@ -94,6 +103,7 @@ class Runtime(Submission):
         except BaseException:
             self.shutdown()
             raise
+        mark_process(topology.size)
 
     def abort(self, reason: str, generation: Generation) -> None:
         """Fail all operations, in flight and to come, here and on the other ranks of `generation`.
@@ -110,32 +120,34 @@ class Runtime(Submission):
         """Stop. Operations in flight fail, here and where other ranks wait for us."""
         with self._ending:
             job, self._job = self._job, None
+        self._parents_job = None
         if job is None:
             return
+        unmark_process()
         job.close()
         self._signatures.clear()
         self.prepared.clear()
 
     def is_initialized(self) -> bool:
-        return self._job is not None
+        return self._job is not None or self._parents_job is not None
 
     def _after_fork_in_child(self) -> None:
         job, self._job = self._job, None
         self._ending = threading.Lock()  # another thread may have held it
         self.prepared.clear()
         if job is not None:
-            self._forked = True
+            self._parents_job = job
             job.after_fork_in_child()
 
     # -- who am I --------------------------------------------------------------------------
 
     @property
     def topology(self) -> Topology:
-        return self._running().topology
+        return self._known_job().topology
 
     @property
     def config(self) -> Config:
-        return self._running().config
+        return self._known_job().config
 
     def is_elastic(self) -> bool:
         """Whether the ranks of this job may change."""
@@ -143,7 +155,11 @@ class Runtime(Submission):
 
     def is_homogeneous(self) -> bool:
         """Whether every host runs the same number of ranks."""
-        return len({len(ranks) for ranks in self._running().hosts()}) == 1
+        return len({len(ranks) for ranks in self._known_job().hosts()}) == 1
+
+    def _known_job(self) -> Job:
+        """For facts, which hold in forked children too."""
+        return self._parents_job or self._running()
 
     def _running(self) -> Job:
         if self._job is None:
@@ -151,12 +167,13 @@ class Runtime(Submission):
         return self._job
 
     def _why_not(self) -> str:
-        if self._forked:
+        if self._parents_job is not None:
             return (
-                "Horovod was initialised in the process that this one was forked from; "
-                "it does not work in forked children, such as data loader workers"
+                "Horovod was initialised in the process that this one was forked from: forked "
+                "children, such as data loader workers, know rank() and size(), but take no part "
+                "in collective operations"
             )
-        return _NOT_INITIALISED
+        return NOT_INITIALISED
 
     # -- process sets ----------------------------------------------------------------------
 
@@ -174,10 +191,10 @@ class Runtime(Submission):
         return channel
 
     def process_set_ranks(self, set_id: int) -> list[int]:
-        return list(self._running().ranks_of(set_id))
+        return list(self._known_job().ranks_of(set_id))
 
     def process_set_ids_and_ranks(self) -> dict[int, list[int]]:
-        return {set_id: list(ranks) for set_id, ranks in sorted(self._running().sets.items())}
+        return {set_id: list(ranks) for set_id, ranks in sorted(self._known_job().sets.items())}
 
     def add_process_set(self, ranks: Sequence[int]) -> int:
         """Register a set on all ranks; collective over the world. Returns its id."""
@@ -255,5 +272,12 @@ class Runtime(Submission):
 
 
 runtime = Runtime()
-atexit.register(lambda: runtime.shutdown())
+
+
+def _end() -> None:
+    runtime.shutdown()
+    let_others_end()
+
+
+atexit.register(_end)
 os.register_at_fork(after_in_child=lambda: runtime._after_fork_in_child())

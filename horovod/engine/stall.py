@@ -29,6 +29,11 @@ logger = get_logger(__name__)
 _NAMES_SHOWN = 6
 _PATIENCE = 2.0  # seconds that the store may take before a rank goes on without its answer
 
+_ADVICE = (
+    "To end such a job instead of waiting on, set HOROVOD_STALL_SHUTDOWN_TIME_SECONDS "
+    "(--stall-check-shutdown-time-seconds)."
+)
+
 Reports = dict[int, dict[str, Any]]  # rank in the group -> what it waits for
 
 
@@ -87,7 +92,7 @@ class StallInspector:
             logger.error("%s\nShutting down after %g s, as configured.", text, waited)
             channel.abort(HorovodInternalError(f"stalled for {waited:.1f} s: {text}"))
         elif not reports or min(reports) == channel.group.rank:
-            logger.warning("%s", text)
+            logger.warning("%s%s", text, "" if self._shut_down_after else f"\n{_ADVICE}")
 
     def _ask(self, question: Callable[[], T]) -> T | None:
         """The store's answer; None when it has none in time, or still owes an earlier one."""

@@ -14,12 +14,14 @@ job escapes a kill.
 
 Commands come on stdin, one JSON object a line; end of file stands for a lost launcher:
 
-- ``{"start": [{"id", "argv", "env", "cwd", "bind"}, ...], "env": {...}, "own": [...]}``: start
-  workers. The second ``env`` is common to all, the names in ``own`` are taken from this host's
-  environment, ``bind`` is null or ``[kind, index, count]`` (see `cores.share_of_cores`). May come
-  any number of times.
+- ``{"start": [{"id", "argv", "env", "cwd", "bind", "input"}, ...], "env": {...}, "own": [...]}``:
+  start workers. The second ``env`` is common to all, the names in ``own`` are taken from this
+  host's environment, ``bind`` is null or ``[kind, index, count]`` (see `cores.share_of_cores`).
+  With ``input`` a worker's stdin is what "input" commands bring. May come any number of times.
 - ``{"stop": grace}``: SIGTERM to all workers and SIGKILL to everything after ``grace`` seconds (0:
-  at once). With ``"ids": [...]`` only these workers and what they started.
+  at once). With ``"ids": [...]`` only these workers and what they started. With ``"interrupt":
+  true`` SIGINT instead, and SIGTERM 5 seconds before the end of the time.
+- ``{"input": id, "data": base64}``: more of a worker's stdin; no data stands for its end.
 - ``{"probe": {...}}``: see `probe`; the answer is the event ``{"probed": {...}}``.
 - ``{"close": true}``: no more starts will come: end when nothing is left.
 
@@ -32,6 +34,7 @@ true}``.
 
 from __future__ import annotations
 
+import binascii
 import errno
 import json
 import os
@@ -40,6 +43,7 @@ import signal
 import sys
 import time
 
+from horovod.runner.agent_input import Input
 from horovod.runner.agent_output import Output
 from horovod.runner.bootstrap import load_modules
 from horovod.runner.cores import numa_nodes, share_of_cores, usable_cores
@@ -78,6 +82,7 @@ class WorkerProcess:
         self.running = True
         self.deadline: float | None = None
         self.killing = False
+        self.input: Input | None = None
 
 
 class Agent:
@@ -87,6 +92,7 @@ class Agent:
         self._workers: dict[int, WorkerProcess] = {}  # by pid
         self._closing = False  # nothing more will be started
         self._deadline: float | None = None  # for everything; those of single workers are theirs
+        self._interrupting = False  # the workers got SIGINT, and have not got SIGTERM
         self._killing = False
         self._cleaning = False
         self._signalled = False
@@ -140,6 +146,7 @@ class Agent:
         self._enter(spec["cwd"])
         program = find_program(spec["argv"][0], env.get("PATH", os.defpath))
         ends = [os.pipe(), os.pipe()]
+        feeding = os.pipe() if spec.get("input") else None
         allowed = os.sched_getaffinity(0) if spec["bind"] else None
         try:
             if allowed is not None:
@@ -152,7 +159,9 @@ class Agent:
                 spec["argv"],
                 env,
                 file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, feeding[0], 0)
+                    if feeding
+                    else (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                     (os.POSIX_SPAWN_DUP2, ends[0][1], 1),
                     (os.POSIX_SPAWN_DUP2, ends[1][1], 2),
                 ],
@@ -162,13 +171,19 @@ class Agent:
         except OSError:
             os.close(ends[0][0])
             os.close(ends[1][0])
+            if feeding:
+                os.close(feeding[1])
             raise
         finally:
+            if feeding:
+                os.close(feeding[0])
             if allowed is not None:
                 os.sched_setaffinity(0, allowed)
             os.close(ends[0][1])
             os.close(ends[1][1])
-        self._workers[pid] = WorkerProcess(spec["id"], pid)
+        worker = self._workers[pid] = WorkerProcess(spec["id"], pid)
+        if feeding:
+            worker.input = Input(feeding[1], self._selector)
         self._output.emit({"started": {"id": spec["id"], "pid": pid}})
         self._output.follow(ends[0][0], spec["id"], STDOUT)
         self._output.follow(ends[1][0], spec["id"], STDERR)
@@ -185,7 +200,7 @@ class Agent:
 
     # -- ending ----------------------------------------------------------------------------
 
-    def stop(self, grace: float, ids: Sequence[int] | None = None) -> None:
+    def stop(self, grace: float, ids: Sequence[int] | None = None, interrupt: bool = False) -> None:
         """Ask workers to end; kill them and what they started after ``grace``."""
         if ids is not None:
             for worker in self._workers.values():
@@ -198,8 +213,10 @@ class Agent:
         else:
             deadline = time.monotonic() + grace
             if self._deadline is None or deadline < self._deadline:
-                self._deadline = deadline
-                signal_groups(self._running(), signal.SIGTERM)
+                self._interrupting = interrupt and grace > LEFTOVER_GRACE
+                self._deadline = deadline - (LEFTOVER_GRACE if self._interrupting else 0)
+                number = signal.SIGINT if self._interrupting else signal.SIGTERM
+                signal_groups(self._running(), number)
 
     def _stop_one(self, worker: WorkerProcess, grace: float) -> None:
         deadline = time.monotonic() + grace
@@ -232,6 +249,8 @@ class Agent:
             worker = self._workers.get(pid)
             if worker is not None and worker.running:
                 worker.running = False
+                if worker.input is not None:
+                    worker.input.close()
                 exits.append((worker.number, os.waitstatus_to_exitcode(status)))
         if exits:
             self._output.drain({number for number, _ in exits})
@@ -261,6 +280,11 @@ class Agent:
                 signal_all(members, signal.SIGKILL)
                 worker.killing = bool(members)  # look again for what was forked meanwhile
         if self._deadline is None or now < self._deadline:
+            return False
+        if self._interrupting:
+            self._interrupting = False
+            self._deadline = now + LEFTOVER_GRACE
+            signal_groups(self._running(), signal.SIGTERM)
             return False
         if self._killing:
             self._output.emit({"stuck": family(os.getpid())})
@@ -310,7 +334,11 @@ class Agent:
         if "start" in command:
             self._start(command["start"], command)
         elif "stop" in command:
-            self.stop(command["stop"], command.get("ids"))
+            self.stop(command["stop"], command.get("ids"), command.get("interrupt", False))
+        elif "input" in command:
+            for worker in self._workers.values():
+                if worker.number == command["input"] and worker.input is not None:
+                    worker.input.feed(binascii.a2b_base64(command["data"]))
         elif "probe" in command:
             self._probe(command["probe"])
         else:

@@ -8,7 +8,8 @@ job       num_proc (int), command (list), dry_run, config_file
 hosts     hosts (list of `Host`; localhost when nothing is given, empty with a discovery script),
           hostfile (path), host_discovery_script (absolute path), network_interfaces (list)
 ssh       ssh_port (int), ssh_identity_file (path)
-output    output_filename, output_ranks (list of int), prefix_timestamp, verbose
+output    output_filename, output_ranks (list of int), attach (rank or None), prefix_timestamp,
+          verbose
 launcher  use_gloo, use_mpi, use_jsrun (at most one is True), mpi_args (text), binding_args (text),
           tcp_flag, cpu_bind ("none", "core" or "numa"; never None)
 elastic   elastic (whether this is an elastic job), min_num_proc (num_proc by default in an elastic
@@ -178,6 +179,10 @@ def _settle_elastic(options: argparse.Namespace) -> None:
     shown = options.output_ranks
     if shown is not None and shown[-1] > last and not (options.elastic and most is None):
         raise ValueError(f"argument --output-ranks: there is no rank {shown[-1]}, {last} is last")
+    if options.attach is not None and options.elastic:
+        raise ValueError("argument --attach: not possible in an elastic job, whose ranks change")
+    if options.attach is not None and options.attach > last:
+        raise ValueError(f"argument --attach: there is no rank {options.attach}, {last} is last")
 
 
 def _settle_launcher(options: argparse.Namespace, environ: Mapping[str, str]) -> None:

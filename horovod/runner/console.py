@@ -50,8 +50,13 @@ class Console:
         self._timestamps = timestamps
         self._bar: tuple[Source, bytes] | None = None
         self._drawn = False
-        self.broken = False
-        """A reader of our output went away, such as ``head`` or a closed terminal."""
+        self._lost: set[str] = set()  # streams that take nothing any more
+        self.problem = ""  # why, where that is not just a reader that went away
+
+    @property
+    def broken(self) -> bool:
+        """Our output goes nowhere: its reader, such as ``head``, went away, or a disk is full."""
+        return bool(self._lost)
 
     @property
     def is_terminal(self) -> bool:
@@ -121,9 +126,24 @@ class Console:
             ),
         )
 
+    def answer(self, text: str) -> int:
+        """What was asked for instead of a job, on stdout; the exit status."""
+        self._write("stdout", f"{text}\n".encode(errors="backslashreplace"))
+        if self.problem:
+            self.say(self.problem)
+        return 1 if self.broken else 0
+
     def write(self, text: str) -> None:
         """Text for stderr as it is."""
         self._write("stderr", text.encode(errors="backslashreplace"))
+
+    def without_bars(self) -> None:
+        """Somebody types at this terminal: nothing is drawn at its bottom any more."""
+        self._terminals.clear()
+
+    def pass_through(self, stream: str, data: bytes) -> None:
+        """Output as it is, of a rank that somebody talks to."""
+        self._write(stream, data)
 
     def finish(self) -> None:
         """Leave a bar that is still drawn where it is, and the cursor below it."""
@@ -153,15 +173,15 @@ class Console:
     def _put(self, stream: str, data: bytes) -> None:
         fd = self._fds[stream]
         view = memoryview(data)
-        while view and not self.broken:
+        while view and stream not in self._lost:
             try:
                 view = view[os.write(fd, view) :]
             except BlockingIOError:  # somebody made the shared terminal non-blocking
                 select.select([], [fd], [])
             except OSError as error:
-                if error.errno not in (errno.EPIPE, errno.EIO):
-                    raise
-                self.broken = True
+                self._lost.add(stream)
+                if error.errno not in (errno.EPIPE, errno.EIO) and not self.problem:
+                    self.problem = f"cannot write to {stream}: {error.strerror}"
 
     def _draw(self) -> bytes:
         if self._bar is None:

@@ -74,6 +74,9 @@ def plan(
         options.output_filename,
         options.prefix_timestamp,
     )
+    if options.attach is not None:
+        hint = f"; give mpirun --mpi-args='--stdin {options.attach}'" if controller == MPI else ""
+        raise LaunchError(f"argument --attach: not possible with --{controller}{hint}", status=2)
     if options.output_ranks is not None:
         raise LaunchError(f"argument --output-ranks: not possible with --{controller}", status=2)
     if options.cpu_bind != "none":

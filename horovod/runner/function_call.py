@@ -31,6 +31,7 @@ class Failure:
     problem: str  # for people, where there is no exception to raise again
     traceback: str
     error: bytes | None  # the pickled exception, if it can be had back
+    because_of_others: bool = False  # it failed because another rank was lost
 
 
 def result_name(rank: int) -> str:

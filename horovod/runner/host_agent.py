@@ -7,6 +7,7 @@ descriptors for each host is all. See `agent` for the other side.
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import os
@@ -24,7 +25,9 @@ from horovod.runner.ssh import Ssh
 _CHUNK = 1 << 18
 _KEPT_ERRORS = 8000
 _SSH_PATIENCE = 5.0
-_AGENT_MODULES = ("bootstrap", "frames", "processes", "cores", "agent_output", "agent")
+_AGENT_MODULES = (
+    *("bootstrap", "frames", "processes", "cores", "agent_input", "agent_output", "agent"),
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class WorkerSpec:
     env: Mapping[str, str]
     cwd: str
     bind: tuple[str, int, int] | None = None  # see `cores.share_of_cores`
+    input: bool = False  # whether `feed` brings its stdin; else there is none
 
 
 @dataclass(frozen=True)
@@ -170,17 +174,24 @@ class HostAgent:
                 "env": _texts(worker.env),
                 "cwd": _text(worker.cwd),
                 "bind": worker.bind,
+                "input": worker.input,
             }
             for worker in workers
         ]
         self._command({"start": described, "env": _texts(env), "own": list(own)})
 
-    def stop(self, grace: float, ids: Sequence[int] | None = None) -> None:
+    def stop(self, grace: float, ids: Sequence[int] | None = None, interrupt: bool = False) -> None:
         """SIGTERM now and SIGKILL after ``grace`` seconds; 0 kills at once. Safe in a handler.
 
-        Without ``ids`` all workers are meant, and everything that they have left behind.
+        Without ``ids`` all workers are meant, and everything that they have left behind. With
+        ``interrupt`` SIGINT comes first, and SIGTERM shortly before the end.
         """
-        self._command({"stop": grace} if ids is None else {"stop": grace, "ids": list(ids)})
+        which = {} if ids is None else {"ids": list(ids)}
+        self._command({"stop": grace, "interrupt": interrupt, **which})
+
+    def feed(self, worker: int, data: bytes) -> None:
+        """More for the stdin of a worker that takes input; no data stands for the end."""
+        self._command({"input": worker, "data": base64.b64encode(data).decode()})
 
     def probe(self, request: Mapping[str, Any]) -> None:
         """Ask for the ways from that host (see `probe`); the answer is the event "probed"."""

@@ -35,17 +35,16 @@ from horovod.runner.worker_env import terminal_variables
 
 def run_commandline(argv: Sequence[str] | None = None) -> int:
     """Run ``horovodrun`` with these arguments (the process's own by default)."""
+    _open_standard_descriptors()
     options = parse_args(argv)
+    console = Console(timestamps=options.prefix_timestamp)
     if options.version:
-        print(horovod.__version__)
-        return 0
+        return console.answer(horovod.__version__)
     if options.check_build:
         from horovod.runner.check_build import check_build  # rarely needed, so not at every start
 
-        print(check_build(verbose=options.verbose))
-        return 0
+        return console.answer(check_build(verbose=options.verbose))
     get_logger().setLevel(LEVELS[settings(options, os.environ).log_level])
-    console = Console(timestamps=options.prefix_timestamp)
     for notice in options.notices:
         console.say(notice)
     try:
@@ -60,8 +59,7 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
                     "--dry-run does not run a discovery script; name hosts with -H", 2
                 )
             request = make_request(options, options.command, os.environ)
-            print(describe_plan(request))
-            return 0
+            return console.answer(describe_plan(request))
         env = {**os.environ, **_terminal(console)}
         outcome = run_job(options, options.command, env=env, console=console)
         if outcome.problem:
@@ -102,12 +100,14 @@ def run_job(
         find_command(command[0], request.env.get("PATH"))
     with ExitStack() as stack:
         copies = _open_copies(options.output_filename, request.slots, stack)
-        outputs = Outputs(console, options.output_ranks)
+        outputs = Outputs(console, options.output_ranks, options.attach)
+        if options.attach is not None:
+            console.without_bars()
         for slot in request.slots:
             outputs.open(slot.rank, slot.rank, copies.get(slot.rank, {}))
         place = StoreEndpoints(new_key(), store)
         stack.callback(place.close)
-        supervisor = Supervisor(console, outputs)
+        supervisor = Supervisor(console, outputs, pass_interrupts_on=True)
         stack.callback(supervisor.close)
         if options.verbose:
             console.say(f"running {list(command)!r} as {len(request.slots)} processes")
@@ -119,7 +119,9 @@ def run_job(
         outcome.account = describe_failure(outcome, [])
     else:
         log = copies[first.rank]["stderr"].name if copies else None
-        outcome.account = describe_failure(outcome, outputs.tail(first.rank), log)
+        tail = outputs.tail(first.rank)
+        outcome.account = describe_failure(outcome, tail, log)
+        outcome.account += _other_python(command[0], request.env.get("PATH"), tail)
     return outcome
 
 
@@ -142,6 +144,7 @@ def make_request(
         start_timeout=timeout,
         cpu_bind=options.cpu_bind,
         verbose=options.verbose,
+        attach=options.attach,
     )
 
 
@@ -169,14 +172,39 @@ def _run_elsewhere(controller: str, options: argparse.Namespace, console: Consol
     request = make_request(options, options.command, os.environ)
     plan = controllers.plan(controller, options, request, dry=options.dry_run)
     if options.dry_run:
-        print(controllers.describe(plan))
-        return 0
+        return console.answer(controllers.describe(plan))
     if not (options.use_mpi or options.use_jsrun):
         program = os.path.basename(plan.command[0])
         console.say(f"{program} starts the processes here; --gloo lets horovodrun do it itself")
     if options.verbose:
         console.say(f"running {plan.command!r}")
     controllers.replace_us(plan)
+
+
+def _open_standard_descriptors() -> None:
+    """A shell may have closed some (``>&-``): other files must not get their numbers."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+
+
+def _other_python(command: str, path: str | None, tail: Sequence[str]) -> str:
+    """A hint where a module is missing in a Python that is not the one of this program."""
+    found = shutil.which(command, path=path)
+    if "python" not in os.path.basename(command) or found is None:
+        return ""
+    if not any(line.startswith(("ModuleNotFoundError", "ImportError")) for line in tail):
+        return ""
+    if os.path.abspath(found) == os.path.abspath(sys.executable):
+        return ""
+    if os.path.dirname(os.path.abspath(found)) == os.path.dirname(sys.executable):
+        return ""
+    return (
+        f"Note that {command!r} is {found}, while horovodrun belongs to {sys.executable}: activate "
+        f"the environment that you installed Horovod into, or name its python.\n\n"
+    )
 
 
 def _open_copies(

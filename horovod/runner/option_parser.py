@@ -33,6 +33,8 @@ examples:
     horovodrun -np 8 -H 'node[1-2]:4' --dry-run python train.py
   keep each rank's output under logs/rank.<n>/ and show only that of rank 0:
     horovodrun -np 4 --output-filename logs --output-ranks 0 python train.py
+  stop at breakpoint() in rank 0, and talk to the debugger:
+    horovodrun -np 2 --attach 0 python train.py
   go on when hosts are lost, and use new ones:
     horovodrun -np 8 --min-np 4 --host-discovery-script ./hosts python train.py
   what is usable on this machine:
@@ -40,7 +42,7 @@ examples:
 
 One rank that fails ends the others; the exit status is that of the first to
 fail (128 + n after signal n), and its last lines of stderr are shown at the
-end. Ctrl-C once asks the workers to end, twice kills them. An option beats the
+end. Ctrl-C once interrupts the workers, twice kills them. An option beats the
 configuration file, which beats environment variables (HOROVOD_*).
 """
 
@@ -211,6 +213,13 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         metavar="RANKS",
         help="Show only the output of these ranks, such as 0,2-3; files get that of all "
         "(default: all).",
+    )
+    group.add_argument(
+        "--attach",
+        type=values.rank,
+        metavar="RANK",
+        help="Give this rank the launcher's stdin, and show its output as it is: for breakpoint() "
+        "and input().",
     )
     group.add_argument(
         "-prefix-timestamp",

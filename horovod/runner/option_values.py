@@ -66,6 +66,13 @@ def ranks(text: str) -> list[int]:
     return sorted(found)
 
 
+def rank(text: str) -> int:
+    """A single rank."""
+    if re.fullmatch(r"[0-9]{1,7}", text) is None or int(text) > _MAX_RANK:
+        raise ArgumentTypeError(f"{text!r} is not a rank")
+    return int(text)
+
+
 def text(value: str) -> str:
     """Anything but nothing."""
     if not value:

@@ -26,10 +26,19 @@ class _Stream:
 
 
 class Outputs:
-    """What the workers write, by worker id; only ``shown`` ranks appear on the console."""
+    """What the workers write, by worker id; only ``shown`` ranks appear on the console.
 
-    def __init__(self, console: Console, shown: Container[int] | None = None) -> None:
+    Of the rank to which somebody is ``attached`` everything appears at once and as it is.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        shown: Container[int] | None = None,
+        attached: int | None = None,
+    ) -> None:
         self._console = console
+        self._attached = attached
         self._shown = shown
         self._streams: dict[tuple[int, str], _Stream] = {}
 
@@ -48,6 +57,8 @@ class Outputs:
         found = self._streams[worker, stream]
         if data and found.copy is not None:
             found.copy.write(data)
+        if found.source.rank == self._attached:
+            self._console.pass_through(stream, data)
         self._show(found, found.splitter.feed(data) if data else found.splitter.finish())
 
     def tail(self, worker: int) -> list[str]:
@@ -61,5 +72,7 @@ class Outputs:
 
     def _show(self, stream: _Stream, lines: list[Line]) -> None:
         stream.tail.add(lines)
+        if stream.source.rank == self._attached:
+            return
         if self._shown is None or stream.source.rank in self._shown:
             self._console.show(stream.source, lines, stream.splitter.pending)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from horovod.runner.console import Console
 from horovod.runner.lines import Line
 
 _KEPT_LINES = 200
@@ -59,6 +60,7 @@ class Exit:
     pid: int
     code: int
     host: str = "localhost"
+    because_of: tuple[int, ...] | None = None  # ranks by which it failed, if it said so
 
     @property
     def status(self) -> int:
@@ -91,6 +93,7 @@ class Outcome:
 
     exits: list[Exit] = field(default_factory=list)  # in the order of dying
     first_failure: Exit | None = None
+    gone_early: Sequence[Exit] = ()  # ended well (or run on) while others waited: then the cause
     lost: LostHost | None = None  # where that came first
     interrupted: int | None = None  # the signal that the launcher got first
     output_lost: bool = False
@@ -98,14 +101,21 @@ class Outcome:
     problem_status: int = 1
     account: str = ""  # of the first failure, for people
 
+    def note_lost_output(self, console: Console) -> None:
+        """Where the workers' output could not be written, the job has ended for that reason."""
+        self.output_lost = console.broken
+        self.problem = self.problem or console.problem
+
 
 def first_to_fail(batch: Sequence[Exit]) -> Exit | None:
-    """The root cause among workers that were found dead at the same moment.
+    """The root cause among workers that have ended.
 
-    A rank that was killed cannot have failed because of the others, one that exited with an
-    error can: losing a peer makes a collective raise within milliseconds.
+    Those that say that they failed because of others come last. Of the rest, a rank that was killed
+    cannot have failed because of the others, one that exited with an error can: it may have noticed
+    the loss of a peer by other means than ours.
     """
     failed = [one for one in batch if one.code != 0]
+    failed = [one for one in failed if one.because_of is None] or failed
     killed = [one for one in failed if one.code < 0 and -one.code != signal.SIGABRT]
     return next(iter(killed or failed), None)
 
@@ -127,15 +137,17 @@ def exit_status(outcome: Outcome) -> int:
 
 def describe_failure(outcome: Outcome, tail: Sequence[str], log: str | None = None) -> str:
     """The account of the first failure; empty when nothing failed."""
-    first, lost = outcome.first_failure, outcome.lost
-    if first is not None:
-        row = (str(first.rank), first.host, str(first.pid), first.describe())
+    first, lost, early = outcome.first_failure, outcome.lost, outcome.gone_early
+    if first is not None and early:
+        rows = [(str(one.rank), one.host, str(one.pid), _how_early(one)) for one in early]
+    elif first is not None:
+        rows = [(str(first.rank), first.host, str(first.pid), first.describe())]
     elif lost is not None:
-        row = (ranges(lost.ranks), lost.name, "-", lost.how)
+        rows = [(ranges(lost.ranks), lost.name, "-", lost.how)]
         tail = lost.last_words.splitlines()
     else:
         return ""
-    rows = [("rank", "host", "pid", "ended with"), row]
+    rows.insert(0, ("rank", "host", "pid", "ended with"))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     table = [
         "  "
@@ -145,12 +157,15 @@ def describe_failure(outcome: Outcome, tail: Sequence[str], log: str | None = No
     text = [
         "",
         "Horovod detected that one or more processes exited with non-zero status, and ended the "
-        "job. The first to fail was:",
+        f"job. {'The cause' if early else 'The first to fail'} was:",
         "",
         *table,
         "",
     ]
-    if first is None:
+    if first is not None and early:
+        where = f" (all of it: {log})" if log else ""
+        text.append(f"Last lines of the stderr of rank {first.rank}, which needed it{where}:")
+    elif first is None:
         text.append("Its last words:" if tail else "It said nothing.")
     elif tail:
         text.append(f"Last lines of its stderr{f' (all of it: {log})' if log else ''}:")
@@ -158,6 +173,8 @@ def describe_failure(outcome: Outcome, tail: Sequence[str], log: str | None = No
         text.append(f"It wrote nothing to stderr.{_hint(first)}")
     if tail:
         text += ["", *(f"  {line}".rstrip() for line in tail)]
+    if first is not None and any(line.startswith("bdb.BdbQuit") for line in tail):
+        text += ["", f"breakpoint() needs somebody to talk to: horovodrun --attach {first.rank}"]
     text += [*_others(outcome, first), ""]
     return "\n".join(text) + "\n"
 
@@ -171,6 +188,12 @@ def ranges(ranks: Sequence[int]) -> str:
         else:
             found.append([rank, rank])
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
+
+
+def _how_early(one: Exit) -> str:
+    if -one.code in (signal.SIGTERM, signal.SIGKILL):  # that was us
+        return "left Horovod while other ranks still needed it, and ran on until it was ended"
+    return f"{one.describe()}, while other ranks still needed it for a collective operation"
 
 
 def _hint(first: Exit) -> str:
@@ -191,4 +214,7 @@ def _others(outcome: Outcome, first: Exit | None) -> list[str]:
         return []
     ranks = ", ".join(str(one.rank) for one in sorted(later, key=lambda one: one.rank))
     which = f"Rank {ranks}" if len(later) == 1 else f"Ranks {ranks}"
+    if first is not None and all(one.because_of is not None for one in later):
+        count = f"{len(later)} other rank{'' if len(later) == 1 else 's'}"
+        return ["", f"{count} failed because of it ({ranges([one.rank for one in later])})."]
     return ["", f"{which} failed after it: for the same reason, or because it was gone."]

@@ -223,16 +223,15 @@ def _raise_failures(store: MemoryStore, outcome: Outcome) -> None:
     told = failures(store)
     first = outcome.first_failure
     if first is not None:
-        # A rank that died without a word was there before those that complained about it.
-        if any(failure.rank == first.rank or failure.pid == first.pid for failure in told):
-            _raise_first(told)
+        # What the first to fail told; it may have died without a word, and others complained.
+        _raise_first([each for each in told if first.rank == each.rank or first.pid == each.pid])
         raise RemoteError(told_by_upstream(outcome.account.strip()), first.rank)
     if outcome.problem or outcome.account:
         raise RemoteError((outcome.problem or outcome.account).strip())
 
 
 def _raise_first(told: Sequence[Failure]) -> None:
-    for failure in told:
+    for failure in sorted(told, key=lambda each: each.because_of_others):
         who = "a worker" if failure.rank is None else f"rank {failure.rank}"
         where = f"{who} on {failure.host} (pid {failure.pid})"
         message = f"{where}: {failure.problem}\n\n{failure.traceback}".rstrip()

@@ -17,9 +17,11 @@ import cloudpickle
 from horovod.common.config import Config
 from horovod.common.decisions import LATEST, Decision, decision_key
 from horovod.common.environments import detect
+from horovod.common.exceptions import is_because_of_others
 from horovod.common.launcher_store import launchers_store
 from horovod.common.membership import WORKER_ID, is_elastic
 from horovod.common.store import Store
+from horovod.common.tracebacks import format_error
 from horovod.runner.function_call import (
     CALL,
     SEARCH_PATH,
@@ -82,11 +84,13 @@ def rank(store: Store) -> int | None:
 
 
 def _report(store: Store, problem: str, error: BaseException | None) -> None:
-    text = traceback.format_exc()
+    text = format_error(error) if error is not None else traceback.format_exc()
     sys.stderr.write(text)
     content = None if error is None else pickled(error)
+    victim = is_because_of_others(error)
     put_failure(
-        store, Failure(rank(store), socket.gethostname(), os.getpid(), problem, text, content)
+        store,
+        Failure(rank(store), socket.gethostname(), os.getpid(), problem, text, content, victim),
     )
 
 

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod.common.addresses import LOOPBACK
+from horovod.common.loss_note import read_note
+from horovod.runner.cause import CauseFinder
 from horovod.runner.host_agent import HostAgent, WorkerSpec
 from horovod.runner.hosts import Slot, is_local
 from horovod.runner.probe import free_port, interface_address
 from horovod.runner.processes import signal_groups
-from horovod.runner.report import Exit, LaunchError, LostHost, Outcome, first_to_fail, ranges
+from horovod.runner.report import Exit, LaunchError, LostHost, Outcome, ranges
 from horovod.runner.ssh import Ssh
 from horovod.runner.store_endpoints import (
     Endpoint,
@@ -43,6 +45,9 @@ from horovod.runner.worker_env import (
 _BLAME_WINDOW = 0.5
 """Seconds to wait, when several hosts report failures, for the one that caused the others."""
 
+_CAUSE_PATIENCE = 10.0
+"""Seconds to wait, when ranks have failed because of another, for that one to end."""
+
 _COMPANY_WINDOW = 2.0
 """Seconds to wait, when a host cannot be reached, for others that cannot either."""
 
@@ -63,6 +68,7 @@ class JobRequest:
     start_timeout: float = 30.0
     cpu_bind: str = "none"
     verbose: bool = False
+    attach: int | None = None  # the rank that gets the launcher's stdin
 
     @property
     def hosts(self) -> dict[str, list[Slot]]:
@@ -93,8 +99,9 @@ class StaticJob:
         self._answers: dict[str, dict[str, Any]] = {}
         self._pids: dict[int, int] = {}
         self._running: set[int] = set()
-        self._suspects: list[Exit] = []
+        self._cause = CauseFinder()
         self._bystanders = 0
+        self._patient = False  # waiting for ranks that are said to be the cause
 
     def run(self) -> Outcome:
         """Start everything and see it to its end."""
@@ -103,7 +110,7 @@ class StaticJob:
         self._blame()
         outcome = self.outcome
         outcome.interrupted = next(iter(self._supervisor.signals), None)
-        outcome.output_lost = self._console.broken
+        outcome.note_lost_output(self._console)
         return outcome
 
     # -- hosts -----------------------------------------------------------------------------
@@ -265,10 +272,13 @@ class StaticJob:
                     None
                     if request.cpu_bind == "none"
                     else (request.cpu_bind, neighbours.index(slot), len(neighbours)),
+                    slot.rank == request.attach,
                 )
                 for slot in slots
             ]
             agent.start(specs, env, HOSTS_OWN if agent.ssh else ())
+            if request.attach is not None and any(spec.input for spec in specs):
+                self._supervisor.attach(agent, request.attach)
             agent.finish()
 
     def _host_environment(self, agent: HostAgent) -> dict[str, str]:
@@ -293,7 +303,7 @@ class StaticJob:
         return [slot for slot in self._request.slots if is_local(slot.hostname)]
 
     def _say_threads(self) -> None:
-        if self._request.env.get("OMP_NUM_THREADS"):
+        if self._request.env.get("OMP_NUM_THREADS") or not self._request.verbose:
             return
         alike: dict[tuple[int, int, int], list[str]] = {}
         for name, agent in self._agents.items():
@@ -328,30 +338,53 @@ class StaticJob:
         self._problem(f"cannot start rank {worker}{self._on(agent)}: {why}", status)
 
     def exited(self, agent: HostAgent, exits: Sequence[tuple[int, int]]) -> None:
-        batch = [Exit(rank, self._pids[rank], code, agent.name) for rank, code in exits]
+        batch = [self._exit(rank, code, agent.name) for rank, code in exits]
         self.outcome.exits += batch
         self._running -= {one.rank for one in batch}
         for one in batch if self._request.verbose else ():
             self._console.say(f"rank {one.rank} ended: {one.describe()}")
         failures = [one for one in batch if one.code != 0]
-        if self._suspects:
-            # What reports later may have happened earlier; what we ended ourselves did not.
-            self._suspects += [one for one in failures if -one.code != signal.SIGTERM]
-        elif failures and not self._supervisor.stopping and not self._supervisor.signals:
-            self._suspects = failures
-            self._bystanders = len(self._request.slots) - len(self.outcome.exits)
-            self._supervisor.stop(FAILURE_GRACE)
-            if len(self._agents) == 1:
-                self._blame()
-            else:
-                self._supervisor.call_later(_BLAME_WINDOW, self._blame)
+        stopping = self._supervisor.stopping
+        if self._supervisor.signals or (stopping and not self._cause.failures):
+            return
+        # What reports later may have happened earlier; what we ended ourselves did not.
+        self._cause.add(o for o in failures if not (stopping and -o.code == signal.SIGTERM))
+        if self._cause.failures and not stopping:
+            self._look_for_cause()
+
+    def _exit(self, rank: int, code: int, host: str) -> Exit:
+        because_of = read_note(self._place.store, str(rank)) if code else None
+        return Exit(rank, self._pids[rank], code, host, because_of)
+
+    def _look_for_cause(self) -> None:
+        """End the job, unless the rank that is said to have caused the failures is still ending."""
+        if not self._cause.awaited(self._running):
+            self._end_others()
+        elif not self._patient:
+            self._patient = True
+            self._supervisor.call_later(_CAUSE_PATIENCE, self._end_others)
+
+    def _end_others(self) -> None:
+        if self._supervisor.stopping or self._supervisor.signals:
+            return
+        self._bystanders = len(self._running)
+        awaited = self._cause.awaited(self._running)
+        self._supervisor.stop(FAILURE_GRACE)
+        if len(self._agents) == 1 and not awaited:
+            self._blame()
+        else:
+            self._supervisor.call_later(_BLAME_WINDOW, self._blame)
 
     def _blame(self) -> None:
         """Settle which of the failures so far came first."""
-        failure = first_to_fail(self._suspects)
+        failure = self._cause.first()
         if failure is None or self.outcome.first_failure is not None:
             return
         self.outcome.first_failure = failure
+        early = self.outcome.gone_early = self._cause.gone_early(self.outcome.exits)
+        if early:
+            self._console.say(f"rank {ranges([one.rank for one in early])} left the job early")
+            return
         others = f"; stopping the other {self._bystanders}" if self._bystanders else ""
         where = "" if self._all_local else f" on {failure.host}"
         self._console.say(f"rank {failure.rank}{where} failed: {failure.describe()}{others}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import selectors
 import signal
 import socket
@@ -29,6 +30,7 @@ INTERRUPT_GRACE = 30.0
 """The same after Ctrl-C or SIGTERM: time to write a checkpoint."""
 
 _KILL_PATIENCE = 3.0
+_CHUNK = 1 << 16
 
 
 class Handler(Protocol):
@@ -56,8 +58,12 @@ class Handler(Protocol):
 class Supervisor:
     """Drives a job until none of its agents is left."""
 
-    def __init__(self, console: Console, outputs: Outputs) -> None:
+    def __init__(
+        self, console: Console, outputs: Outputs, pass_interrupts_on: bool = False
+    ) -> None:
+        """``pass_interrupts_on``: Ctrl-C is SIGINT for the workers, and not SIGTERM."""
         self.console = console
+        self._pass_interrupts_on = pass_interrupts_on
         self.signals: list[int] = []  # what the launcher got, in this order
         self.stopping = False
         self.held = False  # run on without any agent: some may come
@@ -79,9 +85,9 @@ class Supervisor:
         self.watch(agent.output_fd, lambda: self._take(agent))
         self.watch(agent.errors_fd, lambda: self._take_errors(agent))
         if self.signals:  # came while it was started
-            self._stop_agent(agent, INTERRUPT_GRACE)
+            self._stop_agent(agent, INTERRUPT_GRACE, self._is_interrupted)
 
-    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+    def watch(self, fd: int, callback: Callable[[], object]) -> None:
         """Call back whenever the descriptor is readable."""
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
@@ -186,12 +192,37 @@ class Supervisor:
         if not finished:
             self._handler.lost(agent, code)
 
-    def _stop_agent(self, agent: HostAgent, grace: float) -> None:
+    def _stop_agent(self, agent: HostAgent, grace: float, interrupt: bool = False) -> None:
         if agent.hello is None and agent.ssh is not None:
             agent.abandon()
         else:
-            agent.stop(grace)
+            agent.stop(grace, interrupt=interrupt)
             agent.finish()
+
+    @property
+    def _is_interrupted(self) -> bool:
+        return self._pass_interrupts_on and self.signals[:1] == [signal.SIGINT]
+
+    # -- stdin -----------------------------------------------------------------------------
+
+    def attach(self, agent: HostAgent, worker: int, fd: int = 0) -> None:
+        """From now on a worker's stdin is what comes at this descriptor of ours."""
+
+        def pass_on() -> bool:
+            try:
+                data = os.read(fd, _CHUNK)
+            except OSError:
+                data = b""  # closed, or not ours to read: as if it had ended
+            agent.feed(worker, data)
+            if not data:
+                self.unwatch(fd)
+            return bool(data)
+
+        try:
+            self.watch(fd, pass_on)
+        except (OSError, ValueError):  # a file can always be read, and cannot be waited for
+            while pass_on():
+                pass
 
     # -- timers ----------------------------------------------------------------------------
 
@@ -233,7 +264,10 @@ class Supervisor:
         # Here and not in the loop, which may be blocked writing to a terminal that is paused.
         self.signals.append(number)
         for agent in list(self._agents):
-            self._stop_agent(agent, INTERRUPT_GRACE if len(self.signals) == 1 else 0)
+            if len(self.signals) == 1:
+                self._stop_agent(agent, INTERRUPT_GRACE, self._is_interrupted)
+            else:
+                self._stop_agent(agent, 0)
 
     def _announce(self, wakeup: socket.socket) -> None:
         wakeup.recv(64)

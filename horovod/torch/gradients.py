@@ -227,7 +227,9 @@ class GradientReducer:
         return failure
 
     def _join_pages(self) -> None:
-        if self._steps in _JOINING and any(param.is_cpu for _, param in self._params):
+        if self._steps not in _JOINING or not any(param.is_cpu for _, param in self._params):
+            return
+        if runtime.config.keep_heap and runtime.config.huge_pages:
             join_pages()
 
     def _start(self, bucket: Bucket, background: bool) -> None:

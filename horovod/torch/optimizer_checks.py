@@ -18,6 +18,7 @@ import torch
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp
 from horovod.common.util import split_list
+from horovod.engine.arguments import set_size
 from horovod.engine.runtime import runtime
 from horovod.torch.gradients import Named
 from horovod.torch.hooks.base import CommunicationHook, check_hook
@@ -52,13 +53,8 @@ def takes_part(process_set: Any) -> bool:
     """
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"process_set must be a hvd.ProcessSet, not {process_set!r}")
-    included, size = process_set.included(), process_set.size()
-    if size is None:
-        raise ValueError(
-            f"{process_set} is not registered: see hvd.add_process_set; in an elastic job its "
-            f"ranks may be gone"
-        )
-    return bool(included) and (size > 1 or runtime.config.elastic)
+    size = set_size(process_set)
+    return bool(process_set.included()) and (size > 1 or runtime.config.elastic)
 
 
 def check_arguments(

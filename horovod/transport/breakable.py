@@ -49,7 +49,8 @@ class BreakableTransport(Transport):
         with self._breaking:
             if self._failure is not None:
                 return self._failure
-            self._failure = fresh_copy(failure)  # a traceback would keep its frames' tensors
+            self._failure = fresh_copy(failure)
+            self._failure.__cause__ = None  # tracebacks would keep the tensors of their frames
         self._announce(failure)
         self._wake(failure)
         if self.on_failure is not None:

@@ -33,8 +33,9 @@ class FailureBoard:
 
     def post(self, failure: HorovodInternalError) -> None:
         """Leave the reason for the others, unless there is one already."""
-        lost = list(failure.ranks) if isinstance(failure, PeerLostError) else []
-        record = {"rank": self._group.rank, "reason": str(failure), "lost": lost}
+        lost = isinstance(failure, PeerLostError)
+        ranks = list(failure.ranks)
+        record = {"rank": self._group.rank, "reason": str(failure), "lost": lost, "ranks": ranks}
 
         def put() -> None:
             if self._group.store.try_get(_KEY) is None:
@@ -48,12 +49,15 @@ class FailureBoard:
         if found is None:
             return None
         record = json.loads(found)
+        ranks = record["ranks"]
         if record["lost"]:
-            return PeerLostError(record["reason"], record["lost"])
+            return PeerLostError(record["reason"], ranks)
         if record["rank"] == self._group.rank:
-            return HorovodInternalError(record["reason"])
+            return HorovodInternalError(record["reason"], ranks=ranks)
         who = self._group.describe(record["rank"])
-        return HorovodInternalError(f"{who} ended the communication: {record['reason']}")
+        return HorovodInternalError(
+            f"{who} ended the communication: {record['reason']}", ranks=ranks or [record["rank"]]
+        )
 
     def say_goodbye(self) -> None:
         """Leave word that this rank closes its connections on purpose."""

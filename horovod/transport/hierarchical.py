@@ -20,7 +20,7 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError, PeerLostError
+from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import WORD, Group, Transport
 from horovod.transport.breakable import BreakableTransport
@@ -326,10 +326,12 @@ class HierarchicalTransport(BreakableTransport):
             raise self._translated(part, error) from error
 
     def _translated(self, part: Transport, error: HorovodInternalError) -> HorovodInternalError:
-        if not isinstance(error, PeerLostError):
+        if not error.ranks:
             return error
         world = [part.group.global_ranks[rank] for rank in error.ranks]
-        return PeerLostError(str(error), [self.group.global_ranks.index(rank) for rank in world])
+        translated = fresh_copy(error)
+        translated.ranks = tuple(self.group.global_ranks.index(rank) for rank in world)
+        return translated
 
     def _listen_to(self, part: Transport) -> None:
         """Hear of a failure at once, even while this rank waits in another of the parts."""

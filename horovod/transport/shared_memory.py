@@ -426,7 +426,8 @@ class SharedMemoryTransport(SteppedTransport):
     def _try_peer_memory(self, wanted: bool) -> bool:
         """Whether every rank can read and write every other's memory, found by doing it."""
         with self._guard():
-            allow_peers(self._members[rank].pid for rank in self._others)
+            if wanted:
+                allow_peers(self._members[rank].pid for rank in self._others)
             # One word to be read (a secret of this process) and one that peers write into.
             secret = int.from_bytes(os.urandom(7), "little")
             probe = torch.tensor([secret] + [0] * self.size, dtype=torch.int64)

@@ -139,7 +139,8 @@ class SteppedTransport(BreakableTransport):
         for rank in range(self.size):
             state = self._control[rank][STATE]
             if state == _ABORTED:
-                raise HorovodInternalError(self._reason_of(rank))
+                others = [rank] if rank != self.rank else []
+                raise HorovodInternalError(self._reason_of(rank), ranks=others)
             if state == _CLOSED and rank in behind and self._control[rank][_STEP] < step:
                 who = self.group.describe(rank)
                 raise PeerLostError(f"{who} has shut down Horovod", [rank])

@@ -57,6 +57,12 @@ def test_every_block_leaves_the_ranks_with_the_same_model(ran):
         assert mine["checksum"] == other["checksum"], mine["section"]
 
 
+def test_the_blocks_run_on_one_process_too(tmp_path: Path):
+    env = {"HOROVOD_TIMELINE": "DYNAMIC"}
+    ((states),) = run_ranks(_run_page, 1, PAGE.read_text(), str(tmp_path), env=env, timeout=240)
+    assert len(states) == PAGE.read_text().count("```python")
+
+
 def test_every_training_section_changes_the_model(ran):
     (states, _), _ = ran
     trains = {"Accumulating gradients", "Clipping", "Mixed precision", "Sending fewer bytes"}

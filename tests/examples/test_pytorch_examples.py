@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -70,13 +71,36 @@ def test_synthetic_benchmark_prints_images_per_second(tmp_path: Path):
 
 def test_language_model_gets_less_perplexed(tmp_path: Path):
     small = ("--width", "32", "--layers", "1", "--context", "32", "--checkpoint", "lm.pt")
-    steps = ("--epochs", "2", "--steps-per-epoch", "40")
+    steps = ("--epochs", "2", "--steps-per-epoch", "40", "--report-seconds", "0")
     output, _ = run_with_checksums("pytorch_lm.py", *small, *steps, cwd=tmp_path)
+    assert "epoch 2: step 39 of 40" in output
     before, first, second = _numbers(r"(?:\d, |training: )perplexity ([\d.]+)", output)
     assert before > 200  # of 256 bytes
     assert first < 60
     assert second < 0.8 * first
     assert torch.load(tmp_path / "lm.pt")["bytes.weight"].shape == (256, 32)
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision"),
+    [
+        ("flags : fpu avx2 avx512f avx512_bf16 amx_bf16", torch.bfloat16),
+        ("flags : fpu avx2 avx512f", torch.float32),
+        ("Features : fp asimd i8mm bf16", torch.bfloat16),
+        ("Features : fp asimd fphp asimdhp", torch.float32),
+    ],
+)
+def test_language_model_computes_in_what_the_cpu_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, precision: torch.dtype
+):
+    example = runpy.run_path(str(PYTORCH / "pytorch_lm.py"))
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
+    has_bfloat16 = example["cpu_has_bfloat16"](tmp_path / "cpuinfo")
+    choose = example["choose_precision"]
+    monkeypatch.setitem(choose.__globals__, "cpu_has_bfloat16", lambda: has_bfloat16)
+    assert choose(None, torch.device("cpu")) is precision
+    assert choose("bfloat16", torch.device("cpu")) is torch.bfloat16
+    assert choose(None, torch.device("cuda")) is torch.float16
 
 
 def test_word_vectors_are_learnt_from_sparse_gradients(tmp_path: Path):

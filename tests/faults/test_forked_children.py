@@ -45,6 +45,46 @@ def test_a_forked_child_gets_a_clear_error_and_disturbs_nobody(transport: str):
         assert totals == [2, 4, 6]
 
 
+def _facts(_worker: object = None) -> list[object]:
+    return [
+        hvd.is_initialized(),
+        (hvd.rank(), hvd.size()),
+        (hvd.local_rank(), hvd.local_size()),
+        (hvd.cross_rank(), hvd.cross_size()),
+        (hvd.mpi_enabled(), hvd.gloo_enabled()),
+        (hvd.global_process_set.rank(), hvd.global_process_set.size()),
+        hvd.global_process_set.included(),
+        hvd.global_process_set.ranks,
+    ]
+
+
+class _FactsOfWorkers(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> list[object]:
+        return _facts()
+
+
+def _ask_workers(rank: int, size: int) -> tuple[list[object], list[object]]:
+    hvd.init()
+    loader = DataLoader(
+        _FactsOfWorkers(),
+        batch_size=None,
+        num_workers=2,
+        multiprocessing_context="fork",
+        worker_init_fn=_facts,
+        collate_fn=lambda facts: facts,
+    )
+    return _facts(), list(loader)
+
+
+def test_facts_are_known_in_data_loader_workers():
+    for rank, (own, of_workers) in enumerate(run_ranks(_ask_workers, 2)):
+        assert own[1] == (rank, 2)
+        assert of_workers == [own, own]
+
+
 def _child_leaves(rank: int, size: int, by: str) -> list[float]:
     hvd.init()
     totals = [_total(1)]

@@ -48,7 +48,8 @@ def test_a_late_rank_is_reported_and_nothing_is_lost(transport: str, stopped: bo
             ranks.heard(rank)
         if stopped:
             ranks.signal(LATE, signal.SIGSTOP)
-        _check_report(ranks.wait_for_output(0, "grad/ünï.*py:[0-9]", timeout=20))
+        advice = "set HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+        _check_report(ranks.wait_for_output(0, f"grad/ünï.*py:[0-9].*{advice}", timeout=20))
         ranks.signal(LATE, signal.SIGCONT)
         ranks.say()
         assert ranks.results(20) == [2.0, 2.0]

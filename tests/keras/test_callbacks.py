@@ -113,13 +113,13 @@ def _not_initialised() -> str:
 
         assert isinstance(other.value, tf.errors.FailedPreconditionError)
         assert isinstance(other.value, HorovodInternalError)
-    assert "not initialised: call init() first" in str(other.value)
+    assert "not initialised: call hvd.init() first" in str(other.value)
     return str(caught.value)
 
 
 def test_horovod_must_be_initialised(keras_pool: RankPool):
     for message in keras_pool.run(_not_initialised):
-        assert "not initialised: call init() first" in message
+        assert "not initialised: call hvd.init() first" in message
 
 
 def _wrong_local_variables() -> None:

@@ -18,6 +18,7 @@ from typing import IO
 
 from tests.hosts import Hosts, host_address, host_name
 from tests.hosts import available as hosts_available
+from tests.missing import SSH
 from tests.ranks import clean_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +31,7 @@ def available() -> str | None:
     """Why there can be no such hosts here; None if there can."""
     for program in ("ssh", "ssh-keygen", "sshd"):
         if shutil.which(program, path=_PLACES) is None:
-            return f"hosts to log in to need the program {program} (OpenSSH)"
+            return f"{SSH} {program} (OpenSSH)"
     return hosts_available()
 
 

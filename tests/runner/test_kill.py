@@ -100,10 +100,35 @@ POLITE = (
     "    print('saved')\n"
     "    sys.exit(4)\n"
     "signal.signal(signal.SIGTERM, save)\n"
+    "signal.signal(signal.SIGINT, save)\n"
     "print('pid', os.getpid())\n"
     "while True:\n"
     "    time.sleep(1000)\n"
 )
+
+INTERRUPTED = """
+import os, signal, time
+try:
+    print("pid", os.getpid())
+    time.sleep(1000)
+except KeyboardInterrupt:
+    print("interrupted")
+finally:
+    time.sleep(0.1)
+    print("finally")
+"""
+
+
+def test_ctrl_c_is_a_keyboard_interrupt_in_the_workers():
+    with started(2, INTERRUPTED) as job:
+        pids = job.wait_for_pids(2)
+        job.process.send_signal(signal.SIGINT)
+        code, stdout, _ = job.finish()
+        assert code == 130
+        for rank in range(2):
+            said = [line for line in stdout.splitlines() if line.startswith(f"[{rank}]")]
+            assert said == [f"[{rank}]<stdout>:interrupted", f"[{rank}]<stdout>:finally"]
+        assert all_gone(job, pids)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -118,6 +118,8 @@ def test_options_beat_the_environment_and_the_rest_is_inherited():
 def test_threads_are_shared_out_unless_chosen():
     cores = len(os.sched_getaffinity(0))
     done = run_python(2, DUMP)
+    assert done.stderr == ""
+    done = run_python(2, DUMP, options=["--verbose"])
     assert {env["OMP_NUM_THREADS"] for env in dumped(done.stdout).values()} == {
         str(max(1, cores // 2))
     }
@@ -440,3 +442,14 @@ def test_piped_output_keeps_carriage_returns_and_a_missing_last_newline():
         timeout=HANG,
     )
     assert done.stdout == b"[0]<stdout>:10%\r[0]<stdout>:20%\r\n[0]<stdout>:last"
+
+
+def test_another_python_in_path_is_pointed_out_where_a_module_is_missing(tmp_path: Path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = run("-np", "1", "python", "-c", "import no_such_module", env=env)
+    assert f"'python' is {python}, while horovodrun belongs to {sys.executable}" in done.stderr
+    done = run("-np", "1", sys.executable, "-c", "import no_such_module", env=env)
+    assert "belongs to" not in done.stderr

@@ -291,7 +291,7 @@ def test_ctrl_c_is_graceful_on_all_hosts(stub: dict[str, str]):
         "def save(*_):\n"
         "    print('saved')\n"
         "    sys.exit(4)\n"
-        "signal.signal(signal.SIGTERM, save)\n"
+        "signal.signal(signal.SIGINT, save)\n"
         "print('pid', os.getpid())\n"
         "while True:\n"
         "    signal.pause()\n"
@@ -345,7 +345,7 @@ def test_output_of_other_hosts_in_files_and_of_chosen_ranks_only(
 
 def test_threads_are_shared_out_on_each_host_and_said_once(stub: dict[str, str]):
     cores = len(os.sched_getaffinity(0))
-    done = run_python(3, DUMP, options=["-H", "alpha:2,beta:1"], env=stub)
+    done = run_python(3, DUMP, options=["--verbose", "-H", "alpha:2,beta:1"], env=stub)
     found = {rank: env["OMP_NUM_THREADS"] for rank, env in dumped(done.stdout).items()}
     assert found == {0: str(max(1, cores // 2)), 1: str(max(1, cores // 2)), 2: str(cores)}
     assert done.stderr.count("for each worker on alpha (") == 1

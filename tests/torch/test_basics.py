@@ -53,6 +53,44 @@ def _life(rank: int, size: int) -> list[Any]:
     return seen
 
 
+def _optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+
+
+ENTRIES = {
+    "DistributedOptimizer": lambda: hvd.DistributedOptimizer(_optimizer()),
+    "with Adasum": lambda: hvd.DistributedOptimizer(_optimizer(), op=hvd.Adasum),
+    "of a process set": lambda: hvd.DistributedOptimizer(
+        _optimizer(), process_set=hvd.ProcessSet([0])
+    ),
+    "SyncBatchNorm": lambda: hvd.SyncBatchNorm(2)(torch.ones(4, 2)),
+    "allreduce": lambda: hvd.allreduce(torch.ones(2)),
+    "of a set": lambda: hvd.allreduce(torch.ones(2), process_set=hvd.ProcessSet([0])),
+    "grouped_allreduce_async_": lambda: hvd.grouped_allreduce_async_([torch.ones(2)]),
+    "sparse_allreduce_async": lambda: hvd.sparse_allreduce_async(
+        torch.ones(2).to_sparse(), "sparse", hvd.Sum
+    ),
+    "allgather": lambda: hvd.allgather(torch.ones(2)),
+    "alltoall": lambda: hvd.alltoall(torch.ones(2)),
+    "reducescatter": lambda: hvd.reducescatter(torch.ones(2)),
+    "broadcast": lambda: hvd.broadcast(torch.ones(2), 0),
+    "broadcast_parameters": lambda: hvd.broadcast_parameters({"a": torch.ones(2)}, 0),
+    "broadcast_optimizer_state": lambda: hvd.broadcast_optimizer_state(_optimizer(), 0),
+    "broadcast_object": lambda: hvd.broadcast_object(1),
+    "allgather_object": lambda: hvd.allgather_object(1),
+    "barrier": hvd.barrier,
+    "join": hvd.join,
+    "add_process_set": lambda: hvd.add_process_set([0]),
+    "ElasticSampler": lambda: hvd.elastic.ElasticSampler([1, 2]),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_before_init_every_entry_says_what_is_missing(entry: str):
+    with pytest.raises((ValueError, hvd.HorovodInternalError), match=r"call hvd\.init\(\) first"):
+        ENTRIES[entry]()
+
+
 def test_init_and_shutdown_again_and_again():
     for rank, seen in enumerate(run_ranks(_life, 2)):
         assert seen == [False, None, *[(True, [2, rank, 2, rank, 1, 0])] * 3, False]

@@ -97,9 +97,11 @@ def _bad_static_sets(rank: int, size: int) -> list[dict[int, list[int]]]:
     assert float(hvd.allreduce(torch.ones(1), op=hvd.Sum)) == size
     hvd.shutdown()
     assert good.process_set_id is None
-    with pytest.raises(ValueError, match="not registered"):
+    with pytest.raises(ValueError, match="not initialised"):
         hvd.allreduce(torch.ones(1), process_set=good)
     hvd.init(process_sets=[hvd.ProcessSet([2])])
+    with pytest.raises(ValueError, match="not registered"):
+        hvd.allreduce(torch.ones(1), process_set=good)
     seen.append(_registered())
     return seen
 

@@ -239,7 +239,7 @@ class Agents:
     def _threads(self, agent: HostAgent, slots: int) -> int:
         cores = (agent.hello or {})["cores"]
         threads = threads_per_worker(cores, slots)
-        if (threads, cores, slots) not in self._said:
+        if self._request.verbose and (threads, cores, slots) not in self._said:
             self._said.add((threads, cores, slots))
             self._supervisor.console.say(
                 f"OMP_NUM_THREADS={threads} for each worker on {agent.name} ({cores} cores, "

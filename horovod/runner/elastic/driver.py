@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from horovod.common.loss_note import read_note
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.decision_log import DecisionLog
@@ -106,7 +107,7 @@ class Driver:
             self._mailbox.close()
         outcome = self._termination.outcome
         outcome.interrupted = next(iter(self._supervisor.signals), None)
-        outcome.output_lost = self._supervisor.console.broken
+        outcome.note_lost_output(self._supervisor.console)
         self._status.note("end", status=exit_status(outcome), problem=outcome.problem)
         return outcome
 
@@ -224,13 +225,15 @@ class Driver:
 
     def _take_exit(self, process: Process, code: int) -> None:
         roster = self._roster
+        if code != 0:
+            process.because_of = read_note(self._place.store, process.name)
         had_place = process.number in roster.placed
         removed = process.joined is not None and not had_place
         if process.dismissed or removed or (process.leaving and code == 0):
             del roster.alive[process.number]
         elif code == 0:
             roster.remove(process)
-            self._termination.finished()
+            self._termination.finished(process.exit(code))
             if not process.done:
                 self._finish(process)
         elif self._supervisor.stopping or self._supervisor.signals:
@@ -364,7 +367,7 @@ class Driver:
         decision = self._log_of_decisions.announce(proposal)
         slots = decision.slots
         ranks = {number_of(name): slot.rank for name, slot in slots.items()}
-        self._roster.place(proposal.members, ranks)
+        self._roster.place(decision.number, proposal.members, ranks)
         for worker, rank in ranks.items():
             self._outputs.rename(worker, rank)
         self._liveness.begin(decision)

@@ -38,6 +38,8 @@ class Process:
     done: bool = False  # its training function has returned
     leaving: bool = False
     dismissed: bool = False  # we told it to end: how it ends means nothing
+    because_of: tuple[int, ...] | None = None  # see `Exit`
+    ranks: dict[int, int] = field(default_factory=dict)  # by decision
 
     @property
     def name(self) -> str:
@@ -48,7 +50,9 @@ class Process:
         return f"{self.name} ({rank}{self.host})"
 
     def exit(self, code: int) -> Exit:
-        return Exit(self.rank, self.pid, code, self.host)
+        """With the rank that its own output speaks of: it may not have heard of the newest."""
+        rank = self.ranks.get(self.entered[0], self.rank)
+        return Exit(rank, self.pid, code, self.host, self.because_of)
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,14 @@ class Roster:
     def on(self, host: str) -> list[Process]:
         return [p for p in self.alive.values() if p.host == host]
 
-    def place(self, members: Sequence[policy.WorkerView], ranks: Mapping[int, int]) -> None:
-        """The newest decision has places for these workers."""
+    def place(
+        self, number: int, members: Sequence[policy.WorkerView], ranks: Mapping[int, int]
+    ) -> None:
+        """The newest decision, this number, has places for these workers."""
         self.placed = frozenset(ranks)
         for worker in members:
             process = self.alive[worker.id]
-            process.rank = ranks[worker.id]
+            process.rank = process.ranks[number] = ranks[worker.id]
             process.joined, process.seat = worker.joined, worker.seat
         self.failed, self.left, self.finished = [], [], []
 
@@ -119,7 +125,8 @@ class Roster:
         failure = WorkerFailure(process.number, process.exit(code))
         self.remove(process)
         self.failures.append(failure)
-        self.last_failure = failure
+        own = [each for each in self.failures if each.exit.because_of is None]
+        self.last_failure = (own or self.failures)[-1]
         if process.number in self.placed:
             self.failed.append(process.number)
         return failure

@@ -15,7 +15,7 @@ from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.policy import Limits, View
 from horovod.runner.elastic.roster import Roster, WorkerFailure, all_by_exit_code
 from horovod.runner.elastic.status import count
-from horovod.runner.report import Outcome, first_to_fail
+from horovod.runner.report import Exit, Outcome, first_to_fail
 
 RESET_LIMIT_EXCEEDED_MESSAGE = (
     "the number of resets during elastic job exceeded limit: {} (--reset-limit)"
@@ -44,7 +44,7 @@ class Termination:
         self._limits = limits
         self._roster = roster
         self._manager = manager
-        self._anybody_finished = False
+        self._finished: dict[int, Exit] = {}  # who has ended well, by rank
         self._unrecovered: WorkerFailure | None = None  # since then nobody has finished
         self._bad_end: WorkerFailure | None = None  # of a worker that had finished training
         self._fruitless = 0
@@ -59,15 +59,15 @@ class Termination:
         self._fruitless, self._met = 0, True
         self._roster.failures.clear()
 
-    def finished(self) -> None:
+    def finished(self, exit: Exit) -> None:
         """A worker has ended well."""
-        self._anybody_finished = True
+        self._finished[exit.rank] = exit
         self._unrecovered = None
 
     def failed(self, failure: WorkerFailure, after_done: bool) -> None:
         if after_done:
             self._bad_end = self._bad_end or failure
-        else:
+        elif failure.exit.because_of is None or self._unrecovered is None:
             self._unrecovered = failure
 
     # -- whether it is over ----------------------------------------------------------------
@@ -75,7 +75,7 @@ class Termination:
     def find(self, view: View) -> Ending | None:
         """The end, if this is it."""
         anybody_left = any(not process.dismissed for process in self._roster.alive.values())
-        if not anybody_left and (self._anybody_finished or self._bad_end):
+        if not anybody_left and (self._finished or self._bad_end):
             return Ending(failure=self._bad_end or self._unrecovered)
         if view.finishing:
             return None
@@ -92,7 +92,10 @@ class Termination:
         outcome.problem, outcome.problem_status = ending.problem, ending.status
         self.blamed = ending.failure
         if ending.failure is not None:
-            outcome.first_failure = ending.failure.exit
+            first = outcome.first_failure = ending.failure.exit
+            outcome.exits = [failure.exit for failure in self._roster.failures]
+            early = [self._finished.get(rank) for rank in first.because_of or ()]
+            outcome.gone_early = [exit for exit in early if exit is not None]
 
     def _all_failed(self, view: View) -> Ending | None:
         failures = self._roster.failures

@@ -1,0 +1,98 @@
+"""A worker's note to the launcher: "I failed because of other ranks".
+
+When a rank is lost, the others fail within milliseconds, and often end before it. Which process
+ended first therefore says nothing about the cause. The engine leaves a note in the launcher's store
+as soon as an operation fails because of others, and takes it back when it has started anew; the
+launcher (`horovod.runner`) then looks for a failed rank without such a note. Under other launchers
+(mpirun, srun, torchrun), which know nothing of notes and blame who ends first, a rank that failed
+because of others waits a little before it ends: see `let_others_end`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from horovod.common.environments import RendezvousMethod, detect
+from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, launchers_store
+from horovod.common.membership import WORKER_ID, is_elastic
+from horovod.common.store import Store
+
+_PATIENCE = 2.0
+"""Seconds that the launcher's store may take. It may be out of reach: part of what went wrong."""
+
+_HEAD_START = 5.0
+"""Seconds that a rank which caused a failure has to end before those that failed because of it."""
+
+
+class _Note:
+    """What this process has left, and whether an operation has failed because of others."""
+
+    def __init__(self) -> None:
+        self.left = False
+        self.failed = False
+
+
+_note = _Note()
+
+
+def note_key(worker: str) -> str:
+    """Where the note of a worker is: its rank, or in an elastic job its id."""
+    return f"loss/{worker}"
+
+
+def read_note(store: Store, worker: str) -> tuple[int, ...] | None:
+    """The ranks because of which this worker failed, as far as it knows; None: not of others."""
+    content = store.try_get(note_key(worker))
+    return None if content is None else tuple(json.loads(content))
+
+
+def leave_note(ranks: Iterable[int]) -> None:
+    """Tell the launcher that operations here failed because of these ranks. Any thread may call."""
+    _note.failed = True
+    if not _note.left and _launcher_serves_a_store():
+        _note.left = True
+        content = json.dumps(sorted(ranks)).encode()
+        _ask(lambda store, key: store.set(key, content))
+
+
+def take_note_back() -> None:
+    """The engine has started anew: what comes now has reasons of its own."""
+    _note.failed = False
+    if _note.left:
+        _note.left = False
+        _ask(lambda store, key: store.delete(key))
+
+
+def let_others_end() -> None:
+    """Where the launcher blames who ends first: let that not be us. For the end of the process."""
+    if (
+        _note.failed
+        and not _launcher_serves_a_store()
+        and detect().meeting is not RendezvousMethod.ALONE
+    ):
+        time.sleep(_HEAD_START)  # the launcher ends us as soon as it has seen the cause
+
+
+def _launcher_serves_a_store() -> bool:
+    return bool(os.environ.get(STORE_ADDRESS) and os.environ.get(SECRET_KEY))
+
+
+def _ask(question: Callable[[Store, str], object]) -> None:
+    """On a thread and a connection of its own: we may be called from anywhere, at any time."""
+
+    def run() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            worker = os.environ[WORKER_ID] if is_elastic() else str(detect().claim()[0])
+            store = launchers_store(os.environ).connect(_PATIENCE)
+            question(store, note_key(worker))
+            store.close()
+
+    thread = threading.Thread(target=run, name="hvd-loss-note", daemon=True)
+    with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
+        thread.start()
+        thread.join(_PATIENCE)

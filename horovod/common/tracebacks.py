@@ -1,0 +1,76 @@
+"""Tracebacks that end where the user's own code does.
+
+`init` installs this as the hook for exceptions that nobody caught; `horovod.runner.run_task` uses
+it as well. Our frames say nothing to most readers: each run of them becomes one line. The last of
+ours stays where the error is not one of ours, since it may be our mistake.
+HOROVOD_LOG_LEVEL=debug (or trace) shows all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.logging import get_logger
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+
+
+def install_hook() -> None:
+    """Use it for uncaught exceptions, unless the program has a hook of its own."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show
+
+
+def format_error(error: BaseException) -> str:
+    """The traceback of an error, as Python would print it, with our frames folded."""
+    whole = traceback.TracebackException.from_exception(error)
+    if not get_logger().isEnabledFor(logging.DEBUG):
+        _fold(whole, isinstance(error, (HorovodInternalError, HostsUpdatedInterrupt)))
+    return "".join(whole.format())
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    try:
+        text = format_error(error)
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except Exception:  # a hook that fails must not hide what it was called for
+        sys.__excepthook__(kind, error, trace)
+
+
+def _fold(told: traceback.TracebackException | None, entirely: bool) -> None:
+    seen: set[int] = set()
+    while told is not None and id(told) not in seen:
+        seen.add(id(told))
+        _fold_stack(told.stack, entirely)
+        told = told.__cause__ or told.__context__
+
+
+def _fold_stack(stack: traceback.StackSummary, entirely: bool) -> None:
+    kept: list[traceback.FrameSummary] = []
+    run: list[traceback.FrameSummary] = []
+
+    def end_run(keep_last: bool) -> None:
+        shown = [run.pop()] if run and keep_last else []
+        if len(run) == 1:
+            kept.extend(run)  # a line in place of a line
+        elif run:
+            last = run[-1]
+            text = f"({len(run)} calls inside horovod; HOROVOD_LOG_LEVEL=debug shows them)"
+            kept.append(traceback.FrameSummary(last.filename, last.lineno, last.name, line=text))
+        kept.extend(shown)
+        run.clear()
+
+    for frame in stack:
+        if frame.filename.startswith(_PACKAGE):
+            run.append(frame)
+        else:
+            end_run(keep_last=False)
+            kept.append(frame)
+    end_run(keep_last=not entirely)
+    stack[:] = kept

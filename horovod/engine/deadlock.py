@@ -1,0 +1,67 @@
+"""Noticing that ranks wait for each other for ever.
+
+A channel asks `is_stuck` when its ranks compare their queues and find nothing to run. If every rank
+is stuck nothing can change any more, and all of them raise (`negotiation`). Where another thread
+may still submit what is missing this is not certain: then `stall` warns in its own time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from horovod.engine.request import Request
+from horovod.transport.base import Group
+
+# Threads of this package, and of libraries that training scripts often use: they never submit.
+_OURS = ("horovod-", "hvd-")
+_OTHERS = (
+    "TMonitor",  # tqdm
+    "QueueFeederThread",  # multiprocessing
+    "_pin_memory_loop",  # torch's DataLoader
+    "_AsyncWriterThread",  # tensorboard
+    "_monitor_loop",
+    "pydevd",
+)
+
+
+def is_stuck(queue: Sequence[Request]) -> bool:
+    """Whether the only thread that can submit anything waits for a request in the queue."""
+    if not any(request.waiting for request in queue):
+        return False
+    threads = [thread for thread in threading.enumerate() if _may_submit(thread)]
+    if len(threads) != 1 or type(threads[0]) is threading._DummyThread:
+        return False
+    return all(request.thread == threads[0].ident for request in queue)
+
+
+def _may_submit(thread: threading.Thread) -> bool:
+    names = (thread.name, type(thread).__name__)
+    return not thread.name.startswith(_OURS) and not any(
+        known in name for known in _OTHERS for name in names
+    )
+
+
+def describe_deadlock(waiting: Sequence[Mapping[str, Mapping[str, Any]]], group: Group) -> str:
+    """Who waits for what, from which line, and what to do; `waiting` is what each rank waits for.
+
+    Ranks that wait for the same in the same place are named together.
+    """
+    alike: dict[tuple[str, str, str], list[int]] = {}
+    for rank, entries in enumerate(waiting):
+        for name, entry in entries.items():
+            kind, _, label = name.partition(".")
+            alike.setdefault((kind, label, entry["source"]), []).append(group.global_ranks[rank])
+    parts = []
+    for (kind, label, source), ranks in alike.items():
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:6]))}"
+        more = " ..." if len(ranks) > 6 else ""
+        parts.append(
+            f"{who}{more} wait{'s' if len(ranks) == 1 else ''} for {kind} {label!r} ({source})"
+        )
+    return (
+        f"deadlock: every rank waits for an operation that the others have not submitted, and "
+        f"cannot submit while they wait: {'; '.join(parts)}. Call blocking operations in the same "
+        f"order on all ranks, or submit them with their _async forms before waiting for any"
+    )

@@ -1,0 +1,85 @@
+"""Our own frames are one line of a traceback, unless somebody debugs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+import torch
+
+import horovod.torch as hvd
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.logging import get_logger
+from horovod.common.tracebacks import format_error
+from tests.ranks import RankPool
+
+
+def _caught(function) -> BaseException:
+    try:
+        function()
+    except Exception as error:
+        return error
+    raise AssertionError("no error")
+
+
+def _lose() -> None:
+    hvd.allreduce(torch.ones(2))  # not initialised
+
+
+def test_frames_of_this_package_become_one_line():
+    error = _caught(_lose)
+    assert isinstance(error, HorovodInternalError)
+    text = format_error(error)
+    assert "hvd.allreduce(torch.ones(2))  # not initialised" in text
+    assert text.count("/horovod/") == 1
+    assert "calls inside horovod; HOROVOD_LOG_LEVEL=debug shows them)" in text
+    assert text.endswith(f"HorovodInternalError: {error}\n")
+
+
+def test_where_the_error_may_be_ours_its_place_stays():
+    error = _caught(lambda: hvd.broadcast_object(1, process_set=hvd.ProcessSet([0])))
+    assert type(error) is ValueError
+    frames = [line for line in format_error(error).splitlines() if line.startswith("  File ")]
+    assert len(frames) == 4  # here twice, the folded ones, and the last
+    assert "in unregistered" in frames[-1] or "in set_id" in frames[-1]
+
+
+def test_what_it_was_raised_from_is_folded_too():
+    def raise_another() -> None:
+        try:
+            _lose()
+        except HorovodInternalError as error:
+            raise RuntimeError("stopped") from error
+
+    text = format_error(_caught(raise_another))
+    assert text.count("/horovod/") == 2  # one line, and the place where it was raised
+    assert "direct cause" in text
+
+
+def test_all_frames_are_there_for_those_who_debug():
+    error = _caught(_lose)
+    level = get_logger().level
+    get_logger().setLevel(logging.DEBUG)
+    try:
+        text = format_error(error)
+    finally:
+        get_logger().setLevel(level)
+    assert text.count("/horovod/") > 2
+    assert "inside horovod" not in text
+
+
+def _hooks() -> tuple[str, bool]:
+    return sys.excepthook.__module__, sys.excepthook is sys.__excepthook__
+
+
+def test_init_installs_it_where_nobody_else_did(pool2: RankPool):
+    assert pool2.run(_hooks) == [("horovod.common.tracebacks", False)] * 2
+
+
+def test_other_errors_look_as_ever():
+    with pytest.raises(ZeroDivisionError) as caught:
+        _ = 1 / 0
+    import traceback
+
+    assert format_error(caught.value) == "".join(traceback.format_exception(caught.value))
