@@ -20,32 +20,25 @@ def active_context() -> Any:
     """The SparkContext of this process; `RuntimeError` where there is none."""
     try:
         from pyspark import SparkContext
+        from pyspark.sql.utils import is_remote
     except ImportError as error:
         raise ImportError(
             f"horovod.spark needs PySpark ({error}); install it with: pip install 'horovod[spark]'"
         ) from error
-    context = SparkContext._active_spark_context
-    if context is not None and context._jsc is not None:
-        return context
-    if _connect_session() is not None:
+    if is_remote():
         raise RuntimeError(
             "horovod.spark.run cannot use a Spark Connect session: it starts tasks through a "
             "SparkContext, which the client of a Spark Connect server does not have. Run the "
             "program where there is one: with spark-submit on the cluster, or with "
             "SparkSession.builder.master('spark://HOST:PORT') instead of .remote(...)"
         )
-    raise RuntimeError(
-        "horovod.spark.run needs an active SparkContext, and this process has none: create a "
-        "session first, with SparkSession.builder.getOrCreate()"
-    )
-
-
-def _connect_session() -> Any:
-    try:
-        from pyspark.sql.connect.session import SparkSession
-    except Exception:  # its own dependencies may be missing, and say so in several ways
-        return None
-    return SparkSession.getActiveSession()
+    context = SparkContext._active_spark_context
+    if context is None or context._jsc is None:
+        raise RuntimeError(
+            "horovod.spark.run needs an active SparkContext, and this process has none: create a "
+            "session first, with SparkSession.builder.getOrCreate()"
+        )
+    return context
 
 
 class Cluster:

@@ -55,7 +55,7 @@ def run_elastic_tasks(setup: JobSetup, limits: Limits) -> list[Any]:
             job.cancel()
         raise
     else:
-        if len(server.newest()) < limits.max_np:
+        if len(server.partitions()) < limits.max_np:
             job.cancel()  # tasks that still wait for room have nothing to do any more
     finally:
         server.close()

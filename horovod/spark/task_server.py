@@ -60,6 +60,11 @@ class TaskServer:
             links = list(self._links)
         return [link for link in links if link.is_alive]
 
+    def partitions(self) -> set[int]:
+        """Those whose tasks are running."""
+        with self._lock:
+            return {link.info.partition for link in self._links if link.holds_task}
+
     def wait(self, seconds: float) -> None:
         """Until a task arrives, `wake` is called or the time is over."""
         with self._lock:
