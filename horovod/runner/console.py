@@ -42,12 +42,20 @@ class Source:
 class Console:
     """The launcher's stdout and stderr."""
 
-    def __init__(self, stdout: int = 1, stderr: int = 2, *, timestamps: bool = False) -> None:
+    def __init__(
+        self,
+        stdout: int = 1,
+        stderr: int = 2,
+        *,
+        timestamps: bool = False,
+        speaker: str = "horovodrun",
+    ) -> None:
         self._fds = {"stdout": stdout, "stderr": stderr}
         self._files = {name: _identity(fd) for name, fd in self._fds.items()}
         self._unfinished: dict[object, Source] = {}  # whose line in a file has no end so far
         self._terminals = {name for name, fd in self._fds.items() if os.isatty(fd)}
         self._timestamps = timestamps
+        self._speaker = speaker
         self._bar: tuple[Source, bytes] | None = None
         self._drawn = False
         self._lost: set[str] = set()  # streams that take nothing any more
@@ -121,7 +129,7 @@ class Console:
         """A message of the launcher itself, on stderr."""
         self._write(
             "stderr",
-            "".join(f"horovodrun: {line}\n" for line in text.splitlines()).encode(
+            "".join(f"{self._speaker}: {line}\n" for line in text.splitlines()).encode(
                 errors="backslashreplace"
             ),
         )

@@ -10,14 +10,14 @@ minds their answers, and `failures` what becomes of those who fail.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from horovod.common.loss_note import read_note
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.decision_log import DecisionLog
-from horovod.runner.elastic.discovery import HostManager
+from horovod.runner.elastic.discovery import HostManager, NoMoreHosts
 from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.mailbox import Mailbox
@@ -63,7 +63,9 @@ class Driver:
         supervisor: Supervisor,
         outputs: WorkerOutputs,
         status: Status,
+        connect: Callable[[str], HostAgent] | None = None,
     ) -> None:
+        """``connect`` gives the agent of a host where not we start it, here or over ssh."""
         self._limits = limits
         self._manager = manager
         self._place = place
@@ -71,7 +73,7 @@ class Driver:
         self._outputs = outputs
         self._status = status
         self._verbose = request.verbose
-        self._agents = Agents(request, place, supervisor)
+        self._agents = Agents(request, place, supervisor, connect)
         self._roster = Roster()
         self._termination = Termination(limits, self._roster, manager)
         self._log_of_decisions = DecisionLog(place.store)
@@ -135,7 +137,9 @@ class Driver:
     def _take_hosts(self, answer: dict[str, int] | Exception) -> bool:
         if isinstance(answer, Exception):
             self._status.note("discovery failed", reason=str(answer))
-            if not self._termination.discovered:
+            if isinstance(answer, NoMoreHosts):
+                self._end(Ending(str(answer), self._roster.last_failure))
+            elif not self._termination.discovered:
                 self._end(Ending(f"cannot find out which hosts there are: {answer}"))
             elif str(answer) != self._last_problem:
                 self._last_problem = str(answer)
