@@ -209,7 +209,7 @@ def _run_elsewhere(
     finally:
         place.close()
     if status != 0:
-        _raise_first(failures(store))
+        raise_first(failures(store))
         program = "mpirun" if controller == controllers.MPI else "jsrun"
         raise RemoteError(f"{program} failed with exit code {status}")
 
@@ -236,13 +236,14 @@ def _raise_failures(store: MemoryStore, outcome: Outcome) -> None:
     if first is not None:
         # A rank that died without a word was there before those that complained about it.
         if any(failure.rank == first.rank or failure.pid == first.pid for failure in told):
-            _raise_first(told)
+            raise_first(told)
         raise RemoteError(outcome.account.strip(), first.rank)
     if outcome.problem or outcome.account:
         raise RemoteError((outcome.problem or outcome.account).strip())
 
 
-def _raise_first(told: Sequence[Failure]) -> None:
+def raise_first(told: Sequence[Failure]) -> None:
+    """Raise the first failure as what it was, with `RemoteError` as its cause; nothing if none."""
     for failure in told:
         who = "a worker" if failure.rank is None else f"rank {failure.rank}"
         where = f"{who} on {failure.host} (pid {failure.pid})"

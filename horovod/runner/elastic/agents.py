@@ -1,4 +1,4 @@
-"""The hosts of an elastic job at work: an agent on each, the way to the store, the environment.
+"""The hosts of a horovodrun job: an agent on each, the way to the store, the environment.
 
 `driver` says which hosts it wants, and starts workers where the agent is ready. A host that cannot
 be reached, or is lost, rests for a while before it is tried again.
@@ -6,13 +6,13 @@ be reached, or is lost, rests for a while before it is tried again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from horovod.common.addresses import LOOPBACK
 from horovod.common.wire import encode_key
+from horovod.runner.elastic.host_set import HostSet
 from horovod.runner.host_agent import HostAgent, WorkerSpec
 from horovod.runner.hosts import is_local
 from horovod.runner.meeting import (
@@ -33,7 +33,6 @@ from horovod.runner.worker_env import (
     travelling,
 )
 
-_REST_SECONDS = 5.0
 _SLACK = 5.0  # beyond ssh's own time limit, so that ssh can say itself what is wrong
 _WORKERS_PER_HOST = 64  # for which descriptors are provided: they may come at any time
 
@@ -61,31 +60,18 @@ class _Host:
         self.nics: Sequence[str] = ()
 
 
-class Agents:
+class Agents(HostSet):
     """The agents of all hosts that are wanted."""
 
     def __init__(self, request: WorkerRequest, place: MeetingPlace, supervisor: Supervisor) -> None:
+        super().__init__()
         self._request = request
         self._place = place
         self._supervisor = supervisor
         self._hosts: dict[str, _Host] = {}
-        self._rests: dict[str, float] = {}  # until when a host is left alone
         self._said: set[tuple[int, int, int]] = set()
 
     # -- which hosts -----------------------------------------------------------------------
-
-    def first(self, slots: Mapping[str, int], most: int | None) -> list[str]:
-        """As many of these hosts as `most` workers need; hosts that rest are beside them."""
-        found, room = [], 0
-        for name, count in slots.items():
-            if most is not None and room >= most:
-                break
-            found.append(name)
-            room += 0 if self._rests_now(name) else count
-        return found
-
-    def _rests_now(self, name: str) -> bool:
-        return time.monotonic() < self._rests.get(name, 0.0)
 
     def want(self, names: Sequence[str]) -> dict[str, str]:
         """Have an agent on these hosts; those that cannot even be tried, with the reason."""
@@ -119,10 +105,6 @@ class Agents:
         else:
             host.agent.finish()
 
-    def rest(self, name: str) -> None:
-        """Leave a host alone for a while."""
-        self._rests[name] = time.monotonic() + _REST_SECONDS
-
     def names(self) -> list[str]:
         return list(self._hosts)
 
@@ -143,7 +125,6 @@ class Agents:
     # -- what agents say -------------------------------------------------------------------
 
     def met(self, agent: HostAgent) -> str:
-        """The agent runs: find the way from there to the store. A problem, or nothing."""
         host = self._of(agent)
         if host is None:
             return ""
@@ -162,7 +143,6 @@ class Agents:
         return ""
 
     def probed(self, agent: HostAgent, answer: Mapping[str, Any]) -> str:
-        """The way is known; a problem if there is none."""
         host = self._of(agent)
         if host is None:
             return ""
@@ -182,7 +162,6 @@ class Agents:
         return ""
 
     def lost(self, agent: HostAgent) -> bool:
-        """The agent has ended by itself; whether it was one that we want."""
         if self._of(agent) is None:
             return False
         del self._hosts[agent.name]
@@ -222,6 +201,10 @@ class Agents:
         agent = self.agent(name)
         if agent is not None:
             agent.stop(grace, [worker])
+
+    def obeys(self, name: str) -> bool:
+        agent = self.agent(name)
+        return agent is not None and agent.ssh is None
 
     def _threads(self, agent: HostAgent, slots: int) -> int:
         cores = (agent.hello or {})["cores"]

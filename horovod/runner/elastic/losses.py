@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import signal
 
-from horovod.runner.elastic.agents import Agents
 from horovod.runner.elastic.announcing import Announcer
 from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.endings import Endings
+from horovod.runner.elastic.host_set import HostSet
 from horovod.runner.elastic.roster import Process, Roster, now
 from horovod.runner.elastic.status import Status, count
 from horovod.runner.host_agent import HostAgent
@@ -26,7 +26,7 @@ class Losses:
     def __init__(
         self,
         roster: Roster,
-        agents: Agents,
+        agents: HostSet,
         manager: HostManager,
         endings: Endings,
         announcer: Announcer,
@@ -56,8 +56,7 @@ class Losses:
         that it has no place any more, or cannot reach us, and ends itself.
         """
         self._agents.stop(process.host, process.number, 0.0)
-        agent = self._agents.agent(process.host)
-        if agent is None or agent.ssh is not None:
+        if not self._agents.obeys(process.host):
             self._fence()
         self._note(process, -signal.SIGKILL, why)
         self.blame(process.host)
