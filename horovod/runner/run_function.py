@@ -163,7 +163,7 @@ def _call(
         controller = controllers.choose(options, env)
         if controller == controllers.GLOO:
             outcome = run_job(options, options.command, env=env, store=store)
-            _raise_failures(store, outcome)
+            raise_outcome(failures(store), outcome)
         else:
             _run_elsewhere(controller, options, env, store)
     except LaunchError as error:
@@ -227,11 +227,11 @@ def _address(request: JobRequest) -> str:
     return LOOPBACK
 
 
-def _raise_failures(store: MemoryStore, outcome: Outcome) -> None:
+def raise_outcome(told: Sequence[Failure], outcome: Outcome) -> None:
+    """Raise what ended a job; nothing if it succeeded. `told` is what its workers reported."""
     if outcome.interrupted is not None:
         signal.raise_signal(outcome.interrupted)  # to whoever handled it before the job
         raise RemoteError(f"the job was ended by {signal.Signals(outcome.interrupted).name}")
-    told = failures(store)
     first = outcome.first_failure
     if first is not None:
         # A rank that died without a word was there before those that complained about it.
