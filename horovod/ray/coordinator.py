@@ -6,13 +6,14 @@ its worker group. Ranks belong together by Ray's node id: several nodes may be o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from horovod.common.addresses import LOOPBACK, is_loopback
 from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.wire import encode_key
 from horovod.ray.settings import key_of, nics_of
+from horovod.ray.worker import WorkerInfo, own_versions
 from horovod.runner.hosts import Slot
 from horovod.runner.meeting import MeetingPlace, addresses_towards
 from horovod.runner.worker_env import slot_variables
@@ -85,6 +86,20 @@ class Coordinator:
             "HOROVOD_START_TIMEOUT": f"{self.settings.timeout_s:g}",
         }
 
+    def join(self, infos: Sequence[WorkerInfo], extra: Mapping[str, str]) -> list[dict[str, str]]:
+        """Register workers, by rank, and serve the store: the variables of each."""
+        check_versions(infos)
+        for rank, info in enumerate(infos):
+            self.register(info.hostname, info.node_id, rank, info.address)
+        common = {
+            "MASTER_ADDR": infos[0].address,
+            "MASTER_PORT": str(infos[0].free_port),
+            "PYTHONUNBUFFERED": "1",
+            **extra,
+            **self.establish_rendezvous(),
+        }
+        return [{**common, **own} for own in self.finalize_registration().values()]
+
     def request(self) -> dict[str, Any]:
         """What a worker's `join` needs in order to find its way to the store."""
         return probe_request(self.place, nics_of(self.settings), self.settings.timeout_s)
@@ -116,3 +131,19 @@ def probe_request(place: MeetingPlace, nics: Sequence[str], timeout: float) -> d
         "nics": list(nics),
         "towards": [],
     }
+
+
+def check_versions(infos: Sequence[WorkerInfo]) -> None:
+    """`RuntimeError` where workers have other versions than their peers or this process."""
+    own = own_versions()
+    for info in infos:
+        expected = {**infos[0].versions, "horovod": own["horovod"]}
+        for package, version in expected.items():
+            theirs = info.versions.get(package, "none")
+            if theirs != version:
+                where = "the driver" if package == "horovod" else "the node " + infos[0].address
+                raise RuntimeError(
+                    f"{where} has {package} {version}, but node {info.address} "
+                    f"({info.hostname}, {info.node_id[:8]}) has {theirs}: install the same version "
+                    f"on all nodes"
+                )

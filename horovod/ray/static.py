@@ -21,7 +21,7 @@ from horovod.ray.logs import Messages
 from horovod.ray.params import StaticParams
 from horovod.ray.ray_logger import StoreQueue
 from horovod.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
-from horovod.ray.worker import WorkerInfo, own_versions
+from horovod.ray.worker import WorkerInfo
 from horovod.runner.run_function import RemoteError
 
 _GRACE = 5.0
@@ -72,29 +72,18 @@ class StaticAdapter(Adapter):
         strategy = self._strategy = self._make_strategy()
         workers = strategy.create_workers()
         infos = self._infos_of(strategy, workers)
-        check_versions(infos)
         # The ranks of a node are neighbours, whatever order Ray has filled the nodes in.
         nodes = list(dict.fromkeys(info.node_id for info in infos))
         order = sorted(range(len(infos)), key=lambda i: nodes.index(infos[i].node_id))
         self.workers = [workers[i] for i in order]
         self._infos = infos = [infos[i] for i in order]
         coordinator = self._coordinator = Coordinator(self.settings)
-        for rank, info in enumerate(infos):
-            coordinator.register(info.hostname, info.node_id, rank, info.address)
-        places = coordinator.finalize_registration()
-        common = {
-            "MASTER_ADDR": infos[0].address,
-            "MASTER_PORT": str(infos[0].free_port),
-            "PYTHONUNBUFFERED": "1",
-            **extra,
-            **coordinator.establish_rendezvous(),
-        }
+        places = coordinator.join(infos, extra)
         self._messages = Messages(coordinator.place.store)
         request = coordinator.request()
         refs = []
         for rank, worker in enumerate(self.workers):
-            env = {**self._gpus(rank), **common, **places[rank]}
-            refs.append(worker.join.remote(env, request))
+            refs.append(worker.join.remote({**self._gpus(rank), **places[rank]}, request))
             worker.set_queue.remote(StoreQueue())
         for rank, problem in enumerate(self._collect(refs)):
             if problem:
@@ -244,19 +233,3 @@ def _guilt(error: Exception) -> int:
     if isinstance(error, RayActorError):
         return 0
     return 2 if isinstance(getattr(error, "cause", None), HorovodInternalError) else 1
-
-
-def check_versions(infos: Sequence[WorkerInfo]) -> None:
-    """`RuntimeError` where workers have other versions than their peers or this process."""
-    own = own_versions()
-    for info in infos:
-        expected = {**infos[0].versions, "horovod": own["horovod"]}
-        for package, version in expected.items():
-            theirs = info.versions.get(package, "none")
-            if theirs != version:
-                where = "the driver" if package == "horovod" else "the node " + infos[0].address
-                raise RuntimeError(
-                    f"{where} has {package} {version}, but node {info.address} "
-                    f"({info.hostname}, {info.node_id[:8]}) has {theirs}: install the same version "
-                    f"on all nodes"
-                )

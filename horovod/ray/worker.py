@@ -63,14 +63,14 @@ class BaseHorovodWorker:
         os.environ["HOROVOD_SIZE"] = str(world_size)
 
     def node_id(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
+        return node_id()
 
     def hostname(self) -> str:
         return socket.gethostname()
 
     def get_gpu_ids(self) -> list[str]:
         """The GPUs that Ray has given to this worker."""
-        return [str(gpu) for gpu in ray.get_gpu_ids()]
+        return gpu_ids()
 
     def update_env_vars(self, env_vars: Mapping[str, str]) -> None:
         """Set variables of this process's environment; those with value None stay as they are."""
@@ -112,24 +112,14 @@ class BaseHorovodWorker:
     # -- for the adapters ------------------------------------------------------------------
 
     def describe(self) -> WorkerInfo:
-        address = ray.util.get_node_ip_address()
-        return WorkerInfo(
-            node_id=self.node_id(),
-            hostname=self.hostname(),
-            address=address,
-            pid=os.getpid(),
-            gpu_ids=tuple(self.get_gpu_ids()),
-            free_port=free_port(address),
-            versions=own_versions(),
-        )
+        return describe_worker()
 
     def join(self, env_vars: Mapping[str, str], request: Mapping[str, Any]) -> str:
         """Take a place in the job: its variables, and the way to its store. A problem, or nothing.
 
-        `request` is that of `horovod.runner.probe`: the addresses of the store, and the key.
+        `request` is the question of `horovod.runner.probe`: the addresses of the store, the key.
         """
-        self.update_env_vars(env_vars)
-        return join_store(request)
+        return join(env_vars, request)
 
 
 class ElasticWorker(BaseHorovodWorker):
@@ -167,6 +157,28 @@ class ElasticWorker(BaseHorovodWorker):
         return WorkerEnd(0, True, _rank(), value)
 
 
+def node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def gpu_ids() -> list[str]:
+    return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
+def describe_worker() -> WorkerInfo:
+    """This process, which Ray has started."""
+    address = ray.util.get_node_ip_address()
+    return WorkerInfo(
+        node_id=node_id(),
+        hostname=socket.gethostname(),
+        address=address,
+        pid=os.getpid(),
+        gpu_ids=tuple(gpu_ids()),
+        free_port=free_port(address),
+        versions=own_versions(),
+    )
+
+
 def own_versions() -> dict[str, str]:
     """Versions that have to be the same everywhere; what is not installed is left out."""
     found = {"horovod": horovod.__version__, "Python": platform.python_version()}
@@ -178,8 +190,9 @@ def own_versions() -> dict[str, str]:
     return found
 
 
-def join_store(request: Mapping[str, Any]) -> str:
-    """Find the way to the job's store and write it into the environment. A problem, or nothing."""
+def join(env_vars: Mapping[str, str], request: Mapping[str, Any]) -> str:
+    """Write the variables and the way to the job's store into the environment."""
+    os.environ.update(env_vars)
     answer = probe(dict(request))
     if answer["door"] is None:
         tried = describe_failures(answer["failures"])
