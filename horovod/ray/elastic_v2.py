@@ -32,7 +32,7 @@ from horovod.runner.meeting import MeetingPlace
 from horovod.runner.option_parser import DEFAULT_WORKER_FAILURES
 from horovod.runner.outputs import Outputs
 from horovod.runner.report import Outcome
-from horovod.runner.run_function import raise_outcome
+from horovod.runner.run_function import RemoteError, raise_outcome
 from horovod.runner.supervise import FAILURE_GRACE, Supervisor
 
 __all__ = ["ElasticAdapter", "ElasticParams", "RayHostDiscovery", "TestDiscovery"]
@@ -123,8 +123,12 @@ class ElasticAdapter(Adapter):
                 nodes.close(FAILURE_GRACE if ended_badly else 0.0)
         self._raise(outcome, nodes)
         finished = [end for end in nodes.ends if end.finished]
-        finished.sort(key=lambda end: (end.rank is None, end.rank or 0))
-        return [end.value for end in finished]
+        if any(end.rank is None for end in finished):
+            raise RemoteError(
+                "the function ended on a worker that has no rank: in an elastic job it must call "
+                "init(), which waits for the others and gives it one"
+            )
+        return [end.value for end in sorted(finished, key=lambda end: end.rank or 0)]
 
     def shutdown(self) -> None:
         """Nothing is left after a function has ended."""

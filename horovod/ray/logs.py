@@ -12,10 +12,13 @@ from types import TracebackType
 
 import cloudpickle
 
+from horovod.common.logging import get_logger
 from horovod.common.store import MemoryStore
 from horovod.ray.adapter import Callback
 from horovod.ray.ray_logger import COUNTER
 from horovod.runner.function_call import take
+
+_logger = get_logger(__name__)
 
 
 class Messages:
@@ -39,8 +42,8 @@ class Messages:
 class Delivery:
     """A thread that calls the callbacks: a slow one holds up neither the job nor its workers.
 
-    At the end of the block all messages have been delivered. What a callback raises is raised
-    there, unless the block itself failed.
+    At the end of the block all messages have been delivered. What a callback raises is logged at
+    once, since the job may take days, and raised there, unless the block itself failed.
     """
 
     def __init__(
@@ -83,4 +86,5 @@ class Delivery:
                 for callback in self._callbacks:
                     callback(message)
             except BaseException as error:
+                _logger.exception("a callback failed, and is not called any more")
                 self._error = error

@@ -47,15 +47,15 @@ def ray_files() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def cluster(ray_files: str) -> Iterator[object]:
-    """Three nodes with 4, 2 and 2 CPUs; this process is connected to them."""
+    """Three nodes with 8, 4 and 4 CPUs; this process is connected to them."""
     import ray
     from ray.cluster_utils import Cluster
 
     found = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}
+        initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False}
     )
     for _ in range(2):
-        found.add_node(num_cpus=2)
+        found.add_node(num_cpus=4)
     found.wait_for_nodes()
     ray.init(address=found.address, log_to_driver=False)
     yield found
