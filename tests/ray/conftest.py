@@ -51,9 +51,12 @@ def cluster(ray_files: str) -> Iterator[object]:
     import ray
     from ray.cluster_utils import Cluster
 
-    found = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False}
-    )
+    from horovod.runner.probe import free_port
+
+    port = free_port("127.0.0.1")
+    head = {"num_cpus": 8, "include_dashboard": False, "ray_client_server_port": port}
+    found = Cluster(initialize_head=True, head_node_args=head)
+    found.client_port = port
     for _ in range(2):
         found.add_node(num_cpus=4)
     found.wait_for_nodes()

@@ -8,7 +8,6 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
@@ -16,6 +15,7 @@ from horovod.ray import ElasticRayExecutor, RayExecutor
 from horovod.ray.elastic import RayHostDiscovery, TestDiscovery
 from horovod.runner.run_function import RemoteError
 from tests.ray import training
+from tests.ray.processes import await_ends
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -55,17 +55,10 @@ def test_a_killed_worker_is_replaced_and_the_state_is_kept(capfd: pytest.Capture
     assert len({(one["step"], *one["weights"]) for one in found}) == 1
     pids = {message["pid"] for message in events.messages}
     assert len(pids) == 4
-    assert not any(psutil.pid_exists(pid) and _runs(pid) for pid in pids)
+    await_ends(pids)
     said = capfd.readouterr().err
     assert "horovod.ray: 3 workers: the job begins" in said
     assert "failed: killed by SIGKILL" in said
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_nodes_come_and_go(cluster: Any):

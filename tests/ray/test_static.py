@@ -19,21 +19,15 @@ from horovod.common.wire import encode_key
 from horovod.ray import BaseHorovodWorker, RayExecutor
 from horovod.runner.run_function import RemoteError
 from tests.ray import training
+from tests.ray.processes import await_ends, await_true
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 def settings(**how: Any) -> Any:
     return RayExecutor.create_settings(**{"timeout_s": 120, **how})
-
-
-def await_true(condition: Any) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
 
 
 def live_groups() -> int:
@@ -189,7 +183,7 @@ def test_a_number_of_workers_and_nothing_left_after_shutdown():
     with_it.shutdown()
     with_it.shutdown()
     await_true(lambda: live_groups() == before)
-    await_true(lambda: not any(psutil.pid_exists(one["pid"]) for one in found))
+    await_ends(one["pid"] for one in found)
     with pytest.raises(RuntimeError, match=r"start\(\)"):
         with_it.run(training.place)
     with_it.start()
@@ -237,7 +231,7 @@ def test_a_rank_that_does_not_end_by_itself_is_ended(two: RayExecutor):
     pids = two.run(os.getpid)
     with pytest.raises(ValueError, match="the reason"):
         two.run(fail)
-    await_true(lambda: not psutil.pid_exists(pids[0]))
+    await_ends(pids[:1])
     with pytest.raises(RuntimeError, match=r"rank 0 were ended; call shutdown\(\) and start\(\)"):
         two.run(os.getpid)
 
