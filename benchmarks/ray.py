@@ -61,7 +61,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def measure_start(rounds: int) -> Found:
-    import ray.train
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 

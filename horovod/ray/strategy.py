@@ -22,8 +22,6 @@ from horovod.ray.cluster import describe_amounts, describe_cluster, kill
 from horovod.ray.params import BaseParams
 from horovod.ray.worker import BaseHorovodWorker
 
-_SHOWN_SECONDS = 1.0  # for an actor to say what is wrong, once its time is over
-
 
 class BaseStrategy(ABC):
     """Finds room for workers and starts them there."""

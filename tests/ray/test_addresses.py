@@ -18,6 +18,7 @@ from tests.hosts import Hosts, available, host_address
 
 PORT = 6399
 SECONDS = 200
+RAY = "from ray.scripts.scripts import main; main()"  # the program `ray`
 
 PROGRAM = """
 import json, sys
@@ -40,7 +41,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
     reason = available()
     if reason is not None:
         pytest.skip(reason)
-    command = [str(Path(sys.executable).parent / "ray"), "start", "--num-cpus=1", "--block"]
+    command = [sys.executable, "-c", RAY, "start", "--num-cpus=1", "--block"]
     with ExitStack() as stack:
         found = stack.enter_context(Hosts(3))
         for host in range(3):
