@@ -83,7 +83,9 @@ class Classifier:
 def main() -> int:
     options = parse_arguments()
     ray.init(options.address, **({} if options.address else {"num_cpus": options.num_workers}))
-    executor = RayExecutor(RayExecutor.create_settings(), num_workers=options.num_workers)
+    executor = RayExecutor(
+        RayExecutor.create_settings(timeout_s=120), num_workers=options.num_workers
+    )
     backend = {"KERAS_BACKEND": os.environ.get("KERAS_BACKEND", "torch")}
     executor.start(Classifier, executable_args=[options.lr], extra_env_vars=backend)
     try:

@@ -96,7 +96,7 @@ def main() -> int:
     options = parse_arguments()
     ray.init(options.address, **({} if options.address else {"num_cpus": options.max_workers}))
     executor = RayExecutor(
-        RayExecutor.create_settings(),
+        RayExecutor.create_settings(timeout_s=120),
         min_workers=options.min_workers,
         max_workers=options.max_workers,
     )

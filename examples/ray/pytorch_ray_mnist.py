@@ -93,7 +93,9 @@ def main() -> int:
         if options.num_hosts is None
         else {"num_hosts": options.num_hosts, "num_workers_per_host": options.workers_per_host}
     )
-    executor = RayExecutor(RayExecutor.create_settings(), use_gpu=options.use_gpu, **where)
+    executor = RayExecutor(
+        RayExecutor.create_settings(timeout_s=120), use_gpu=options.use_gpu, **where
+    )
     executor.start()
     try:
         accuracies = executor.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -72,10 +73,13 @@ def test_nodes_come_and_go(cluster: Any):
         job.add_done_callback(lambda _: first.put({}))
         assert first.get()["size"] == 1, job.result()
         added = cluster.add_node(num_cpus=8)
-        assert first.get()["node"] == added.node_id
+        grown = first.get()
         cluster.remove_node(added, allow_graceful=False)
+        assert grown["size"] == 2, job.result()
         assert [(one["rank"], one["seen"]) for one in job.result()] == [(0, (1, 2, 1))]
-    assert len({message["node"] for message in events.messages}) == 2
+    nodes = {message["node"] for message in events.messages}
+    assert len(nodes) == 2
+    assert added.node_id in nodes
 
 
 def test_the_function_fails_everywhere():
@@ -89,11 +93,17 @@ def test_the_function_fails_everywhere():
 
 
 def test_no_change_is_allowed():
+    def wait() -> None:
+        from horovod.ray import ray_logger
+
+        rank = training.join_elastic_job()
+        ray_logger.log({"rank": rank, "size": 2, "pid": os.getpid()})
+        time.sleep(1000)
+
     events = Events(at2=kill)
     with pytest.raises(RemoteError, match=r"exceeded the limit: 0 \(reset_limit\)"):
-        elastic(min_workers=1, max_workers=2, reset_limit=0).run(
-            training.train_through, args=[[2, 1]], callbacks=[events]
-        )
+        elastic(min_workers=1, max_workers=2, reset_limit=0).run(wait, callbacks=[events])
+    await_ends(message["pid"] for message in events.messages)
 
 
 def test_too_few_slots():
