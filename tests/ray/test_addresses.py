@@ -16,8 +16,10 @@ import pytest
 
 from tests.hosts import Hosts, available, host_address
 
+pytestmark = pytest.mark.timeout(900)
+
 PORT = 6399
-SECONDS = 200
+SECONDS = 400
 RAY = "from ray.scripts.scripts import main; main()"  # the program `ray`
 
 PROGRAM = """

@@ -7,7 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.ray.conftest import ROOT
+
+pytestmark = pytest.mark.timeout(900)
 
 PROGRAM = """
 import os, sys
@@ -64,6 +68,6 @@ def test_everything_through_ray_client(cluster: Any, tmp_path: Path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
     )
     assert done.stdout.strip().endswith("all of it"), done.stdout + done.stderr

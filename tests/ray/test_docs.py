@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.docs.pages import check_links
 from tests.ray.conftest import ROOT
+
+pytestmark = pytest.mark.timeout(900)
 
 PAGE = ROOT / "docs" / "ray.md"
 
@@ -25,7 +29,7 @@ def test_all_blocks_run(cluster: Any, tmp_path: Path):
         env={**os.environ, "RAY_ADDRESS": cluster.address},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
     assert "to the end" in done.stdout, done.stdout + done.stderr
 

@@ -18,7 +18,7 @@ from horovod.runner.run_function import RemoteError
 from tests.ray import training
 from tests.ray.processes import await_ends
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(900)]
 
 
 def elastic(**how: Any) -> RayExecutor:

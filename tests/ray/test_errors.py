@@ -20,6 +20,8 @@ from horovod.ray.worker import BaseHorovodWorker
 from tests.ray import training
 from tests.ray.processes import await_ends
 
+pytestmark = pytest.mark.timeout(900)
+
 SECONDS = 120.0
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from tests.ray.conftest import ROOT
 
+pytestmark = pytest.mark.timeout(900)
+
 EXAMPLES = ROOT / "examples" / "ray"
 
 
@@ -21,7 +23,7 @@ def run(cluster: Any, script: str, *options: str) -> str:
         [sys.executable, str(EXAMPLES / script), "--address", cluster.address, *options],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
         env={**os.environ, "KERAS_BACKEND": "torch"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

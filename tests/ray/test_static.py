@@ -21,7 +21,7 @@ from horovod.runner.run_function import RemoteError
 from tests.ray import training
 from tests.ray.processes import await_ends, await_true
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(900)]
 
 SECONDS = 120.0
 

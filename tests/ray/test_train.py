@@ -20,7 +20,7 @@ from horovod.ray import RayExecutor
 from horovod.ray.train import HorovodConfig, HorovodTrainer
 from tests.ray import training
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(900)]
 
 
 def loop(config: dict[str, Any]) -> None:
