@@ -60,7 +60,9 @@ def trainer(folder: Path, steps: int) -> HorovodTrainer:
         run_config=RunConfig(
             name="run", storage_path=str(folder), failure_config=FailureConfig(max_failures=1)
         ),
-        datasets={"train": ray.data.range(30)},
+        datasets={
+            "train": ray.data.from_items([{"id": i} for i in range(30)], override_num_blocks=2)
+        },
     )
 
 
