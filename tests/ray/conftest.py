@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
 collect_ignore_glob = [] if HAS_RAY else ["test_*.py"]
 
 ROOT = Path(__file__).resolve().parents[2]
+_ATTEMPTS = 5
 
 # Before Ray is imported, and for everything that Ray starts.
 os.environ.update(
@@ -45,8 +47,19 @@ def ray_files() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def add_node(cluster: Any, **how: Any) -> Any:
+    """Add a node, and again if it was too slow for Ray: it has 30 s, whatever the machine does."""
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return cluster.add_node(**how)
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+    return cluster.add_node(**how)
+
+
 @pytest.fixture(scope="session")
-def cluster(ray_files: str) -> Iterator[object]:
+def cluster(ray_files: str) -> Iterator[Any]:
     """Three nodes with 8, 4 and 4 CPUs; this process is connected to them."""
     import ray
     from ray.cluster_utils import Cluster
@@ -55,10 +68,11 @@ def cluster(ray_files: str) -> Iterator[object]:
 
     port = free_port("127.0.0.1")
     head = {"num_cpus": 8, "include_dashboard": False, "ray_client_server_port": port}
-    found = Cluster(initialize_head=True, head_node_args=head)
+    found = Cluster()
+    add_node(found, **head)
     found.client_port = port
     for _ in range(2):
-        found.add_node(num_cpus=4)
+        add_node(found, num_cpus=4)
     found.wait_for_nodes()
     ray.init(address=found.address, log_to_driver=False)
     yield found

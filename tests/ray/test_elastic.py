@@ -16,6 +16,7 @@ from horovod.ray import ElasticRayExecutor, RayExecutor
 from horovod.ray.elastic import RayHostDiscovery, TestDiscovery
 from horovod.runner.run_function import RemoteError
 from tests.ray import training
+from tests.ray.conftest import add_node
 from tests.ray.processes import await_ends
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(900)]
@@ -72,7 +73,7 @@ def test_nodes_come_and_go(cluster: Any):
         job = pool.submit(executor.run, training.train_through, [[1, 2, 1]], callbacks=[events])
         job.add_done_callback(lambda _: first.put({}))
         assert first.get()["size"] == 1, job.result()
-        added = cluster.add_node(num_cpus=8)
+        added = add_node(cluster, num_cpus=8)
         grown = first.get()
         cluster.remove_node(added, allow_graceful=False)
         assert grown["size"] == 2, job.result()

@@ -18,6 +18,7 @@ from horovod.ray.runner import Coordinator, ElasticParams, StaticParams
 from horovod.ray.utils import detect_nics, nics_to_env_var
 from horovod.ray.worker import BaseHorovodWorker
 from tests.ray import training
+from tests.ray.conftest import add_node
 from tests.ray.processes import await_ends
 
 pytestmark = pytest.mark.timeout(900)
@@ -91,7 +92,7 @@ def test_other_versions_are_named(cluster: Any, tmp_path: Path):
     told.mkdir()
     (told / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.4.0\n")
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    other = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": path})
+    other = add_node(cluster, num_cpus=1, env_vars={"PYTHONPATH": path})
     try:
         with pytest.raises(
             RuntimeError, match=r"has torch \S+, but node .* has \S+: install the same"
@@ -106,6 +107,7 @@ import os, sys, time, ray
 ray.init(address=sys.argv[1], log_to_driver=False)
 from horovod.ray import RayExecutor
 from tests.ray import training
+from tests.ray.conftest import add_node
 from tests.ray.processes import await_ends
 settings = RayExecutor.create_settings(timeout_s=120)
 how = dict(min_workers=2, max_workers=2) if sys.argv[2] == "elastic" else dict(num_workers=2)
