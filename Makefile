@@ -29,7 +29,7 @@ help:
 train: $(VENV)/.examples
 	PATH="$(abspath $(BIN)):$$PATH" horovodrun -np 2 python examples/pytorch/pytorch_mnist.py
 
-test: test-core test-lightning test-tensorflow
+test: test-core test-lightning test-tensorflow test-ray
 
 test-core: lint
 	$(BIN)/python -m pytest $(PYTEST) $(patsubst %,--ignore tests/%,lightning jax spark ray)
@@ -47,7 +47,7 @@ test-spark: $(VENV)-frameworks/.installed
 	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest $(PYTEST) tests/spark
 
 test-ray: $(VENV)-frameworks/.installed
-	$(FW_BIN)/python -m pytest $(PYTEST) tests/ray
+	$(FW_BIN)/python -m pytest tests/ray  # one process, which has one cluster
 
 test-versions: $(VERSIONS:%=test-torch-%)
 

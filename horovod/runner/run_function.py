@@ -198,7 +198,7 @@ def _run_elsewhere(
     finally:
         place.close()
     if status != 0:
-        _raise_first(failures(store))
+        raise_first(failures(store))
         program = "mpirun" if controller == controllers.MPI else "jsrun"
         raise RemoteError(f"{program} failed with exit code {status}")
 
@@ -217,21 +217,26 @@ def _address(request: JobRequest) -> str:
 
 
 def raise_failures(store: MemoryStore, outcome: Outcome) -> None:
-    """Raise what ended the job, if anything did."""
+    """Raise what ended a job, if anything did; its workers reported to the store."""
+    raise_outcome(failures(store), outcome)
+
+
+def raise_outcome(told: Sequence[Failure], outcome: Outcome) -> None:
+    """Raise what ended a job; nothing if it succeeded. `told` is what its workers reported."""
     if outcome.interrupted is not None:
         signal.raise_signal(outcome.interrupted)  # to whoever handled it before the job
         raise RemoteError(f"the job was ended by {signal.Signals(outcome.interrupted).name}")
-    told = failures(store)
     first = outcome.first_failure
     if first is not None:
         # What the first to fail told; it may have died without a word, and others complained.
-        _raise_first([each for each in told if first.rank == each.rank or first.pid == each.pid])
+        raise_first([each for each in told if first.rank == each.rank or first.pid == each.pid])
         raise RemoteError(told_by_upstream(outcome.account.strip()), first.rank)
     if outcome.problem or outcome.account:
         raise RemoteError((outcome.problem or outcome.account).strip())
 
 
-def _raise_first(told: Sequence[Failure]) -> None:
+def raise_first(told: Sequence[Failure]) -> None:
+    """Raise the cause among the failures as what it was, with `RemoteError` as its cause."""
     for failure in sorted(told, key=lambda each: each.because_of_others):
         who = "a worker" if failure.rank is None else f"rank {failure.rank}"
         where = f"{who} on {failure.host} (pid {failure.pid})"

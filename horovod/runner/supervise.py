@@ -274,7 +274,7 @@ class Supervisor:
 
     def _announce(self, wakeup: socket.socket) -> None:
         wakeup.recv(64)
-        if not self.signals:
+        if not self.signals or not self._agents:
             return
         if self._announced == 0:
             name = signal.Signals(self.signals[0]).name

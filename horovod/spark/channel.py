@@ -26,7 +26,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A peer whose machine has gone is noticed after a minute."""
 
 
-class Channel:
+class DriverChannel:
     """A socket and the state of the protocol on it."""
 
     def __init__(self, sock: socket.socket, session: Session) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from horovod.common.config import Config
 from horovod.runner.common.util.timeout import TimeoutException
-from horovod.runner.elastic.agents import WorkerRequest
+from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.discovery import HostDiscovery, HostManager, NoMoreHosts
 from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.job import WorkerLogs
@@ -104,14 +104,14 @@ def _drive(setup: JobSetup, server: TaskServer, job: SparkJob, limits: Limits) -
             return link.start_agent(name)
 
         driver = Driver(
-            request,
+            Agents(request, place, supervisor, connect),
             limits,
             HostManager(discovery),
             place,
             supervisor,
             logs,
             status,
-            connect,
+            request.verbose,
         )
         outcome = driver.run()
     blamed = driver.last_failure

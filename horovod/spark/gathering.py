@@ -120,7 +120,7 @@ def _release(version: str) -> str:
 
 
 @dataclass(frozen=True)
-class Assignment:
+class TaskAssignment:
     """Where a rank runs."""
 
     link: TaskLink
@@ -135,7 +135,7 @@ def agent_name(info: TaskInfo) -> str:
     return f"{info.hostname} (Spark task {info.partition})"
 
 
-def assign_ranks(links: Sequence[TaskLink]) -> list[Assignment]:
+def assign_ranks(links: Sequence[TaskLink]) -> list[TaskAssignment]:
     """Ranks for tasks: neighbours on a host, and the host of the first partition comes first."""
     by_host: dict[str, list[TaskLink]] = {}
     for link in sorted(links, key=lambda each: each.info.partition):
@@ -143,4 +143,4 @@ def assign_ranks(links: Sequence[TaskLink]) -> list[Assignment]:
     ordered = [link for group in by_host.values() for link in group]
     hosts = [Host(name, len(group)) for name, group in by_host.items()]
     slots = plan_slots(hosts, len(ordered))
-    return [Assignment(link, slot) for link, slot in zip(ordered, slots, strict=True)]
+    return [TaskAssignment(link, slot) for link, slot in zip(ordered, slots, strict=True)]

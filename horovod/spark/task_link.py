@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod.runner.host_agent import HostAgent, agent_source
-from horovod.spark.channel import Channel
+from horovod.spark.channel import DriverChannel
 
 _CHUNK = 1 << 18
 _KEPT_ERRORS = 8000
@@ -51,7 +51,7 @@ class TaskLink:
     keeps: Sequence[str] | None = None
     pid = 0  # on another machine
 
-    def __init__(self, channel: Channel, info: TaskInfo) -> None:
+    def __init__(self, channel: DriverChannel, info: TaskInfo) -> None:
         self.info = info
         self.restarts: Callable[[], bool] = lambda: False
         """Whether Spark should start the task again when its agent is released."""
@@ -180,6 +180,6 @@ class TaskLink:
         self._errors = (self._errors + said)[-_KEPT_ERRORS:]
 
 
-def _ends(channel: Channel) -> tuple[str, str]:
+def _ends(channel: DriverChannel) -> tuple[str, str]:
     here, there = channel.socket.getsockname(), channel.socket.getpeername()
     return str(here[0]).removeprefix("::ffff:"), str(there[0]).removeprefix("::ffff:")

@@ -14,7 +14,7 @@ import time
 
 from horovod.common.logging import get_logger
 from horovod.common.wire import Session
-from horovod.spark.channel import Channel
+from horovod.spark.channel import DriverChannel
 from horovod.spark.task_link import TaskInfo, TaskLink
 
 _HANDSHAKE_SECONDS = 10.0
@@ -34,7 +34,7 @@ class TaskServer:
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Condition()
         self._links: list[TaskLink] = []
-        self._pending: dict[Channel, float] = {}  # until when they may prove themselves
+        self._pending: dict[DriverChannel, float] = {}  # until when they may prove themselves
         self._closing = False
         self._paused = False
         self._wakeup, self._waker = socket.socketpair()
@@ -111,13 +111,13 @@ class TaskServer:
             self._selector.unregister(self._listener)
             self._paused = True
             return
-        channel = Channel(sock, Session(self._key, server=True, max_frame=_MAX_HELLO))
+        channel = DriverChannel(sock, Session(self._key, server=True, max_frame=_MAX_HELLO))
         self._pending[channel] = time.monotonic() + _HANDSHAKE_SECONDS
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._take(channel))
         if len(self._pending) > _MOST_PENDING:
             self._drop(next(iter(self._pending)))
 
-    def _take(self, channel: Channel) -> None:
+    def _take(self, channel: DriverChannel) -> None:
         if channel not in self._pending:
             return
         try:
@@ -148,7 +148,7 @@ class TaskServer:
         for channel in [each for each, until in self._pending.items() if until <= now]:
             self._drop(channel)
 
-    def _drop(self, channel: Channel) -> None:
+    def _drop(self, channel: DriverChannel) -> None:
         del self._pending[channel]
         self._selector.unregister(channel.socket)
         channel.close()

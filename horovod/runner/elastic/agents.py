@@ -1,4 +1,4 @@
-"""The hosts of an elastic job at work: an agent on each, the way to the store, the environment.
+"""The hosts of a horovodrun job: an agent on each, the way to the store, the environment.
 
 `driver` says which hosts it wants, and starts workers where the agent is ready. A host that cannot
 be reached, or is lost, rests for a while before it is tried again.
@@ -6,8 +6,6 @@ be reached, or is lost, rests for a while before it is tried again.
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 from horovod.common.addresses import LOOPBACK
 from horovod.common.decisions import Assignment
 from horovod.common.wire import encode_key
+from horovod.runner.elastic.host_set import HostSet, place_variables
 from horovod.runner.host_agent import HostAgent, WorkerSpec
 from horovod.runner.hosts import is_local
 from horovod.runner.probe import interface_address
@@ -34,7 +33,6 @@ from horovod.runner.worker_env import (
     travelling,
 )
 
-_REST_SECONDS = 5.0
 _SLACK = 5.0  # beyond ssh's own time limit, so that ssh can say itself what is wrong
 _WORKERS_PER_HOST = 64  # for which descriptors are provided: they may come at any time
 
@@ -62,7 +60,7 @@ class _Host:
         self.nics: Sequence[str] = ()
 
 
-class Agents:
+class Agents(HostSet):
     """The agents of all hosts that are wanted."""
 
     def __init__(
@@ -72,28 +70,15 @@ class Agents:
         supervisor: Supervisor,
         connect: Callable[[str], HostAgent] | None = None,
     ) -> None:
+        super().__init__()
         self._request = request
         self._connect = connect or self._start_agent
         self._place = place
         self._supervisor = supervisor
         self._hosts: dict[str, _Host] = {}
-        self._rests: dict[str, float] = {}  # until when a host is left alone
         self._said: set[tuple[int, int, int]] = set()
 
     # -- which hosts -----------------------------------------------------------------------
-
-    def first(self, slots: Mapping[str, int], most: int | None) -> list[str]:
-        """As many of these hosts as `most` workers need. Resting hosts add no capacity."""
-        found, room = [], 0
-        for name, count in slots.items():
-            if most is not None and room >= most:
-                break
-            found.append(name)
-            room += 0 if self._rests_now(name) else count
-        return found
-
-    def _rests_now(self, name: str) -> bool:
-        return time.monotonic() < self._rests.get(name, 0.0)
 
     def want(self, names: Sequence[str]) -> dict[str, str]:
         """Have an agent on these hosts; those that cannot even be tried, with the reason."""
@@ -130,10 +115,6 @@ class Agents:
         else:
             host.agent.finish()
 
-    def rest(self, name: str) -> None:
-        """Leave a host alone for a while."""
-        self._rests[name] = time.monotonic() + _REST_SECONDS
-
     def names(self) -> list[str]:
         return list(self._hosts)
 
@@ -154,7 +135,6 @@ class Agents:
     # -- what agents say -------------------------------------------------------------------
 
     def met(self, agent: HostAgent) -> str:
-        """The agent runs: find the way from there to the store. A problem, or nothing."""
         host = self._of(agent)
         if host is None:
             return ""
@@ -173,7 +153,6 @@ class Agents:
         return ""
 
     def probed(self, agent: HostAgent, answer: Mapping[str, Any]) -> str:
-        """The way is known; a problem if there is none."""
         host = self._of(agent)
         if host is None:
             return ""
@@ -193,7 +172,6 @@ class Agents:
         return ""
 
     def lost(self, agent: HostAgent) -> bool:
-        """The agent has ended by itself; whether it was one that we want."""
         if self._of(agent) is None:
             return False
         del self._hosts[agent.name]
@@ -209,11 +187,6 @@ class Agents:
     def start(
         self, name: str, worker: int, index: int, slots: int, place: Assignment | None
     ) -> None:
-        """Start a worker, in a certain one of the host's slots.
-
-        `place` is the one that it will have in the job if nothing unexpected happens: programs
-        look for it in their environment before they call `init`, which tells the real one.
-        """
         host, request = self._hosts[name], self._request
         assert host.endpoint is not None, "only ready hosts get workers"
         keeps = host.agent.link.keeps
@@ -229,9 +202,7 @@ class Agents:
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(host.endpoint[1]),
             "PYTHONUNBUFFERED": "1",
         }
-        if place is not None:
-            facts = dataclasses.asdict(place.topology)
-            own |= {f"HOROVOD_{fact.upper()}": str(value) for fact, value in facts.items()}
+        own |= place_variables(place)
         if keeps is not None:
             own[KEY] = encode_key(self._place.key)
         bind = None if request.cpu_bind == "none" else (request.cpu_bind, index, slots)
@@ -243,6 +214,10 @@ class Agents:
         agent = self.agent(name)
         if agent is not None:
             agent.stop(grace, [worker])
+
+    def obeys(self, name: str) -> bool:
+        agent = self.agent(name)
+        return agent is not None and not agent.remote
 
     def _threads(self, agent: HostAgent, slots: int) -> int:
         cores = (agent.hello or {})["cores"]

@@ -10,15 +10,15 @@ minds their answers, and `failures` what becomes of those who fail.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from horovod.common.loss_note import read_note
 from horovod.runner.elastic import policy
-from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import HostManager, NoMoreHosts
 from horovod.runner.elastic.failures import Failures
+from horovod.runner.elastic.host_set import Host, HostSet
 from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.mailbox import Mailbox
 from horovod.runner.elastic.polling import DISCOVER_HOSTS_FREQUENCY_SECS, HostPoller
@@ -56,29 +56,28 @@ class Driver:
 
     def __init__(
         self,
-        request: WorkerRequest,
+        hosts: HostSet,
         limits: policy.Limits,
         manager: HostManager,
         place: StoreEndpoints,
         supervisor: Supervisor,
         outputs: WorkerOutputs,
         status: Status,
-        connect: Callable[[str], HostAgent] | None = None,
+        verbose: bool = False,
     ) -> None:
-        """``connect`` gives the agent of a host where not we start it, here or over ssh."""
         self._limits = limits
         self._manager = manager
         self._place = place
         self._supervisor = supervisor
         self._outputs = outputs
         self._status = status
-        self._verbose = request.verbose
-        self._agents = Agents(request, place, supervisor, connect)
+        self._verbose = verbose
+        self._hosts = hosts
         self._roster = Roster()
         self._termination = Termination(limits, self._roster, manager)
         self._log_of_decisions = DecisionLog(place.store)
         self._failures = Failures(
-            self._roster, self._agents, manager, self._termination, self._log_of_decisions, status
+            self._roster, self._hosts, manager, self._termination, self._log_of_decisions, status
         )
         self._liveness = Liveness(
             limits,
@@ -187,22 +186,22 @@ class Driver:
             self._log_of_decisions.causes.append(f"{process} leaves, as it was told to")
         return what not in ("heard", "seen")
 
-    # -- what the agents say ---------------------------------------------------------------
+    # -- what the hosts say ----------------------------------------------------------------
 
-    def ready(self, agent: HostAgent) -> None:
-        self._check_way(agent, self._agents.met(agent))
+    def ready(self, agent: Host) -> None:
+        self._check_way(agent, self._hosts.met(agent))
 
     def probed(self, agent: HostAgent, answer: dict[str, Any]) -> None:
-        self._check_way(agent, self._agents.probed(agent, answer))
+        self._check_way(agent, self._hosts.probed(agent, answer))
 
-    def _check_way(self, agent: HostAgent, problem: str) -> None:
+    def _check_way(self, agent: Host, problem: str) -> None:
         if problem:
-            self._agents.let_go(agent.name)
-            self._agents.rest(agent.name)
+            self._hosts.let_go(agent.name)
+            self._hosts.rest(agent.name)
             self._failures.blame(agent.name, problem)
         self._reconcile()
 
-    def started(self, agent: HostAgent, worker: int, pid: int) -> None:
+    def started(self, agent: Host, worker: int, pid: int) -> None:
         process = self._roster.alive.get(worker)
         if process is not None:
             process.pid = pid
@@ -211,14 +210,19 @@ class Driver:
             self._status.note("started", worker=process.name, host=agent.name, pid=pid)
 
     def failed(self, agent: HostAgent, worker: int, number: int, what: str) -> None:
+        self.could_not_start(
+            worker, f"{what!r}: {os.strerror(number)}" if what else os.strerror(number)
+        )
+
+    def could_not_start(self, worker: int, why: str) -> None:
+        """A worker will never run."""
         process = self._roster.alive.get(worker)
         if process is None or self._supervisor.stopping or self._supervisor.signals:
             return
-        why = f"{what!r}: {os.strerror(number)}" if what else os.strerror(number)
         self._failures.could_not_start(process, why)
         self._reconcile()
 
-    def exited(self, agent: HostAgent, exits: Sequence[tuple[int, int]]) -> None:
+    def exited(self, agent: Host, exits: Sequence[tuple[int, int]]) -> None:
         self._take_all()  # what they said before they ended
         for worker, code in exits:
             process = self._roster.alive.get(worker)
@@ -246,7 +250,7 @@ class Driver:
             self._failures.failed(process, code)
 
     def lost(self, agent: HostAgent, code: int) -> None:
-        if self._supervisor.stopping or not self._agents.lost(agent):
+        if self._supervisor.stopping or not self._hosts.lost(agent):
             return
         said = agent.last_words or f"ended with exit code {code} and no message"
         if agent.hello is None:
@@ -292,7 +296,7 @@ class Driver:
 
     def _view(self) -> policy.View:
         hosts = self._manager.current_hosts
-        resting = frozenset(h for h in hosts.host_slots if not self._agents.is_ready(h))
+        resting = frozenset(h for h in hosts.host_slots if not self._hosts.is_ready(h))
         return policy.View(
             now=now(),
             number=self._log_of_decisions.number,
@@ -300,7 +304,7 @@ class Driver:
             hosts=hosts.host_slots,
             blacklisted=hosts.blacklisted,
             resting=resting,
-            connecting=any(map(self._agents.is_connecting, resting)),
+            connecting=any(map(self._hosts.is_connecting, resting)),
             workers=self._roster.view(),
             failed=tuple(self._roster.failed),
             left=tuple(self._roster.left),
@@ -322,12 +326,12 @@ class Driver:
         if self._supervisor.signals or self._finishing:
             return
         if view.number or view.workers or view.slots >= self._limits.num_proc:
-            wanted = self._agents.first(view.usable, self._limits.max_np)
-            for host, problem in self._agents.want(wanted).items():
+            wanted = self._hosts.first(view.usable, self._limits.max_np)
+            for host, problem in self._hosts.want(wanted).items():
                 self._failures.blame(host, f"cannot start on {host}: {problem}")
-        for host in self._agents.names():
+        for host in self._hosts.names():
             if host not in view.usable and not self._roster.on(host):
-                self._agents.let_go(host)
+                self._hosts.let_go(host)
 
     def _start(self, host: str) -> None:
         process = self._roster.new(host)
@@ -335,15 +339,13 @@ class Driver:
         process.rank = process.rank if place is None else place.rank
         self._outputs.open(process)
         slots = self._manager.current_hosts.get_slots(host)
-        self._agents.start(
-            host, process.number, process.index, max(slots, process.index + 1), place
-        )
+        self._hosts.start(host, process.number, process.index, max(slots, process.index + 1), place)
         if self._log_of_decisions.number:
             self._status.tell(f"starting {process.name} on {host}", "starting", worker=process.name)
 
     def _dismiss(self, process: Process, grace: float) -> None:
         process.dismissed = True
-        self._agents.stop(process.host, process.number, grace)
+        self._hosts.stop(process.host, process.number, grace)
 
     def _finish(self, process: Process) -> None:
         """Somebody has finished: nobody new is needed."""

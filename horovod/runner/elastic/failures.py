@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import signal
 
-from horovod.runner.elastic.agents import Agents
 from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import HostManager
+from horovod.runner.elastic.host_set import HostSet
 from horovod.runner.elastic.roster import Process, Roster, now
 from horovod.runner.elastic.status import Status, count
 from horovod.runner.elastic.termination import Termination
@@ -26,7 +26,7 @@ class Failures:
     def __init__(
         self,
         roster: Roster,
-        agents: Agents,
+        agents: HostSet,
         manager: HostManager,
         endings: Termination,
         announcer: DecisionLog,
@@ -56,8 +56,7 @@ class Failures:
         that it has no place any more, or cannot reach us, and ends itself.
         """
         self._agents.stop(process.host, process.number, 0.0)
-        agent = self._agents.agent(process.host)
-        if agent is None or agent.remote:
+        if not self._agents.obeys(process.host):
             self._fence()
         self._note(process, -signal.SIGKILL, why)
         self.blame(process.host)

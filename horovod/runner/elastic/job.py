@@ -11,7 +11,7 @@ from typing import BinaryIO
 from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
 from horovod.runner.console import Console
-from horovod.runner.elastic.agents import WorkerRequest
+from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.discovery import (
     FixedHosts,
     HostDiscovery,
@@ -72,7 +72,10 @@ def run_elastic_job(
         stack.callback(place.close)
         supervisor = Supervisor(console, outputs)
         stack.callback(supervisor.close)
-        driver = Driver(request, limits, manager, place, supervisor, workers, status)
+        agents = Agents(request, place, supervisor)
+        driver = Driver(
+            agents, limits, manager, place, supervisor, workers, status, options.verbose
+        )
         outcome = driver.run()
     blamed = driver.last_failure
     if blamed is not None:

@@ -26,7 +26,7 @@ from horovod.runner.common.util.host_hash import host_hash
 from horovod.runner.function_call import search_path
 from horovod.runner.host_agent import agent_arguments
 from horovod.runner.worker_env import KEY
-from horovod.spark.channel import Channel
+from horovod.spark.channel import DriverChannel
 from horovod.spark.task import GPUS, get_available_devices
 from horovod.spark.ticket import Ticket
 
@@ -116,13 +116,13 @@ def _versions(executable: str | None) -> dict[str, str | None]:
         return {"problem": f"the workers' Python {executable!r} does not run: {error}"}
 
 
-def _connect(ticket: Ticket) -> Channel:
+def _connect(ticket: Ticket) -> DriverChannel:
     """Connect within the time limit; the driver may be busy accepting hundreds."""
     import socket
 
     deadline = time.monotonic() + ticket.start_timeout
     sock = socket.create_connection((ticket.address, ticket.port), ticket.start_timeout)
-    channel = Channel(sock, Session(ticket.key, server=False))
+    channel = DriverChannel(sock, Session(ticket.key, server=False))
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(sock, selectors.EVENT_READ)
@@ -156,7 +156,7 @@ def worker_environment(ticket: Ticket) -> dict[str, str]:
 class _Relay:
     """Passes bytes between the driver and the agent."""
 
-    def __init__(self, ticket: Ticket, channel: Channel) -> None:
+    def __init__(self, ticket: Ticket, channel: DriverChannel) -> None:
         self._ticket = ticket
         self._channel = channel
         self._agent: subprocess.Popen[bytes] | None = None

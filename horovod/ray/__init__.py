@@ -1,0 +1,23 @@
+"""Horovod on a Ray cluster: `RayExecutor` starts ranks as Ray actors and calls functions on them.
+
+runner (`RayExecutor`) chooses an adapter: static (a fixed set of workers, placed by strategy) or
+elastic_v2 (workers that come and go: the elastic driver of `horovod.runner.elastic` with node_set
+as its hosts and discovery as its source of them). worker is the actor, coordinator says who is
+which rank and serves the job's store, logs brings what workers log to callbacks. train is the
+trainer for Ray Train; elastic keeps an older name. Needs ``pip install 'horovod[ray]'``.
+"""
+
+from __future__ import annotations
+
+try:
+    import ray as _ray  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"horovod.ray needs Ray, which cannot be imported ({error}): pip install 'horovod[ray]'"
+    ) from error
+
+from horovod.ray.elastic import ElasticRayExecutor
+from horovod.ray.runner import RayExecutor
+from horovod.ray.worker import BaseHorovodWorker
+
+__all__ = ["BaseHorovodWorker", "ElasticRayExecutor", "RayExecutor"]

@@ -1,0 +1,126 @@
+"""An adapter on the cluster, for a process that reaches it through Ray Client.
+
+Such a process may be anywhere, so the workers could not connect to it. The adapter therefore runs
+in an actor; calls and results go through Ray. Callbacks are called here, with messages that are
+fetched from there.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from horovod.ray.adapter import Adapter, Call, Callback
+from horovod.ray.cluster import kill
+
+_POLL_SECONDS = 0.2
+
+
+class _AdapterActor:
+    """Holds the adapter. One thread runs functions, another hands out what was logged."""
+
+    def __init__(self, kind: type[Adapter], settings: Any, params: Any) -> None:
+        self._adapter = kind(settings, params)  # type: ignore[call-arg]
+        self._logged: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def start(self, *args: Any) -> None:
+        self._adapter.start(*args)
+
+    def execute(self, fn: Callable[[Any], Any], logged: bool) -> list[Any]:
+        return self._adapter.execute(fn, [self._logged.put] if logged else None)
+
+    def run_remote(self, fn: Any, args: Any, kwargs: Any) -> list[Any]:
+        return self._adapter.run_remote(fn, args, kwargs)
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        return self._adapter.execute_single(fn)
+
+    def take_logged(self) -> list[Any]:
+        found = []
+        while not self._logged.empty():
+            found.append(self._logged.get())
+        return found
+
+    def shutdown(self) -> None:
+        self._adapter.shutdown()
+
+
+class RemoteAdapter(Adapter):
+    """Passes everything on to an adapter on the cluster."""
+
+    def __init__(self, kind: type[Adapter], settings: Any, params: Any) -> None:
+        actor = ray.remote(_AdapterActor).options(num_cpus=0, max_concurrency=2)
+        self._actor = actor.remote(kind, settings, params)
+
+    def start(
+        self,
+        executable_cls: type | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+        extra_env_vars: Mapping[str, str] | None = None,
+    ) -> None:
+        try:
+            _get(
+                self._actor.start.remote(
+                    executable_cls, executable_args, executable_kwargs, extra_env_vars
+                )
+            )
+        except BaseException:
+            kill([self._actor])
+            raise
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callback] | None = None,
+    ) -> list[Any]:
+        return self.execute(Call(fn, args, kwargs), callbacks)
+
+    def run_remote(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        return list(_get(self._actor.run_remote.remote(fn, args, kwargs)))
+
+    def execute(
+        self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None
+    ) -> list[Any]:
+        result = self._actor.execute.remote(fn, bool(callbacks))
+        done: list[Any] = []
+        while not done:
+            done, _ = ray.wait([result], timeout=_POLL_SECONDS if callbacks else None)
+            self._call(callbacks or ())
+        return list(_get(result))
+
+    def _call(self, callbacks: Sequence[Callback]) -> None:
+        if not callbacks:
+            return
+        for message in ray.get(self._actor.take_logged.remote()):
+            for callback in callbacks:
+                callback(message)
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        return _get(self._actor.execute_single.remote(fn))
+
+    def shutdown(self) -> None:
+        ray.get(self._actor.shutdown.remote())
+        kill([self._actor])
+
+
+def _get(result: Any) -> Any:
+    """The result, or what the adapter raised, as itself."""
+    try:
+        return ray.get(result)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, Exception):
+            raise cause from error
+        raise

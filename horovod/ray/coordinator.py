@@ -1,0 +1,149 @@
+"""Who is which rank of a job on Ray, and where its ranks meet.
+
+The static adapter registers the workers that Ray has placed; the trainer for Ray Train does so for
+its worker group. Ranks belong together by Ray's node id: several nodes may be on one host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from horovod.common.addresses import LOOPBACK, is_loopback
+from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
+from horovod.common.wire import encode_key
+from horovod.ray.settings import key_of, nics_of
+from horovod.ray.worker import WorkerInfo, own_versions
+from horovod.runner.hosts import Slot
+from horovod.runner.store_endpoints import StoreEndpoints, addresses_towards
+from horovod.runner.worker_env import slot_variables
+
+
+class Coordinator:
+    """Numbers the ranks, and serves the job's store in this process until it is closed."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self.place = StoreEndpoints(key_of(settings))
+        self._nodes: dict[str, list[int]] = {}  # the ranks of each, by node id
+        self._hostnames: dict[str, str] = {}
+        self._addresses: list[str] = []
+
+    @property
+    def world_size(self) -> int:
+        return sum(map(len, self._nodes.values()))
+
+    @property
+    def hoststring(self) -> str:
+        """``NAME:RANKS`` of every node, with commas between them."""
+        return ",".join(f"{self._hostnames[n]}:{len(ranks)}" for n, ranks in self._nodes.items())
+
+    @property
+    def node_id_string(self) -> str:
+        """The same with node ids."""
+        return ",".join(f"{node}:{len(ranks)}" for node, ranks in self._nodes.items())
+
+    def register(self, hostname: str, node_id: str, world_rank: int, address: str = "") -> None:
+        """A rank runs on that node; `address` is the node's."""
+        if any(world_rank in ranks for ranks in self._nodes.values()):
+            raise ValueError(f"rank {world_rank} is registered twice")
+        self._nodes.setdefault(node_id, []).append(world_rank)
+        self._hostnames[node_id] = hostname
+        if address and address not in self._addresses:
+            self._addresses.append(address)
+
+    def finalize_registration(self) -> dict[int, dict[str, str]]:
+        """The variables that say to every rank who it is."""
+        nodes = {node: sorted(ranks) for node, ranks in self._nodes.items()}
+        found = {}
+        for node, ranks in nodes.items():
+            for local, rank in enumerate(ranks):
+                peers = [name for name in nodes if len(nodes[name]) > local]
+                found[rank] = slot_variables(
+                    Slot(
+                        hostname=node,
+                        rank=rank,
+                        size=self.world_size,
+                        local_rank=local,
+                        local_size=len(ranks),
+                        cross_rank=peers.index(node),
+                        cross_size=len(peers),
+                    )
+                )
+        return dict(sorted(found.items()))
+
+    def establish_rendezvous(self) -> dict[str, str]:
+        """Serve the job's store where the nodes reach it; the variables that say so.
+
+        They are the same for all: a rank that finds a better way (`request`) changes its own.
+        """
+        open_doors(self.place, self._addresses or [LOOPBACK], nics_of(self.settings))
+        address, port = self.place.endpoints[0]
+        return {
+            STORE_ADDRESS: address,
+            STORE_PORT: str(port),
+            SECRET_KEY: encode_key(self.place.key),
+            "HOROVOD_START_TIMEOUT": f"{self.settings.timeout_s:g}",
+        }
+
+    def join(self, infos: Sequence[WorkerInfo], extra: Mapping[str, str]) -> list[dict[str, str]]:
+        """Register workers, by rank, and serve the store: the variables of each."""
+        check_versions(infos)
+        for rank, info in enumerate(infos):
+            self.register(info.hostname, info.node_id, rank, info.address)
+        common = {
+            "MASTER_ADDR": infos[0].address,
+            "MASTER_PORT": str(infos[0].free_port),
+            "PYTHONUNBUFFERED": "1",
+            **extra,
+            **self.establish_rendezvous(),
+        }
+        return [{**common, **own} for own in self.finalize_registration().values()]
+
+    def request(self) -> dict[str, Any]:
+        """What a worker's `join` needs in order to find its way to the store."""
+        return probe_request(self.place, nics_of(self.settings), self.settings.timeout_s)
+
+    def close(self) -> None:
+        """The job is over: nobody can reach the store any more."""
+        self.place.close()
+
+
+def open_doors(place: StoreEndpoints, addresses: Iterable[str], nics: Sequence[str]) -> None:
+    """Serve the store at those addresses of this machine that lead to the nodes'."""
+    for address in addresses:
+        ways = [LOOPBACK] if is_loopback(address) else addresses_towards(address, ("", ""), nics)
+        for way in ways:
+            place.open(way)
+    if not place.endpoints:
+        raise RuntimeError(
+            f"cannot tell which address of this machine leads to the nodes "
+            f"({', '.join(addresses)}); name the network interface in the settings' nics"
+        )
+
+
+def probe_request(place: StoreEndpoints, nics: Sequence[str], timeout: float) -> dict[str, Any]:
+    """The question of `horovod.runner.probe`: which of the endpoints can you open?"""
+    return {
+        "endpoints": place.endpoints,
+        "key": place.key.hex(),
+        "timeout": timeout,
+        "nics": list(nics),
+        "towards": [],
+    }
+
+
+def check_versions(infos: Sequence[WorkerInfo]) -> None:
+    """`RuntimeError` where workers have other versions than their peers or this process."""
+    own = own_versions()
+    for info in infos:
+        expected = {**infos[0].versions, "horovod": own["horovod"]}
+        for package, version in expected.items():
+            theirs = info.versions.get(package, "none")
+            if theirs != version:
+                where = "the driver" if package == "horovod" else "the node " + infos[0].address
+                raise RuntimeError(
+                    f"{where} has {package} {version}, but node {info.address} "
+                    f"({info.hostname}, {info.node_id[:8]}) has {theirs}: install the same version "
+                    f"on all nodes"
+                )

@@ -1,0 +1,211 @@
+"""Elastic jobs on Ray: workers that come and go with nodes, and are replaced when they die.
+
+`RayExecutor` uses the adapter when it is given ``min_workers``. Every call of a function is a job:
+the driver of `horovod.runner.elastic` runs in the calling thread and starts the workers.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import ray
+
+from horovod.common.config import Config
+from horovod.ray.adapter import Adapter, Call, Callback
+from horovod.ray.cluster import require_ray
+from horovod.ray.discovery import RayHostDiscovery, TestDiscovery
+from horovod.ray.logs import Messages
+from horovod.ray.node_set import ActorRequest, NodeSet
+from horovod.ray.params import ElasticParams
+from horovod.ray.settings import key_of
+from horovod.runner.console import Console
+from horovod.runner.elastic.discovery import HostDiscovery, HostManager
+from horovod.runner.elastic.driver import Driver
+from horovod.runner.elastic.policy import Limits
+from horovod.runner.elastic.roster import Process
+from horovod.runner.elastic.status import Status
+from horovod.runner.option_parser import DEFAULT_WORKER_FAILURES
+from horovod.runner.outputs import Outputs
+from horovod.runner.remote_error import RemoteError
+from horovod.runner.report import Outcome
+from horovod.runner.run_function import raise_outcome
+from horovod.runner.store_endpoints import StoreEndpoints
+from horovod.runner.supervise import FAILURE_GRACE, Supervisor
+
+__all__ = ["ElasticAdapter", "ElasticParams", "RayHostDiscovery", "TestDiscovery"]
+
+
+class ElasticAdapter(Adapter):
+    """A number of workers that may change while a function runs."""
+
+    def __init__(self, settings: Any, params: ElasticParams) -> None:
+        self.settings = settings
+        self.params = params
+        self._env: dict[str, str] = {}
+        self._executable: tuple[Any, Any, Any] = (None, None, None)
+        self._started = False
+
+    def start(
+        self,
+        executable_cls: type | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+        extra_env_vars: Mapping[str, str] | None = None,
+    ) -> None:
+        """Remember what workers need; they start with the function, which is what they live for."""
+        require_ray()
+        self._env = {name: str(value) for name, value in (extra_env_vars or {}).items()}
+        self._executable = executable_cls, executable_args, executable_kwargs
+        self._started = True
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callback] | None = None,
+    ) -> list[Any]:
+        return self.execute(Call(fn, args, kwargs), callbacks)
+
+    def run_remote(self, fn: Any, args: Any = None, kwargs: Any = None) -> NoReturn:
+        raise NotImplementedError(
+            "an elastic job has no workers to refer to before it ends: use run(), or num_workers "
+            "instead of min_workers"
+        )
+
+    def execute_single(self, fn: Any) -> NoReturn:
+        raise NotImplementedError(
+            "an elastic job has no fixed rank 0: use execute(), or num_workers instead of "
+            "min_workers"
+        )
+
+    def execute(
+        self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None
+    ) -> list[Any]:
+        """What the workers that finished returned, by rank."""
+        if not self._started:
+            raise RuntimeError("the executor has not been started: call start() first")
+        require_ray()
+        params = self.params
+        discovery, names = self._discovery()
+        with ExitStack() as stack:
+            console = _Console(self.settings.verbose)
+            place = StoreEndpoints(key_of(self.settings))
+            stack.callback(place.close)
+            messages = Messages(place.store)
+            supervisor = Supervisor(console, Outputs(console))
+            stack.callback(supervisor.close)
+            request = ActorRequest(
+                self.settings, params, self._variables(), self._executable, ray.put(fn)
+            )
+            nodes = NodeSet(request, names.node_of, place, supervisor)
+            stack.callback(nodes.close, 0.0)
+            driver = Driver(
+                nodes,
+                self._limits(),
+                HostManager(
+                    discovery,
+                    None if params.cooldown_range is None else tuple(params.cooldown_range),  # type: ignore[arg-type]
+                    DEFAULT_WORKER_FAILURES,
+                ),
+                place,
+                supervisor,
+                _NoOutputs(),
+                Status(console),
+            )
+            nodes.report_to(driver)
+            with messages.deliver(callbacks):
+                outcome = driver.run()
+                ended_badly = outcome.problem or outcome.first_failure
+                nodes.close(FAILURE_GRACE if ended_badly else 0.0)
+        self._raise(outcome, nodes)
+        finished = [end for end in nodes.ends if end.finished]
+        if any(end.rank is None for end in finished):
+            raise RemoteError(
+                "the function ended on a worker that has no rank: in an elastic job it must call "
+                "init(), which waits for the others and gives it one"
+            )
+        return [end.value for end in sorted(finished, key=lambda end: end.rank or 0)]
+
+    def shutdown(self) -> None:
+        """Nothing is left after a function has ended."""
+        self._started = False
+
+    def _discovery(self) -> tuple[HostDiscovery, RayHostDiscovery]:
+        """Where hosts come from, and who knows which node is meant by a host's name."""
+        params = self.params
+        rays = RayHostDiscovery(params.use_gpu, params.cpus_per_worker, params.gpus_per_worker)
+        if params.override_discovery:
+            return rays, rays
+        given = getattr(self.settings, "discovery", None)
+        if given is None:
+            raise ValueError("override_discovery is False, but settings.discovery is not set")
+        return given, given if isinstance(given, RayHostDiscovery) else rays
+
+    def _limits(self) -> Limits:
+        params = self.params
+        return Limits(
+            num_proc=params.min_workers,
+            min_np=params.min_workers,
+            max_np=params.max_workers,
+            reset_limit=params.reset_limit,
+            elastic_timeout=params.elastic_timeout,
+            start_timeout=self.settings.timeout_s,
+            answer_timeout=Config.from_env().elastic_answer_timeout,
+        )
+
+    def _variables(self) -> dict[str, str]:
+        return {
+            "HOROVOD_START_TIMEOUT": f"{self.settings.timeout_s:g}",
+            "HOROVOD_ELASTIC_TIMEOUT": f"{self.params.elastic_timeout:g}",
+            "PYTHONUNBUFFERED": "1",
+            **self._env,
+        }
+
+    def _raise(self, outcome: Outcome, nodes: NodeSet) -> None:
+        outcome.problem = _in_words_of_ray(outcome.problem)
+        first = outcome.first_failure
+        if first is not None:
+            said = nodes.died.get(first.pid, "")
+            outcome.account = "\n".join(
+                filter(
+                    None,
+                    [
+                        outcome.problem,
+                        f"rank {first.rank} on {first.host} (pid {first.pid}) failed: "
+                        f"{first.describe()}",
+                        said,
+                    ],
+                )
+            )
+        raise_outcome([end.failure for end in nodes.ends if end.failure is not None], outcome)
+
+
+class _Console(Console):
+    """What the driver says goes where Python's stderr goes, which may be a notebook."""
+
+    def __init__(self, verbose: int) -> None:
+        super().__init__()
+        self._verbose = verbose
+
+    def say(self, text: str) -> None:
+        if self._verbose:
+            for line in _in_words_of_ray(text).splitlines():
+                print(f"horovod.ray: {line}", file=sys.stderr, flush=True)
+
+
+class _NoOutputs:
+    """Ray itself brings the workers' output to the driver."""
+
+    def open(self, process: Process) -> None: ...
+
+    def rename(self, worker: int, rank: int) -> None: ...
+
+
+def _in_words_of_ray(text: str) -> str:
+    """Options of horovodrun by the names of our arguments."""
+    return re.sub(r"--([a-z]+(-[a-z]+)*)", lambda found: found[1].replace("-", "_"), text)

@@ -1,0 +1,270 @@
+"""The nodes of an elastic job on Ray: workers are actors, bound to the node that the driver chose.
+
+`elastic_v2` makes a `NodeSet` for the driver of `horovod.runner.elastic`, which decides where
+workers start and stop. Ray tells when an actor runs, ends or dies; that is reported to the driver
+in the thread of its loop.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from horovod.common.decisions import Assignment
+from horovod.common.launcher_store import SECRET_KEY
+from horovod.common.membership import WORKER_ID
+from horovod.common.wire import encode_key
+from horovod.ray.cluster import kill
+from horovod.ray.coordinator import open_doors, probe_request
+from horovod.ray.params import BaseParams
+from horovod.ray.ray_logger import StoreQueue
+from horovod.ray.settings import nics_of
+from horovod.ray.worker import ElasticWorker, WorkerEnd, WorkerInfo, own_versions
+from horovod.runner.elastic.driver import Driver
+from horovod.runner.elastic.host_set import HostSet, place_variables
+from horovod.runner.elastic.mailbox import Mailbox
+from horovod.runner.function_call import Failure
+from horovod.runner.store_endpoints import StoreEndpoints
+from horovod.runner.supervise import Supervisor
+
+
+@dataclass
+class ActorRequest:
+    """What every worker gets."""
+
+    settings: Any
+    needs: BaseParams
+    env: Mapping[str, str]
+    executable: tuple[Any, Any, Any]  # class, args and kwargs
+    call: Any  # the function, as a reference to an object in Ray
+
+
+@dataclass
+class _Node:
+    name: str
+    address: str
+    ready: bool = False
+
+
+@dataclass
+class _Worker:
+    number: int
+    node: _Node
+    actor: Any
+    info: Any  # a reference to its `WorkerInfo`
+    done: Future[Any] | None = None
+
+
+class NodeSet(HostSet):
+    """The nodes that are wanted, and all actors on them."""
+
+    def __init__(
+        self,
+        request: ActorRequest,
+        find_node: Callable[[str], Mapping[str, Any] | None],
+        place: StoreEndpoints,
+        supervisor: Supervisor,
+    ) -> None:
+        super().__init__()
+        self.ends: list[WorkerEnd] = []
+        self.died: dict[int, str] = {}  # what Ray said about a dead worker, by pid
+        self._request = request
+        self._find_node = find_node
+        self._place = place
+        self._supervisor = supervisor
+        self._driver: Driver | None = None
+        self._nodes: dict[str, _Node] = {}
+        self._workers: dict[int, _Worker] = {}
+        self._closed = False
+        self._mailbox = Mailbox()
+        supervisor.watch(self._mailbox.descriptor, self._take)
+
+    def report_to(self, driver: Driver) -> None:
+        self._driver = driver
+
+    # -- nodes -----------------------------------------------------------------------------
+
+    def want(self, names: Sequence[str]) -> dict[str, str]:
+        problems = {}
+        for name in names:
+            if name in self._nodes or self._rests_now(name):
+                continue
+            found = self._find_node(name)
+            if found is None:
+                self.rest(name)
+                problems[name] = "Ray has no live node with that address, host name or id"
+                continue
+            node = self._nodes[name] = _Node(name, str(found["NodeManagerAddress"]))
+            self._supervisor.call_later(0.0, lambda node=node: self._the_driver.ready(node))  # type: ignore[misc]
+        return problems
+
+    def met(self, node: _Node) -> str:
+        try:
+            open_doors(self._place, [node.address], nics_of(self._request.settings))
+        except (RuntimeError, OSError) as error:
+            return str(error)
+        node.ready = True
+        return ""
+
+    def let_go(self, name: str) -> None:
+        self._nodes.pop(name, None)
+
+    def names(self) -> list[str]:
+        return list(self._nodes)
+
+    def is_ready(self, name: str) -> bool:
+        return name in self._nodes and self._nodes[name].ready
+
+    def is_connecting(self, name: str) -> bool:
+        return name in self._nodes and not self._nodes[name].ready
+
+    def obeys(self, name: str) -> bool:
+        return self._find_node(name) is not None
+
+    # -- workers ---------------------------------------------------------------------------
+
+    def start(
+        self, name: str, worker: int, index: int, slots: int, place: Assignment | None
+    ) -> None:
+        node, request = self._nodes[name], self._request
+        found = self._find_node(name)
+        if found is None:
+            self._later_could_not_start(worker, "Ray has lost the node")
+            return
+        identity = str(found["NodeID"])
+        actor = (
+            ray.remote(ElasticWorker)
+            .options(
+                num_cpus=request.needs.cpus_per_worker,
+                num_gpus=request.needs.gpus,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(identity, soft=False),
+            )
+            .remote()
+        )
+        info = actor.describe.remote()
+        if request.needs.use_gpu:
+            actor.share_gpus.remote(self._local_rank(name), int(found["Resources"].get("GPU", 0)))
+        settings = request.settings
+        joined = actor.join.remote(
+            {
+                **request.env,
+                "HOROVOD_ELASTIC": "1",
+                WORKER_ID: f"w{worker}",
+                "HOROVOD_HOSTNAME": identity,
+                **place_variables(place),
+                SECRET_KEY: encode_key(self._place.key),
+            },
+            probe_request(self._place, nics_of(settings), settings.timeout_s),
+        )
+        self._workers[worker] = _Worker(worker, node, actor, info)
+        self._when_done(joined, "joined", worker)
+
+    def _local_rank(self, name: str) -> int:
+        """What a new worker's will be, unless others come or go before it begins."""
+        return sum(worker.node.name == name for worker in self._workers.values())
+
+    def _later_could_not_start(self, worker: int, why: str) -> None:
+        self._supervisor.call_later(0.0, lambda: self._the_driver.could_not_start(worker, why))
+
+    def stop(self, name: str, worker: int, grace: float) -> None:
+        found = self._workers.get(worker)
+        if found is None:
+            return
+        if grace > 0:
+            self._supervisor.call_later(grace, lambda: self.stop(name, worker, 0.0))
+        else:
+            kill([found.actor])
+
+    # -- what Ray says ---------------------------------------------------------------------
+
+    @property
+    def _the_driver(self) -> Driver:
+        assert self._driver is not None, "report_to comes first"
+        return self._driver
+
+    def _when_done(self, reference: Any, kind: str, worker: int) -> Future[Any]:
+        future: Future[Any] = reference.future()
+        future.add_done_callback(lambda done: self._mailbox.post(kind, (worker, done)))
+        return future
+
+    def _take(self) -> None:
+        for kind, (number, future) in self._mailbox.take_all():
+            worker = self._workers.get(number)
+            if worker is not None:
+                (self._joined if kind == "joined" else self._ended)(worker, future)
+
+    def _joined(self, worker: _Worker, future: Future[Any]) -> None:
+        """The actor runs and has, or has not, found the way to the store."""
+        error = future.exception()
+        if error is None:
+            info: WorkerInfo = ray.get(worker.info)
+            problem = future.result() or _other_versions(info)
+        else:
+            problem = _first_line(error)
+        if problem:
+            del self._workers[worker.number]
+            kill([worker.actor])
+            self._the_driver.could_not_start(worker.number, f"it {problem}")
+            return
+        self._the_driver.started(worker.node, worker.number, info.pid)
+        worker.actor.set_queue.remote(StoreQueue())
+        done = worker.actor.work.remote(self._request.call, self._request.executable)
+        worker.done = self._when_done(done, "ended", worker.number)
+
+    def _ended(self, worker: _Worker, future: Future[Any]) -> None:
+        end = self._end_of(worker, future)
+        self.ends.append(end)
+        del self._workers[worker.number]
+        kill([worker.actor])
+        self._the_driver.exited(worker.node, [(worker.number, end.code)])
+
+    def _end_of(self, worker: _Worker, future: Future[Any]) -> WorkerEnd:
+        error = future.exception()
+        if error is None:
+            end: WorkerEnd = future.result()
+            return end
+        info: WorkerInfo = ray.get(worker.info)
+        if isinstance(error, RayActorError):
+            self.died[info.pid] = str(error)
+            return WorkerEnd(-signal.SIGKILL)
+        problem = f"what the function returned cannot be had here: {error}"
+        return WorkerEnd(
+            1, failure=Failure(None, info.hostname, info.pid, problem, str(error), None)
+        )
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def close(self, grace: float) -> None:
+        """End all workers; those that run have so many seconds to end by themselves."""
+        if self._closed:
+            return
+        self._closed = True
+        self._supervisor.unwatch(self._mailbox.descriptor)
+        working = {w.number: w.done for w in self._workers.values() if w.done is not None}
+        wait(list(working.values()), timeout=grace)
+        for number, future in working.items():
+            if future.done():
+                self.ends.append(self._end_of(self._workers[number], future))
+        kill(worker.actor for worker in self._workers.values())
+        self._workers.clear()
+        self._mailbox.close()
+
+
+def _other_versions(info: WorkerInfo) -> str:
+    for package, version in own_versions().items():
+        theirs = info.versions.get(package, "none")
+        if theirs != version:
+            return f"has {package} {theirs}, but the driver has {version}"
+    return ""
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"failed: {type(error).__name__}: {' '.join(lines[:6])}"

@@ -1,0 +1,60 @@
+"""``horovod.ray.ray_logger.log``: a worker tells the driver something while it runs.
+
+What a worker logs is passed to every callback of `RayExecutor.run` or `execute`, on the driver. It
+travels through the job's own store: see `logs`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import cloudpickle
+
+from horovod.common.launcher_store import launchers_store
+from horovod.common.logging import get_logger
+from horovod.common.store import StoreClient
+from horovod.runner.function_call import put
+
+_logger = get_logger(__name__)
+
+COUNTER = "logged"  # in the job's store: how many messages there are
+_CONNECT_SECONDS = 30.0
+
+_queue: Any = None
+_warned = False
+
+
+def message_name(number: int) -> str:
+    return f"{COUNTER}/{number}"
+
+
+class StoreQueue:
+    """Puts messages into the job's store, where the driver takes them out."""
+
+    def __init__(self) -> None:
+        self._store: StoreClient | None = None
+
+    def put(self, item: Any) -> None:
+        if self._store is None:
+            self._store = launchers_store(os.environ).connect(_CONNECT_SECONDS)
+        put(self._store, message_name(self._store.add(COUNTER, 1)), cloudpickle.dumps(item))
+
+
+def configure(queue: Any) -> None:
+    """From now on `log` puts messages there; None: nobody is interested."""
+    global _queue
+    _queue = queue
+
+
+def log(info_dict: Mapping[str, Any]) -> None:
+    """Pass `info_dict` to the callbacks on the driver. Warns once where there is no driver."""
+    global _warned
+    if _queue is not None:
+        _queue.put(info_dict)
+    elif not _warned:
+        _warned = True
+        _logger.warning(
+            "ray_logger.log has nobody to tell: this process is not a worker of a RayExecutor"
+        )

@@ -1,0 +1,56 @@
+"""What a job on Ray may be told besides its size: `RayExecutor.create_settings` makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from horovod.common.wire import new_key
+
+
+@dataclass
+class MiniSettings:
+    """Settings of a job. The key is what its ranks know each other by; it is never shown.
+
+    `timeout_s` is how long the ranks may take to find each other once they run,
+    `placement_group_timeout_s` how long Ray may take to find room for them. `nics` are the
+    interfaces to keep the traffic on. What concerns ssh has no effect: Ray starts the processes.
+    """
+
+    nics: Collection[str] | None = None
+    verbose: int = 1
+    key: bytes | None = field(default_factory=new_key, repr=False)
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    timeout_s: float = 300
+    placement_group_timeout_s: float = 100
+    elastic: bool = False
+
+    @property
+    def start_timeout(self) -> float:
+        """Seconds for the ranks to find each other."""
+        return self.timeout_s
+
+
+@dataclass
+class ElasticRaySettings(MiniSettings):
+    """Settings that `ElasticRayExecutor.create_settings` makes: with the limits of the job."""
+
+    elastic: bool = True
+    min_num_proc: int = 1
+    max_num_proc: int | None = None
+    reset_limit: int | None = None
+    cooldown_range: tuple[float, float] | None = None
+    elastic_timeout: float = 600
+    discovery: Any = None
+
+
+def nics_of(settings: Any) -> list[str]:
+    """The interfaces that the settings name, in a stable order."""
+    return sorted(settings.nics or ())
+
+
+def key_of(settings: Any) -> bytes:
+    """The settings' key, or a new one where they have none."""
+    return getattr(settings, "key", None) or new_key()

@@ -1,0 +1,166 @@
+"""Where the workers of a static job run: placement groups, and the actors in them.
+
+`ColocatedStrategy` is ``num_hosts`` x ``num_workers_per_host``, `PGStrategy` is ``num_workers``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from horovod.ray.cluster import describe_amounts, describe_cluster, kill
+from horovod.ray.params import BaseParams
+from horovod.ray.worker import BaseHorovodWorker
+
+
+class BaseStrategy(ABC):
+    """Finds room for workers and starts them there."""
+
+    def __init__(
+        self,
+        settings: Any,
+        num_workers: int,
+        use_gpu: bool = False,
+        cpus_per_worker: int = 1,
+        gpus_per_worker: int | None = None,
+    ) -> None:
+        self.settings = settings
+        self.num_workers = num_workers
+        self._needs = BaseParams(
+            cpus_per_worker=cpus_per_worker, use_gpu=use_gpu, gpus_per_worker=gpus_per_worker
+        )
+        self._group: PlacementGroup | None = None
+        self._created: PlacementGroup | None = None  # the group, if it is ours
+        self._workers: list[Any] = []
+
+    @abstractmethod
+    def create_workers(self) -> list[Any]:
+        """Start the actors; they exist, but may not run yet."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What is asked for, for people."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long Ray may take to find room, and then to start processes."""
+        return float(self.settings.placement_group_timeout_s)
+
+    def too_few(self) -> TimeoutError:
+        """The error for what Ray has not found in time."""
+        return TimeoutError(
+            f"Ray did not find room within {self.wait_seconds:g} s (placement_group_timeout_s) for "
+            f"{self.describe()}. The cluster has {describe_cluster(self._needs.resources)}. Ask "
+            f"for less, wait for others to finish, or add nodes"
+        )
+
+    def shutdown(self) -> None:
+        """End the workers, and give their room back if we reserved it."""
+        workers, self._workers = self._workers, []
+        kill(workers)
+        group, self._created = self._created, None
+        if group is not None and ray.is_initialized():
+            remove_placement_group(group)
+
+    def _reserve(self, bundles: Sequence[Mapping[str, float]], how: str) -> None:
+        self._group = self._created = create_placement_group(bundles, how)
+        if not self._group.wait(self.wait_seconds):
+            error = self.too_few()
+            self.shutdown()
+            raise error
+
+    def _start(self, bundles: Sequence[int]) -> list[Any]:
+        """One worker in each of these bundles; -1 leaves the choice to Ray."""
+        for rank, bundle in enumerate(bundles):
+            worker = ray.remote(BaseHorovodWorker).options(
+                num_cpus=self._needs.cpus_per_worker,
+                num_gpus=self._needs.gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=bundle
+                ),
+            )
+            self._workers.append(worker.remote(world_rank=rank, world_size=len(bundles)))
+        return list(self._workers)
+
+
+class ColocatedStrategy(BaseStrategy):
+    """The same number of workers on each of so many different nodes."""
+
+    def __init__(
+        self,
+        *,
+        settings: Any,
+        num_hosts: int,
+        num_workers_per_host: int = 1,
+        use_gpu: bool = False,
+        cpus_per_worker: int = 1,
+        gpus_per_worker: int | None = None,
+    ) -> None:
+        super().__init__(
+            settings, num_hosts * num_workers_per_host, use_gpu, cpus_per_worker, gpus_per_worker
+        )
+        self.num_hosts = num_hosts
+        self.num_workers_per_host = num_workers_per_host
+
+    def create_workers(self) -> list[Any]:
+        count = self.num_workers_per_host
+        bundle = {name: amount * count for name, amount in self._needs.resources.items()}
+        self._reserve([bundle or {"CPU": 0.001}] * self.num_hosts, "STRICT_SPREAD")
+        return self._start([host for host in range(self.num_hosts) for _ in range(count)])
+
+    def describe(self) -> str:
+        return (
+            f"{self.num_hosts} nodes with {self.num_workers_per_host} workers each, "
+            f"{describe_amounts(self._needs.resources)} for each worker"
+        )
+
+
+class PGStrategy(BaseStrategy):
+    """A number of workers on as few nodes as possible, or inside a placement group that exists."""
+
+    def __init__(
+        self,
+        *,
+        settings: Any,
+        num_workers: int,
+        use_gpu: bool = False,
+        cpus_per_worker: int = 1,
+        gpus_per_worker: int | None = None,
+        placement_group: PlacementGroup | None = None,
+        force_create_placement_group: bool = False,
+    ) -> None:
+        super().__init__(settings, num_workers, use_gpu, cpus_per_worker, gpus_per_worker)
+        if placement_group is not None and force_create_placement_group:
+            raise ValueError("give placement_group or force_create_placement_group, not both")
+        self._given = placement_group
+        self._force = force_create_placement_group
+
+    def create_workers(self) -> list[Any]:
+        if not self._force:
+            self._group = self._given or get_current_placement_group()
+        if self._group is not None:
+            return self._start([-1] * self.num_workers)
+        bundle = self._needs.resources or {"CPU": 0.001}
+        self._reserve([bundle] * self.num_workers, "PACK")
+        return self._start(range(self.num_workers))
+
+    def describe(self) -> str:
+        where = " in the current placement group" if self._group and not self._created else ""
+        return (
+            f"{self.num_workers} workers with {describe_amounts(self._needs.resources)} each{where}"
+        )
+
+
+def create_placement_group(bundles: Sequence[Mapping[str, float]], how: str) -> PlacementGroup:
+    """Ask Ray for room; wait for the result before using it."""
+    return placement_group([dict(bundle) for bundle in bundles], strategy=how)

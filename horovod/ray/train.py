@@ -1,0 +1,126 @@
+"""Horovod in Ray Train: `HorovodTrainer` and `HorovodConfig`, for Ray Train's v2 interface.
+
+Ray Train starts the workers, restarts them after failures, and keeps checkpoints; the training loop
+calls ``hvd.init()`` and uses Horovod between the workers. Ray Train's controller serves the job's
+store for each group of workers that it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from horovod.common.wire import new_key
+from horovod.ray.coordinator import Coordinator
+from horovod.ray.worker import describe_worker, join, stop_engine
+
+__all__ = ["HorovodConfig", "HorovodTrainer"]
+
+
+@dataclass
+class HorovodConfig(BackendConfig):
+    """How the workers of a `HorovodTrainer` find each other.
+
+    `timeout_s` is the time for that, `nics` the interfaces to keep the traffic on, `env_vars`
+    variables for all workers. What concerns ssh, and `placement_group_timeout_s`, has no effect:
+    Ray Train starts the workers.
+    """
+
+    nics: Collection[str] | None = None
+    verbose: int = 1
+    key: bytes | None = field(default=None, repr=False)
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    ssh_str: str | None = None
+    timeout_s: float = 300
+    placement_group_timeout_s: float = 100
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return HorovodBackend
+
+    @property
+    def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
+        return _stopping_the_engine
+
+    def to_dict(self) -> dict[str, Any]:
+        """What Ray Train may show: not the key."""
+        return {"nics": sorted(self.nics or ()), "timeout_s": self.timeout_s}
+
+
+@contextmanager
+def _stopping_the_engine() -> Iterator[None]:
+    """A loop that ends, well or not, leaves the job: no other worker waits for it."""
+    try:
+        yield
+    finally:
+        stop_engine()
+
+
+class HorovodBackend(Backend):
+    """Gives every worker of a group its place; runs in Ray Train's controller."""
+
+    share_cuda_visible_devices = True
+
+    def __init__(self) -> None:
+        self._coordinator: Coordinator | None = None
+
+    def on_start(self, worker_group: Any, backend_config: HorovodConfig) -> None:
+        self._close()
+        if backend_config.key is None:
+            backend_config.key = new_key()
+        coordinator = self._coordinator = Coordinator(backend_config)
+        infos = worker_group.execute(describe_worker)
+        places = coordinator.join(infos, backend_config.env_vars)
+        request = coordinator.request()
+        joined = [
+            worker_group.execute_single_async(rank, join, place, request)
+            for rank, place in enumerate(places)
+        ]
+        for rank, problem in enumerate(ray.get(joined)):
+            if problem:
+                info = infos[rank]
+                raise RuntimeError(f"rank {rank} on {info.hostname} ({info.address}) {problem}")
+
+    def on_shutdown(self, worker_group: Any, backend_config: HorovodConfig) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator is not None:
+            coordinator.close()
+
+
+class HorovodTrainer(DataParallelTrainer):
+    """Runs a training loop with Horovod on the workers of Ray Train.
+
+    ``train_loop_per_worker`` calls ``hvd.init()``, reports with ``ray.train.report`` and takes its
+    data from ``ray.train.get_dataset_shard``. The other arguments are those of Ray Train's own
+    trainers. A run goes on where it was when a trainer is made with the same name and storage path
+    (``RunConfig``), or after a failure that ``FailureConfig`` allows: the loop finds the newest
+    checkpoint with ``ray.train.get_checkpoint()``.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any],
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        horovod_config: HorovodConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if horovod_config is not None and not isinstance(horovod_config, HorovodConfig):
+            raise ValueError(f"horovod_config must be a HorovodConfig, not {horovod_config!r}")
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            backend_config=horovod_config or HorovodConfig(),
+            **kwargs,
+        )

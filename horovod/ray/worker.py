@@ -1,0 +1,239 @@
+"""The Ray actor that is one rank of a job.
+
+Made by strategy (static jobs), node_set (elastic jobs) or by anybody who wants a rank of their own:
+``ray.remote(BaseHorovodWorker)``. It imports neither torch nor any other framework; the function
+that it is given does.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+import horovod
+from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
+from horovod.ray import ray_logger
+from horovod.runner.function_call import Failure, pickled
+from horovod.runner.probe import free_port, probe
+from horovod.runner.store_endpoints import describe_failures
+
+_COMPARED = ("torch",)  # packages that must be the same on all ranks, besides our own
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What a worker says about itself."""
+
+    node_id: str
+    hostname: str
+    address: str
+    pid: int
+    gpu_ids: tuple[str, ...]
+    free_port: int
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """How an elastic worker's function ended."""
+
+    code: int  # as a process's exit code
+    finished: bool = False  # the function returned; else it failed, or the worker had to leave
+    rank: int | None = None
+    value: Any = None
+    failure: Failure | None = None
+
+
+class BaseHorovodWorker:
+    """One rank. Methods other than those below are for the adapters."""
+
+    executable: Any = None
+
+    def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
+        os.environ["HOROVOD_RANK"] = str(world_rank)
+        os.environ["HOROVOD_SIZE"] = str(world_size)
+
+    def node_id(self) -> str:
+        return node_id()
+
+    def hostname(self) -> str:
+        return socket.gethostname()
+
+    def get_gpu_ids(self) -> list[str]:
+        """The GPUs that Ray has given to this worker."""
+        return gpu_ids()
+
+    def update_env_vars(self, env_vars: Mapping[str, str]) -> None:
+        """Set variables of this process's environment; those with value None stay as they are."""
+        os.environ.update({k: str(v) for k, v in env_vars.items() if v is not None})
+
+    def env_vars(self) -> dict[str, str]:
+        """This process's environment, without the job's key."""
+        return {name: value for name, value in os.environ.items() if name != SECRET_KEY}
+
+    def start_executable(
+        self,
+        executable_cls: type | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make the object that `execute` passes to its functions."""
+        if executable_cls is not None:
+            self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
+
+    def execute(self, func: Callable[[Any], Any]) -> Any:
+        """What ``func(executable)`` returns. When it raises, the engine stops on this rank, so
+        that no other rank waits for it."""
+        try:
+            return func(self.executable)
+        except BaseException as error:
+            stop_engine()
+            where = f"raised on {_who()}"
+            if not isinstance(error, Exception):  # it would end the actor without a word
+                kind = type(error).__qualname__
+                raise RuntimeError(f"the function raised {kind}({error}); {where}") from error
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(where)
+            raise
+
+    def set_queue(self, queue: Any) -> None:
+        """Where `ray_logger.log` puts what is logged here: anything with a method ``put``."""
+        ray_logger.configure(queue)
+
+    # -- for the adapters ------------------------------------------------------------------
+
+    def describe(self) -> WorkerInfo:
+        return describe_worker()
+
+    def join(self, env_vars: Mapping[str, str], request: Mapping[str, Any]) -> str:
+        """Take a place in the job: its variables, and the way to its store. A problem, or nothing.
+
+        `request` is the question of `horovod.runner.probe`: the addresses of the store, the key.
+        """
+        return join(env_vars, request)
+
+
+class ElasticWorker(BaseHorovodWorker):
+    """A worker of an elastic job: the driver decides about its rank."""
+
+    def __init__(self) -> None:
+        """It has no rank yet."""
+
+    def share_gpus(self, index: int, count: int) -> None:
+        """See all of the node's GPUs, with our own at the index that is our local rank."""
+        mine = self.get_gpu_ids()
+        others = [str(gpu) for gpu in range(count) if str(gpu) not in mine]
+        before = others[: index * len(mine)]
+        visible = [*before, *mine, *others[len(before) :]]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+
+    def work(
+        self, func: Callable[[Any], Any], executable: tuple[Any, Any, Any] = (None, None, None)
+    ) -> WorkerEnd:
+        """Call the function of an elastic job; nothing is raised but what kills the actor."""
+        end = self._work(func, executable)
+        stop_engine()
+        return end
+
+    def _work(self, func: Callable[[Any], Any], executable: tuple[Any, Any, Any]) -> WorkerEnd:
+        try:
+            self.start_executable(*executable)
+            value = func(self.executable)
+        except SystemExit as error:
+            if error.code in (0, None):
+                return WorkerEnd(0)  # it left, or has no place any more
+            return _failed(f"the function called sys.exit({error.code!r})", error)
+        except BaseException as error:
+            return _failed(f"the function raised {type(error).__qualname__}: {error}", error)
+        return WorkerEnd(0, True, _rank(), value)
+
+
+def node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def gpu_ids() -> list[str]:
+    return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
+def describe_worker() -> WorkerInfo:
+    """This process, which Ray has started."""
+    address = ray.util.get_node_ip_address()
+    return WorkerInfo(
+        node_id=node_id(),
+        hostname=socket.gethostname(),
+        address=address,
+        pid=os.getpid(),
+        gpu_ids=tuple(gpu_ids()),
+        free_port=free_port(address),
+        versions=own_versions(),
+    )
+
+
+def own_versions() -> dict[str, str]:
+    """Versions that have to be the same everywhere; what is not installed is left out."""
+    found = {"horovod": horovod.__version__, "Python": platform.python_version()}
+    for package in _COMPARED:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def join(env_vars: Mapping[str, str], request: Mapping[str, Any]) -> str:
+    """Write the variables and the way to the job's store into the environment."""
+    os.environ.update(env_vars)
+    answer = probe(dict(request))
+    if answer["endpoint"] is None:
+        tried = describe_failures(answer["failures"])
+        return (
+            f"cannot connect to the job's store: tried {tried}. Name the network interfaces "
+            f"that connect the nodes in the settings' nics"
+        )
+    if request["nics"] and not answer["nics"]:
+        return (
+            f"has no interface with an address among {', '.join(request['nics'])} (nics of the "
+            f"settings); it has {', '.join(answer['interfaces'])}"
+        )
+    os.environ[STORE_ADDRESS], os.environ[STORE_PORT] = (
+        answer["endpoint"][0],
+        str(answer["endpoint"][1]),
+    )
+    if answer["nics"]:
+        os.environ["HOROVOD_GLOO_IFACE"] = next(iter(answer["nics"]))
+        os.environ["NCCL_SOCKET_IFNAME"] = ",".join(answer["nics"])
+    return ""
+
+
+def stop_engine() -> None:
+    """Shut the engine down, if this process has ever loaded it."""
+    module = sys.modules.get("horovod.engine.basics")
+    if module is not None:
+        module.HorovodBasics().shutdown()
+
+
+def _rank() -> int | None:
+    text = os.environ.get("HOROVOD_RANK", "")
+    return int(text) if text.isdecimal() else None
+
+
+def _who() -> str:
+    rank = _rank()
+    who = "a worker without a rank" if rank is None else f"rank {rank}"
+    return f"{who} on {socket.gethostname()} (pid {os.getpid()})"
+
+
+def _failed(problem: str, error: BaseException) -> WorkerEnd:
+    text = "".join(traceback.format_exception(error))
+    failure = Failure(_rank(), socket.gethostname(), os.getpid(), problem, text, pickled(error))
+    return WorkerEnd(1, failure=failure)

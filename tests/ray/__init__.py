@@ -1,0 +1,1 @@
+"""Tests of `horovod.ray` on a real cluster of three nodes."""

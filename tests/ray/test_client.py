@@ -1,0 +1,73 @@
+"""Through Ray Client: from a process that is not a part of the cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ray.conftest import ROOT
+
+pytestmark = pytest.mark.timeout(900)
+
+PROGRAM = """
+import os, sys
+import ray
+ray.init(sys.argv[1])
+from horovod.ray import RayExecutor, ray_logger
+from tests.ray import training
+
+assert ray.util.client.ray.is_connected()
+settings = RayExecutor.create_settings(timeout_s=120)
+executor = RayExecutor(settings, num_workers=2)
+executor.start(dict, executable_kwargs={"a": 1}, extra_env_vars={"MY": "own"})
+assert executor.run(lambda: os.environ["MY"]) == ["own"] * 2
+assert executor.execute(lambda made: made["a"]) == [1, 1]
+assert executor.execute_single(lambda made: made) == {"a": 1}
+places = ray.get(executor.run_remote(training.place))
+assert [place["rank"] for place in places] == [0, 1]
+assert os.getpid() not in [place["pid"] for place in places]
+
+told = []
+executor.run(lambda: ray_logger.log({"here": os.environ["HOROVOD_RANK"]}), callbacks=[told.append])
+assert sorted(one["here"] for one in told) == ["0", "1"], told
+
+def fail():
+    raise LookupError("nothing there")
+
+try:
+    executor.run(fail)
+except LookupError as error:
+    assert "nothing there" in str(error)
+else:
+    raise AssertionError("it should have failed")
+executor.shutdown()
+
+elastic = RayExecutor(settings, min_workers=2, max_workers=2)
+elastic.start()
+told.clear()
+
+def train():
+    ray_logger.log(training.join_elastic_job())
+
+assert elastic.run(train, callbacks=[told.append]) == [None, None]
+assert sorted(told) == [0, 1]
+elastic.shutdown()
+print("all of it")
+"""
+
+
+def test_everything_through_ray_client(cluster: Any, tmp_path: Path):
+    script = tmp_path / "client.py"
+    script.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, str(script), f"ray://127.0.0.1:{cluster.client_port}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.stdout.strip().endswith("all of it"), done.stdout + done.stderr
