@@ -13,6 +13,7 @@ is sent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 
@@ -51,3 +52,15 @@ class HorovodVersionMismatchError(ImportError):
         self.name = name
         self.version = version
         self.installed_version = installed_version
+
+
+_OURS = re.compile(r"\b(?:HorovodInternalError|PeerLostError): (.*)")
+
+
+def error_in_text(error: BaseException) -> HorovodInternalError | None:
+    """The error of ours that a framework's error tells of.
+
+    Out of a step that a framework has compiled comes an error of its own, with ours in the text.
+    """
+    found = _OURS.search(str(error))
+    return None if found is None else HorovodInternalError(found[1])
