@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -77,6 +78,9 @@ def _our_errors() -> Iterator[None]:
 
 def _reset() -> None:
     _basics.shutdown()
+    programs = sys.modules.get("horovod.jax.primitive")
+    if programs is not None:  # those of JAX that failed must not let the next fail
+        programs.forget_programs()
     _basics.init()
 
 

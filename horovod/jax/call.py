@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -211,7 +212,7 @@ def _alltoall(call: Call, tensors: Tensors, background: bool) -> tuple[Request, 
         else:
             parts = torch.split(output, [_rows(source).shape[1] for source in sources], dim=1)
             outputs = [
-                part.contiguous().view(source.dtype).view(-1, *source.shape[1:])
+                part.reshape(-1).clone().view(source.dtype).view(len(part), *source.shape[1:])
                 for part, source in zip(parts, sources, strict=True)
             ]
         return [*outputs, torch.tensor(received, dtype=torch.int32)]
@@ -239,7 +240,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of each row."""
-    return tensor.reshape(tensor.shape[0], -1).view(torch.uint8).view(tensor.shape[0], -1)
+    width = math.prod(tensor.shape[1:]) * tensor.itemsize
+    return _bytes(tensor).view(tensor.shape[0], width)
 
 
 def _unpacked(packed: torch.Tensor, like: Tensors) -> Tensors:
