@@ -55,6 +55,7 @@ class _Collectives(effects.Effect):
 _effect = _Collectives()
 for _allowed in (
     effects.ordered_effects,
+    effects.shardable_ordered_effects,  # so that we can say what is wrong with several devices
     effects.lowerable_effects,
     effects.control_flow_allowed_effects,
     effects.custom_derivatives_allowed_effects,
