@@ -95,9 +95,7 @@ def main() -> int:
             state.commit()
 
     # Elastic: all that training needs to go on; what is not in it is lost with a process.
-    state = hvd.elastic.JaxState(
-        params=params, opt_state=optimizer.init(params), epoch=0, batch=0
-    )
+    state = hvd.elastic.JaxState(params=params, opt_state=optimizer.init(params), epoch=0, batch=0)
     train(state)
     correct = predict(state.params, test_images).argmax(axis=1) == test_labels
     accuracy = float(correct.mean())

@@ -99,7 +99,9 @@ def main() -> int:
         metrics = hvd.average_metrics({"loss": loss})  # Horovod: over the processes
         if hvd.rank() == 0:
             rate = steps * args.batch_size * hvd.size() / (time.monotonic() - began)
-            print(f"epoch {epoch + 1:2}: loss {metrics['loss']:.4f}, {rate:.0f} images/s", flush=True)
+            print(
+                f"epoch {epoch + 1:2}: loss {metrics['loss']:.4f}, {rate:.0f} images/s", flush=True
+            )
 
     correct = predict(params, test_images).argmax(axis=1) == test_labels
     accuracy = float(correct.mean())

@@ -69,9 +69,7 @@ class Submission(ABC):
         known = self._signatures.get(key)
         if known is None:
             full = f"{kind.value}.{name}"
-            signature = signature_of(
-                kind, full, tensors, op, prescale, postscale, detail, labels
-            )
+            signature = signature_of(kind, full, tensors, op, prescale, postscale, detail, labels)
             known = full, signature
             if len(self._signatures) >= channel.group.config.cache_capacity:
                 if not self._signatures:

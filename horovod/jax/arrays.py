@@ -16,6 +16,7 @@ import torch
 
 from horovod.engine.runtime import runtime
 
+
 def is_tracer(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 

@@ -18,9 +18,7 @@ def backward(call: Call) -> Call:
     return dataclasses.replace(call, name=name, labels=(), size=None)
 
 
-def for_floats(
-    function: Callable[[list[Any]], list[Any]], gradients: list[Any]
-) -> list[Any]:
+def for_floats(function: Callable[[list[Any]], list[Any]], gradients: list[Any]) -> list[Any]:
     """Gradients for the inputs: of those that have any, `function(gradients)`.
 
     All ranks must make the same calls, so these are the arrays whose type allows a gradient.

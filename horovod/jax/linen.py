@@ -23,9 +23,7 @@ class SyncBatchNorm(nn.BatchNorm):
     process_set: ProcessSet = global_process_set
 
     @nn.compact
-    def __call__(
-        self, x: Any, use_running_average: bool | None = None, *, mask: Any = None
-    ) -> Any:
+    def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
         use_running_average = nn.merge_param(
             "use_running_average", self.use_running_average, use_running_average
         )

@@ -125,9 +125,7 @@ def alltoall_async(
     """Start an alltoall; `synchronize` gives the output and the received splits."""
     leaves = flatten(tensor)
     call = _alltoall_call(splits, name, process_set, leaves.labels)
-    return dispatch.start(
-        call, leaves.arrays, lambda made: (leaves.rebuilt(made[:-1]), made[-1])
-    )
+    return dispatch.start(call, leaves.arrays, lambda made: (leaves.rebuilt(made[:-1]), made[-1]))
 
 
 # -- allgather -------------------------------------------------------------------------------

@@ -26,9 +26,7 @@ class SyncBatchNorm(nnx.BatchNorm):
         super().__init__(*args, **kwargs)
         self.process_set = process_set
 
-    def __call__(
-        self, x: Any, use_running_average: bool | None = None, *, mask: Any = None
-    ) -> Any:
+    def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
         if use_running_average is None:
             use_running_average = self.use_running_average
         if use_running_average is None:

@@ -208,7 +208,8 @@ def _run(frame: xla_ffi.Frame) -> None:
     if device is None:
         _execute(text, sources, targets)
         return
-    with torch.cuda.stream(torch.cuda.ExternalStream(frame.stream, device)):
+    stream = torch.cuda.ExternalStream(frame.stream, device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
         _execute(text, sources, targets)
 
 

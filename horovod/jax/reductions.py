@@ -91,9 +91,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Start reducing several arrays as one operation; returns one handle."""
     group = check_group(tensors)
-    return allreduce_async(
-        group, average, name, op, prescale_factor, postscale_factor, process_set
-    )
+    return allreduce_async(group, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def reducescatter(

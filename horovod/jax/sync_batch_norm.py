@@ -26,9 +26,7 @@ from horovod.jax import dispatch
 from horovod.jax.reductions import allreduce
 
 
-def statistics(
-    x: Any, axes: Sequence[int], mask: Any, process_set: ProcessSet
-) -> tuple[Any, Any]:
+def statistics(x: Any, axes: Sequence[int], mask: Any, process_set: ProcessSet) -> tuple[Any, Any]:
     """Mean and biased variance over `axes` and over the ranks."""
     own = _own_statistics(x, tuple(axes), mask)
     group = runtime.channel(set_id(process_set)).group
@@ -36,9 +34,7 @@ def statistics(
         return own[1], own[2]
     dispatch.size_matters = True
     table = jnp.zeros((group.size, *own.shape), own.dtype).at[group.rank].set(own)
-    counts, means, variances = jnp.moveaxis(
-        allreduce(table, op=Sum, process_set=process_set), 1, 0
-    )
+    counts, means, variances = jnp.moveaxis(allreduce(table, op=Sum, process_set=process_set), 1, 0)
     weights = counts / jnp.maximum(counts.sum(0), 1)
     mean = (weights * means).sum(0)
     return mean, (weights * (variances + jnp.square(means - mean))).sum(0)

@@ -152,7 +152,7 @@ def _operators() -> list[Any]:
     mine = jnp.float32([hvd.rank() + 2])
     product = hvd.allreduce(mine, op=hvd.Product)
     adasum = hvd.allreduce(mine, op=hvd.Adasum)
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="average"):
         legacy = hvd.allreduce(mine, average=False)
     truth = hvd.allreduce(jnp.asarray([hvd.rank() == 1]), op=hvd.Max)
     same = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Adasum))(mine)

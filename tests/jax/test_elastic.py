@@ -120,9 +120,9 @@ def _train() -> dict[str, Any]:
     @jax.jit
     def step(params: Any, opt_state: Any, share: Any) -> Any:
         traces.append(1)
-        gradients = jax.grad(
-            lambda p: share * jnp.sum((p["w"] - jnp.float32([3.0, -1.0])) ** 2)
-        )(params)
+        gradients = jax.grad(lambda p: share * jnp.sum((p["w"] - jnp.float32([3.0, -1.0])) ** 2))(
+            params
+        )
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 

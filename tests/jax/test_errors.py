@@ -188,12 +188,12 @@ def _several_devices() -> None:
         ValueError, match=r"at \['w'\] is sharded over 2 devices on rank \d, and a Horovod rank has"
     ):
         hvd.allreduce({"w": spread})
-    with pytest.raises(ValueError, match="compiled for 2 devices.*cannot be ordered"):
+    with pytest.raises(ValueError, match=r"compiled for 2 devices.*cannot be ordered"):
         jax.jit(hvd.allreduce)(spread)
     inner = jax.shard_map(
         hvd.allreduce, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x")
     )
-    with pytest.raises(ValueError, match="compiled for 2 devices.*pmap and shard_map"):
+    with pytest.raises(ValueError, match=r"compiled for 2 devices.*pmap and shard_map"):
         jax.jit(inner)(spread)
     second = jax.device_put(jnp.ones(2), jax.devices()[1])  # one device, but another
     assert hvd.allreduce(second).tolist() == [1, 1]

@@ -97,7 +97,9 @@ def test_like_one_layer_on_everything(jax_pool2: RankPool, flavour: str, masked:
         jax.tree.map(close, found["stats"], jax.tree.map(np.asarray, plain["stats"]))
     jax.tree.map(np.testing.assert_array_equal, first["stats"], second["stats"])
     total = jax.tree.map(lambda a, b: a + b, first["params"], second["params"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-3, atol=5e-2), total, plain["params"])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-3, atol=5e-2), total, plain["params"]
+    )
 
 
 def _evaluation() -> list[Any]:

@@ -73,7 +73,9 @@ def test_training_together_is_training_alone_on_all_data(
 ):
     first, second = jax_pool2.run(together, jit, wrapped)
     jax.tree.map(np.testing.assert_array_equal, first, second)  # bit by bit
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), first, alone())
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), first, alone()
+    )
 
 
 def _passes(jit: bool, average: bool) -> list[Any]:
