@@ -1,7 +1,8 @@
 # make train   install into .venv and train a real model on two processes
 # make test    install and run every check and test: the core and Lightning in .venv, TensorFlow,
 #              Keras, JAX, Spark and Ray in .venv-frameworks (`make test-core`, `test-lightning`,
-#              `test-tensorflow`, `test-jax`, `test-spark` and `test-ray` do one part)
+#              `test-tensorflow`, `test-jax`, `test-spark` and `test-ray` do one part); MXNet in
+#              .venv-mxnet where it can be installed (`make test-mxnet`)
 # make bench   install into .venv and compare collectives with Gloo and Open MPI
 #
 # PYTHON chooses the interpreter:  make test PYTHON=python3.12
@@ -18,7 +19,7 @@ TF      := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
 INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-core test-lightning test-tensorflow test-jax test-spark test-ray lint bench clean
+.PHONY: help train test test-core test-lightning test-tensorflow test-jax test-spark test-ray test-mxnet lint bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
@@ -26,10 +27,10 @@ help:
 train: $(VENV)/.examples
 	PATH="$(abspath $(BIN)):$$PATH" horovodrun -np 2 python examples/pytorch/pytorch_mnist.py
 
-test: test-core test-lightning test-tensorflow
+test: test-core test-lightning test-tensorflow test-jax test-mxnet
 
 test-core: lint
-	$(BIN)/python -m pytest $(PYTEST) $(patsubst %,--ignore tests/%,lightning jax spark ray)
+	$(BIN)/python -m pytest $(PYTEST) $(patsubst %,--ignore tests/%,lightning jax bindings spark ray)
 
 test-lightning: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST) tests/lightning
@@ -38,13 +39,26 @@ test-tensorflow: $(VENV)-frameworks/.installed
 	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest $(PYTEST) tests/tensorflow tests/keras
 
 test-jax: $(VENV)-frameworks/.installed
-	$(FW_BIN)/python -m pytest $(PYTEST) tests/jax
+	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest $(PYTEST) tests/jax tests/bindings
 
 test-spark: $(VENV)-frameworks/.installed
 	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest $(PYTEST) tests/spark
 
 test-ray: $(VENV)-frameworks/.installed
 	$(FW_BIN)/python -m pytest $(PYTEST) tests/ray
+
+# MXNet's last release runs on x86-64 with Python 3.8 to 3.11 and a numpy that nobody else takes.
+MX_PYTHON := $(shell for p in python3.11 python3.10; do command -v $$p && break; done)
+MX_WHY    := $(if $(filter x86_64,$(shell uname -m)),$(if $(MX_PYTHON),,there is no python3.10 or \
+	python3.11),MXNet 1.9.1 does not load on $(shell uname -m))
+
+ifeq ($(strip $(MX_WHY)),)
+test-mxnet: $(VENV)-mxnet/.installed
+	$(VENV)-mxnet/bin/python -m pytest $(PYTEST) tests/mxnet tests/bindings
+else
+test-mxnet:
+	@echo "test-mxnet skipped: $(strip $(MX_WHY))"
+endif
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -55,7 +69,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/collectives.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-frameworks build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-mxnet build dist *.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp for each set of extras; a changed requirement installs again.
@@ -71,3 +85,9 @@ $(VENV)-frameworks/.installed: pyproject.toml constraints.txt | $(FW_BIN)/python
 
 $(BIN)/python $(FW_BIN)/python:
 	$(PYTHON) -m venv $(@D)/..
+
+$(VENV)-mxnet/.installed: pyproject.toml constraints.txt
+	$(MX_PYTHON) -m venv $(VENV)-mxnet
+	$(VENV)-mxnet/bin/python $(INSTALL) -e '.[mxnet]' 'scikit-learn<1.5' 'scipy<1.12' \
+		hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@

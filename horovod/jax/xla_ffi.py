@@ -26,10 +26,20 @@ _ABORTED = 10  # the code of our errors
 
 _DTYPES = {
     1: torch.bool,
-    2: torch.int8, 3: torch.int16, 4: torch.int32, 5: torch.int64,
-    6: torch.uint8, 7: torch.uint16, 8: torch.uint32, 9: torch.uint64,
-    10: torch.float16, 11: torch.float32, 12: torch.float64, 16: torch.bfloat16,
-    15: torch.complex64, 18: torch.complex128,
+    2: torch.int8,
+    3: torch.int16,
+    4: torch.int32,
+    5: torch.int64,
+    6: torch.uint8,
+    7: torch.uint16,
+    8: torch.uint32,
+    9: torch.uint64,
+    10: torch.float16,
+    11: torch.float32,
+    12: torch.float64,
+    16: torch.bfloat16,
+    15: torch.complex64,
+    18: torch.complex128,
 }
 
 

@@ -90,10 +90,9 @@ def test_the_transformer_learns(tmp_path: Path):
 
 
 def test_under_horovodrun_as_documented(tmp_path: Path):
-    program = [sys.executable, str(EXAMPLES / "jax" / "jax_mnist.py")]
+    program = [sys.executable, str(EXAMPLES / "jax" / "jax_mnist.py"), "--fp16-allreduce"]
     done = subprocess.run(
-        [sys.executable, "-m", "horovod.runner", "-np", "2", *program, "--epochs", "1"]
-        + ["--fp16-allreduce"],
+        [sys.executable, "-m", "horovod.runner", "-np", "2", *program, "--epochs", "1"],
         env=clean_environment() | {"PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
