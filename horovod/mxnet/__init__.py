@@ -9,8 +9,8 @@ try:
     import mxnet as _mxnet  # noqa: F401
 except ImportError as _error:
     raise ImportError(
-        "horovod.mxnet needs MXNet 1.9.1 with numpy 1.23.5, which runs on x86-64 with Python 3.8 to "
-        f"3.11: pip install 'horovod[mxnet]' ({_error})"
+        "horovod.mxnet needs MXNet 1.9.1 with numpy 1.23.5, which runs on x86-64 with Python 3.8 "
+        f"to 3.11: pip install 'horovod[mxnet]' ({_error})"
     ) from _error
 
 from horovod.common.process_sets import (
