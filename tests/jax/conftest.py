@@ -46,5 +46,5 @@ def jax_pool2() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def jax_pool3() -> Iterator[RankPool]:
-    """Three ranks that have JAX, with three process sets: {0, 1}, {1, 2} and {0, 2}."""
+    """Three ranks that have JAX, have called `hvd.init()` and may add process sets."""
     yield from jax_pool(3, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})

@@ -426,6 +426,54 @@ def test_compression(jax_pool2: RankPool):
     assert kind == "float32"
 
 
+# -- process sets and join ---------------------------------------------------------------------
+
+
+def _process_sets(mode: str) -> list[Any]:
+    rank = hvd.rank()
+    pairs = [hvd.add_process_set(ranks) for ranks in ([0, 1], [1, 2])]
+    try:
+        found = []
+        for pair in pairs:
+            if not pair.included():
+                with pytest.raises(ValueError, match="does not belong to process set"):
+                    hvd.allreduce(jnp.float32(1), process_set=pair)
+                continue
+
+            def step(x: Any, pair: Any = pair) -> Any:
+                return [
+                    hvd.allreduce({"x": x}, op=hvd.Sum, process_set=pair)["x"],
+                    hvd.allgather(x[None], process_set=pair),
+                    hvd.broadcast(x, pair.ranks[1], process_set=pair),
+                    jax.grad(lambda x: hvd.allreduce(x, op=hvd.Sum, process_set=pair))(x),
+                ]
+
+            made = compiled(mode, step)(jnp.float32(rank))
+            found.append([each.tolist() for each in made])
+        return found
+    finally:
+        for pair in pairs:
+            hvd.remove_process_set(pair)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_process_sets(jax_pool3: RankPool, mode: str):
+    lower, upper = [1.0, [0.0, 1.0], 1.0, 2.0], [3.0, [1.0, 2.0], 2.0, 2.0]
+    assert jax_pool3.run(_process_sets, mode) == [[lower], [lower, upper], [upper]]
+
+
+def _join() -> list[Any]:
+    """A rank that has joined takes part in the programs of the others."""
+    step = jax.jit(lambda tree: hvd.allreduce(tree, op=hvd.Sum))
+    totals = [step({"x": jnp.ones(2), "n": jnp.int32(1)}) for _ in range(1 + 2 * hvd.rank())]
+    last = hvd.join()
+    return [last, [each["x"][0].item() for each in totals], int(step({"n": jnp.int32(1)})["n"])]
+
+
+def test_join(jax_pool2: RankPool):
+    assert jax_pool2.run(_join) == [[1, [2.0], 2], [1, [2.0, 1.0, 1.0], 2]]
+
+
 def _metrics() -> list[Any]:
     rank = hvd.rank()
     at_once = hvd.average_metrics({"loss": 1.0 + rank, "correct": rank, "rows": np.arange(2)})
