@@ -125,6 +125,11 @@ def _abstract(*arguments: Any, call: Any, forms: Any) -> tuple[list[Any], set[An
 
 def _lower(context: Any, *arguments: Any, call: Any, forms: Any, platform: str) -> Any:
     _check_devices(context)
+    if platform == "cuda" and not torch.cuda.is_available():
+        raise NotImplementedError(
+            "JAX uses a GPU that the installed torch cannot: install a build of torch for CUDA, or "
+            "call Horovod's collectives outside of jit"
+        )
     _register(platform)
     if isinstance(call, HostFunction):
         context.module_context.add_keepalive(call)
