@@ -78,9 +78,6 @@ def _our_errors() -> Iterator[None]:
 
 def _reset() -> None:
     _basics.shutdown()
-    programs = sys.modules.get("horovod.jax.primitive")
-    if programs is not None:  # those of JAX that failed must not let the next fail
-        programs.forget_programs()
     _basics.init()
 
 
@@ -200,6 +197,9 @@ class KerasStateBase(VariablesState):
             # the values that Keras would put into the variables at the next occasion are of no use.
             self.model._jax_state = None
             self.model.reset_metrics()
+            programs = sys.modules.get("horovod.jax.primitive")
+            if programs is not None:  # a step that failed must not let the next fail
+                programs.forget_programs()
         super().restore()
 
     def _shared_variables(self) -> list[Any]:

@@ -18,7 +18,7 @@ from horovod.common.exceptions import (
 )
 from horovod.elastic.worker import this_worker
 from horovod.engine.runtime import runtime
-from horovod.jax import dispatch
+from horovod.jax import dispatch, primitive
 from horovod.jax.arrays import check_one_device, device_of, to_torch
 from horovod.jax.basics import init, shutdown
 from horovod.jax.functions import broadcast_object, broadcast_parameters, is_random_key
@@ -95,6 +95,7 @@ class JaxState(ObjectState):
 
     def restore(self) -> None:
         assert self._snapshots.current is not None, "taken by the constructor"
+        primitive.forget_programs()
         values = self._snapshots.current.content
         leaves = [like.made_of(value) for like, value in zip(self._likes, values, strict=True)]
         for name, tree in self._structure.unflatten(leaves).items():

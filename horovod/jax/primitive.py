@@ -29,7 +29,7 @@ import torch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from horovod.common.exceptions import HorovodInternalError, error_in_text
+from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.runtime import runtime
 from horovod.jax import xla_ffi
 from horovod.jax.call import Call, from_text
@@ -248,14 +248,7 @@ def wait_for_programs(name: str | None) -> None:
     without a `name` from a callback of a program, where there is no order at all.
     """
     if runtime_tokens.current_tokens:
-        try:
-            runtime_tokens.block_until_ready()
-        except Exception as error:
-            runtime_tokens.clear()  # or all programs to come would fail for the same reason
-            ours = error_in_text(error)
-            if ours is None:
-                raise
-            raise ours from error
+        finish_programs()
     if name is None and _in_callback():
         raise RuntimeError(
             "a collective was called from a host callback of a compiled program (io_callback, "
@@ -275,15 +268,20 @@ def _in_callback() -> bool:
 
 
 def forget_programs() -> None:
-    """What programs of an earlier job failed with is of no interest to those of the next."""
+    """Let the next program begin anew: not wait for, nor fail with, the one before."""
     runtime_tokens.clear()
 
 
 def finish_programs() -> None:
-    """Before the engine stops: let programs end that are still running, well or not."""
+    """Let programs end that are still running.
+
+    What one of them failed with is raised where its results are used. Here it is forgotten: whether
+    the error comes with the call of a program or later differs between ranks, and what they do next
+    must not.
+    """
     with contextlib.suppress(Exception):
         runtime_tokens.block_until_ready()
-    runtime_tokens.clear()
+    forget_programs()
 
 
 def _at_exit() -> None:
