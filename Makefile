@@ -1,7 +1,8 @@
 # make train   install into .venv and train a real model on two processes
 # make test    install and run every check and test: the core and Lightning in .venv, TensorFlow,
 #              Keras, JAX, Spark and Ray in .venv-frameworks (`make test-core`, `test-lightning`,
-#              `test-tensorflow`, `test-jax`, `test-spark` and `test-ray` do one part)
+#              `test-tensorflow`, `test-jax`, `test-spark` and `test-ray` do one part); MXNet in
+#              .venv-mxnet where it can be installed (`make test-mxnet`)
 # make test-versions   tests/torch and tests/engine with the oldest, a middle and the newest PyTorch,
 #              each in an environment of its own (old versions bring CUDA on x86-64)
 # make bench   install into .venv and compare collectives with Gloo and Open MPI
@@ -15,13 +16,14 @@ SHELL   := /bin/bash
 BIN     := $(VENV)/bin
 FW_BIN  := $(VENV)-frameworks/bin
 PYTEST  ?= -n 2 --dist loadfile
-# The build for CPUs is a third of the size, and there is none for other processors than x86-64.
 VERSIONS := 2.4.1 2.10.0 2.13.0
+# The build for CPUs is a third of the size, and there is none for other processors than x86-64.
 TF      := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
 INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: test-versions help train test test-core test-lightning test-tensorflow test-jax test-spark test-ray lint bench clean
+.PHONY: help train test test-core test-lightning test-tensorflow test-jax test-spark test-ray
+.PHONY: test-mxnet test-versions lint bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
@@ -29,10 +31,10 @@ help:
 train: $(VENV)/.examples
 	PATH="$(abspath $(BIN)):$$PATH" horovodrun -np 2 python examples/pytorch/pytorch_mnist.py
 
-test: test-core test-lightning test-tensorflow test-ray
+test: test-core test-lightning test-tensorflow test-jax test-spark test-ray test-mxnet
 
 test-core: lint
-	$(BIN)/python -m pytest $(PYTEST) $(patsubst %,--ignore tests/%,lightning jax spark ray)
+	$(BIN)/python -m pytest $(PYTEST) $(patsubst %,--ignore tests/%,lightning jax bindings mxnet spark ray)
 
 test-lightning: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST) tests/lightning
@@ -41,7 +43,7 @@ test-tensorflow: $(VENV)-frameworks/.installed
 	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest $(PYTEST) tests/tensorflow tests/keras
 
 test-jax: $(VENV)-frameworks/.installed
-	$(FW_BIN)/python -m pytest $(PYTEST) tests/jax
+	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest $(PYTEST) tests/jax tests/bindings
 
 test-spark: $(VENV)-frameworks/.installed
 	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest $(PYTEST) tests/spark
@@ -54,6 +56,19 @@ test-versions: $(VERSIONS:%=test-torch-%)
 test-torch-%: $(VENV)-torch-%/.installed
 	$(VENV)-torch-$*/bin/python -m pytest $(PYTEST) tests/torch tests/engine
 
+# MXNet's last release runs on x86-64 with Python 3.8 to 3.11 and a numpy that nobody else takes.
+MX_PYTHON := $(shell for p in python3.11 python3.10; do command -v $$p && break; done)
+MX_WHY    := $(if $(filter x86_64,$(shell uname -m)),$(if $(MX_PYTHON),,there is no python3.10 or \
+	python3.11),MXNet 1.9.1 does not load on $(shell uname -m))
+
+ifeq ($(strip $(MX_WHY)),)
+test-mxnet: $(VENV)-mxnet/.installed
+	$(VENV)-mxnet/bin/python -m pytest $(PYTEST) tests/mxnet tests/bindings
+else
+test-mxnet:
+	@echo "test-mxnet skipped: $(strip $(MX_WHY))"
+endif
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -63,7 +78,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/collectives.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-torch-* build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-mxnet $(VENV)-torch-* build dist *.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp for each set of extras; a changed requirement installs again.
@@ -87,3 +102,9 @@ $(VENV)-torch-%/.installed: pyproject.toml
 
 $(BIN)/python $(FW_BIN)/python:
 	$(PYTHON) -m venv $(@D)/..
+
+$(VENV)-mxnet/.installed: pyproject.toml constraints.txt
+	$(MX_PYTHON) -m venv $(VENV)-mxnet
+	$(VENV)-mxnet/bin/python $(INSTALL) -e '.[mxnet]' 'scikit-learn<1.5' 'scipy<1.12' \
+		hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@

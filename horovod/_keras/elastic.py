@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -24,7 +24,11 @@ from horovod._keras.flavour import backend_of
 from horovod._keras.rebuild import has_state
 from horovod._keras.variables import optimizer_variables
 from horovod.common.elastic import ObjectState, State, run_fn
-from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.exceptions import (
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    error_in_text,
+)
 from horovod.elastic.worker import this_worker
 from horovod.engine.basics import HorovodBasics
 from horovod.engine.runtime import runtime
@@ -37,8 +41,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _basics = HorovodBasics()
-
-_OUR_ERROR = re.compile(r"\b(?:HorovodInternalError|PeerLostError): (.*)")
 
 
 # -- the loop ------------------------------------------------------------------------------------
@@ -62,19 +64,16 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
 @contextlib.contextmanager
 def _our_errors() -> Iterator[None]:
-    """Raise as `HorovodInternalError` what a framework makes of it.
-
-    Out of a step that it has compiled comes an error of its own, with ours in the text.
-    """
+    """Raise as `HorovodInternalError` what a framework makes of it."""
     try:
         yield
     except (HorovodInternalError, HostsUpdatedInterrupt):
         raise
     except Exception as error:
-        found = _OUR_ERROR.search(str(error))
-        if found is None:
+        ours = error_in_text(error)
+        if ours is None:
             raise
-        raise HorovodInternalError(found[1]) from error
+        raise ours from error
 
 
 def _reset() -> None:
@@ -198,6 +197,9 @@ class KerasStateBase(VariablesState):
             # the values that Keras would put into the variables at the next occasion are of no use.
             self.model._jax_state = None
             self.model.reset_metrics()
+            programs = sys.modules.get("horovod.jax.primitive")
+            if programs is not None:  # a step that failed must not let the next fail
+                programs.forget_programs()
         super().restore()
 
     def _shared_variables(self) -> list[Any]:

@@ -1,52 +1,17 @@
-"""Reducing the gradients of a JAX step, which is compiled: the step calls the host for it.
-
-JAX's own callbacks first put their arguments on a device, and so wait for a thread that may be the
-one they run in. The primitive here gets the arguments as numpy arrays, and waits for nobody but the
-other ranks.
-"""
+"""Reducing the gradients of Keras on JAX, whose steps are compiled and call the host for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
+import torch
 
-from horovod._keras.arrays import to_numpy, to_torch
 from horovod._keras.reduction import HostReduction, is_alone
 from horovod.engine.job import WORLD
 from horovod.engine.runtime import runtime
-
-Arrays = Sequence[np.ndarray[Any, Any]]
-
-_host_call: Any = Primitive("horovod_host_call")
-_host_call.multiple_results = True
-
-
-@_host_call.def_abstract_eval
-def _forms(*arguments: Any, function: Callable[..., Arrays]) -> list[Any]:
-    return list(arguments)  # the results are like the arguments
-
-
-def _lower(context: Any, *arguments: Any, function: Callable[..., Arrays]) -> Any:
-    results, _, _ = mlir.emit_python_callback(
-        context,
-        function,
-        None,
-        list(arguments),
-        context.avals_in,
-        context.avals_out,
-        has_side_effect=True,
-        returns_token=False,
-    )
-    return results
-
-
-mlir.register_lowering(_host_call, _lower)
+from horovod.jax.arrays import is_tracer, to_jax, to_torch
+from horovod.jax.primitive import call_function, wait_for_programs
 
 
 class JaxReduction(HostReduction):
@@ -61,16 +26,15 @@ class JaxReduction(HostReduction):
         given = [results[place] for place in places]
         present = [variables[place] for place in places]
 
-        def on_host(*arrays: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], ...]:
-            reduced = self.reduce([to_torch(array) for array in arrays], present)
-            return tuple(
-                to_numpy(tensor, like=array) for tensor, array in zip(reduced, arrays, strict=True)
-            )
+        def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            return self.reduce(tensors, present)
 
-        if any(isinstance(gradient, jax.core.Tracer) for gradient in given):
-            reduced = _host_call.bind(*given, function=on_host)
+        if any(is_tracer(gradient) for gradient in given):
+            reduced = call_function(on_host, given)
         else:
-            reduced = [jnp.asarray(array) for array in on_host(*map(np.array, given))]
+            wait_for_programs(self._name)
+            tensors = on_host([to_torch(gradient).clone() for gradient in given])
+            reduced = [to_jax(tensor, each) for tensor, each in zip(tensors, given, strict=True)]
         for place, gradient in zip(places, reduced, strict=True):
             results[place] = gradient
         return results

@@ -2,8 +2,8 @@
 
 `Distribution` holds the arguments of `DistributedOptimizer`, which makes it. The reduction itself
 is that of `horovod.tensorflow` where TensorFlow computes, and `HostReduction` elsewhere, which
-hands torch tensors to the engine: those of the torch backend, or the arrays that JAX passes to the
-host (`horovod._keras.jax_reduction`).
+hands torch tensors to the engine: those of the torch backend, or the memory of JAX's arrays
+(`horovod._keras.jax_reduction`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ is a RuntimeError as well where upstream has its engine find out, so that script
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -85,3 +86,15 @@ class HorovodVersionMismatchError(ImportError):
         self.name = name
         self.version = version
         self.installed_version = installed_version
+
+
+_OURS = re.compile(r"\b(?:HorovodInternalError|PeerLostError): (.*)")
+
+
+def error_in_text(error: BaseException) -> HorovodInternalError | None:
+    """The error of ours that a framework's error tells of.
+
+    Out of a step that a framework has compiled comes an error of its own, with ours in the text.
+    """
+    found = _OURS.search(str(error))
+    return None if found is None else HorovodInternalError(found[1])

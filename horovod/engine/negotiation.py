@@ -249,7 +249,9 @@ def _missed(entries: Mapping[int, Entry], group: Group) -> str:
 def _mismatch(name: str, entries: Mapping[int, Entry], group: Group) -> str:
     """Which field differs, and who has which value from which line of their code."""
     what, values = "request", {rank: str(entry) for rank, entry in entries.items()}
-    for key, word in _FIELDS.items():
+    if len({_labelled(entry) for entry in entries.values()}) > 1:
+        what, values = "tree", _differing_labels(entries)
+    for key, word in _FIELDS.items() if what != "tree" else ():
         shown = {rank: _shown(key, entry) for rank, entry in entries.items()}
         if len(set(shown.values())) > 1:
             what, values = word, shown
@@ -263,6 +265,32 @@ def _mismatch(name: str, entries: Mapping[int, Entry], group: Group) -> str:
         more = " ..." if len(ranks) > 6 else ""
         parts.append(f"{value} on rank {who}{more} ({entries[ranks[0]]['source']})")
     return f"{name!r}: mismatched {what} between ranks: " + "; ".join(parts)
+
+
+def _labelled(entry: Entry) -> tuple[str, ...]:
+    """Label, type and shape of each tensor of a group whose tensors the user calls something."""
+    if not entry["labels"]:
+        return ()
+    if len(entry["labels"]) != len(entry["dtypes"]):  # packed: the labels say all
+        return tuple(entry["labels"])
+    forms = zip(entry["labels"], entry["dtypes"], entry["shapes"], strict=True)
+    if entry["kind"] in (Kind.ALLGATHER.value, Kind.ALLTOALL.value):
+        return tuple(f"{label} {dtype}{[None, *shape[1:]]}" for label, dtype, shape in forms)
+    return tuple(f"{label} {dtype}{shape}" for label, dtype, shape in forms)
+
+
+def _differing_labels(entries: Mapping[int, Entry]) -> dict[int, str]:
+    """For each rank the labelled tensors that not all ranks have, or in another order."""
+    own = {rank: _labelled(entry) for rank, entry in entries.items()}
+    common = set.intersection(*(set(labels) for labels in own.values()))
+    if all(set(labels) == common for labels in own.values()):
+        common = set()  # the same in another order
+    shown = {}
+    for rank, labels in own.items():
+        others = [label for label in labels if label not in common]
+        more = f" and {len(others) - 6} more" if len(others) > 6 else ""
+        shown[rank] = (", ".join(others[:6]) or "none of these") + more
+    return shown
 
 
 def _shown(key: str, entry: Entry) -> str:

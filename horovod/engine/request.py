@@ -58,6 +58,7 @@ class Request:
         "failure",
         "finished",
         "kind",
+        "labels",
         "name",
         "nbytes",
         "op",
@@ -101,6 +102,7 @@ class Request:
         self.nbytes: int | None = None  # in all, if known to be of one dtype and on one device
         # The root of a broadcast, the splits of an alltoall, the wire type of an allreduce, ...
         self.detail = detail
+        self.labels: Sequence[str] = ()  # what the user calls the tensors, in mismatch messages
         # One tensor in host memory that may be shown to the others as it is.
         self.plain = (
             kind is Kind.ALLREDUCE
@@ -178,6 +180,7 @@ class Request:
         """Everything another rank needs to compare this request, or to run it with zeros."""
         return {
             "kind": self.kind.value,
+            "labels": list(self.labels),
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors],
             "shapes": [list(tensor.shape) for tensor in self.tensors],
             "device": self.tensors[0].device.type if self.tensors else "cpu",
@@ -200,6 +203,7 @@ def signature_of(
     prescale: float = 1.0,
     postscale: float = 1.0,
     detail: Any = None,
+    labels: Sequence[str] = (),
 ) -> bytes:
     """64 bits over all that the ranks must agree on."""
     ragged = kind in _RAGGED
@@ -213,6 +217,8 @@ def signature_of(
         for tensor in tensors
     ]
     text = repr((kind.value, name, forms, int(op), prescale, postscale, detail))
+    if labels:
+        text += repr(tuple(labels))
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 

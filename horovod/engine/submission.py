@@ -45,11 +45,12 @@ class Submission(ABC):
         prescale: float = 1.0,
         postscale: float = 1.0,
         detail: Any = None,
+        labels: Sequence[str] = (),
     ) -> tuple[str, bytes]:
         """The request's name on the wire and its signature, remembered for named requests."""
         if name is None:
             full = f"{kind.value}.{channel.auto_name(kind)}"
-            return full, signature_of(kind, full, tensors, op, prescale, postscale, detail)
+            return full, signature_of(kind, full, tensors, op, prescale, postscale, detail, labels)
         if len(tensors) == 1:
             tensor = tensors[0]
             key: tuple[Any, ...] = (
@@ -62,14 +63,16 @@ class Submission(ABC):
                 prescale,
                 postscale,
                 detail,
+                labels,
             )
         else:
             forms = tuple((t.dtype, t.shape, t.device) for t in tensors)
-            key = (kind, name, forms, op, prescale, postscale, detail)
+            key = (kind, name, forms, op, prescale, postscale, detail, labels)
         known = self._signatures.get(key)
         if known is None:
             full = f"{kind.value}.{name}"
-            known = full, signature_of(kind, full, tensors, op, prescale, postscale, detail)
+            signature = signature_of(kind, full, tensors, op, prescale, postscale, detail, labels)
+            known = full, signature
             if len(self._signatures) >= channel.group.config.cache_capacity:
                 if not self._signatures:
                     return known
@@ -103,6 +106,7 @@ class Submission(ABC):
         deferred: bool = False,
         wire: torch.dtype | None = None,
         alone: bool = False,
+        labels: tuple[str, ...] = (),
     ) -> Request:
         """Reduce one tensor, or a group that runs together. `outputs` may be `tensors`.
 
@@ -110,12 +114,14 @@ class Submission(ABC):
         With `deferred` waiting is for the device: the caller goes on while it works. `wire` is the
         type in which the tensors travel between hosts, if that is to be a narrower one. With
         `alone` it is not fused with other requests, and does not wait for them to complete.
+        `labels` are what the user calls the tensors: ranks must agree on them, and are told by
+        them where they differ. They go with the other operations too.
         """
         channel = self.channel(process_set_id)
         if len(tensors) > 1:
             _check_one_device(tensors)
         full, signature = self._named(
-            channel, Kind.ALLREDUCE, name, tensors, op, prescale, postscale, wire
+            channel, Kind.ALLREDUCE, name, tensors, op, prescale, postscale, wire, labels
         )
         request = Request(
             channel,
@@ -130,6 +136,7 @@ class Submission(ABC):
             wire,
         )
         request.alone = alone
+        request.labels = labels
         if request.plain and name is not None and not background:
             self._remember(request, name, process_set_id)
         return self._submit(channel, request, tensors, background, deferred)
@@ -154,6 +161,7 @@ class Submission(ABC):
         name: str | None,
         process_set_id: int = WORLD,
         background: bool = True,
+        labels: tuple[str, ...] = (),
     ) -> Request:
         """Concatenate along the first dimension, which may differ between ranks."""
         channel = self.channel(process_set_id)
@@ -163,8 +171,9 @@ class Submission(ABC):
                 raise UndefinedOperationError(
                     "allgather needs at least one dimension, got a scalar"
                 )
-        full, signature = self._named(channel, Kind.ALLGATHER, name, tensors)
+        full, signature = self._named(channel, Kind.ALLGATHER, name, tensors, labels=labels)
         request = Request(channel, Kind.ALLGATHER, full, signature, tensors)
+        request.labels = labels
         return self._submit(channel, request, tensors, background)
 
     def broadcast(
@@ -175,6 +184,7 @@ class Submission(ABC):
         name: str | None,
         process_set_id: int = WORLD,
         background: bool = True,
+        labels: tuple[str, ...] = (),
     ) -> Request:
         """Copy the root's tensor to all; `root_rank` is a rank of the world."""
         channel = self.channel(process_set_id)
@@ -184,8 +194,11 @@ class Submission(ABC):
                 f"root rank {root_rank} is not in the process set, whose ranks are {list(ranks)}"
             )
         root = ranks.index(root_rank)
-        full, signature = self._named(channel, Kind.BROADCAST, name, [tensor], detail=root)
+        full, signature = self._named(
+            channel, Kind.BROADCAST, name, [tensor], detail=root, labels=labels
+        )
         request = Request(channel, Kind.BROADCAST, full, signature, [tensor], [output], detail=root)
+        request.labels = labels
         return self._submit(channel, request, [tensor], background)
 
     def alltoall(
@@ -195,12 +208,14 @@ class Submission(ABC):
         name: str | None,
         process_set_id: int = WORLD,
         background: bool = True,
+        labels: tuple[str, ...] = (),
     ) -> Request:
         """Send `splits[i]` rows to rank i of the set; without splits, equal shares."""
         channel = self.channel(process_set_id)
         rows = _check_splits(tensor, splits, channel.group.size)
-        full, signature = self._named(channel, Kind.ALLTOALL, name, [tensor])
+        full, signature = self._named(channel, Kind.ALLTOALL, name, [tensor], labels=labels)
         request = Request(channel, Kind.ALLTOALL, full, signature, [tensor], detail=rows)
+        request.labels = labels
         return self._submit(channel, request, [tensor], background)
 
     def reducescatter(
@@ -212,6 +227,7 @@ class Submission(ABC):
         postscale: float = 1.0,
         process_set_id: int = WORLD,
         background: bool = True,
+        labels: tuple[str, ...] = (),
     ) -> Request:
         """Reduce, and leave each rank its share of the rows."""
         channel = self.channel(process_set_id)
@@ -221,11 +237,12 @@ class Submission(ABC):
             if tensor.dim() == 0:
                 raise ValueError("reducescatter needs at least one dimension, got a scalar")
         full, signature = self._named(
-            channel, Kind.REDUCESCATTER, name, tensors, op, prescale, postscale
+            channel, Kind.REDUCESCATTER, name, tensors, op, prescale, postscale, labels=labels
         )
         request = Request(
             channel, Kind.REDUCESCATTER, full, signature, tensors, (), op, prescale, postscale
         )
+        request.labels = labels
         return self._submit(channel, request, tensors, background)
 
     def barrier(self, process_set_id: int = WORLD, background: bool = True) -> Request:

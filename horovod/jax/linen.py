@@ -1,0 +1,50 @@
+"""Layers for flax.linen: ``from horovod.jax import linen as hvd_linen``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.jax.sync_batch_norm import feature_axes, normalised, reduction_axes, statistics
+
+__all__ = ["SyncBatchNorm"]
+
+
+class SyncBatchNorm(nn.BatchNorm):
+    """`flax.linen.BatchNorm` with the statistics of all ranks' batches.
+
+    Takes its arguments and has its variables, so that a model can go from one to the other. When
+    training, all ranks must run their layers equally often and in the same order.
+    """
+
+    process_set: ProcessSet = global_process_set
+
+    @nn.compact
+    def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
+        use_running_average = nn.merge_param(
+            "use_running_average", self.use_running_average, use_running_average
+        )
+        axes = reduction_axes(x.ndim, self.axis)
+        shape = tuple(x.shape[axis] for axis in feature_axes(x.ndim, self.axis))
+        kept = jnp.float32 if self.force_float32_reductions else self.param_dtype
+        running_mean = self.variable("batch_stats", "mean", jnp.zeros, shape, kept)
+        running_variance = self.variable("batch_stats", "var", jnp.ones, shape, kept)
+        if use_running_average:
+            mean, variance = running_mean.value, running_variance.value
+        elif self.is_initializing():  # each rank initialises for itself
+            mean, variance = x.mean(axes), x.var(axes)
+        else:
+            mean, variance = statistics(x, axes, mask, self.process_set)
+            keep = self.momentum
+            running_mean.value = keep * running_mean.value + (1 - keep) * mean
+            running_variance.value = keep * running_variance.value + (1 - keep) * variance
+        scale = bias = None
+        if self.use_scale:
+            scale = self.param("scale", self.scale_init, shape, self.param_dtype)
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        y = normalised(x, mean, variance, scale, bias, axes, self.epsilon)
+        return y.astype(self.dtype or jnp.result_type(x, self.param_dtype))

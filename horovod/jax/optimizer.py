@@ -1,0 +1,181 @@
+"""Training on all ranks' gradients: an optax transformation, and the wrappers of ``jax.grad``.
+
+Exported to users by `horovod.jax`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.reduce_op import Adasum, Average, ReduceOp, Sum
+from horovod.common.util import resolve_reduce_op
+from horovod.jax.arrays import is_tracer
+from horovod.jax.compression import Compression, Compressor
+from horovod.jax.reductions import allreduce
+
+
+class AccumulationState(NamedTuple):
+    """What `DistributedOptimizer` keeps between passes if it does not step in each."""
+
+    passes: Any  # since the last step
+    sums: Any  # of this rank's gradients
+    inner: Any  # the state of the optimizer
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """An optax transformation like `optimizer`, on the gradients of all ranks.
+
+    All gradients of a step are reduced as one operation; what clips or scales them belongs into
+    `optimizer`, which gets them reduced. With `backward_passes_per_step` the gradients of that many
+    updates are added up before ranks exchange them, and the updates in between are zero;
+    `average_aggregated_gradients` divides the sum by their number. Its state is that of `optimizer`
+    as long as there is one pass per step.
+    """
+    import optax
+
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValueError(
+            f"optimizer must be an optax transformation, such as optax.sgd(0.1), not "
+            f"{type(optimizer).__name__}"
+        )
+    passes = backward_passes_per_step
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step must be positive, not {passes!r}")
+    reduce = _reduction(name, compression, op, gradient_predivide_factor, process_set)
+    inner = optax.with_extra_args_support(optimizer)
+
+    def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
+        return inner.update(reduce(gradients), state, params, **extra)
+
+    if passes == 1:
+        return optax.GradientTransformationExtraArgs(
+            inner.init,
+            lambda gradients, state, params=None, **extra: step(gradients, state, params, extra),
+        )
+
+    def init(params: Any) -> AccumulationState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return AccumulationState(jnp.zeros([], jnp.int32), zeros, inner.init(params))
+
+    def update(
+        gradients: Any, state: AccumulationState, params: Any = None, **extra: Any
+    ) -> tuple[Any, AccumulationState]:
+        count = state.passes + 1
+        sums = jax.tree.map(jnp.add, state.sums, gradients)
+
+        def last(_: None) -> tuple[Any, AccumulationState]:
+            divisor = passes if average_aggregated_gradients else 1
+            given = jax.tree.map(lambda total: total / divisor, sums)
+            updates, new = step(given, state.inner, params, extra)
+            zeros = jax.tree.map(jnp.zeros_like, sums)  # not even NaN stays
+            return updates, AccumulationState(jnp.zeros_like(count), zeros, new)
+
+        def another(_: None) -> tuple[Any, AccumulationState]:
+            return (
+                jax.tree.map(jnp.zeros_like, gradients),
+                AccumulationState(count, sums, state.inner),
+            )
+
+        if not any(is_tracer(leaf) for leaf in jax.tree.leaves((gradients, state))):
+            return last(None) if int(count) == passes else another(None)
+        return jax.lax.cond(count == passes, last, another, None)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    **options: Any,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` whose gradients are those of all ranks; the value is this rank's.
+
+    For training without `DistributedOptimizer`; with both, gradients would be reduced twice.
+    """
+    local = jax.value_and_grad(fun, argnums, has_aux, **options)
+    reduce = _reduction(name, compression, op, gradient_predivide_factor, process_set)
+
+    @functools.wraps(fun)
+    def distributed(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = local(*args, **kwargs)
+        return value, reduce(gradients)
+
+    return distributed
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    **options: Any,
+) -> Callable[..., Any]:
+    """`jax.grad` whose gradients are those of all ranks."""
+    local = jax.grad(fun, argnums, has_aux, **options)
+    reduce = _reduction(name, compression, op, gradient_predivide_factor, process_set)
+
+    @functools.wraps(fun)
+    def distributed(*args: Any, **kwargs: Any) -> Any:
+        found = local(*args, **kwargs)
+        return (reduce(found[0]), found[1]) if has_aux else reduce(found)
+
+    return distributed
+
+
+def _reduction(
+    name: str | None,
+    compression: type[Compressor],
+    op: ReduceOp,
+    predivide: float,
+    process_set: ProcessSet,
+) -> Callable[[Any], Any]:
+    """What reduces a tree of gradients; the identity on ranks outside of the set."""
+    op = resolve_reduce_op(op, None)
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"gradients take op=Average, op=Sum or op=Adasum, not {op!r}")
+    if not predivide > 0:
+        raise ValueError(f"gradient_predivide_factor must be a positive number, not {predivide!r}")
+    if predivide != 1.0 and op is not Average:
+        raise ValueError("gradient_predivide_factor needs op=Average")
+
+    def reduce(gradients: Any) -> Any:
+        if process_set is not global_process_set and process_set.included() is False:
+            return gradients
+        return allreduce(
+            gradients,
+            name=name,
+            compression=compression,
+            op=op,
+            prescale_factor=1.0 / predivide,
+            postscale_factor=predivide,
+            process_set=process_set,
+        )
+
+    return reduce

@@ -1,0 +1,293 @@
+"""Collectives inside compiled programs: a JAX primitive whose calls run in the program's order.
+
+All ranks must do the same collectives in the same order, and XLA would run those that do not depend
+on each other in any order. So the primitive has an ordered effect: JAX threads a token through all
+calls, within a program and from one program to the next. What the program then calls, with the
+addresses of arguments and results, is `_run` (see `xla_ffi`). On a GPU it gives its work to the
+program's stream and does not wait for it.
+
+JAX has no public way to declare an ordered effect. All that this package needs of its internals is
+imported here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import sys
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.engine.runtime import runtime
+from horovod.jax import xla_ffi
+from horovod.jax.call import Call, from_text
+
+try:
+    from jax._src import effects
+    from jax._src.core import abstract_token
+    from jax._src.dispatch import runtime_tokens
+except ImportError as error:
+    raise ImportError(
+        f"horovod.jax was written for JAX 0.9 and 0.10 and does not find its way in "
+        f"{jax.__version__}: pip install 'horovod[jax]' chooses one that works"
+    ) from error
+
+
+class _Collectives(effects.Effect):
+    """Other ranks take part in it."""
+
+    def __str__(self) -> str:
+        return "Horovod"
+
+
+_effect = _Collectives()
+for _allowed in (
+    effects.ordered_effects,
+    effects.shardable_ordered_effects,  # so that we can say what is wrong with several devices
+    effects.lowerable_effects,
+    effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
+):
+    _allowed.add_type(_Collectives)
+
+
+# -- the primitive ---------------------------------------------------------------------------
+
+collective: Any = Primitive("horovod_collective")
+collective.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True)
+class HostFunction:
+    """A function of torch tensors in place of a collective; its results are like its arguments.
+
+    It must return new tensors or the very ones it got, changed.
+    """
+
+    function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    key: str
+
+    @property
+    def kind(self) -> str:
+        return "function"
+
+    def to_text(self) -> str:
+        return self.key
+
+
+_functions: weakref.WeakValueDictionary[bytes, HostFunction] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+# In the text of a program that another process compiled and stored, there is another name.
+_PROCESS = f"function {os.getpid()} {uuid.uuid4().hex}"
+
+
+def bind(call: Call | HostFunction, arrays: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
+    """Add a call to the program that is being traced. `shapes`: of the results, or None for those
+    of the arrays."""
+    forms = tuple(
+        jax.ShapeDtypeStruct(array.shape if shape is None else tuple(shape), array.dtype)
+        for array, shape in zip(arrays, shapes, strict=True)
+    )
+    return list(collective.bind(*arrays, call=call, forms=forms))
+
+
+def call_function(
+    function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], arrays: Sequence[Any]
+) -> list[Any]:
+    """Have the program call a function of torch tensors that may use Horovod."""
+    key = f"{_PROCESS} {next(_numbers)}"
+    call = HostFunction(function, key)
+    _functions[key.encode()] = call
+    return bind(call, arrays, [None] * len(arrays))
+
+
+@collective.def_effectful_abstract_eval
+def _abstract(*arguments: Any, call: Any, forms: Any) -> tuple[list[Any], set[Any]]:
+    results = [
+        argument.update(shape=form.shape, dtype=form.dtype, weak_type=False)
+        for argument, form in zip(arguments, forms, strict=True)
+    ]
+    return results, {_effect}
+
+
+def _lower(context: Any, *arguments: Any, call: Any, forms: Any, platform: str) -> Any:
+    _check_devices(context)
+    if platform == "cuda" and not torch.cuda.is_available():
+        raise NotImplementedError(
+            "JAX uses a GPU that the installed torch cannot: install a build of torch for CUDA, or "
+            "call Horovod's collectives outside of jit"
+        )
+    _register(platform)
+    if isinstance(call, HostFunction):
+        context.module_context.add_keepalive(call)
+    target = jax.ffi.build_ffi_lowering_function(
+        xla_ffi.TARGET,
+        has_side_effect=True,
+        # In place, wherever nobody needs the argument afterwards. The token comes first.
+        operand_output_aliases={
+            index + 1: index + 1
+            for index, (given, made) in enumerate(
+                zip(context.avals_in, context.avals_out, strict=True)
+            )
+            if given.shape == made.shape and given.dtype == made.dtype
+        },
+    )
+    with_tokens = context.replace(
+        avals_in=[abstract_token, *context.avals_in],
+        avals_out=[abstract_token, *context.avals_out],
+    )
+    token, *results = target(
+        with_tokens, context.tokens_in.get(_effect), *arguments, call=call.to_text()
+    ).results
+    context.set_tokens_out(context.tokens_in.update_tokens(mlir.TokenSet({_effect: token})))
+    return results
+
+
+def _check_devices(context: Any) -> None:
+    count = getattr(context.module_context.axis_context, "num_devices", 1) or 1
+    mesh = getattr(context.module_context.axis_context, "mesh", None)
+    count = max(count, getattr(mesh, "size", 1))
+    if count > 1:
+        raise ValueError(
+            f"this program is compiled for {count} devices, and XLA runs each part of it in an "
+            "order of its own, so Horovod's collectives cannot be ordered in it: start one rank "
+            "per device, and call them outside of pmap and shard_map"
+        )
+
+
+def _elsewhere(context: Any, *arguments: Any, call: Any, forms: Any) -> Any:
+    platforms = ", ".join(context.module_context.platforms)
+    raise NotImplementedError(
+        f"Horovod's collectives can be compiled for CPUs and CUDA GPUs, not for {platforms}: call "
+        f"them outside of jit"
+    )
+
+
+mlir.register_lowering(collective, _elsewhere)
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(
+        collective, functools.partial(_lower, platform=_platform), platform=_platform
+    )
+
+
+def _batched(arguments: Any, dimensions: Any, *, call: Any, forms: Any) -> Any:
+    """vmap: what is done to every element is done to all of them at once."""
+    if call.kind not in ("allreduce", "broadcast"):
+        raise NotImplementedError(
+            f"vmap has no meaning for {call.kind}: ranks exchange whole arrays. Call it outside "
+            "of vmap"
+        )
+    return bind(call, arguments, [None] * len(arguments)), dimensions
+
+
+batching.primitive_batchers[collective] = _batched
+
+
+def _no_derivative(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("Horovod's collectives have gradients, but no forward derivatives")
+
+
+ad.primitive_jvps[collective] = _no_derivative
+
+
+# -- while a program runs --------------------------------------------------------------------
+
+
+def _run(frame: xla_ffi.Frame) -> None:
+    """What XLA calls."""
+    text, sources, targets = frame.text, frame.arguments, frame.results
+    device = next((each.device for each in targets if not each.is_cpu), None)
+    if device is None:
+        _execute(text, sources, targets)
+        return
+    stream = torch.cuda.ExternalStream(frame.stream, device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        _execute(text, sources, targets)
+
+
+def _execute(text: bytes, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    if not text.startswith(b"function "):
+        from_text(text).run_compiled(sources, targets)
+        return
+    call = _functions.get(text)
+    if call is None:
+        raise HorovodInternalError("this program calls a function of another process: compile anew")
+    for source, target in zip(sources, targets, strict=True):
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+    for target, result in zip(targets, call.function(list(targets)), strict=True):
+        if result is not target:
+            target.copy_(result)
+
+
+@functools.cache
+def _register(platform: str) -> None:
+    xla_ffi.register("CUDA" if platform == "cuda" else platform, _run)
+
+
+# -- between programs ------------------------------------------------------------------------
+
+
+def wait_for_programs(name: str | None) -> None:
+    """Called before a collective that runs at once: not until programs have done theirs.
+
+    They run in the background, in an order that other ranks need not share. RuntimeError for a call
+    without a `name` from a callback of a program, where there is no order at all.
+    """
+    if runtime_tokens.current_tokens:
+        finish_programs()
+    if name is None and _in_callback():
+        raise RuntimeError(
+            "a collective was called from a host callback of a compiled program (io_callback, "
+            "pure_callback), which XLA runs in any order: call Horovod's function inside of the "
+            "jitted function itself, or give the call a name"
+        )
+
+
+def _in_callback() -> bool:
+    """Whether a program that JAX has compiled calls us through a function of the user's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__") == "jax._src.callback":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def forget_programs() -> None:
+    """Let the next program begin anew: not wait for, nor fail with, the one before."""
+    runtime_tokens.clear()
+
+
+def finish_programs() -> None:
+    """Let programs end that are still running.
+
+    What one of them failed with is raised where its results are used. Here it is forgotten: whether
+    the error comes with the call of a program or later differs between ranks, and what they do next
+    must not.
+    """
+    with contextlib.suppress(Exception):
+        runtime_tokens.block_until_ready()
+    forget_programs()
+
+
+def _at_exit() -> None:
+    if runtime.is_initialized():
+        finish_programs()
+    runtime_tokens.clear()
+
+
+atexit.register(_at_exit)

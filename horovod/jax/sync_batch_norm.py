@@ -1,0 +1,81 @@
+"""Batch normalisation over the batches of all ranks: what the layers for flax share.
+
+`statistics` computes what an ordinary layer computes on the ranks' batches put together, however
+unevenly they are dealt out; the gradients are those of the sum of the ranks' losses.
+
+A pass forward is one collective, and so is its gradient. Every rank has one row of a table to put
+its counts, means and variances in, and the table is summed. That makes it a gather, so that
+variances are combined from differences of means (sums of squares would cancel where the mean is
+large), with the same bits on all ranks; and unlike an allgather it goes on when a rank has joined,
+whose row then says that it has no samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from horovod.common.process_sets import ProcessSet
+from horovod.common.reduce_op import Sum
+from horovod.engine.arguments import set_id
+from horovod.engine.runtime import runtime
+from horovod.jax import dispatch
+from horovod.jax.reductions import allreduce
+
+
+def statistics(x: Any, axes: Sequence[int], mask: Any, process_set: ProcessSet) -> tuple[Any, Any]:
+    """Mean and biased variance over `axes` and over the ranks."""
+    own = _own_statistics(x, tuple(axes), mask)
+    group = runtime.channel(set_id(process_set)).group
+    if group.size == 1:
+        return own[1], own[2]
+    dispatch.size_matters = True
+    table = jnp.zeros((group.size, *own.shape), own.dtype).at[group.rank].set(own)
+    counts, means, variances = jnp.moveaxis(allreduce(table, op=Sum, process_set=process_set), 1, 0)
+    weights = counts / jnp.maximum(counts.sum(0), 1)
+    mean = (weights * means).sum(0)
+    return mean, (weights * (variances + jnp.square(means - mean))).sum(0)
+
+
+def _own_statistics(x: Any, axes: tuple[int, ...], mask: Any) -> Any:
+    """Rows of counts, means and biased variances of this rank's batch."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    where = None if mask is None else jnp.broadcast_to(mask, x.shape)
+    ones = jnp.ones_like(x) if where is None else where.astype(x.dtype)
+    counts = ones.sum(axes)
+    divisor = jnp.maximum(counts, 1)
+    mean = x.sum(axes, where=where) / divisor
+    centred = jnp.square(x - jnp.expand_dims(mean, axes))
+    return jnp.stack([counts, mean, centred.sum(axes, where=where) / divisor])
+
+
+def normalised(
+    x: Any,
+    mean: Any,
+    variance: Any,
+    scale: Any,
+    bias: Any,
+    axes: Sequence[int],
+    epsilon: float,
+) -> Any:
+    """`x` with these statistics taken out, and the learnt scale and bias put in."""
+    axes = tuple(axes)
+    factor = lax.rsqrt(variance + epsilon)
+    if scale is not None:
+        factor = factor * scale
+    y = (x - jnp.expand_dims(mean, axes)) * jnp.expand_dims(factor, axes)
+    return y if bias is None else y + jnp.expand_dims(bias, axes)
+
+
+def feature_axes(ndim: int, axis: int | Sequence[int]) -> tuple[int, ...]:
+    """The axes that are normalised each for itself, as numbers from 0."""
+    given = axis if isinstance(axis, Sequence) else (axis,)
+    return tuple(sorted(each % ndim for each in given))
+
+
+def reduction_axes(ndim: int, axis: int | Sequence[int]) -> tuple[int, ...]:
+    kept = feature_axes(ndim, axis)
+    return tuple(each for each in range(ndim) if each not in kept)

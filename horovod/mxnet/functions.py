@@ -1,0 +1,91 @@
+"""Giving all ranks the same parameters, and sending any Python object.
+
+Exported to users by `horovod.mxnet`.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import mxnet as mx
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.engine import objects
+from horovod.engine.job import WORLD
+from horovod.engine.runtime import runtime
+from horovod.mxnet.arrays import mxnet_errors
+from horovod.mxnet.mpi_ops import broadcast_, start_broadcast
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    """The root's object on every rank; what the others pass is ignored."""
+    with mxnet_errors():
+        return objects.broadcast_object(obj, root_rank, name or "broadcast_object", WORLD)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Every rank's object, in the order of ranks."""
+    with mxnet_errors():
+        return objects.allgather_object(obj, name or "allgather_object", WORLD)
+
+
+def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = None) -> None:
+    """Overwrite parameters with the root's, in place.
+
+    `params`: a dict of arrays, as ``Module.get_params()`` has, or of gluon parameters, such as
+    ``block.collect_params()``. A parameter whose shape is not known yet is broadcast when it is
+    initialised. `prefix` tells the parameters of several models apart.
+    """
+    if not isinstance(params, (dict, mx.gluon.parameter.ParameterDict)):
+        raise ValueError(
+            f"params must be a dict or a ParameterDict, not {type(params).__name__}: pass "
+            "block.collect_params() or a dict of arrays"
+        )
+    if runtime.topology.size == 1:
+        return
+    started = []
+    with mxnet_errors():
+        for key, value in sorted(params.items()):
+            name = f"{prefix or ''}{key}"
+            for array in _arrays(value, root_rank, name):
+                started.append(start_broadcast(array, root_rank, name))
+        failure = None
+        for request, finish in started:
+            try:
+                request.wait()
+                finish()
+            except HorovodInternalError as error:
+                failure = failure or error  # but wait for all: none may be left in flight
+        if failure is not None:
+            raise failure
+
+
+def _arrays(value: Any, root_rank: int, name: str) -> list[Any]:
+    """The array of a parameter; none yet if it is initialised later."""
+    if isinstance(value, mx.nd.NDArray):
+        return [value]
+    if not isinstance(value, mx.gluon.Parameter):
+        raise ValueError(f"the parameter {name!r} is a {type(value).__name__}, not an array")
+    try:
+        arrays = value.list_data()
+    except mx.gluon.parameter.DeferredInitializationError:
+        _broadcast_when_initialised(value, root_rank, name)
+        return []
+    if len(arrays) > 1:
+        raise ValueError(
+            f"the parameter {name!r} is on {len(arrays)} devices, and a Horovod rank has one: "
+            "initialise the model with one context"
+        )
+    return list(arrays)
+
+
+def _broadcast_when_initialised(parameter: Any, root_rank: int, name: str) -> None:
+    initialise = parameter._init_impl
+
+    def initialise_and_broadcast(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(*args, **kwargs)
+        for array in self.list_data():
+            broadcast_(array, root_rank, name)
+
+    parameter._init_impl = types.MethodType(initialise_and_broadcast, parameter)

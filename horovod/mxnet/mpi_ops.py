@@ -1,0 +1,337 @@
+"""Upstream's home of the collectives for MXNet, and the basics of this binding.
+
+Calls return when their result is there. `priority` orders the operations that are started together,
+by optimizers and trainers: of those, the highest comes first.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.reduce_op import Adasum, ReduceOp
+from horovod.common.reduce_op import Average as _Average
+from horovod.common.reduce_op import Sum as _Sum
+from horovod.common.util import resolve_reduce_op
+from horovod.engine.arguments import movement_input, reduction_input, set_id
+from horovod.engine.basics import HorovodBasics
+from horovod.engine.request import Request
+from horovod.engine.runtime import runtime
+from horovod.mxnet.arrays import check_array, mxnet_errors, to_mxnet, to_torch, write_back
+
+_basics = HorovodBasics()
+
+init = _basics.init
+shutdown = _basics.shutdown
+is_initialized = _basics.is_initialized
+start_timeline = _basics.start_timeline
+stop_timeline = _basics.stop_timeline
+size = _basics.size
+local_size = _basics.local_size
+cross_size = _basics.cross_size
+rank = _basics.rank
+local_rank = _basics.local_rank
+cross_rank = _basics.cross_rank
+mpi_threads_supported = _basics.mpi_threads_supported
+mpi_enabled = _basics.mpi_enabled
+mpi_built = _basics.mpi_built
+gloo_enabled = _basics.gloo_enabled
+gloo_built = _basics.gloo_built
+nccl_built = _basics.nccl_built
+ddl_built = _basics.ddl_built
+ccl_built = _basics.ccl_built
+cuda_built = _basics.cuda_built
+rocm_built = _basics.rocm_built
+
+Average = _basics.Average
+Sum = _basics.Sum
+Min = _basics.Min
+Max = _basics.Max
+Product = _basics.Product
+
+Finish = Callable[[], Any]
+
+
+# -- allreduce -------------------------------------------------------------------------------
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    op: ReduceOp | None = None,
+) -> Any:
+    """Reduce an array over all ranks into a new one."""
+    factors = prescale_factor, postscale_factor
+    return _reduce([tensor], average, name, factors, process_set, op, in_place=False)[0]
+
+
+def allreduce_(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    op: ReduceOp | None = None,
+) -> Any:
+    """Reduce an array over all ranks in place."""
+    factors = prescale_factor, postscale_factor
+    return _reduce([tensor], average, name, factors, process_set, op, in_place=True)[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    op: ReduceOp | None = None,
+) -> Any:
+    """Reduce several arrays as one operation into new ones; an empty list is returned as it is."""
+    if not tensors:
+        return tensors
+    factors = prescale_factor, postscale_factor
+    return _reduce(tensors, average, name, factors, process_set, op, in_place=False)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    op: ReduceOp | None = None,
+) -> Any:
+    """Reduce several arrays as one operation in place; an empty list is returned as it is."""
+    if not tensors:
+        return tensors
+    factors = prescale_factor, postscale_factor
+    return _reduce(tensors, average, name, factors, process_set, op, in_place=True)
+
+
+def _reduce(
+    tensors: Sequence[Any],
+    average: bool | None,
+    name: str | None,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    op: ReduceOp | None,
+    in_place: bool,
+) -> list[Any]:
+    op = resolve_reduce_op(op, average)
+    with mxnet_errors():
+        start = start_allreduce if in_place else _start_new
+        request, finish = start(tensors, name, op, factors, process_set, background=False)
+        request.wait()
+        return finish()
+
+
+def start_allreduce(
+    tensors: Sequence[Any],
+    name: str | None,
+    op: ReduceOp,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    background: bool = True,
+) -> tuple[Request, Finish]:
+    """Start reducing arrays in place; also what there is to do when the request is done."""
+    _check_op(op)
+    buffers = [_reducible(to_torch(each, write=True), op, factors) for each in tensors]
+    request = runtime.allreduce(
+        buffers, buffers, name, op, *factors, set_id(process_set), background
+    )
+
+    def finish() -> list[Any]:
+        for array, buffer in zip(tensors, buffers, strict=True):
+            write_back(array, buffer)
+        return list(tensors)
+
+    return request, finish
+
+
+def _start_new(
+    tensors: Sequence[Any],
+    name: str | None,
+    op: ReduceOp,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    background: bool = True,
+) -> tuple[Request, Finish]:
+    _check_op(op)
+    sources = [_reducible(to_torch(each), op, factors) for each in tensors]
+    outputs = [torch.empty_like(source) for source in sources]
+    request = runtime.allreduce(
+        sources, outputs, name, op, *factors, set_id(process_set), background
+    )
+    return request, lambda: [to_mxnet(*pair) for pair in zip(outputs, tensors, strict=True)]
+
+
+def _reducible(tensor: torch.Tensor, op: ReduceOp, factors: tuple[float, float]) -> torch.Tensor:
+    return reduction_input(tensor, op, factors != (1.0, 1.0))
+
+
+def _check_op(op: ReduceOp) -> None:
+    if op is Adasum:
+        raise AssertionError("Adasum is not supported by the MXNet binding")
+
+
+# -- the others --------------------------------------------------------------------------------
+
+
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Concatenate the ranks' arrays along the first dimension, which may differ."""
+    return grouped_allgather([tensor], name, priority, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Gather several arrays as one operation."""
+    if not tensors:
+        return list(tensors)
+    with mxnet_errors():
+        sources = [movement_input(to_torch(each)) for each in tensors]
+        gathered = runtime.allgather(sources, name, set_id(process_set), background=False).wait()
+        return [to_mxnet(*pair) for pair in zip(gathered, tensors, strict=True)]
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The root's array as a new one on every rank."""
+    with mxnet_errors():
+        source = movement_input(to_torch(tensor))
+        output = torch.empty_like(source)
+        number = set_id(process_set)
+        runtime.broadcast(source, output, root_rank, name, number, background=False).wait()
+        return to_mxnet(output, tensor)
+
+
+def broadcast_(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Overwrite an array with the root's."""
+    with mxnet_errors():
+        request, finish = start_broadcast(tensor, root_rank, name, process_set, background=False)
+        request.wait()
+        return finish()
+
+
+def start_broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet = global_process_set,
+    background: bool = True,
+) -> tuple[Request, Finish]:
+    """Start overwriting an array; also what there is to do when the request is done."""
+    buffer = movement_input(to_torch(tensor, write=True))
+    request = runtime.broadcast(buffer, buffer, root_rank, name, set_id(process_set), background)
+
+    def finish() -> Any:
+        write_back(tensor, buffer)
+        return tensor
+
+    return request, finish
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send `splits[i]` rows to rank i, and concatenate what the ranks sent us.
+
+    Without `splits` every rank gets an equal part; with them, the result comes with the numbers of
+    rows received from each rank.
+    """
+    with mxnet_errors():
+        source = movement_input(to_torch(tensor))
+        rows = None if splits is None else _check_splits(splits) or None
+        request = runtime.alltoall(source, rows, name, set_id(process_set), background=False)
+        output, received = request.wait()
+        made = to_mxnet(output, tensor)
+        if splits is None:
+            return made
+        return made, to_mxnet(torch.tensor(received, dtype=torch.int32), tensor)
+
+
+def _check_splits(splits: Any) -> list[int]:
+    if hasattr(splits, "asnumpy"):
+        check_array(splits)
+        if splits.dtype.__name__ != "int32":
+            raise ValueError(f"splits must be of type int32, not {splits.dtype.__name__}")
+        splits = splits.asnumpy().reshape(-1)
+    try:
+        return [operator.index(rows) for rows in splits]
+    except TypeError:
+        raise ValueError(f"splits must be integers, one for each rank, not {splits!r}") from None
+
+
+def reducescatter(
+    tensor: Any,
+    op: ReduceOp = _Average,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduce an array over all ranks and keep this rank's rows."""
+    factors = prescale_factor, postscale_factor
+    return grouped_reducescatter([tensor], op, name, priority, process_set, *factors)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    op: ReduceOp = _Average,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """Reduce and scatter several arrays as one operation."""
+    if op not in (_Average, _Sum):
+        raise AssertionError(f"reducescatter takes Average or Sum, not {op!r}")
+    if not tensors:
+        return list(tensors)
+    factors = prescale_factor, postscale_factor
+    with mxnet_errors():
+        sources = [_reducible(to_torch(each), op, factors) for each in tensors]
+        request = runtime.reducescatter(
+            sources, name, op, *factors, set_id(process_set), background=False
+        )
+        return [to_mxnet(*pair) for pair in zip(request.wait(), tensors, strict=True)]

@@ -1,0 +1,198 @@
+"""Training on all ranks' gradients: an optimizer for Module, and a trainer for Gluon.
+
+Exported to users by `horovod.mxnet`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import mxnet as mx
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.reduce_op import Average
+from horovod.common.util import split_list
+from horovod.mxnet.arrays import mxnet_errors
+from horovod.mxnet.compression import Compression, Compressor
+from horovod.mxnet.mpi_ops import start_allreduce
+
+
+def _check_terms(gradient_predivide_factor: float, num_groups: int) -> tuple[float, float]:
+    """The factors before and after a reduction."""
+    if not gradient_predivide_factor > 0:
+        raise ValueError(
+            "gradient_predivide_factor must be a positive number, not "
+            f"{gradient_predivide_factor!r}"
+        )
+    if num_groups < 0:
+        raise ValueError(f"num_groups must not be negative, not {num_groups!r}")
+    return 1.0 / gradient_predivide_factor, gradient_predivide_factor
+
+
+def _average(
+    groups: Sequence[tuple[str, list[Any]]],
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+) -> None:
+    """Average arrays in place, one operation for each named group, all of them at once."""
+    if process_set.size() == 1 or process_set.included() is False:
+        return
+    with mxnet_errors():
+        started = [
+            start_allreduce(arrays, name, Average, factors, process_set) for name, arrays in groups
+        ]
+        failure = None
+        for request, finish in started:
+            try:
+                request.wait()
+                finish()
+            except Exception as error:
+                failure = failure or error  # but wait for all: none may be left in flight
+        if failure is not None:
+            raise failure
+
+
+class DistributedOptimizer(mx.optimizer.Optimizer):
+    """An optimizer that averages gradients over the ranks before each update.
+
+    `gradient_predivide_factor` is divided by before the sum and multiplied with after it. With
+    `num_groups` the gradients that come together are reduced in that many operations.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        self._optimizer = optimizer
+        self._factors = _check_terms(gradient_predivide_factor, num_groups)
+        self._num_groups = num_groups
+        self._process_set = process_set
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def create_state(self, index: Any, weight: Any) -> Any:
+        return self._optimizer.create_state(index, weight)
+
+    def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
+        return self._optimizer.create_state_multi_precision(index, weight)
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        self._reduce(index, grad)
+        self._optimizer.update(index, weight, grad, state)
+
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        self._reduce(index, grad)
+        self._optimizer.update_multi_precision(index, weight, grad, state)
+
+    def set_learning_rate(self, lr: float) -> None:
+        self._optimizer.set_learning_rate(lr)
+
+    def set_lr_mult(self, args_lr_mult: Any) -> None:
+        self._optimizer.set_lr_mult(args_lr_mult)
+
+    def set_wd_mult(self, args_wd_mult: Any) -> None:
+        self._optimizer.set_wd_mult(args_wd_mult)
+
+    def _reduce(self, index: Any, grad: Any) -> None:
+        if not isinstance(index, (tuple, list)):
+            _average([(str(index), [grad])], self._factors, self._process_set)
+            return
+        pairs = list(zip(index, grad, strict=True))
+        parts = split_list(pairs, self._num_groups) if self._num_groups else [[p] for p in pairs]
+        groups = [
+            (
+                str(part[0][0]) if len(part) == 1 else f"{part[0][0]}:{part[-1][0]}",
+                [array for _, array in part],
+            )
+            for part in parts
+            if part
+        ]
+        _average(groups, self._factors, self._process_set)
+
+
+class DistributedTrainer(mx.gluon.Trainer):
+    """A gluon trainer that averages gradients over the ranks before each update.
+
+    `prefix` tells the gradients of several trainers apart. With `num_groups` gradients are reduced
+    in that many operations, or more if their types differ.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: Any,
+        optimizer_params: Any = None,
+        compression: type[Compressor] = Compression.none,
+        gradient_predivide_factor: float = 1.0,
+        prefix: str | None = None,
+        num_groups: int = 0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        if isinstance(optimizer, DistributedOptimizer):
+            warnings.warn(
+                "DistributedTrainer averages gradients itself: it uses the optimizer inside of the "
+                "DistributedOptimizer that it was given",
+                stacklevel=2,
+            )
+            optimizer = optimizer._optimizer
+        self._factors = _check_terms(gradient_predivide_factor, num_groups)
+        self._compression = compression
+        self._prefix = prefix or ""
+        self._num_groups = num_groups
+        self._process_set = process_set
+        super().__init__(
+            _sorted_parameters(params), optimizer, optimizer_params=optimizer_params, kvstore=None
+        )
+
+    def _allreduce_grads(self) -> None:
+        sent = []  # by the place of a parameter: gradient, what travels, and how to get it back
+        for place, parameter in enumerate(self._params):
+            if parameter.grad_req == "null":
+                continue
+            (gradient,) = _one_device(parameter.list_grad(), parameter.name)
+            sent.append((place, gradient, *self._compression.compress(gradient)))
+        _average(self._groups(sent), self._factors, self._process_set)
+        for _, gradient, array, context in sent:
+            if array is not gradient:
+                self._compression.decompress(array, context).copyto(gradient)
+
+    def _groups(self, sent: Sequence[tuple[int, Any, Any, Any]]) -> list[tuple[str, list[Any]]]:
+        if not self._num_groups:
+            return [(f"{self._prefix}{place}", [array]) for place, _, array, _ in sent]
+        groups = []
+        for part in split_list(list(sent), self._num_groups):
+            by_type: dict[str, list[tuple[int, Any]]] = {}
+            for place, _, array, _ in part:
+                by_type.setdefault(str(array.dtype), []).append((place, array))
+            for members in by_type.values():
+                name = f"{self._prefix}{members[0][0]}:{members[-1][0]}"
+                groups.append((name, [array for _, array in members]))
+        return groups
+
+
+def _sorted_parameters(params: Any) -> Any:
+    """In the same order on all ranks."""
+    if isinstance(params, (dict, mx.gluon.parameter.ParameterDict)):
+        return [params[key] for key in sorted(params.keys())]
+    if isinstance(params, (list, tuple)):
+        return sorted(params, key=lambda parameter: str(parameter.name))
+    raise ValueError(
+        f"params must be a dict, a ParameterDict or a list of parameters, not "
+        f"{type(params).__name__}"
+    )
+
+
+def _one_device(arrays: Sequence[Any], name: str) -> Sequence[Any]:
+    if len(arrays) > 1:
+        raise ValueError(
+            f"the parameter {name!r} is on {len(arrays)} devices, and a Horovod rank has one"
+        )
+    return arrays
