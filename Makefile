@@ -45,8 +45,9 @@ test-tensorflow: $(VENV)-frameworks/.installed
 test-jax: $(VENV)-frameworks/.installed
 	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest $(PYTEST) tests/jax tests/bindings
 
+# In one process: they share a cluster of Spark, which takes its time to start.
 test-spark: $(VENV)-frameworks/.installed
-	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest $(PYTEST) tests/spark
+	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest tests/spark
 
 test-ray: $(VENV)-frameworks/.installed
 	$(FW_BIN)/python -m pytest tests/ray  # one process, which has one cluster

@@ -116,7 +116,8 @@ def _drive(setup: JobSetup, server: TaskServer, job: SparkJob, limits: Limits) -
         outcome = driver.run()
     blamed = driver.last_failure
     if blamed is not None:
-        outcome.account = describe_failure(outcome, outputs.tail(blamed.worker))
+        account = describe_failure(outcome, outputs.tail(blamed.worker))
+        outcome.account = f"{outcome.problem}\n{account}"
     return outcome
 
 

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 import horovod.spark
+from horovod.runner.run_function import RemoteError
 from tests.spark import functions
-from tests.spark.cluster import StandaloneCluster, executor_of, until
+from tests.spark.cluster import StandaloneCluster, executor_of, newest_group, until
 from tests.spark.training import Training
+
+pytestmark = pytest.mark.timeout(900)  # a busy machine may take minutes to start Java
 
 
 class Job:
@@ -98,6 +101,16 @@ def test_executors_that_come_later_join(cluster: StandaloneCluster, tmp_path: Pa
         assert hosts[1].startswith("worker-2-")
     finally:
         cluster.remove(worker)
+
+
+def test_a_cancelled_job(whole: Any, tmp_path: Path):
+    job = Job(tmp_path, num_proc=1)
+    job.training.until_size(1)
+    whole.sparkContext.cancelJobGroup(newest_group(whole))
+    until(lambda: job.error is not None, "the end of the job")
+    assert isinstance(job.error, RemoteError)
+    assert "Spark ended the tasks of horovod.spark.run. It says:" in str(job.error)
+    assert "cancelled" in str(job.error)
 
 
 def test_a_worker_that_fails_again_and_again(whole: Any):

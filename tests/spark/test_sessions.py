@@ -17,6 +17,7 @@ import pytest
 from tests.spark.cluster import HANG, QUICK_JAVA, REPOSITORY, spark_environment, until
 from tests.spark.training import Training
 
+pytestmark = pytest.mark.timeout(900)  # a busy machine may take minutes to start Java
 CALL = "import horovod.spark; horovod.spark.run(lambda: None)"
 
 
