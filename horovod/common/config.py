@@ -180,6 +180,13 @@ class Config:
     start_timeout: float = _knob(
         30.0, _LAUNCH, "Seconds within which all ranks must have started and met.", minimum=0.001
     )
+    spark_start_timeout: float = _knob(
+        600.0,
+        _LAUNCH,
+        "Seconds within which Spark must have started all tasks of `horovod.spark.run`; read by "
+        "the Spark driver.",
+        minimum=0.001,
+    )
     elastic_timeout: float = _knob(
         600.0, _LAUNCH, "Seconds for which an elastic job waits for enough hosts.", minimum=0.001
     )

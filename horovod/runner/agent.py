@@ -16,8 +16,9 @@ Commands come on stdin, one JSON object a line; end of file stands for a lost la
 
 - ``{"start": [{"id", "argv", "env", "cwd", "bind"}, ...], "env": {...}, "own": [...]}``: start
   workers. The second ``env`` is common to all, the names in ``own`` are taken from this host's
-  environment, ``bind`` is null or ``[kind, index, count]`` (see `cores.share_of_cores`). May come
-  any number of times.
+  environment (null: all of it), ``bind`` is null or ``[kind, index, count]`` (see
+  `cores.share_of_cores`). An empty program name stands for the Python that runs the agent. May
+  come any number of times.
 - ``{"stop": grace}``: SIGTERM to all workers and SIGKILL to everything after ``grace`` seconds (0:
   at once). With ``"ids": [...]`` only these workers and what they started.
 - ``{"probe": {...}}``: see `probe`; the answer is the event ``{"probed": {...}}``.
@@ -126,7 +127,8 @@ class Agent:
     # -- starting --------------------------------------------------------------------------
 
     def _start(self, specs: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> None:
-        own = {name: os.environ[name] for name in common["own"] if name in os.environ}
+        names = os.environ if common["own"] is None else common["own"]
+        own = {name: os.environ[name] for name in names if name in os.environ}
         for spec in specs:
             try:
                 if self._deadline is not None or self._closing:
@@ -138,7 +140,8 @@ class Agent:
 
     def _spawn(self, spec: Mapping[str, Any], env: Mapping[str, str]) -> None:
         self._enter(spec["cwd"])
-        program = find_program(spec["argv"][0], env.get("PATH", os.defpath))
+        argv = [spec["argv"][0] or sys.executable, *spec["argv"][1:]]
+        program = find_program(argv[0], env.get("PATH", os.defpath))
         ends = [os.pipe(), os.pipe()]
         allowed = os.sched_getaffinity(0) if spec["bind"] else None
         try:
@@ -149,7 +152,7 @@ class Agent:
                 os.sched_setaffinity(0, share)
             pid = os.posix_spawn(
                 program,
-                spec["argv"],
+                argv,
                 env,
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

@@ -38,10 +38,18 @@ class Source:
 class Console:
     """The launcher's stdout and stderr."""
 
-    def __init__(self, stdout: int = 1, stderr: int = 2, *, timestamps: bool = False) -> None:
+    def __init__(
+        self,
+        stdout: int = 1,
+        stderr: int = 2,
+        *,
+        timestamps: bool = False,
+        speaker: str = "horovodrun",
+    ) -> None:
         self._fds = {"stdout": stdout, "stderr": stderr}
         self._terminals = {name for name, fd in self._fds.items() if os.isatty(fd)}
         self._timestamps = timestamps
+        self._speaker = speaker
         self._bar: tuple[Source, bytes] | None = None
         self._drawn = False
         self.broken = False
@@ -91,7 +99,7 @@ class Console:
         """A message of the launcher itself, on stderr."""
         self._write(
             "stderr",
-            "".join(f"horovodrun: {line}\n" for line in text.splitlines()).encode(
+            "".join(f"{self._speaker}: {line}\n" for line in text.splitlines()).encode(
                 errors="backslashreplace"
             ),
         )

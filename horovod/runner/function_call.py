@@ -7,6 +7,10 @@ that. Large values go in pieces, since a message to the store has an upper limit
 
 from __future__ import annotations
 
+import os
+import site
+import sys
+import sysconfig
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,3 +89,11 @@ def pickled(error: BaseException) -> bytes | None:
     except Exception:  # a class may do anything when it is pickled
         return None
     return content if type(again) is type(error) else None
+
+
+def search_path() -> list[str]:
+    """Where this process finds modules, without what belongs to its Python installation."""
+    own = {*sysconfig.get_paths().values(), *site.getsitepackages()}
+    own |= {*map(os.path.dirname, own), site.getusersitepackages()}
+    places = [os.path.abspath(place or os.getcwd()) for place in sys.path]
+    return [place for place in dict.fromkeys(places) if place not in own]

@@ -10,20 +10,18 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from horovod.runner.agent_link import AgentLink, ProcessLink
 from horovod.runner.bootstrap import Packed, pack_modules
 from horovod.runner.frames import EVENT, STREAMS, FrameReader
 from horovod.runner.ssh import Ssh
 
-_CHUNK = 1 << 18
 _KEPT_ERRORS = 8000
-_SSH_PATIENCE = 5.0
 _AGENT_MODULES = ("bootstrap", "frames", "processes", "cores", "agent_output", "agent")
 
 
@@ -68,59 +66,56 @@ Event = Output | AgentEvent | AgentEnded
 class HostAgent:
     """The agent of one host."""
 
-    def __init__(self, name: str, ssh: Ssh | None = None) -> None:
-        """Start the agent: here, or over ssh. Raises `OSError` if not even that is possible."""
+    def __init__(self, name: str, ssh: Ssh | None = None, link: AgentLink | None = None) -> None:
+        """Start the agent: here, over ssh, or at the other end of a link that exists already.
+
+        Raises `OSError` if not even that is possible.
+        """
         self.name = name
-        self.ssh = ssh
         self.hello: Mapping[str, Any] | None = None  # what it said about its host
         self.finished = False
         self._reader = FrameReader()
         self._errors = b""
         self._commands: deque[memoryview] = deque()
         self._flushing = False
-        source = _agent_source(0 if ssh else os.getpid())
-        self._process = subprocess.Popen(
-            agent_command(name, ssh, len(source)),
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal is for the launcher alone
-        )
-        self.pid = self._process.pid  # of ssh, where the agent is elsewhere
-        for fd in (self.input_fd, self.output_fd, self.errors_fd):
-            os.set_blocking(fd, False)
+        source = agent_source(0 if ssh or link else os.getpid())
+        if link is None:
+            link = ProcessLink(agent_command(name, ssh, len(source)), ssh=ssh is not None)
+        self.link = link
+        self.pid = link.pid  # of ssh, where the agent is elsewhere
         self._write(source)
 
     # -- descriptors -----------------------------------------------------------------------
 
     @property
+    def remote(self) -> bool:
+        """Whether it may be on another machine."""
+        return self.link.remote
+
+    @property
     def input_fd(self) -> int:
         """Becomes writable when `flush` can go on; of interest while `unsent`."""
-        assert self._process.stdin is not None
-        return self._process.stdin.fileno()
+        return self.link.input_fd
 
     @property
     def output_fd(self) -> int:
         """Becomes readable when `read` has something."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
+        return self.link.output_fd
 
     @property
-    def errors_fd(self) -> int:
-        """Becomes readable when `read_errors` has something."""
-        assert self._process.stderr is not None
-        return self._process.stderr.fileno()
+    def errors_fd(self) -> int | None:
+        """Becomes readable when `read_errors` has something; None where `read` brings that too."""
+        return self.link.errors_fd
 
     @property
     def unsent(self) -> bool:
         """Whether commands wait for room in the pipe."""
-        return bool(self._commands)
+        return bool(self._commands) or self.link.unsent
 
     def read(self) -> list[Event]:
         """What has happened since the last call."""
         try:
-            data = os.read(self.output_fd, _CHUNK)
+            data = self.link.read()
         except BlockingIOError:
             return []
         if not data:
@@ -142,7 +137,7 @@ class HostAgent:
     def read_errors(self) -> bool:
         """Keep what ssh or the agent itself complains about; False when there is no more."""
         try:
-            data = os.read(self.errors_fd, _CHUNK)
+            data = self.link.read_errors()
         except BlockingIOError:
             return False
         self._errors = (self._errors + data)[-_KEPT_ERRORS:]
@@ -160,9 +155,8 @@ class HostAgent:
         self,
         workers: Sequence[WorkerSpec],
         env: Mapping[str, str],
-        own: Sequence[str] = (),
     ) -> None:
-        """Start workers with ``env`` and each its own; names in ``own`` the host itself gives."""
+        """Start workers with ``env`` and each its own; the link says what the host itself gives."""
         described = [
             {
                 "id": worker.id,
@@ -173,7 +167,7 @@ class HostAgent:
             }
             for worker in workers
         ]
-        self._command({"start": described, "env": _texts(env), "own": list(own)})
+        self._command({"start": described, "env": _texts(env), "own": self.link.keeps})
 
     def stop(self, grace: float, ids: Sequence[int] | None = None) -> None:
         """SIGTERM now and SIGKILL after ``grace`` seconds; 0 kills at once. Safe in a handler.
@@ -196,11 +190,12 @@ class HostAgent:
         A signal handler may call this while the main program is inside: it then leaves the
         work to the call that it interrupted.
         """
-        while self._commands and not self._flushing:
+        while self.unsent and not self._flushing:
             self._flushing = True
             try:
+                self.link.flush()
                 if self._commands:  # a handler may just have done it
-                    written = os.write(self.input_fd, self._commands[0])
+                    written = self.link.write(self._commands[0])
                     rest = self._commands.popleft()[written:]
                     if rest:
                         self._commands.appendleft(rest)
@@ -213,22 +208,15 @@ class HostAgent:
 
     def abandon(self) -> None:
         """Give up a host that has not answered yet."""
-        if self._process.poll() is None:
-            self._process.terminate()
+        self.link.abandon()
 
     def release(self) -> None:
         """Close the pipes: an agent that still runs ends whatever is left, and then itself."""
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            pipe.close()
+        self.link.release()
 
     def wait(self) -> int:
         """After `release`: the exit code of the agent, or of ssh (negative for signals)."""
-        try:
-            return self._process.wait(_SSH_PATIENCE if self.ssh else None)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # the agent ends by itself when it loses us
-            return self._process.wait()
+        return self.link.wait()
 
     def _command(self, command: Mapping[str, Any]) -> None:
         self._write(json.dumps(command).encode() + b"\n")
@@ -243,16 +231,21 @@ def agent_command(name: str, ssh: Ssh | None, length: int | None = None) -> list
 
     The Python program has no character that would be special to a shell inside single quotes.
     """
-    length = len(_agent_source(0)) if length is None else length
+    length = len(agent_source(0)) if length is None else length
+    python = [sys.executable, *agent_arguments(length)]
+    return ssh.command(name, python) if ssh else python
+
+
+def agent_arguments(length: int) -> list[str]:
+    """The arguments with which Python runs a program of this many bytes from its stdin."""
     program = (
         f'import os;s=b"";exec("while len(s)<{length}:'
         f's+=os.read(0,{length}-len(s))or os._exit(1)");exec(s)'
     )
-    python = [sys.executable, "-I", "-S", "-X", "utf8", "-c", program, "horovodrun-agent"]
-    return ssh.command(name, python) if ssh else python
+    return ["-I", "-S", "-X", "utf8", "-c", program, "horovodrun-agent"]
 
 
-def _agent_source(parent: int) -> bytes:
+def agent_source(parent: int) -> bytes:
     return _agent_prelude() + f"main({parent})\n".encode()
 
 

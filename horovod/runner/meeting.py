@@ -78,10 +78,10 @@ def addresses_towards(name: str, ends: tuple[str, str], nics: Sequence[str]) -> 
 
 
 def connection_ends(agent: HostAgent) -> tuple[str, str]:
-    """Our address and the host's own, as its ssh server sees the connection; empty if unknown."""
+    """Our address and the host's own, as the connection has them; empty if unknown."""
     words = str((agent.hello or {}).get("ssh", "")).split()
-    if agent.ssh is None or len(words) != 4:
-        return "", ""
+    if any(agent.link.ends) or not agent.remote or len(words) != 4:
+        return agent.link.ends
     return words[0], words[2]
 
 

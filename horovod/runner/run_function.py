@@ -10,9 +10,7 @@ import argparse
 import json
 import os
 import signal
-import site
 import sys
-import sysconfig
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +32,7 @@ from horovod.runner.function_call import (
     failures,
     put,
     result_name,
+    search_path,
     take,
 )
 from horovod.runner.hosts import is_local
@@ -157,22 +156,23 @@ def _call(
         ) from error
     store = MemoryStore()
     put(store, CALL, call)
-    store.set(SEARCH_PATH, json.dumps(_search_path()).encode())
+    store.set(SEARCH_PATH, json.dumps(search_path()).encode())
     env = {**os.environ, "PYTHONPATH": _python_path()}
     try:
         controller = controllers.choose(options, env)
         if controller == controllers.GLOO:
             outcome = run_job(options, options.command, env=env, store=store)
-            _raise_failures(store, outcome)
+            raise_failures(store, outcome)
         else:
             _run_elsewhere(controller, options, env, store)
     except LaunchError as error:
         kind = ValueError if error.status == 2 else RuntimeError
         raise kind(str(error)) from None
-    return _results(store, options.min_num_proc if options.elastic else options.num_proc)
+    return collect_results(store, options.min_num_proc if options.elastic else options.num_proc)
 
 
-def _results(store: MemoryStore, count: int) -> list[Any]:
+def collect_results(store: MemoryStore, count: int) -> list[Any]:
+    """What the first ranks returned; `RemoteError` where one returned nothing."""
     results = []
     for rank in range(count):
         content = take(store, result_name(rank))
@@ -227,7 +227,8 @@ def _address(request: JobRequest) -> str:
     return LOOPBACK
 
 
-def _raise_failures(store: MemoryStore, outcome: Outcome) -> None:
+def raise_failures(store: MemoryStore, outcome: Outcome) -> None:
+    """Raise what ended the job, if anything did."""
     if outcome.interrupted is not None:
         signal.raise_signal(outcome.interrupted)  # to whoever handled it before the job
         raise RemoteError(f"the job was ended by {signal.Signals(outcome.interrupted).name}")
@@ -264,14 +265,6 @@ def _unpickled(failure: Failure) -> Exception | None:
     except Exception:  # its class may not be here
         return None
     return error if isinstance(error, Exception) else None
-
-
-def _search_path() -> list[str]:
-    """Where this process finds modules, without what belongs to its Python installation."""
-    own = {*sysconfig.get_paths().values(), *site.getsitepackages()}
-    own |= {*map(os.path.dirname, own), site.getusersitepackages()}
-    places = [os.path.abspath(place or os.getcwd()) for place in sys.path]
-    return [place for place in dict.fromkeys(places) if place not in own]
 
 
 def _python_path() -> str:

@@ -31,7 +31,7 @@ from horovod.runner.report import Exit, LaunchError, LostHost, Outcome, first_to
 from horovod.runner.ssh import Ssh
 from horovod.runner.supervise import FAILURE_GRACE, Supervisor, raise_descriptor_limit
 from horovod.runner.worker_env import (
-    HOSTS_OWN,
+    KEY,
     Meeting,
     common_variables,
     interface_variables,
@@ -63,13 +63,15 @@ class JobRequest:
     start_timeout: float = 30.0
     cpu_bind: str = "none"
     verbose: bool = False
+    agent_names: Sequence[str] = ()  # by rank, where a host has several agents
 
     @property
     def hosts(self) -> dict[str, list[Slot]]:
-        """The slots of every host, in the order of ranks."""
+        """The slots of every agent, in the order of ranks: one agent for each host, as a rule."""
         found: dict[str, list[Slot]] = {}
-        for slot in self.slots:
-            found.setdefault(slot.hostname, []).append(slot)
+        names = self.agent_names or [slot.hostname for slot in self.slots]
+        for slot, name in zip(self.slots, names, strict=True):
+            found.setdefault(name, []).append(slot)
         return found
 
     @property
@@ -80,15 +82,22 @@ class JobRequest:
 class StaticJob:
     """The policy of such a job; see `supervise.Handler` for what the methods are called for."""
 
-    def __init__(self, request: JobRequest, place: MeetingPlace, supervisor: Supervisor) -> None:
+    def __init__(
+        self,
+        request: JobRequest,
+        place: MeetingPlace,
+        supervisor: Supervisor,
+        agents: Sequence[HostAgent] = (),
+    ) -> None:
+        """``agents`` are those that somebody else has started, for all hosts of the request."""
         self.outcome = Outcome()
         self._request = request
         self._place = place
         self._supervisor = supervisor
         self._console = supervisor.console
         self._hosts = request.hosts
-        self._all_local = request.all_local
-        self._agents: dict[str, HostAgent] = {}
+        self._all_local = not agents and request.all_local
+        self._agents: dict[str, HostAgent] = {agent.name: agent for agent in agents}
         self._unreachable: dict[str, str] = {}
         self._answers: dict[str, dict[str, Any]] = {}
         self._pids: dict[int, int] = {}
@@ -98,7 +107,12 @@ class StaticJob:
 
     def run(self) -> Outcome:
         """Start everything and see it to its end."""
-        self._start_agents()
+        if self._agents:
+            for agent in self._agents.values():
+                self._supervisor.add(agent)
+            self._supervisor.call_later(self._request.start_timeout, self._give_up_waiting)
+        else:
+            self._start_agents()
         self._supervisor.run(self)
         self._blame()
         outcome = self.outcome
@@ -193,7 +207,7 @@ class StaticJob:
             self._open_doors()
 
     def _open_doors(self) -> None:
-        remote = [agent for agent in self._agents.values() if agent.ssh is not None]
+        remote = [agent for agent in self._agents.values() if agent.remote]
         for agent in remote:
             ends = connection_ends(agent)
             for address in addresses_towards(agent.name, ends, self._request.nics):
@@ -235,7 +249,7 @@ class StaticJob:
                 name: (each["door"][0], each["door"][1]) for name, each in self._answers.items()
             }
             self._place.keep(set(doors.values()))
-            first = self._answers[self._request.slots[0].hostname]
+            first = self._answers[next(iter(self._hosts))]  # where rank 0 is
             master = LOOPBACK if len(self._hosts) == 1 else first["address"]
             self._start_workers(doors, (master, first["port"]))
 
@@ -248,6 +262,8 @@ class StaticJob:
             agent = self._agents[name]
             meeting = Meeting(*doors[name], master[1], self._place.key, master[0])
             env = self._host_environment(agent) | common_variables(meeting)
+            if agent.link.keeps is None:
+                del env[KEY]
             if request.verbose:
                 for variable in sorted(env):
                     if variable.startswith(("HOROVOD_", "MASTER_")):
@@ -264,14 +280,14 @@ class StaticJob:
                 )
                 for slot in slots
             ]
-            agent.start(specs, env, HOSTS_OWN if agent.ssh else ())
+            agent.start(specs, env)
             agent.finish()
 
     def _host_environment(self, agent: HostAgent) -> dict[str, str]:
         """The part of the environment that is the same for all workers of a host."""
         request = self._request
-        env = travelling(request.env) if agent.ssh else dict(request.env)
-        if not request.env.get("OMP_NUM_THREADS"):
+        env = travelling(request.env) if agent.remote else dict(request.env)
+        if not request.env.get("OMP_NUM_THREADS") and agent.link.keeps is not None:
             env["OMP_NUM_THREADS"] = str(self._threads(agent))
         if agent.name in self._answers:
             nics = list(self._answers[agent.name]["nics"])
@@ -287,6 +303,8 @@ class StaticJob:
             return
         alike: dict[tuple[int, int, int], list[str]] = {}
         for name, agent in self._agents.items():
+            if agent.link.keeps is None:
+                continue  # who gave the host has said how many threads
             cores = (agent.hello or {})["cores"]
             facts = (self._threads(agent), cores, len(self._hosts[name]))
             alike.setdefault(facts, []).append(name)
@@ -348,8 +366,7 @@ class StaticJob:
 
     def lost(self, agent: HostAgent, code: int) -> None:
         if agent.hello is None and not self._supervisor.stopping:
-            what = "ssh" if agent.ssh else "the agent"
-            said = agent.last_words or f"{what} ended with exit code {code} and no message"
+            said = agent.last_words or f"{agent.link.describe_end(code)} and no message"
             self._unreachable[agent.name] = f"\n{said}" if "\n" in said else said
             if len(self._unreachable) == 1:
                 self._supervisor.call_later(_COMPANY_WINDOW, self._give_up_hosts)
@@ -357,7 +374,7 @@ class StaticJob:
             return
         ranks = [slot.rank for slot in self._hosts[agent.name] if slot.rank in self._running]
         self._running -= set(ranks)
-        if agent.ssh is None:
+        if not agent.remote:
             signal_groups([self._pids[rank] for rank in ranks], signal.SIGKILL)
             said = f":\n{agent.last_words}" if agent.last_words else ""
             self._problem(
@@ -365,7 +382,7 @@ class StaticJob:
                 f"were killed{said}"
             )
         elif not self._supervisor.stopping and not self._supervisor.signals:
-            how = f"lost: ssh ended with exit code {code}"
+            how = f"lost: {agent.link.describe_end(code)}"
             self.outcome.lost = LostHost(
                 agent.name,
                 ranks or [slot.rank for slot in self._hosts[agent.name]],

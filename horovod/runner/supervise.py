@@ -77,7 +77,8 @@ class Supervisor:
         """From now on watch this agent."""
         self._agents.append(agent)
         self.watch(agent.output_fd, lambda: self._take(agent))
-        self.watch(agent.errors_fd, lambda: self._take_errors(agent))
+        if agent.errors_fd is not None:
+            self.watch(agent.errors_fd, lambda: self._take_errors(agent))
         if self.signals:  # came while it was started
             self._stop_agent(agent, INTERRUPT_GRACE)
 
@@ -118,7 +119,7 @@ class Supervisor:
         """Let go of agents that are left, which then end their workers, and wait for them."""
         agents, self._agents = self._agents, []
         for agent in agents:
-            if agent.hello is None and agent.ssh is not None:
+            if agent.hello is None and agent.remote:
                 agent.abandon()
             agent.release()
         for agent in agents:
@@ -172,13 +173,15 @@ class Supervisor:
             self.console.say(text)
 
     def _take_errors(self, agent: HostAgent) -> None:
-        if agent in self._agents and not agent.read_errors():
-            self.unwatch(agent.errors_fd)
+        fd = agent.errors_fd
+        if agent in self._agents and fd is not None and not agent.read_errors():
+            self.unwatch(fd)
 
     def _remove(self, agent: HostAgent, finished: bool) -> None:
         assert self._handler is not None
         for fd in (agent.input_fd, agent.output_fd, agent.errors_fd):
-            self.unwatch(fd)
+            if fd is not None:
+                self.unwatch(fd)
         self._agents.remove(agent)
         self._writing.discard(agent)
         agent.release()
@@ -187,7 +190,7 @@ class Supervisor:
             self._handler.lost(agent, code)
 
     def _stop_agent(self, agent: HostAgent, grace: float) -> None:
-        if agent.hello is None and agent.ssh is not None:
+        if agent.hello is None and agent.remote:
             agent.abandon()
         else:
             agent.stop(grace)
@@ -253,7 +256,7 @@ class Supervisor:
     def _abandon_agents(self) -> None:
         """Hosts that do not answer any more must not hold up a person who is in a hurry."""
         for agent in self._agents:
-            if agent.ssh is not None:
+            if agent.remote:
                 agent.abandon()
 
 

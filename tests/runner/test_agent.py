@@ -237,10 +237,18 @@ def test_the_environment_of_the_host_is_taken_where_asked(talk: Talk):
         "-c",
         "import os; print(os.environ.get('HOME'), os.environ.get('LANG'))",
     ]
-    talk.agent.start(
-        [WorkerSpec(1, show, {}, "/")], {"LANG": "C", "HOME": "/x"}, ["HOME", "ABSENT"]
-    )
-    talk.agent.start([WorkerSpec(2, show, {}, "/")], {"LANG": "C"}, ["HOME", "LANG"])
+    talk.agent.link.keeps = ["HOME", "ABSENT"]
+    talk.agent.start([WorkerSpec(1, show, {}, "/")], {"LANG": "C", "HOME": "/x"})
+    talk.agent.link.keeps = ["HOME", "LANG"]
+    talk.agent.start([WorkerSpec(2, show, {}, "/")], {"LANG": "C"})
     talk.until(lambda: len(talk.exits()) == 2)
     assert talk.output(1) == b"/x C\n"
     assert talk.output(2).decode() == f"{os.environ['HOME']} C\n"
+
+
+def test_all_of_the_hosts_environment_and_its_python(talk: Talk):
+    show = "import os, sys; print(os.environ['PATH'], os.environ['LANG'], sys.executable)"
+    talk.agent.link.keeps = None
+    talk.agent.start([WorkerSpec(1, ["", "-c", show], {}, ".")], {"LANG": "C"})
+    talk.until(lambda: len(talk.exits()) == 1)
+    assert talk.output(1).decode() == f"{os.environ['PATH']} C {sys.executable}\n"

@@ -7,7 +7,7 @@ be reached, or is lost, rests for a while before it is tried again.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ from horovod.runner.probe import interface_address
 from horovod.runner.ssh import Ssh
 from horovod.runner.supervise import Supervisor, raise_descriptor_limit
 from horovod.runner.worker_env import (
-    HOSTS_OWN,
     KEY,
     interface_variables,
     threads_per_worker,
@@ -64,8 +63,15 @@ class _Host:
 class Agents:
     """The agents of all hosts that are wanted."""
 
-    def __init__(self, request: WorkerRequest, place: MeetingPlace, supervisor: Supervisor) -> None:
+    def __init__(
+        self,
+        request: WorkerRequest,
+        place: MeetingPlace,
+        supervisor: Supervisor,
+        connect: Callable[[str], HostAgent] | None = None,
+    ) -> None:
         self._request = request
+        self._connect = connect or self._start_agent
         self._place = place
         self._supervisor = supervisor
         self._hosts: dict[str, _Host] = {}
@@ -93,28 +99,31 @@ class Agents:
         for name in names:
             if name in self._hosts or self._rests_now(name):
                 continue
-            local = is_local(name)
-            if not local:
-                raise_descriptor_limit((3 + 4 * _WORKERS_PER_HOST) * (len(self._hosts) + 1) + 128)
             try:
-                agent = HostAgent(name, None if local else self._request.ssh)
+                agent = self._connect(name)
             except (ValueError, OSError) as error:
                 self.rest(name)
                 problems[name] = str(error)
                 continue
             self._hosts[name] = _Host(agent)
             self._supervisor.add(agent)
-            if not local:
+            if agent.remote:
                 seconds = self._request.start_timeout + _SLACK
                 self._supervisor.call_later(seconds, lambda a=agent: self._give_up(a))  # type: ignore[misc]
         return problems
+
+    def _start_agent(self, name: str) -> HostAgent:
+        if is_local(name):
+            return HostAgent(name)
+        raise_descriptor_limit((3 + 4 * _WORKERS_PER_HOST) * (len(self._hosts) + 1) + 128)
+        return HostAgent(name, self._request.ssh)
 
     def let_go(self, name: str) -> None:
         """This host is not needed any more, and has no workers."""
         host = self._hosts.pop(name, None)
         if host is None:
             return
-        if host.agent.hello is None and host.agent.ssh is not None:
+        if host.agent.hello is None and host.agent.remote:
             host.agent.abandon()
         else:
             host.agent.finish()
@@ -147,7 +156,7 @@ class Agents:
         host = self._of(agent)
         if host is None:
             return ""
-        if agent.ssh is None:
+        if not agent.remote:
             host.door = self._place.open(LOOPBACK)
             host.nics = [name for name in self._request.nics if interface_address(name)]
             return ""
@@ -199,9 +208,9 @@ class Agents:
         """Start a worker, in a certain one of the host's slots."""
         host, request = self._hosts[name], self._request
         assert host.door is not None, "only ready hosts get workers"
-        remote = host.agent.ssh is not None
-        env = travelling(request.env) if remote else dict(request.env)
-        if not request.env.get("OMP_NUM_THREADS"):
+        keeps = host.agent.link.keeps
+        env = travelling(request.env) if host.agent.remote else dict(request.env)
+        if not request.env.get("OMP_NUM_THREADS") and keeps is not None:
             env["OMP_NUM_THREADS"] = str(self._threads(host.agent, slots))
         env |= interface_variables(host.nics)
         own = {
@@ -210,12 +219,13 @@ class Agents:
             "HOROVOD_HOSTNAME": name,
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": host.door[0],
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(host.door[1]),
-            KEY: encode_key(self._place.key),
             "PYTHONUNBUFFERED": "1",
         }
+        if keeps is not None:
+            own[KEY] = encode_key(self._place.key)
         bind = None if request.cpu_bind == "none" else (request.cpu_bind, index, slots)
         spec = WorkerSpec(worker, request.command, own, request.cwd, bind)
-        host.agent.start([spec], env, HOSTS_OWN if remote else ())
+        host.agent.start([spec], env)
 
     def stop(self, name: str, worker: int, grace: float) -> None:
         """End a worker: SIGTERM, and SIGKILL after `grace` seconds. Nothing if its host is lost."""

@@ -10,7 +10,7 @@ minds their answers, and `losses` what becomes of those who fail.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from horovod.runner.elastic import policy
@@ -59,7 +59,9 @@ class Driver:
         supervisor: Supervisor,
         outputs: WorkerOutputs,
         status: Status,
+        connect: Callable[[str], HostAgent] | None = None,
     ) -> None:
+        """``connect`` gives the agent of a host where not we start it, here or over ssh."""
         self._limits = limits
         self._manager = manager
         self._place = place
@@ -67,7 +69,7 @@ class Driver:
         self._outputs = outputs
         self._status = status
         self._verbose = request.verbose
-        self._agents = Agents(request, place, supervisor)
+        self._agents = Agents(request, place, supervisor, connect)
         self._roster = Roster()
         self._endings = Endings(limits, self._roster, manager)
         self._announcer = Announcer(place.store)

@@ -57,7 +57,7 @@ class Losses:
         """
         self._agents.stop(process.host, process.number, 0.0)
         agent = self._agents.agent(process.host)
-        if agent is None or agent.ssh is not None:
+        if agent is None or agent.remote:
             self._fence()
         self._note(process, -signal.SIGKILL, why)
         self.blame(process.host)
@@ -65,7 +65,7 @@ class Losses:
     def lost_host(self, agent: HostAgent, why: str) -> None:
         """The connection to a host is gone, and with it the workers there."""
         workers = self._roster.on(agent.name)
-        if agent.ssh is None:
+        if not agent.remote:
             signal_groups([p.pid for p in workers if p.pid], signal.SIGKILL)
         else:
             self._fence()

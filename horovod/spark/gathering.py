@@ -1,0 +1,145 @@
+"""Waiting for the tasks of a job, checking what they have installed, and giving them ranks.
+
+`runner` calls `gather` once Spark has been asked for tasks. The rest is pure: from what the tasks
+said about themselves to errors and places.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from horovod.runner.common.util.timeout import TimeoutException
+from horovod.runner.hosts import Host, Slot, plan_slots
+from horovod.spark.cluster import Cluster
+from horovod.spark.spark_job import SparkJob
+from horovod.spark.task_link import TaskInfo, TaskLink
+from horovod.spark.task_server import TaskServer
+
+_GLANCE = 1.0  # seconds between looks at whether tasks that have connected still live
+
+
+def check_slots(cluster: Cluster, count: int) -> None:
+    """`TimeoutException` at once where waiting cannot help."""
+    if cluster.is_fixed and cluster.slots < count:
+        raise TimeoutException(
+            f"horovod.spark.run needs {count} Spark tasks at once, and the cluster offers "
+            f"{cluster.describe_offer()}, which does not change: start the session with "
+            f"master('local[{count}]'), or ask for fewer processes (num_proc)"
+        )
+
+
+def gather(
+    server: TaskServer, job: SparkJob, cluster: Cluster, count: int, timeout: float
+) -> list[TaskLink]:
+    """The tasks by partition, once all have connected."""
+    deadline = time.monotonic() + timeout
+    while True:
+        found = server.newest()
+        if len(found) >= count:
+            return [found[partition] for partition in sorted(found)]
+        if not job.is_running:
+            raise spark_error(job)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutException(too_few(cluster, count, len(found), timeout))
+        server.wait(min(left, _GLANCE))
+
+
+def too_few(cluster: Cluster, count: int, found: int, timeout: float) -> str:
+    return (
+        f"timed out waiting for Spark tasks to start: {count} are needed at once, and {found} "
+        f"{'has' if found == 1 else 'have'} started within {timeout:g} s (start_timeout). The "
+        f"cluster offers {cluster.describe_offer()}. Ask for fewer processes (num_proc), give the "
+        f"application more executors or cores (spark.executor.instances, spark.executor.cores, "
+        f"spark.cores.max), wait until other jobs have ended, or give a larger start_timeout"
+    )
+
+
+def spark_error(job: SparkJob) -> RuntimeError:
+    """Why Spark ended the job before it should."""
+    why = job.why() or "Spark ended the job"
+    hint = ""
+    if "No module named 'horovod'" in why:
+        hint = (
+            "Horovod is not installed for the executors' Python: install the same version there, "
+            "or send it along with spark-submit --archives or --py-files.\n"
+        )
+    elif "PYTHON_VERSION_MISMATCH" in why or "different version in worker" in why:
+        hint = (
+            "Driver and executors run different versions of Python: set PYSPARK_PYTHON and "
+            "PYSPARK_DRIVER_PYTHON.\n"
+        )
+    error = RuntimeError(f"Spark could not run the tasks of horovod.spark.run. {hint}{why}")
+    error.__cause__ = job.error
+    return error
+
+
+def check_versions(infos: Sequence[TaskInfo], driver: str) -> None:
+    """`RuntimeError` naming the executor that lacks something or has another version of it."""
+    own_torch = installed_torch()
+    reference = own_torch, "the driver"
+    for info in infos:
+        problem = info.versions.get("problem")
+        if problem:
+            raise RuntimeError(f"the executor on {info.hostname}: {problem}")
+        horovod = info.versions["horovod"]
+        if horovod != driver:
+            raise RuntimeError(
+                f"the executor on {info.hostname} has Horovod {horovod} and the driver {driver}: "
+                f"install the same version everywhere"
+            )
+        torch = info.versions["torch"]
+        if torch is None:
+            raise RuntimeError(
+                f"the executor on {info.hostname} has no torch for {info.python}, which Horovod "
+                f"needs: install torch{'==' + own_torch if own_torch else ''} there"
+            )
+        if reference[0] is None:
+            reference = torch, f"the executor on {info.hostname}"
+        elif _release(torch) != _release(reference[0]):
+            raise RuntimeError(
+                f"the executor on {info.hostname} has torch {torch} for {info.python}, but "
+                f"{reference[1]} has torch {reference[0]}: install the same version everywhere"
+            )
+
+
+def installed_torch() -> str | None:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> str:
+    """Without what names the build: CPU and GPU builds of a release get along."""
+    return version.partition("+")[0]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where a rank runs."""
+
+    link: TaskLink
+    slot: Slot
+
+    @property
+    def name(self) -> str:
+        return agent_name(self.link.info)
+
+
+def agent_name(info: TaskInfo) -> str:
+    return f"{info.hostname} (Spark task {info.partition})"
+
+
+def assign_ranks(links: Sequence[TaskLink]) -> list[Assignment]:
+    """Ranks for tasks: neighbours on a host, and the host of the first partition comes first."""
+    by_host: dict[str, list[TaskLink]] = {}
+    for link in sorted(links, key=lambda each: each.info.partition):
+        by_host.setdefault(link.info.host, []).append(link)
+    ordered = [link for group in by_host.values() for link in group]
+    hosts = [Host(name, len(group)) for name, group in by_host.items()]
+    slots = plan_slots(hosts, len(ordered))
+    return [Assignment(link, slot) for link, slot in zip(ordered, slots, strict=True)]

@@ -1,0 +1,91 @@
+"""The Spark job that holds the slots: started in a thread of its own, cancelled as a group.
+
+`runner` starts one for each call. Its tasks are `task.relay.serve`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from horovod.spark.ticket import Ticket
+
+_numbers = itertools.count()
+_CANCEL_SECONDS = 30.0
+
+
+class SparkJob:
+    """One job of ``num_tasks`` tasks."""
+
+    def __init__(
+        self,
+        context: Any,
+        ticket: Ticket,
+        num_tasks: int,
+        *,
+        barrier: bool,
+        ended: Callable[[], None],
+        name: str = "horovod.spark.run",
+    ) -> None:
+        """``ended`` is called in another thread when the job is over."""
+        from pyspark import InheritableThread
+
+        self.error: BaseException | None = None
+        self.group = f"{name}.{next(_numbers)}"
+        self._context = context
+        self._ticket = ticket
+        self._num_tasks = num_tasks
+        self._barrier = barrier
+        self._ended = ended
+        # With the caller's local properties, such as the pool of the fair scheduler.
+        self._thread: threading.Thread = InheritableThread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        from horovod.spark.task.relay import serve
+
+        try:
+            self._context.setJobGroup(
+                self.group, f"Horovod: {self._num_tasks} processes", interruptOnCancel=True
+            )
+            rdd = self._context.parallelize(range(self._num_tasks), self._num_tasks)
+            stage = rdd.barrier() if self._barrier else rdd
+            stage.mapPartitions(functools.partial(serve, self._ticket)).collect()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._ended()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def cancel(self) -> None:
+        """End all tasks, and wait until that has happened."""
+        if self.is_running:
+            self._context.cancelJobGroup(self.group)
+        self.wait()
+
+    def wait(self) -> None:
+        """Until Spark has finished with the job."""
+        self._thread.join(_CANCEL_SECONDS)
+
+    def why(self) -> str:
+        """Why Spark ended the job, in as few lines as possible; empty where it did not fail."""
+        return "" if self.error is None else shorten(str(self.error))
+
+
+def shorten(text: str) -> str:
+    """The part of Spark's message that says what happened, without Java's stack."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    kept = []
+    for line in lines:
+        if line.startswith("Driver stacktrace:"):
+            break
+        if line.lstrip().startswith(("at org.", "at java.", "at scala.", "at jdk.", "at py4j.")):
+            continue
+        kept.append(line)
+    return "\n".join(kept[:40])

@@ -1,0 +1,41 @@
+"""Where the output of workers on Spark appears: in Python's own streams, or in ones that were given.
+
+Notebooks replace ``sys.stdout`` by an object without a descriptor; so this console writes text.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from horovod.runner.console import Console
+
+
+class StreamConsole(Console):
+    """A console that writes to objects with a ``write`` method, of text or of bytes."""
+
+    def __init__(
+        self, stdout: Any, stderr: Any, *, timestamps: bool, speaker: str, quiet: bool
+    ) -> None:
+        super().__init__(timestamps=timestamps, speaker=speaker)
+        self._terminals = set()
+        self._streams = {"stdout": stdout or sys.stdout, "stderr": stderr or sys.stderr}
+        self._quiet = quiet
+
+    def say(self, text: str) -> None:
+        if not self._quiet:
+            super().say(text)
+
+    def _write(self, stream: str, data: bytes) -> None:
+        target = self._streams[stream]
+        if not data or self.broken:
+            return
+        try:
+            try:
+                target.write(data.decode(errors="replace"))
+            except TypeError:  # a file of bytes
+                target.write(data)
+            if hasattr(target, "flush"):
+                target.flush()
+        except BrokenPipeError:
+            self.broken = True

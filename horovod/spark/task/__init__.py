@@ -1,0 +1,24 @@
+"""What runs in Spark's tasks, and what functions that run there may ask."""
+
+from __future__ import annotations
+
+import os
+
+GPUS = "HOROVOD_SPARK_TASK_GPUS"
+"""Tells a worker the addresses of the GPUs that Spark assigned to its task, with commas."""
+
+
+def get_available_devices() -> list[str]:
+    """The addresses of the GPUs that Spark assigned to this task; empty where it assigned none.
+
+    For functions that ``horovod.spark.run`` calls, and for functions in Spark's own tasks::
+
+        torch.cuda.set_device(int(get_available_devices()[0]))
+    """
+    if GPUS in os.environ:
+        return [address for address in os.environ[GPUS].split(",") if address]
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    resources = {} if context is None else context.resources()
+    return list(resources["gpu"].addresses) if "gpu" in resources else []

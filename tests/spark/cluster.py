@@ -1,0 +1,134 @@
+"""A real Spark cluster on this machine, for tests: a standalone master and two workers.
+
+All are processes of their own. `tests.spark.conftest` starts one `StandaloneCluster` for the whole
+session; the estimators' tests use it as well.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+HANG = 120.0  # seconds: only a cluster that does not start at all takes so long
+
+_MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
+_REGISTERED = "Successfully registered with master"
+
+
+def spark_environment() -> dict[str, str]:
+    """For every process of Spark: on loopback, with this Python and this Horovod."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    return {
+        **os.environ,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_DRIVER_PYTHON": sys.executable,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+class Daemon:
+    """A master or a worker."""
+
+    def __init__(self, folder: Path, name: str, *arguments: str, env: Mapping[str, str]) -> None:
+        import pyspark
+
+        self._log = folder / f"{name}.log"
+        spark_class = Path(pyspark.__file__).parent / "bin" / "spark-class"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [str(spark_class), *arguments],
+                env={**spark_environment(), "SPARK_DAEMON_MEMORY": "512m", **env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=folder,
+                start_new_session=True,
+            )
+
+    def until(self, pattern: str | re.Pattern[str]) -> re.Match[str]:
+        """Wait until the log has a line like this."""
+        deadline = time.monotonic() + HANG
+        while True:
+            text = self._log.read_text(errors="replace")
+            found = re.search(pattern, text)
+            if found:
+                return found
+            assert self.process.poll() is None, f"it ended:\n{text}"
+            assert time.monotonic() < deadline, f"it does not start:\n{text}"
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """With everything that it started: executors are in its session."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+class StandaloneCluster:
+    """A master and two workers with two slots each.
+
+    Executors of the two workers count as two hosts, because their environments say so.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._daemons: list[Daemon] = []
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        # Without the server for submitting by HTTP, whose port is fixed.
+        options = "-Dspark.master.rest.enabled=false"
+        master = self._add(
+            "master",
+            "org.apache.spark.deploy.master.Master",
+            *("--host", "127.0.0.1", "--port", "0", "--webui-port", "0"),
+            env={"SPARK_MASTER_OPTS": options},
+        )
+        self.url = master.until(_MASTER)[1]
+        self.workers = [self.add_worker(f"worker-{index}", 2) for index in range(2)]
+        for worker in self.workers:
+            worker.until(_REGISTERED)
+
+    def add_worker(self, name: str, cores: int) -> Daemon:
+        """One more worker; it has its executors' folders below its own."""
+        return self._add(
+            name,
+            "org.apache.spark.deploy.worker.Worker",
+            *("--host", "127.0.0.1", "--webui-port", "0", "--cores", str(cores)),
+            *("--memory", "2g", "--work-dir", str(self.folder / name), self.url),
+            env={"HOROVOD_HOSTNAME": name},
+        )
+
+    def remove(self, worker: Daemon) -> None:
+        worker.stop()
+        self._daemons.remove(worker)
+
+    def _add(self, name: str, *arguments: str, env: Mapping[str, str]) -> Daemon:
+        self._daemons.append(Daemon(self.folder, name, *arguments, env=env))
+        return self._daemons[-1]
+
+    def close(self) -> None:
+        for daemon in reversed(self._daemons):
+            daemon.stop()
+        self._daemons.clear()

@@ -1,0 +1,46 @@
+"""Spark for tests: one standalone cluster and one session on it for all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.spark.cluster import StandaloneCluster, spark_environment
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandaloneCluster]:
+    """A master and two workers with two slots each, as processes of their own."""
+    cluster = StandaloneCluster(tmp_path_factory.mktemp("spark"))
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="session")
+def spark(cluster: StandaloneCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A session on the cluster, with an executor on each worker. Only one can be in a process."""
+    from pyspark.sql import SparkSession
+
+    os.environ.update(spark_environment())
+    events = tmp_path_factory.mktemp("events")
+    warehouse = tmp_path_factory.mktemp("warehouse")
+    session = (
+        SparkSession.builder.master(cluster.url)
+        .appName("horovod-tests")
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.executor.cores", "2")
+        .config("spark.executor.memory", "1g")
+        .config("spark.driver.memory", "1g")
+        .config("spark.eventLog.enabled", "true")
+        .config("spark.eventLog.compress", "false")
+        .config("spark.eventLog.dir", events.as_uri())
+        .config("spark.sql.warehouse.dir", str(warehouse))
+        .config("spark.sql.shuffle.partitions", "2")
+        .getOrCreate()
+    )
+    yield session
+    session.stop()
