@@ -79,13 +79,15 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         job = TrainingJob.of(self, facts, self._run_id_or_new(), self._features(facts.metadata))
         job.payload = payload
         path = job.store.checkpoint_path
-        if self.getRunId() and path and self.getStore().exists(path):
-            job.checkpoint = self._read_checkpoint(path)
+        if path and self.getRunId():
+            job.checkpoint = self._find_checkpoint(path, job.run_id)
         results = backend.run(self._trainer(), args=(job,), env=self._environment())
         return self._model_of(results[0], job)
 
-    def _read_checkpoint(self, path: str) -> bytes:
-        return bytes(self.getStore().read(path))
+    def _find_checkpoint(self, path: str, run_id: str) -> bytes | None:
+        """The checkpoint that a run of this name has left."""
+        store = self.getStore()
+        return bytes(store.read(path)) if store.exists(path) else None
 
     def _environment(self) -> dict[str, str]:
         """What the processes find in their environment besides what the backend gives them."""

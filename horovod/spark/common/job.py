@@ -13,6 +13,13 @@ from horovod.spark.common.remote_store import RemoteStore
 BUFFER_BYTES = 256 * 1024 * 1024  # of rows that a rank shuffles among
 
 
+_LOADER_OPTIONS = (  # that only Lightning's estimator has
+    "debug_data_loader",
+    "train_async_data_loader_queue_size",
+    "val_async_data_loader_queue_size",
+)
+
+
 @dataclass(frozen=True)
 class DataFacts:
     """Rows, bytes of a row, and columns of the Parquet to train with."""
@@ -122,4 +129,5 @@ class TrainingJob:
             sample_weight_col=sample_weights,
             continuous_cols=self["continuous_cols"],
             categorical_cols=self["categorical_cols"],
+            **{name: self.params[name] for name in _LOADER_OPTIONS if name in self.params},
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class DeclaredParams(Params):
 
 
 def _fresh(default: Any) -> Any:
-    return list(default) if isinstance(default, list) else default
+    return copy.copy(default) if isinstance(default, (list, dict)) else default
 
 
 @declare(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -197,14 +196,20 @@ class TorchModel(HorovodModel):
         self._set_given(self._input_kwargs)
 
     def _transform(self, df: Any) -> Any:
-        predictor = TorchPredictor(
-            copy.deepcopy(self.getModel()).cpu().eval(),
+        return transform(
+            df,
+            self._predictor(),
+            self.getFeatureColumns(),
+            self.getOutputCols(),
+            self.getMetadata(),
+        )
+
+    def _predictor(self) -> Any:
+        return TorchPredictor(
+            self.getModel(),
             self.getFeatureColumns(),
             self.getInputShapes(),
             self.getCategoricalColumns() or [],
-        )
-        return transform(
-            df, predictor, self.getFeatureColumns(), self.getOutputCols(), self.getMetadata()
         )
 
 
@@ -220,7 +225,7 @@ class TorchPredictor:
         self._categorical = set(categorical)
 
     def load(self) -> Predict:
-        model = cloudpickle.loads(self._model)
+        model = cloudpickle.loads(self._model).cpu().eval()
 
         def predict(rows: Rows) -> list[Any]:
             inputs = [
