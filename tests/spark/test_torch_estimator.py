@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ import pytest
 import torch
 
 from horovod.spark.common.store import Store
-from horovod.spark.torch import TorchEstimator, TorchModel
-from tests.spark.frames import points, same_points
+from horovod.spark.torch import TorchEstimator
+from tests.spark.frames import points
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+
 import numpy as np
 
 from horovod.spark.common.columns import Rows
 from horovod.spark.common.row_buffer import Array, Layout, RowBuffer, RowQueue, join, row_count
-
 
 _DRAWN = 1024  # rows drawn at once, if batches are smaller: a draw has a cost of its own
 

@@ -25,8 +25,8 @@ class ColumnError(ValueError):
 def is_vector_type(kind: Any) -> bool:
     """Whether this Arrow type is how Spark stores an ML vector."""
     return bool(
-        pa.types.is_struct(kind) and {kind.field(i).name for i in range(kind.num_fields)}
-        == _VECTOR_FIELDS
+        pa.types.is_struct(kind)
+        and {kind.field(i).name for i in range(kind.num_fields)} == _VECTOR_FIELDS
     )
 
 

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pyspark.ml.param import Param, Params, TypeConverters
 
@@ -75,7 +75,7 @@ def _getter(spec: Spec) -> Callable[[Any], Any]:
 class DeclaredParams(Params):
     """Parameters with defaults, set from keyword arguments; None leaves the default."""
 
-    _specs: dict[str, Spec] = {}
+    _specs: ClassVar[dict[str, Spec]] = {}
 
     def __init__(self) -> None:
         super().__init__()

@@ -192,11 +192,11 @@ class ParquetReader:
 
     def _orders(self) -> Iterator[Piece]:
         """Pieces without end: workers go on with the next pass while this one is consumed."""
-        seed = np.random.SeedSequence(self._seed).entropy
+        seed = np.random.SeedSequence(self._seed).generate_state(1)[0]
         while True:
             order = np.arange(len(self._pieces))
             if self._shuffle:
-                order = np.random.default_rng([seed, self._passes]).permutation(order)
+                order = np.random.default_rng([int(seed), self._passes]).permutation(order)
             self._passes += 1
             yield from (self._pieces[index] for index in order)
 

@@ -263,9 +263,9 @@ class AbstractFilesystemStore(Store):
             return False
         if "_temporary" in names and "_SUCCESS" not in names:
             return False  # Spark has not finished writing it, or failed to
-        return any(
-            name.endswith((".parquet", ".parq")) for name in names
-        ) or any(found.endswith((".parquet", ".parq")) for found in self.fs.find(local))
+        return any(name.endswith((".parquet", ".parq")) for name in names) or any(
+            found.endswith((".parquet", ".parq")) for found in self.fs.find(local)
+        )
 
     def get_parquet_dataset(self, path: str) -> Any:
         from horovod.spark.common.reader import ParquetFiles

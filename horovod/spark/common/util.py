@@ -271,12 +271,12 @@ def _write_frame(frame: Any, path: str, compress_sparse: bool, partitions: int) 
 
 def _join(metadata: meta.Metadata, other: meta.Metadata) -> None:
     for name, facts in other.items():
-        if metadata[name]["max_size"] and facts["shape"] != metadata[name]["shape"]:
-            if facts["max_size"]:
-                raise ColumnError(
-                    f"column {name!r} has rows of shape {metadata[name]['shape']} and "
-                    f"{facts['shape']}: all rows must have the same shape"
-                )
+        known = metadata[name]["max_size"] and facts["max_size"]  # neither part is empty
+        if known and facts["shape"] != metadata[name]["shape"]:
+            raise ColumnError(
+                f"column {name!r} has rows of shape {metadata[name]['shape']} and "
+                f"{facts['shape']}: all rows must have the same shape"
+            )
         metadata[name]["nulls"] += facts["nulls"]
 
 

@@ -248,9 +248,7 @@ class KerasPredictor:
         return predict
 
 
-def _encode_keras(
-    owner: Any, name: str, value: Any, otherwise: Callable[[str, Any], Any]
-) -> Any:
+def _encode_keras(owner: Any, name: str, value: Any, otherwise: Callable[[str, Any], Any]) -> Any:
     """Models, optimizers, losses and metrics the way Keras saves them."""
     if name == "model":
         return {"horovod_keras_model": serialization.as_text(value, owner.getCustomObjects())}

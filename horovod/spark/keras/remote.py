@@ -160,8 +160,8 @@ def _shapes(model: Any) -> tuple[list[tuple[Any, Any]], list[Any], bool]:
     """Types and shapes of a model's inputs, shapes of its outputs, and if inputs have names."""
     inputs = [(_dtype(each), tuple(each.shape)[1:]) for each in model.inputs]
     inputs = [(kind, tuple(-1 if s is None else s for s in shape)) for kind, shape in inputs]
-    outputs = [tuple(each.shape)[1:] for each in model.outputs]
-    outputs = [None if None in shape else shape for shape in outputs]
+    shapes = [tuple(each.shape)[1:] for each in model.outputs]
+    outputs = [None if None in shape else shape for shape in shapes]
     return inputs, outputs, isinstance(model.input, dict)
 
 

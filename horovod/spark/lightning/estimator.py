@@ -117,9 +117,7 @@ class TorchEstimator(HorovodEstimator):
         super()._check_params()
         _require_lightning()
         if self.getTrainMinibatchFn() is not None:
-            raise ValueError(
-                "train_minibatch_fn is not for Lightning: write it into training_step"
-            )
+            raise ValueError("train_minibatch_fn is not for Lightning: write it into training_step")
         if self._is_module():
             for name in ("optimizer", "loss", "loss_constructors", "loss_weights"):
                 if self.getOrDefault(name) is not None:

@@ -59,7 +59,7 @@ def to_lightning_module(
             outputs, wanted = losses.transform_outputs(self(*inputs), wanted)
             rows = None if sample_weights_col is None else batch[sample_weights_col].float()
             loss = losses.total_loss(outputs, wanted, weights, functions, rows)
-            options = {"on_step": False, "on_epoch": True, "sync_dist": True}
+            options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True}
             options["batch_size"] = len(inputs[0])
             self.log(f"{prefix}loss", loss, **options)
             for number, group in enumerate(groups):

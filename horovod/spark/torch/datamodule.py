@@ -96,8 +96,8 @@ class NVTabularDataModule(PetastormDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._kinds = {name: np.float32 for name in continuous_cols or ()}
-        self._kinds.update({name: np.int64 for name in categorical_cols or ()})  # type: ignore[dict-item]
+        self._kinds: dict[str, Any] = {name: np.float32 for name in continuous_cols or ()}
+        self._kinds.update({name: np.int64 for name in categorical_cols or ()})
 
     def _edited(self, batch: Rows) -> Rows:
         batch = super()._edited(batch)

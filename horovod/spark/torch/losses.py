@@ -22,9 +22,7 @@ def to_list(value: Any, length: int, name: str) -> list[Any]:
     return values
 
 
-def loss_functions(
-    loss: Any, constructors: Any, labels: int, weighted: bool
-) -> list[Loss]:
+def loss_functions(loss: Any, constructors: Any, labels: int, weighted: bool) -> list[Loss]:
     """The loss of each label; `weighted`: they give one value for each row."""
     if constructors is not None:
         makers = to_list(constructors, labels, "loss_constructors")
@@ -60,9 +58,7 @@ def transform_outputs(
     """
     given = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
     if len(given) != len(labels):
-        raise ValueError(
-            f"the model gave {len(given)} output(s) for {len(labels)} label column(s)"
-        )
+        raise ValueError(f"the model gave {len(given)} output(s) for {len(labels)} label column(s)")
     fitting = []
     for output, label in zip(given, labels, strict=True):
         if output.numel() == label.numel():

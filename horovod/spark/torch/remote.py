@@ -137,7 +137,7 @@ class _Training:
             optimizer.zero_grad()
         outputs, labels = transform_outputs(model(*inputs), labels)
         loss = losses.total_loss(outputs, labels, self.weights, loss_fns, sample_weights)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.batch_index += 1
         if self.batch_index % self.passes == 0:
             optimizer.step()
