@@ -162,7 +162,11 @@ def _shapes(model: Any) -> tuple[list[tuple[Any, Any]], list[Any], bool]:
     inputs = [(kind, tuple(-1 if s is None else s for s in shape)) for kind, shape in inputs]
     shapes = [tuple(each.shape)[1:] for each in model.outputs]
     outputs = [None if None in shape else shape for shape in shapes]
-    return inputs, outputs, isinstance(model.input, dict)
+    try:
+        named = isinstance(model.input, dict)
+    except AttributeError:  # a Sequential that was never called
+        named = False
+    return inputs, outputs, named
 
 
 def _dtype(tensor: Any) -> Any:

@@ -94,6 +94,12 @@ class TorchEstimator(HorovodEstimator):
                 "optimizer must be a torch.optim.Optimizer of the model's parameters, "
                 f"not {optimizer!r}"
             )
+        own = {id(parameter) for parameter in model.parameters()}
+        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "the optimizer has parameters that are not of the model: make it with "
+                "model.parameters()"
+            )
         loss, constructors = self.getLoss(), self.getLossConstructors()
         if loss is not None and constructors is not None:
             raise ValueError("give loss or loss_constructors, not both")
