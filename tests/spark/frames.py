@@ -20,9 +20,3 @@ def points(spark: Any, rows: int = 96, partitions: int = 2) -> Any:
         data.append((vector, float(row[0]), y, int(y > 0), weight, index % 4 == 0))
     columns = ["x", "x0", "y", "k", "w", "val"]
     return spark.createDataFrame(data, columns).repartition(partitions)
-
-
-def same_points(df: Any) -> tuple[Any, Any]:
-    """The features and the sums of such a DataFrame, as arrays."""
-    rows = df.select("x", "y").collect()
-    return np.array([row.x.toArray() for row in rows], np.float32), np.array([r.y for r in rows])

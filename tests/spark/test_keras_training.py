@@ -151,9 +151,7 @@ def test_inputs_by_name_a_loss_of_ones_own_and_a_checkpoint_callback(
         optimizer=keras.optimizers.Adam(0.05),
         epochs=3,
         run_id=f"named_{keras.__name__}",
-        checkpoint_callback=keras.callbacks.ModelCheckpoint(
-            "x.weights.h5", save_weights_only=True
-        ),
+        checkpoint_callback=keras.callbacks.ModelCheckpoint("x.weights.h5", save_weights_only=True),
     )
     history = ran.fit_on_parquet().getHistory()
     assert history["loss"][-1] < history["loss"][0]

@@ -36,9 +36,7 @@ def rows_of(reader: ParquetReader) -> list[int]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 100])
 def test_shares_are_even_and_together_everything(numbered: Path, ranks: int):
     shares = [
-        rows_of(
-            ParquetReader(str(numbered), schema_fields=["i"], cur_shard=r, shard_count=ranks)
-        )
+        rows_of(ParquetReader(str(numbered), schema_fields=["i"], cur_shard=r, shard_count=ranks))
         for r in range(ranks)
     ]
     assert sum(shares, []) == list(range(100))
@@ -204,9 +202,10 @@ def test_text_goes_through_transformation_fn(numbered: Path):
         frame["pair"] = [np.array([i, i + 1]) for i in frame["i"]]
         return frame
 
-    with pytest.raises(ColumnError, match="column 's' is of type"), ParquetReader(
-        str(numbered)
-    ) as reader:
+    with (
+        pytest.raises(ColumnError, match="column 's' is of type"),
+        ParquetReader(str(numbered)) as reader,
+    ):
         list(reader)
     with ParquetReader(str(numbered), transform_fn=double, removed_fields=["s"]) as reader:
         rows = read_all(reader)
@@ -219,8 +218,9 @@ def test_what_transformation_fn_raises_is_raised(numbered: Path):
     def broken(frame: Any) -> Any:
         raise KeyError("nothing here")
 
-    with ParquetReader(str(numbered), transform_fn=broken) as reader, pytest.raises(
-        KeyError, match="nothing here"
+    with (
+        ParquetReader(str(numbered), transform_fn=broken) as reader,
+        pytest.raises(KeyError, match="nothing here"),
     ):
         list(reader)
 
@@ -229,8 +229,9 @@ def test_files_that_differ_are_an_error(tmp_path: Path):
     write(tmp_path / "a", {"v": [[1.0, 2.0]] * 8}, files=1)
     write(tmp_path / "b", {"v": [[1.0, 2.0, 3.0]] * 8}, files=1)
     (tmp_path / "b" / "part-00000.parquet").rename(tmp_path / "a" / "part-00001.parquet")
-    with ParquetReader(str(tmp_path / "a")) as reader, pytest.raises(
-        ColumnError, match=r"'v' has rows of shape \(2,\)"
+    with (
+        ParquetReader(str(tmp_path / "a")) as reader,
+        pytest.raises(ColumnError, match=r"'v' has rows of shape \(2,\)"),
     ):
         list(batches(reader.passes(), 4))
 

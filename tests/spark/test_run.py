@@ -8,8 +8,9 @@ import horovod.spark
 
 
 def places(base: int, step: int = 1) -> tuple[int, ...]:
-    import horovod.torch as hvd
     import torch
+
+    import horovod.torch as hvd
 
     hvd.init()
     total = hvd.allreduce(torch.tensor([base + step * hvd.rank()]), op=hvd.Sum)
