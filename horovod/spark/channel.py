@@ -5,8 +5,8 @@
 
 - ``{"agent": length}``: start an agent, whose source of so many bytes follows as input
 - ``{"input": true}`` with bytes for the agent's stdin
-- ``{"end": "done"}``: this task is over; ``{"end": "again"}``: it is to fail, so that Spark starts
-  another attempt; ``{"end": "refused", "why": text}``: it cannot take part.
+- ``{"end": "done"}``: this task is over; ``{"end": "again"}``: it is to be another host, after
+  another attempt that Spark starts where it can.
 
 Messages of a task: first what it is (see `task.relay.describe`), then ``{"output": true}`` and
 ``{"errors": true}`` with bytes of the agent's stdout and stderr, at last ``{"exit": code}``.

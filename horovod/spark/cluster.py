@@ -69,6 +69,14 @@ class Cluster:
         return re.fullmatch(r"local(\[[^\]]*\])?", self.master) is not None
 
     @property
+    def max_task_failures(self) -> int:
+        """How often a task may fail before Spark ends the job."""
+        local = re.fullmatch(r"local(\[[^,\]]*(,(?P<most>\d+))?\])?", self.master)
+        if local:
+            return int(local["most"] or 1)
+        return int(self._conf.get("spark.task.maxFailures", "4"))
+
+    @property
     def slots(self) -> int:
         """How many tasks the executors that are here now can run at once."""
         scala = self.context._jsc.sc()

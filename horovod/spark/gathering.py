@@ -6,6 +6,7 @@ said about themselves to errors and places.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,21 +61,21 @@ def too_few(cluster: Cluster, count: int, found: int, timeout: float) -> str:
 
 def spark_error(job: SparkJob) -> RuntimeError:
     """Why Spark ended the job before it should."""
-    why = job.why() or "Spark ended the job"
+    why = job.why() or "Spark ended the job without a word"
     hint = ""
-    if "No module named 'horovod'" in why:
+    missing = re.search(r"No module named '([\w.]+)'", why)
+    if missing:
         hint = (
-            "Horovod is not installed for the executors' Python: install the same version there, "
-            "or send it along with spark-submit --archives or --py-files.\n"
+            f" The executors' Python has no module {missing[1]!r}: install Horovod and what it "
+            f"needs there, say which Python has it (PYSPARK_PYTHON), or send an environment along "
+            f"(spark-submit --archives)."
         )
     elif "PYTHON_VERSION_MISMATCH" in why or "different version in worker" in why:
         hint = (
-            "Driver and executors run different versions of Python: set PYSPARK_PYTHON and "
-            "PYSPARK_DRIVER_PYTHON.\n"
+            " Driver and executors run different versions of Python: set PYSPARK_PYTHON and "
+            "PYSPARK_DRIVER_PYTHON."
         )
-    error = RuntimeError(f"Spark could not run the tasks of horovod.spark.run. {hint}{why}")
-    error.__cause__ = job.error
-    return error
+    return RuntimeError(f"Spark ended the tasks of horovod.spark.run.{hint} It says:\n{why}")
 
 
 def check_versions(infos: Sequence[TaskInfo], driver: str) -> None:

@@ -7,21 +7,11 @@ of failures, its elastic driver.
 
 from __future__ import annotations
 
-import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
-
-import horovod
-from horovod.common.config import Config
-from horovod.common.store import MemoryStore
-from horovod.common.wire import new_key
-from horovod.runner.function_call import CALL, SEARCH_PATH, put, search_path
-from horovod.spark.cluster import Cluster, active_context
-from horovod.spark.static_run import StaticRun
-from horovod.spark.streams import StreamConsole
-from horovod.spark.ticket import Ticket
+# The rest is imported by the functions: executors import this package too, and need none of it.
 
 _MPI = (
     "horovod.spark.run cannot use MPI (use_mpi=True): Spark starts the processes, and mpirun "
@@ -61,15 +51,29 @@ def run(
     others are ended, and the Spark job is cancelled. ``use_mpi`` is refused; ``use_gloo`` and
     ``extra_mpi_args`` are accepted and change nothing.
     """
-    call = _pack(fn, args, kwargs)
-    _check_backend(use_mpi, use_gloo)
+    from horovod.spark.cluster import Cluster, active_context
+    from horovod.spark.job_setup import make_setup, pack_call
+    from horovod.spark.static_run import run_static
+    from horovod.spark.streams import StreamConsole
+
+    call = pack_call(fn, args, kwargs)
+    if use_mpi and use_gloo:
+        raise ValueError("give one of use_gloo and use_mpi")
+    if use_mpi:
+        raise ValueError(_MPI)
     cluster = Cluster(active_context())
     num_proc = _count("num_proc", num_proc, cluster.default_parallelism)
-    setup = _Setup(cluster, call, start_timeout, env, nics, executable)
-    console = _console(stdout, stderr, verbose, prefix_output_with_timestamp)
-    return StaticRun(
-        cluster, setup.ticket, setup.bind, setup.store, console, verbose > 1, setup.nics
-    ).run(num_proc)
+    setup = make_setup(
+        cluster,
+        call,
+        StreamConsole(stdout, stderr, timestamps=prefix_output_with_timestamp, quiet=verbose < 1),
+        start_timeout=start_timeout,
+        env=env,
+        nics=nics,
+        executable=executable,
+        verbose=verbose,
+    )
+    return run_static(setup, num_proc)
 
 
 def run_elastic(
@@ -91,26 +95,51 @@ def run_elastic(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    raise NotImplementedError
+    """Call ``fn(*args, **kwargs)`` in a job that goes on when executors come and go.
+
+    The function is written for elastic training (docs/elastic.md). The job begins when
+    ``num_proc`` tasks run, within ``start_timeout``; then it uses all that come, up to
+    ``max_num_proc``. When tasks, executors or whole hosts are lost it goes on with the others, and
+    Spark's next attempt of such a task joins it. With fewer than ``min_num_proc`` it waits, for
+    ``elastic_timeout`` seconds at most (by default HOROVOD_ELASTIC_TIMEOUT, or 600). After
+    ``reset_limit`` changes it ends. ``min_num_proc`` and ``max_num_proc`` are by default
+    ``num_proc``. Returns what the first ``min_num_proc`` ranks returned. The other arguments are
+    those of `run`; ``min_np`` and ``max_np`` are older names.
+    """
+    from horovod.spark.cluster import Cluster, active_context
+    from horovod.spark.elastic_run import limits_from, run_elastic_tasks
+    from horovod.spark.job_setup import make_setup, pack_call
+    from horovod.spark.streams import StreamConsole
+
+    call = pack_call(fn, args, kwargs)
+    min_num_proc = _newer("min_np", min_np, "min_num_proc", min_num_proc)
+    max_num_proc = _newer("max_np", max_np, "max_num_proc", max_num_proc)
+    cluster = Cluster(active_context())
+    limits = limits_from(
+        _count("num_proc", num_proc, cluster.default_parallelism),
+        min_num_proc,
+        max_num_proc,
+        reset_limit,
+        elastic_timeout,
+    )
+    setup = make_setup(
+        cluster,
+        call,
+        StreamConsole(stdout, stderr, timestamps=prefix_output_with_timestamp, quiet=verbose < 1),
+        start_timeout=start_timeout,
+        env=env,
+        nics=nics,
+        executable=None,
+        verbose=verbose,
+    )
+    return run_elastic_tasks(setup, limits)
 
 
-def _pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    if not callable(fn):
-        raise ValueError(f"horovod.spark.run needs a function to call, not {fn!r}")
-    try:
-        packed: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
-    except Exception as error:
-        raise ValueError(
-            f"horovod.spark.run cannot send the function or its arguments to the workers: {error}"
-        ) from error
-    return packed
-
-
-def _check_backend(use_mpi: bool | None, use_gloo: bool | None) -> None:
-    if use_mpi and use_gloo:
-        raise ValueError("give one of use_gloo and use_mpi")
-    if use_mpi:
-        raise ValueError(_MPI)
+def _newer(old: str, value: int | None, new: str, newer: int | None) -> int | None:
+    if value is None:
+        return newer
+    warnings.warn(f"{old} is deprecated; use {new}", DeprecationWarning, stacklevel=3)
+    return newer or value
 
 
 def _count(name: str, value: int | None, default: int) -> int:
@@ -119,52 +148,3 @@ def _count(name: str, value: int | None, default: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
     return value
-
-
-def _console(stdout: Any, stderr: Any, verbose: int, timestamps: bool) -> StreamConsole:
-    return StreamConsole(
-        stdout, stderr, timestamps=timestamps, speaker="horovod.spark", quiet=verbose < 1
-    )
-
-
-class _Setup:
-    """What both kinds of job begin with."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        call: bytes,
-        start_timeout: float | None,
-        env: Mapping[str, str] | None,
-        nics: Sequence[str] | str | None,
-        executable: str | None,
-    ) -> None:
-        if start_timeout is None:
-            start_timeout = Config.from_env().spark_start_timeout
-        if start_timeout <= 0:
-            raise ValueError(f"start_timeout must be more than 0 seconds, not {start_timeout!r}")
-        self.nics = [nics] if isinstance(nics, str) else sorted(nics or ())
-        self.bind, address = cluster.driver_addresses(self.nics)
-        self.store = MemoryStore()
-        put(self.store, CALL, call)
-        self.store.set(SEARCH_PATH, b"[]")  # tasks know it already, and put it behind their own
-        self.ticket = Ticket(
-            address=address,
-            port=0,
-            key=new_key(),
-            env=_checked_environment(env),
-            search_path=search_path(),
-            executable=executable,
-            version=horovod.__version__,
-            start_timeout=start_timeout,
-        )
-
-
-def _checked_environment(env: Mapping[str, str] | None) -> dict[str, str]:
-    found = dict(env or {})
-    for name, value in found.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise ValueError(f"env must map names to texts, but has {name!r}: {value!r}")
-    if os.fspath("") in found:
-        raise ValueError("env has an empty name")
-    return found

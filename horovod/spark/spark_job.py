@@ -15,6 +15,9 @@ from horovod.spark.ticket import Ticket
 
 _numbers = itertools.count()
 _CANCEL_SECONDS = 30.0
+_TRACEBACK = "Traceback (most recent call last):"
+_JAVA = ("\tat ", "Driver stacktrace:")
+_MOST_LINES = 30
 
 
 class SparkJob:
@@ -79,13 +82,13 @@ class SparkJob:
 
 
 def shorten(text: str) -> str:
-    """The part of Spark's message that says what happened, without Java's stack."""
+    """What happened, from a message of Spark: the last Python traceback in it, or its first lines.
+
+    Without Java's stacks, which only lead through Spark itself.
+    """
     lines = [line for line in text.splitlines() if line.strip()]
-    kept = []
-    for line in lines:
-        if line.startswith("Driver stacktrace:"):
-            break
-        if line.lstrip().startswith(("at org.", "at java.", "at scala.", "at jdk.", "at py4j.")):
-            continue
-        kept.append(line)
-    return "\n".join(kept[:40])
+    starts = [index for index, line in enumerate(lines) if _TRACEBACK in line]
+    kept = lines[starts[-1] + 1 :] if starts else lines
+    found = list(itertools.takewhile(lambda line: not line.startswith(_JAVA), kept))
+    words = [line for line in found if not line.startswith(" SQLSTATE")]
+    return "\n".join(([_TRACEBACK] if starts else []) + words[-_MOST_LINES:])

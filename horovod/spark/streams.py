@@ -1,4 +1,4 @@
-"""Where the output of workers on Spark appears: in Python's own streams, or in ones that were given.
+"""Where the output of workers on Spark appears: this process's streams, or ones that were given.
 
 Notebooks replace ``sys.stdout`` by an object without a descriptor; so this console writes text.
 """
@@ -14,12 +14,13 @@ from horovod.runner.console import Console
 class StreamConsole(Console):
     """A console that writes to objects with a ``write`` method, of text or of bytes."""
 
-    def __init__(
-        self, stdout: Any, stderr: Any, *, timestamps: bool, speaker: str, quiet: bool
-    ) -> None:
-        super().__init__(timestamps=timestamps, speaker=speaker)
+    def __init__(self, stdout: Any, stderr: Any, *, timestamps: bool, quiet: bool) -> None:
+        super().__init__(timestamps=timestamps, speaker="horovod.spark")
         self._terminals = set()
-        self._streams = {"stdout": stdout or sys.stdout, "stderr": stderr or sys.stderr}
+        self._streams: dict[str, Any] = {
+            "stdout": sys.stdout if stdout is None else stdout,
+            "stderr": sys.stderr if stderr is None else stderr,
+        }
         self._quiet = quiet
 
     def say(self, text: str) -> None:

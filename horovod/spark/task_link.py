@@ -26,7 +26,7 @@ class TaskInfo:
     """What a task said about itself."""
 
     partition: int
-    attempt: int  # unlike that of any other task of the application
+    attempt: tuple[int, int]  # Spark's, unlike any other of the application, and ours within it
     host: str  # equal for tasks that share a host
     hostname: str
     python: str
@@ -36,7 +36,7 @@ class TaskInfo:
     def from_message(cls, fields: Mapping[str, Any]) -> TaskInfo:
         return cls(
             partition=int(fields["partition"]),
-            attempt=int(fields["attempt"]),
+            attempt=(int(fields["attempt"][0]), int(fields["attempt"][1])),
             host=str(fields["host"]),
             hostname=str(fields["hostname"]),
             python=str(fields["python"]),
@@ -155,22 +155,19 @@ class TaskLink:
     @property
     def is_alive(self) -> bool:
         """Whether the task still holds its connection, as far as can be told without reading."""
-        if self._closed:
-            return False
         sock = self._channel.socket
-        if not select.select([sock], [], [], 0)[0]:
-            return True
         try:
-            return bool(sock.recv(1, socket.MSG_PEEK))
-        except OSError:
+            waiting = select.select([sock], [], [], 0)[0]
+            return not waiting or bool(sock.recv(1, socket.MSG_PEEK))
+        except (OSError, ValueError):  # it was closed meanwhile
             return False
 
-    def end(self, how: str, why: str = "") -> None:
+    def end(self, how: str) -> None:
         """Let the task end; see `channel` for how."""
         if self._closed:
             return
         self._closed = self._over = True
-        self._channel.send({"end": how, "why": why})
+        self._channel.send({"end": how})
         os.close(self._input_fd)
         self._channel.close()
 

@@ -11,7 +11,6 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
 
 from horovod.common.logging import get_logger
 from horovod.common.wire import Session
@@ -27,15 +26,8 @@ _ACCEPT_PAUSE = 0.1
 class TaskServer:
     """Listens on one address; tasks that have connected are in `links`."""
 
-    def __init__(
-        self,
-        address: str,
-        key: bytes,
-        arrived: Callable[[TaskLink], None] = lambda link: None,
-    ) -> None:
-        """``arrived`` is called in the server's thread for every task."""
+    def __init__(self, address: str, key: bytes) -> None:
         self._key = key
-        self._arrived = arrived
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
         self._listener.setblocking(False)
@@ -78,13 +70,13 @@ class TaskServer:
         with self._lock:
             self._lock.notify_all()
 
-    def close(self, how: str = "done", why: str = "") -> None:
+    def close(self) -> None:
         """No more tasks; those that are left end."""
         self._closing = True
         self._waker.send(b"\0")
         self._thread.join()
         for link in self._links:
-            link.end(how, why)
+            link.end("done")
 
     # -- in the thread ---------------------------------------------------------------------
 
@@ -142,7 +134,6 @@ class TaskServer:
             with self._lock:
                 self._links.append(link)
                 self._lock.notify_all()
-            self._arrived(link)
 
     def _drop_the_late(self) -> None:
         if self._paused:

@@ -22,3 +22,4 @@ class Ticket:
     executable: str | None  # the workers' Python; None: the executor's
     version: str  # of the driver's Horovod
     start_timeout: float
+    max_failures: int  # attempts after which Spark gives a task up, and the job with it

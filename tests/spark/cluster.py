@@ -12,11 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import psutil
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-HANG = 120.0  # seconds: only a cluster that does not start at all takes so long
+HANG = 240.0  # seconds: only what never happens takes so long
+QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # to start, which is most of what we do
 
 _MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
 _REGISTERED = "Successfully registered with master"
@@ -32,7 +35,21 @@ def spark_environment() -> dict[str, str]:
         "PYSPARK_DRIVER_PYTHON": sys.executable,
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",
+        "HOROVOD_TEST_CLUSTER": str(os.getpid()),  # tells our processes from those of others
     }
+
+
+def until(done: Callable[[], bool], what: str = "what was waited for") -> None:
+    """Wait for something that other processes do."""
+    deadline = time.monotonic() + HANG
+    while not done():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.02)
+
+
+def executor_of(worker: int) -> psutil.Process:
+    """The executor whose task a process runs for."""
+    return next(each for each in psutil.Process(worker).parents() if each.name() == "java")
 
 
 class Daemon:
@@ -46,7 +63,12 @@ class Daemon:
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [str(spark_class), *arguments],
-                env={**spark_environment(), "SPARK_DAEMON_MEMORY": "512m", **env},
+                env={
+                    **spark_environment(),
+                    "SPARK_DAEMON_MEMORY": "512m",
+                    "SPARK_DAEMON_JAVA_OPTS": QUICK_JAVA,
+                    **env,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

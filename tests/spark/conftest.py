@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.spark.cluster import StandaloneCluster, spark_environment
+from tests.spark.cluster import QUICK_JAVA, StandaloneCluster, spark_environment, until
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +32,8 @@ def spark(cluster: StandaloneCluster, tmp_path_factory: pytest.TempPathFactory) 
         .appName("horovod-tests")
         .config("spark.ui.enabled", "false")
         .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.driver.extraJavaOptions", QUICK_JAVA)
+        .config("spark.executor.extraJavaOptions", QUICK_JAVA)
         .config("spark.executor.cores", "2")
         .config("spark.executor.memory", "1g")
         .config("spark.driver.memory", "1g")
@@ -42,5 +44,20 @@ def spark(cluster: StandaloneCluster, tmp_path_factory: pytest.TempPathFactory) 
         .config("spark.sql.shuffle.partitions", "2")
         .getOrCreate()
     )
+    _wait_for_executors(session)
     yield session
     session.stop()
+
+
+@pytest.fixture
+def whole(spark: Any) -> Any:
+    """The session, with all executors there: the master replaces those that a test has killed."""
+    _wait_for_executors(spark)
+    return spark
+
+
+def _wait_for_executors(session: Any) -> None:
+    from horovod.spark.cluster import Cluster
+
+    slots = 2 * 2  # two workers, two cores each
+    until(lambda: Cluster(session.sparkContext).slots == slots, f"{slots} slots")

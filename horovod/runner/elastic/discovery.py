@@ -28,13 +28,17 @@ GIVEN_BACK_SECONDS = 60.0
 """For which a slot that a worker was told to leave is not used again."""
 
 
+class NoMoreHosts(Exception):
+    """What gave hosts is gone, and with it those that it gave; the message says why."""
+
+
 class HostDiscovery(ABC):
     """Says which hosts are available."""
 
     @abstractmethod
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """The hosts available now and how many workers each takes. May take its time; any
-        exception counts as a failed attempt."""
+        exception counts as a failed attempt, and `NoMoreHosts` ends the job."""
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Give up an attempt that is under way in another thread."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.announcing import Announcer
-from horovod.runner.elastic.discovery import HostManager
+from horovod.runner.elastic.discovery import HostManager, NoMoreHosts
 from horovod.runner.elastic.endings import Ending, Endings
 from horovod.runner.elastic.losses import Losses
 from horovod.runner.elastic.mailbox import Mailbox
@@ -133,7 +133,9 @@ class Driver:
     def _take_hosts(self, answer: dict[str, int] | Exception) -> bool:
         if isinstance(answer, Exception):
             self._status.note("discovery failed", reason=str(answer))
-            if not self._endings.discovered:
+            if isinstance(answer, NoMoreHosts):
+                self._end(Ending(str(answer), self._roster.last_failure))
+            elif not self._endings.discovered:
                 self._end(Ending(f"cannot find out which hosts there are: {answer}"))
             elif str(answer) != self._last_problem:
                 self._last_problem = str(answer)

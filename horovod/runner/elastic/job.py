@@ -65,7 +65,7 @@ def run_elastic_job(
     with ExitStack() as stack:
         status = stack.enter_context(Status(console, options.status_file))
         outputs = Outputs(console, options.output_ranks)
-        workers = _WorkerOutputs(outputs, options.output_filename, stack)
+        workers = WorkerLogs(outputs, options.output_filename, stack)
         place = MeetingPlace(new_key(), store)
         stack.callback(place.close)
         supervisor = Supervisor(console, outputs)
@@ -103,7 +103,7 @@ def make_discovery(options: argparse.Namespace) -> HostDiscovery:
     return FixedHosts(slots)
 
 
-class _WorkerOutputs:
+class WorkerLogs:
     """The console and, where asked for, DIR/worker.<n>/stdout and stderr for every worker."""
 
     def __init__(self, outputs: Outputs, directory: str | None, stack: ExitStack) -> None:

@@ -8,6 +8,7 @@ process goes away: by a cancelled job, a killed executor, or a driver that is go
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import selectors
@@ -50,6 +51,19 @@ print(json.dumps(found))
 
 def serve(ticket: Ticket, _rows: Iterable[Any]) -> Iterator[Any]:
     """Be a host of the job until the driver says otherwise; yields nothing."""
+    context = TaskContext.get()
+    assert context is not None
+    last_chance = context.attemptNumber() + 1 >= ticket.max_failures
+    for attempt in itertools.count():
+        if not _serve_once(ticket, context, attempt):
+            break
+        if not last_chance:
+            raise RuntimeError(_RESTART)  # Spark may find a better place for the next attempt
+    yield from ()
+
+
+def _serve_once(ticket: Ticket, context: TaskContext, attempt: int) -> bool:
+    """Until the driver ends it; whether it is to begin again, as another host."""
     try:
         channel = _connect(ticket)
     except OSError as error:
@@ -59,20 +73,17 @@ def serve(ticket: Ticket, _rows: Iterable[Any]) -> Iterator[Any]:
             f"of the driver: see spark.driver.host, and the nics argument of horovod.spark.run"
         ) from None
     try:
-        channel.send(describe(ticket))
-        _Relay(ticket, channel).run()
+        channel.send(describe(ticket, context, attempt))
+        return _Relay(ticket, channel).run() == "again"
     finally:
         channel.close()
-    yield from ()
 
 
-def describe(ticket: Ticket) -> dict[str, Any]:
+def describe(ticket: Ticket, context: TaskContext, attempt: int) -> dict[str, Any]:
     """What the driver needs to know about this task."""
-    context = TaskContext.get()
-    assert context is not None
     return {
         "partition": context.partitionId(),
-        "attempt": context.taskAttemptId(),  # of all tasks of the application: the newest is larger
+        "attempt": [context.taskAttemptId(), attempt],
         "host": _host(),
         "hostname": os.uname().nodename,
         "pid": os.getpid(),
@@ -153,20 +164,17 @@ class _Relay:
         self._sources: dict[int, str] = {}  # the agent's streams that are open
         self._silent = False  # nothing more will be said
         self._ended: str | None = None
-        self._why = ""
 
-    def run(self) -> None:
+    def run(self) -> str:
+        """How it ended: "done" or "again"."""
         try:
             while self._ended is None:
                 self._wait_and_pass()
         finally:
             self._end_agent()
-        if self._ended == "again":
-            raise RuntimeError(_RESTART)
-        if self._ended == "refused":
-            raise RuntimeError(self._why)
         if self._ended == "gone":
             raise ConnectionError("the driver is gone, and with it the job of this task")
+        return self._ended
 
     def _wait_and_pass(self) -> None:
         channel = self._channel
@@ -208,7 +216,6 @@ class _Relay:
             self._start_agent(int(message.header["agent"]))
         elif "end" in message.header:
             self._ended = str(message.header["end"])
-            self._why = str(message.header.get("why", ""))
         else:
             self._input += message.body
 

@@ -67,7 +67,7 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: int) 
         allgather_object(hvd.rank(), name="compute workers have ended")
     finally:
         if service is not None:
-            _remove(configfile, config)
+            remove_configuration(configfile, config)
             service.shutdown()
 
 
@@ -79,7 +79,7 @@ def _address() -> str:
     return routable_address(interface)
 
 
-def _remove(configfile: str, config: TfDataServiceConfig | None) -> None:
+def remove_configuration(configfile: str, config: TfDataServiceConfig | None) -> None:
     """Take the file away, so that no training waits for workers that have gone."""
     try:
         if TfDataServiceConfig.read(configfile) == config:
@@ -88,10 +88,11 @@ def _remove(configfile: str, config: TfDataServiceConfig | None) -> None:
         pass  # never written, or no longer ours
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """With what all commands that start compute workers have in common."""
     parser = argparse.ArgumentParser(
-        prog="python -m horovod.tensorflow.data.compute_worker",
-        description=_DESCRIPTION,
+        prog=prog,
+        description=description,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -115,12 +116,6 @@ def _parser() -> argparse.ArgumentParser:
         help="where dispatchers run: in compute workers, or in training processes, which then use "
         "tf_data_service() instead of send_to_data_service() (default: compute)",
     )
-    parser.add_argument(
-        "--timeout",
-        type=_positive,
-        default=60,
-        help="seconds that workers and training processes wait for each other (default: 60)",
-    )
     return parser
 
 
@@ -132,7 +127,14 @@ def _positive(text: str) -> int:
 
 
 def run_commandline(arguments: Sequence[str] | None = None) -> None:
-    given = _parser().parse_args(arguments)
+    parser = make_parser("python -m horovod.tensorflow.data.compute_worker", _DESCRIPTION)
+    parser.add_argument(
+        "--timeout",
+        type=_positive,
+        default=60,
+        help="seconds that workers and training processes wait for each other (default: 60)",
+    )
+    given = parser.parse_args(arguments)
     main(given.dispatchers, given.dispatcher_side, given.configfile, given.timeout)
 
 

@@ -1,0 +1,175 @@
+"""An elastic job on Spark tasks. `runner.run_elastic` calls `run_elastic_tasks`.
+
+Every attempt of a task is a host of its own to the elastic driver: it comes when the task
+connects, and goes when the connection does. Spark starts tasks that failed again, and tasks for
+which there was no room once executors come.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from horovod.common.config import Config
+from horovod.runner.common.util.timeout import TimeoutException
+from horovod.runner.elastic.agents import WorkerRequest
+from horovod.runner.elastic.discovery import HostDiscovery, HostManager, NoMoreHosts
+from horovod.runner.elastic.driver import Driver
+from horovod.runner.elastic.job import WorkerLogs
+from horovod.runner.elastic.policy import Limits
+from horovod.runner.elastic.status import Status
+from horovod.runner.host_agent import HostAgent
+from horovod.runner.meeting import MeetingPlace
+from horovod.runner.outputs import Outputs
+from horovod.runner.report import Outcome, describe_failure
+from horovod.runner.run_function import collect_results, raise_failures
+from horovod.runner.ssh import Ssh
+from horovod.runner.supervise import Supervisor
+from horovod.spark.gathering import check_slots, check_versions, spark_error, too_few
+from horovod.spark.job_setup import JobSetup
+from horovod.spark.spark_job import SparkJob
+from horovod.spark.task_link import TaskLink
+from horovod.spark.task_server import TaskServer
+
+
+def run_elastic_tasks(setup: JobSetup, limits: Limits) -> list[Any]:
+    """What the first ``min_np`` ranks returned; raises what went wrong."""
+    assert limits.max_np is not None
+    check_slots(setup.cluster, limits.num_proc)
+    server = TaskServer(setup.listen, setup.ticket.key)
+    job: SparkJob | None = None
+    try:
+        job = SparkJob(
+            setup.cluster.context,
+            setup.ticket_for(server),
+            limits.max_np,
+            barrier=False,
+            ended=server.wake,
+        )
+        _wait_for_the_first(setup, server, job, limits.num_proc)
+        raise_failures(setup.store, _drive(setup, server, job, limits))
+        results = collect_results(setup.store, limits.min_np)
+    except BaseException:
+        if job is not None:
+            job.cancel()
+        raise
+    else:
+        if len(server.newest()) < limits.max_np:
+            job.cancel()  # tasks that still wait for room have nothing to do any more
+    finally:
+        server.close()
+    job.wait()
+    return results
+
+
+def _wait_for_the_first(setup: JobSetup, server: TaskServer, job: SparkJob, count: int) -> None:
+    timeout = setup.ticket.start_timeout
+    deadline = time.monotonic() + timeout
+    while len(server.newest()) < count:
+        if not job.is_running:
+            raise spark_error(job)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            found = len(server.newest())
+            raise TimeoutException(too_few(setup.cluster, count, found, timeout))
+        server.wait(min(left, 1.0))
+    check_versions([link.info for link in server.living()], setup.ticket.version)
+
+
+def _drive(setup: JobSetup, server: TaskServer, job: SparkJob, limits: Limits) -> Outcome:
+    discovery = TaskDiscovery(server, job)
+    request = WorkerRequest(
+        command=setup.command,
+        env={},
+        cwd=".",
+        ssh=Ssh(),
+        nics=setup.nics,
+        start_timeout=limits.start_timeout,
+        verbose=setup.verbose,
+    )
+    with ExitStack() as stack:
+        outputs = Outputs(setup.console)
+        logs = WorkerLogs(outputs, None, stack)
+        status = stack.enter_context(Status(setup.console))
+        place = MeetingPlace(setup.ticket.key, setup.store)
+        stack.callback(place.close)
+        supervisor = Supervisor(setup.console, outputs)
+        stack.callback(supervisor.close)
+
+        def connect(name: str) -> HostAgent:
+            link = discovery.link(name)
+            check_versions([link.info], setup.ticket.version)
+            link.restarts = lambda: not supervisor.stopping and not supervisor.signals
+            return link.start_agent(name)
+
+        driver = Driver(
+            request,
+            limits,
+            HostManager(discovery),
+            place,
+            supervisor,
+            logs,
+            status,
+            connect,
+        )
+        outcome = driver.run()
+    blamed = driver.last_failure
+    if blamed is not None:
+        outcome.account = describe_failure(outcome, outputs.tail(blamed.worker))
+    return outcome
+
+
+class TaskDiscovery(HostDiscovery):
+    """The tasks that are connected, each a host with one slot."""
+
+    def __init__(self, server: TaskServer, job: SparkJob) -> None:
+        self._server = server
+        self._job = job
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        if not self._job.is_running:
+            raise NoMoreHosts(str(spark_error(self._job)))
+        return {host_name(link): 1 for link in self._server.living()}
+
+    def link(self, name: str) -> TaskLink:
+        for link in self._server.living():
+            if host_name(link) == name:
+                return link
+        raise ConnectionResetError("its Spark task has ended")
+
+
+def host_name(link: TaskLink) -> str:
+    info = link.info
+    return f"{info.host}-{info.partition}-{info.attempt[0]}.{info.attempt[1]}"
+
+
+def limits_from(
+    num_proc: int,
+    min_num_proc: int | None,
+    max_num_proc: int | None,
+    reset_limit: int | None,
+    elastic_timeout: float | None,
+) -> Limits:
+    """`ValueError` where they contradict each other."""
+    least = num_proc if min_num_proc is None else min_num_proc
+    most = num_proc if max_num_proc is None else max_num_proc
+    if not 1 <= least <= num_proc <= most:
+        raise ValueError(
+            f"it must be 1 <= min_num_proc <= num_proc <= max_num_proc, but these are {least}, "
+            f"{num_proc} and {most}"
+        )
+    if reset_limit is not None and reset_limit < 0:
+        raise ValueError(f"reset_limit must not be negative, but is {reset_limit}")
+    if elastic_timeout is not None and elastic_timeout <= 0:
+        raise ValueError(f"elastic_timeout must be more than 0 seconds, not {elastic_timeout!r}")
+    config = Config.from_env()
+    return Limits(
+        num_proc=num_proc,
+        min_np=least,
+        max_np=most,
+        reset_limit=reset_limit,
+        elastic_timeout=config.elastic_timeout if elastic_timeout is None else elastic_timeout,
+        start_timeout=config.start_timeout,
+        answer_timeout=config.elastic_answer_timeout,
+    )

@@ -1,0 +1,99 @@
+"""What both kinds of job on Spark begin with, made from the arguments of `runner`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+import horovod
+from horovod.common.config import Config
+from horovod.common.store import MemoryStore
+from horovod.common.wire import new_key
+from horovod.runner.console import Console
+from horovod.runner.function_call import CALL, SEARCH_PATH, put, search_path
+from horovod.spark.cluster import Cluster
+from horovod.spark.task_server import TaskServer
+from horovod.spark.ticket import Ticket
+
+
+@dataclass(frozen=True)
+class JobSetup:
+    """A job that is ready to be started."""
+
+    cluster: Cluster
+    store: MemoryStore  # with the call
+    listen: str  # the driver's address for tasks
+    ticket: Ticket
+    console: Console
+    verbose: bool
+    nics: Sequence[str]
+
+    @property
+    def command(self) -> list[str]:
+        """Of a worker; without an `executable` the Python of its executor runs it."""
+        return [self.ticket.executable or "", "-m", "horovod.runner.run_task"]
+
+    def ticket_for(self, server: TaskServer) -> Ticket:
+        return dataclasses.replace(self.ticket, port=server.port)
+
+
+def make_setup(
+    cluster: Cluster,
+    call: bytes,
+    console: Console,
+    *,
+    start_timeout: float | None,
+    env: Mapping[str, str] | None,
+    nics: Sequence[str] | str | None,
+    executable: str | None,
+    verbose: int,
+) -> JobSetup:
+    """`ValueError` for an argument that is wrong."""
+    if start_timeout is None:
+        start_timeout = Config.from_env().spark_start_timeout
+    if start_timeout <= 0:
+        raise ValueError(f"start_timeout must be more than 0 seconds, not {start_timeout!r}")
+    interfaces = [nics] if isinstance(nics, str) else sorted(nics or ())
+    listen, address = cluster.driver_addresses(interfaces)
+    store = MemoryStore()
+    put(store, CALL, call)
+    store.set(SEARCH_PATH, b"[]")  # tasks have it already, and put it behind their own
+    ticket = Ticket(
+        address=address,
+        port=0,
+        key=new_key(),
+        env=_checked(env),
+        search_path=search_path(),
+        executable=executable,
+        version=horovod.__version__,
+        start_timeout=start_timeout,
+        max_failures=cluster.max_task_failures,
+    )
+    return JobSetup(cluster, store, listen, ticket, console, verbose > 1, interfaces)
+
+
+def pack_call(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> bytes:
+    """The function and its arguments for the workers; `ValueError` where they cannot travel."""
+    if not callable(fn):
+        raise ValueError(f"horovod.spark.run needs a function to call, not {fn!r}")
+    try:
+        packed: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
+    except Exception as error:
+        raise ValueError(
+            f"horovod.spark.run cannot send the function or its arguments to the workers: {error}"
+        ) from error
+    return packed
+
+
+def _checked(env: Mapping[str, str] | None) -> dict[str, str]:
+    found = dict(env or {})
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, str) or not name or "=" in name:
+            raise ValueError(f"env must map names to texts, but has {name!r}: {value!r}")
+    return found

@@ -1,0 +1,137 @@
+"""``horovod.spark.run_elastic`` on a real cluster, while executors are killed and added."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import horovod.spark
+from tests.spark import functions
+from tests.spark.cluster import StandaloneCluster, executor_of, until
+
+
+class Training:
+    """A call of `run_elastic` in a thread, seen through the files that its workers write."""
+
+    def __init__(self, folder: Path, **arguments: Any) -> None:
+        self.folder = folder
+        self.results: list[Any] | None = None
+        self.error: BaseException | None = None
+        self._arguments = arguments
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.results = horovod.spark.run_elastic(
+                functions.train, (str(self.folder),), **self._arguments
+            )
+        except BaseException as error:
+            self.error = error
+
+    def log(self) -> list[tuple[int, int, int]]:
+        """Step, size, and the process of rank 0, of all steps so far."""
+        file = self.folder / "log"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [(int(a), int(b), int(c)) for a, b, c in map(str.split, lines)]
+
+    def until_size(self, size: int, after: int = 0) -> int:
+        """Wait for a step with so many ranks, later than ``after`` steps; how many there were."""
+        until(lambda: self.error is not None or any(n == size for _, n, _ in self.log()[after:]))
+        assert self.error is None, self.error
+        return len(self.log())
+
+    def workers(self) -> dict[int, str]:
+        """The processes that have started, with the names of their hosts."""
+        return {int(f.name[4:]): f.read_text() for f in self.folder.glob("pid-*")}
+
+    def stop(self) -> list[Any]:
+        (self.folder / "stop").touch()
+        self._thread.join(functions.HANG)
+        assert self.error is None, self.error
+        assert self.results is not None
+        return self.results
+
+
+def test_a_killed_executor_is_replaced(whole: Any, tmp_path: Path):
+    training = Training(tmp_path, num_proc=2, min_num_proc=1, max_num_proc=2)
+    before = training.until_size(2)
+    (first,) = {pid for _, _, pid in training.log()}
+    first_workers = training.workers()
+    (victim,) = set(first_workers) - {first}
+    assert executor_of(victim).pid != executor_of(first).pid
+    executor_of(victim).kill()
+    alone = training.until_size(1, before)
+    together = training.until_size(2, alone)
+    ((steps, rank),) = training.stop()
+    assert rank == 0
+    assert steps >= together
+    assert {pid for _, _, pid in training.log()} == {first}, "it kept its process and its state"
+    numbers = [step for step, _, _ in training.log()]
+    assert set(numbers) == set(range(1, steps + 1)), "none is left out"
+    (new,) = set(training.workers()) - set(first_workers)
+    assert training.workers()[new] not in first_workers.values(), "another host"
+
+
+@pytest.fixture
+def busy(whole: Any, tmp_path: Path) -> Iterator[None]:
+    """All slots but one are taken, by another job."""
+    marks = tmp_path / "busy"
+    marks.mkdir()
+
+    def occupy(number: int) -> None:
+        (marks / str(number)).touch()
+        until(lambda: (marks / "free").exists())
+
+    context = whole.sparkContext
+    job = threading.Thread(target=lambda: context.parallelize(range(3), 3).foreach(occupy))
+    job.start()
+    until(lambda: len(list(marks.iterdir())) == 3)
+    yield
+    (marks / "free").touch()
+    job.join()
+
+
+@pytest.mark.usefixtures("busy")
+def test_executors_that_come_later_join(cluster: StandaloneCluster, tmp_path: Path):
+    training = Training(tmp_path, num_proc=1, max_num_proc=2)
+    alone = training.until_size(1)
+    worker = cluster.add_worker("worker-2", 2)
+    try:
+        training.until_size(2, alone)
+        assert len(training.stop()) == 1
+        hosts = sorted(training.workers().values())
+        assert hosts[1].startswith("worker-2-")
+    finally:
+        cluster.remove(worker)
+
+
+def test_a_worker_that_fails_again_and_again(whole: Any):
+    with pytest.raises(functions.Unhappy):
+        horovod.spark.run_elastic(functions.fail_always, num_proc=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_proc": 2, "min_num_proc": 3}, "1 <= min_num_proc <= num_proc <= max_num_proc"),
+        ({"num_proc": 2, "max_num_proc": 1}, "these are 2, 2 and 1"),
+        ({"num_proc": 1, "reset_limit": -1}, "reset_limit must not be negative"),
+        ({"num_proc": 1, "elastic_timeout": 0}, "elastic_timeout must be more than 0"),
+    ],
+)
+def test_wrong_arguments(spark: Any, arguments: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        horovod.spark.run_elastic(functions.rank, **arguments)
+
+
+def test_older_names(spark: Any):
+    with (
+        pytest.warns(DeprecationWarning, match="max_np is deprecated; use max_num_proc"),
+        pytest.raises(ValueError, match="these are 2, 2 and 1"),
+    ):
+        horovod.spark.run_elastic(functions.rank, num_proc=2, max_np=1)
