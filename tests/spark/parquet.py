@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ def write(folder: Path, columns: dict[str, Any], files: int = 3, row_group: int 
     table = pa.table(columns)
     folder.mkdir(parents=True, exist_ok=True)
     edges = np.linspace(0, table.num_rows, files + 1).astype(int)
-    for number, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+    for number, (start, stop) in enumerate(itertools.pairwise(edges)):
         path = folder / f"part-{number:05}.parquet"
         parquet.write_table(table.slice(start, stop - start), path, row_group_size=row_group)
     (folder / "_SUCCESS").touch()

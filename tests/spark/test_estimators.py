@@ -96,7 +96,7 @@ def test_torch_from_a_dataframe_on_the_cluster(df: Any, store: Any, tmp_path: Pa
     assert again.getEpochs() == 6
     assert again.getStore().prefix_path == store.prefix_path
     assert torch.equal(again.getModel().weight, before)
-    with pytest.raises(ValueError, match="holds a horovod.spark.torch"):
+    with pytest.raises(ValueError, match=r"holds a horovod.spark.torch"):
         TorchModel.load(str(tmp_path / "estimator"))
 
 
@@ -215,7 +215,7 @@ def test_dataframes_that_are_refused(spark: Any, df: Any, store: Any, pool2: Ran
 def test_a_store_that_cannot_be_written_to(df: Any, tmp_path: Path, pool2: RankPool):
     (tmp_path / "file").touch()
     broken = Store.create(str(tmp_path / "file" / "below"))
-    with pytest.raises(OSError, match="cannot write .*check the rights"):
+    with pytest.raises(OSError, match=r"cannot write .*check the rights"):
         estimator(broken, backend=PoolBackend(pool2)).fit(df)
 
 

@@ -153,7 +153,7 @@ def test_trainer_arguments_callbacks_and_loggers(estimator: Any, tmp_path: Path)
 
 
 def test_terminate_on_nan(estimator: Any):
-    with pytest.raises(AssertionError, match="the loss is nan in epoch 0.*terminate_on_nan"):
+    with pytest.raises(AssertionError, match=r"the loss is nan in epoch 0.*terminate_on_nan"):
         estimator(Net(explode=True), terminate_on_nan=True).fit_on_parquet()
 
 

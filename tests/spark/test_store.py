@@ -169,9 +169,8 @@ def test_hdfs_paths(given: str, host: str, port: int, prefix: str):
     store = HDFSStore(given)
     assert (store._host, store._port) == (host, port)
     assert store.prefix_path == prefix
-    assert (
-        store.get_localized_path(store.get_runs_path()) == f"{store.get_localized_path(given)}/runs"
-    )
+    path = store.get_localized_path(given)
+    assert store.get_localized_path(store.get_runs_path()) == f"{path}/runs"
     assert store.storage_options["host"] == host
 
 

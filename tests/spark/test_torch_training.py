@@ -314,7 +314,7 @@ def test_what_is_refused_before_anything_runs(estimator: Any, pool2: RankPool):
         given = {**more}
         with pytest.raises(ValueError, match=message):
             estimator(**given).fit_on_parquet()
-    with pytest.raises(ValueError, match="model must be a torch.nn.Module"):
+    with pytest.raises(ValueError, match=r"model must be a torch.nn.Module"):
         estimator().setModel("model").fit_on_parquet()
     with pytest.raises(ValueError, match="optimizer has parameters that are not of the model"):
         estimator(optimizer=torch.optim.SGD(linear().parameters(), lr=0.1)).fit_on_parquet()
@@ -327,7 +327,7 @@ def test_a_model_that_cannot_be_pickled(estimator: Any):
 
     model = linear()
     model.lock = threading.Lock()
-    with pytest.raises(ValueError, match="model cannot be sent to the processes.*pickle"):
+    with pytest.raises(ValueError, match=r"model cannot be sent to the processes.*pickle"):
         estimator(model).fit_on_parquet()
 
 
@@ -336,7 +336,7 @@ def test_no_data_and_no_validation_data(estimator: Any, tmp_path: Path):
     with pytest.raises(ValueError, match="no complete Parquet data"):
         estimator(store=nothing).fit_on_parquet()
     write(tmp_path / "intermediate_train_data", points())
-    with pytest.raises(ValueError, match="no Parquet data at .*intermediate_val_data"):
+    with pytest.raises(ValueError, match=r"no Parquet data at .*intermediate_val_data"):
         estimator(store=nothing, validation=0.1).fit_on_parquet()
     (tmp_path / "intermediate_train_data" / "_SUCCESS").unlink()
     (tmp_path / "intermediate_train_data" / "_temporary").mkdir()
