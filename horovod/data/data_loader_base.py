@@ -106,11 +106,13 @@ class AsyncDataLoaderMixin:
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
         self._worker: _Worker | None = None
+        self._in_epoch = False
         super().__init__(*args, **kwargs)
 
     def close_async_loader(self) -> None:
         """End the thread and forget what it has loaded; iterating again starts another."""
         worker, self._worker = self._worker, None
+        self._in_epoch = False
         if worker is not None:
             if self.debug_data_loader:
                 logger.info("closing the asynchronous data loader")
@@ -122,14 +124,19 @@ class AsyncDataLoaderMixin:
         if self.async_loader_queue_size == 0:
             yield from BaseDataLoader.__iter__(self)
             return
+        # A consumer that knows the length takes that many and never asks for the end.
+        if self._in_epoch and self._worker is not None and self._worker.queue.get() is not None:
+            self.close_async_loader()  # it left in the middle: begin a new epoch
         if self._worker is None:
             self._worker = _Worker(self, self.async_loader_queue_size)
         worker = self._worker
+        self._in_epoch = True
         while True:
             if self.debug_data_loader and worker.queue.empty():
                 logger.info("the training loop waits for data")
             item = worker.queue.get()
             if item is None:
+                self._in_epoch = False
                 return
             if isinstance(item, _Failure):
                 self.close_async_loader()

@@ -65,6 +65,15 @@ def test_no_more_batches_wait_than_the_queue_holds():
     loader.close_async_loader()
 
 
+@pytest.mark.parametrize("queue_size", [0, 1, 64])
+def test_consumers_that_do_not_ask_for_the_end(queue_size: int):
+    """As Lightning does: it takes as many batches as the loader is long."""
+    loader = AsyncNumbers(queue_size, False, 3)
+    for taken in (3, 3, 2, 3, 1, 3):
+        assert list(itertools.islice(iter(loader), taken)) == [0, 10, 20][:taken]
+    loader.close_async_loader()
+
+
 @pytest.mark.parametrize("queue_size", [0, 4])
 def test_what_the_thread_raises_is_raised_to_the_consumer(queue_size: int):
     loader = AsyncNumbers(queue_size, True, 5, fail_at=2)

@@ -20,8 +20,8 @@ import numpy as np
 from horovod.spark.common.columns import ColumnError, Rows, rows_of, to_numpy
 from horovod.spark.common.filesystem import arrow_filesystem
 
-CHUNK_BYTES = 8 * 1024 * 1024  # of decoded rows that travel from a worker to the consumer
-CHUNKS_AHEAD = 2  # that each worker may have ready
+CHUNK_BYTES = 32 * 1024 * 1024  # of decoded rows that travel from a worker to the consumer
+CHUNKS_AHEAD = 1  # that each worker may have ready
 _PATIENCE = 0.1  # seconds between looks at whether the reader was stopped
 
 

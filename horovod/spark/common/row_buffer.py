@@ -45,19 +45,20 @@ class Layout:
             arrays.append(np.empty((rows, len(names), *shape), dtype))
         return arrays
 
-    def fill(self, arrays: list[Array], start: int, rows: Rows) -> None:
-        """Copy rows into the arrays, from row `start` on."""
+    def fill(self, arrays: list[Array], places: Array, rows: Rows) -> None:
+        """Copy rows into the arrays, each to its place."""
         self.check(rows)
-        count = row_count(rows)
         for names, array in zip(self.blocks, arrays, strict=True):
-            target = array[start : start + count]
             if len(names) == 1:
-                target[:, 0] = rows[names[0]]
+                array[places, 0] = rows[names[0]]
                 continue
             stacked = np.stack([rows[name] for name in names])
-            for first in range(0, count, _TILE):
-                tile = stacked[:, first : first + _TILE]
-                target[first : first + _TILE] = np.moveaxis(tile, 0, 1)
+            scratch = np.empty((_TILE, *array.shape[1:]), array.dtype)
+            for first in range(0, len(places), _TILE):
+                tile = np.moveaxis(stacked[:, first : first + _TILE], 0, 1)
+                turned = scratch[: len(tile)]
+                np.copyto(turned, tile)
+                array[places[first : first + _TILE]] = turned
 
     def columns(self, arrays: list[Array]) -> Rows:
         """Each column as a view into the arrays, in the order in which they were read."""
@@ -70,42 +71,53 @@ class Layout:
 
 
 class RowBuffer:
-    """Rows in no particular order: `add` puts rows in, `draw` takes some out at random."""
+    """Rows in no particular order: `add` puts rows in, `draw` takes some out at random.
+
+    A row stays where it was put until it is drawn; what is shuffled are the places.
+    """
 
     def __init__(self, layout: Layout, capacity: int) -> None:
         self._layout = layout
         self._arrays = layout.empty(capacity)
-        self._room = capacity
+        self._used = np.empty(capacity, np.int64)  # places of the rows, the first `size` of these
+        self._free = np.arange(capacity)[::-1].copy()  # the other places, the last one first
         self.size = 0
 
     def add(self, rows: Rows) -> None:
         count = row_count(rows)
-        if self.size + count > self._room:
+        room = len(self._used)
+        if self.size + count > room:
             self._grow(self.size + count)
-        self._layout.fill(self._arrays, self.size, rows)
+            room = len(self._used)
+        free = room - self.size
+        places = self._free[free - count : free][::-1].copy()
+        self._layout.fill(self._arrays, places, rows)
+        self._used[self.size : self.size + count] = places
         self.size += count
 
-    def _grow(self, needed: int) -> None:
-        self._room = needed
-        larger = self._layout.empty(needed)
+    def _grow(self, room: int) -> None:
+        before = len(self._used)
+        larger = self._layout.empty(room)
         for old, new in zip(self._arrays, larger, strict=True):
-            new[: self.size] = old[: self.size]
+            new[:before] = old
         self._arrays = larger
+        self._used = np.concatenate([self._used, np.empty(room - before, np.int64)])
+        free = self._free[: before - self.size]
+        self._free = np.concatenate([np.arange(before, room)[::-1], free, np.empty(self.size, int)])
 
     def draw(self, count: int, random: np.random.Generator) -> list[Array]:
         """Take `count` rows out, chosen at random."""
         count = min(count, self.size)
         chosen = random.choice(self.size, count, replace=False)
-        drawn = [array.take(chosen, axis=0) for array in self._arrays]
+        places = self._used[chosen]
         left = self.size - count
-        holes = chosen[chosen < left]
         stay = np.ones(count, bool)
         stay[chosen[chosen >= left] - left] = False
-        movers = left + np.flatnonzero(stay)  # the last rows fill the places of the drawn ones
-        for array in self._arrays:
-            array[holes] = array.take(movers, axis=0)
+        self._used[chosen[chosen < left]] = self._used[left : self.size][stay]
+        free = len(self._used) - self.size
+        self._free[free : free + count] = places
         self.size = left
-        return drawn
+        return [array.take(places, axis=0) for array in self._arrays]
 
 
 class RowQueue:
@@ -120,7 +132,7 @@ class RowQueue:
     def add(self, rows: Rows) -> None:
         count = row_count(rows)
         arrays = self._layout.empty(count)
-        self._layout.fill(arrays, 0, rows)
+        self._layout.fill(arrays, np.arange(count), rows)
         if count:
             self._parts.append(arrays)
         self.size += count
