@@ -65,9 +65,7 @@ def main() -> None:
     spark = builder.getOrCreate()
 
     images, labels = load_digits(return_X_y=True)
-    rows = [
-        (Vectors.dense(image / 16.0), int(k)) for image, k in zip(images, labels, strict=True)
-    ]
+    rows = [(Vectors.dense(image / 16.0), int(k)) for image, k in zip(images, labels, strict=True)]
     digits = spark.createDataFrame(rows, ["features", "label"])
     train_df, test_df = digits.randomSplit([0.8, 0.2], seed=1)
 

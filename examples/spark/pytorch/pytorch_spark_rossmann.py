@@ -89,8 +89,7 @@ class Sales(torch.nn.Module):
     def forward(self, *columns: torch.Tensor) -> torch.Tensor:
         categories = columns[: len(self.embeddings)]
         hidden = [
-            embedding(column)
-            for embedding, column in zip(self.embeddings, categories, strict=True)
+            embedding(column) for embedding, column in zip(self.embeddings, categories, strict=True)
         ]
         numbers = [column.reshape(-1, 1) for column in columns[len(self.embeddings) :]]
         return self.layers(torch.cat([*hidden, *numbers], 1))
