@@ -152,6 +152,12 @@ def test_trainer_arguments_callbacks_and_loggers(estimator: Any, tmp_path: Path)
     assert list((tmp_path / "csv").rglob("metrics.csv"))
 
 
+def test_passes_over_the_data_may_be_limited(estimator: Any):
+    estimator(loader_num_epochs=2, epochs=2).fit_on_parquet()
+    with pytest.raises(AssertionError, match=r"the data ended after 0 of 6 batches"):
+        estimator(loader_num_epochs=2, epochs=4).fit_on_parquet()
+
+
 def test_terminate_on_nan(estimator: Any):
     with pytest.raises(AssertionError, match=r"the loss is nan in epoch 0.*terminate_on_nan"):
         estimator(Net(explode=True), terminate_on_nan=True).fit_on_parquet()

@@ -81,6 +81,7 @@ class ParquetDataModule(DataModule):
         *args: Any,
         shuffle_capacity: int = 0,
         seed: int | None = None,
+        loader_num_epochs: int | None = None,
         train_reader_workers: int = 2,
         val_reader_workers: int = 2,
         edit_fields: Sequence[Any] | None = None,
@@ -90,6 +91,7 @@ class ParquetDataModule(DataModule):
         super().__init__(*args, **kwargs)
         self._capacity = shuffle_capacity if self.shuffle else 0
         self._seed = seed
+        self._passes = loader_num_epochs
         self._workers = {"train": train_reader_workers, "val": val_reader_workers}
         self._edit_fields = edit_fields
         self._removed = list(removed_fields or ())
@@ -115,7 +117,7 @@ class ParquetDataModule(DataModule):
             schema_fields=self.schema_fields,
             cur_shard=self.cur_shard,
             shard_count=self.shard_count,
-            num_epochs=None if what == "train" and not self.inmemory_cache_all else 1,
+            num_epochs=self._passes if what == "train" and not self.inmemory_cache_all else 1,
             shuffle_row_groups=what == "train" and self.shuffle,
             seed=seed,
             transform_fn=self.transform_fn,

@@ -14,6 +14,7 @@ BUFFER_BYTES = 256 * 1024 * 1024  # of rows that a rank shuffles among
 
 
 _LOADER_OPTIONS = (  # that only Lightning's estimator has
+    "loader_num_epochs",
     "debug_data_loader",
     "train_async_data_loader_queue_size",
     "val_async_data_loader_queue_size",

@@ -39,7 +39,9 @@ class PetastormDataModule(torch_datamodule.PetastormDataModule):
 
     def train_dataloader(self) -> Any:
         endless = self.train_batches()
-        return self._async(self.steps_per_epoch_train, lambda: endless, self._queue_sizes[0])
+        limited = self._passes is not None
+        size = self._queue_sizes[0]
+        return self._async(self.steps_per_epoch_train, lambda: endless, size, limited)
 
     def val_dataloader(self) -> Any:
         return self._async(self.steps_per_epoch_val, self._equal_steps, self._queue_sizes[1])
@@ -49,8 +51,8 @@ class PetastormDataModule(torch_datamodule.PetastormDataModule):
         while True:
             yield from itertools.islice(self.val_batches(), self.steps_per_epoch_val)
 
-    def _async(self, steps: int, source: Any, queue_size: int | None) -> Any:
+    def _async(self, steps: int, source: Any, queue_size: int | None, limited: bool = False) -> Any:
         size = torch_datamodule.BATCHES_AHEAD if queue_size is None else queue_size
-        loader = torch_datamodule.AsyncLoader(size, self._debug, steps, source)
+        loader = torch_datamodule.AsyncLoader(size, self._debug, steps, source, limited)
         self._loaders.append(loader)
         return loader

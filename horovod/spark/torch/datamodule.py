@@ -34,7 +34,10 @@ def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
 class _Loader(BaseDataLoader):
     """So many batches of a source, each time it is iterated over."""
 
-    def __init__(self, steps: int, source: Callable[[], Iterator[Rows]]) -> None:
+    def __init__(
+        self, steps: int, source: Callable[[], Iterator[Rows]], ends_early: bool = False
+    ) -> None:
+        self._ends_early = ends_early  # which is an error: the other ranks would wait
         self._steps = steps
         self._source = source
         super().__init__()
@@ -43,8 +46,15 @@ class _Loader(BaseDataLoader):
         return self._steps
 
     def _iterate(self) -> Iterator[Any]:
+        done = 0
         for rows in itertools.islice(self._source(), self._steps):
             yield tensors(rows)
+            done += 1
+        if self._ends_early and done < self._steps:
+            raise RuntimeError(
+                f"the data ended after {done} of {self._steps} batches of this epoch: leave "
+                "loader_num_epochs out, or make it as many as epochs"
+            )
 
 
 class AsyncLoader(AsyncDataLoaderMixin, _Loader):
