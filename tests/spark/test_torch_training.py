@@ -6,6 +6,7 @@ Data is Parquet that pyarrow wrote and the ranks are a pool, so no cluster is ne
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,20 @@ def test_checkpoints_logs_and_resuming(estimator: Any, store: Any, folder: Path)
     assert not (folder / "no_runs").exists()
 
 
+def test_an_estimator_comes_back_whole(estimator: Any):
+    """What the writer keeps, without Spark: the optimizer is still that of the model."""
+    made = estimator(epochs=3, shuffle=False)
+    kept = {
+        p.name: made._encode(p.name, v) for p, v in made._paramMap.items() if p.name != "backend"
+    }
+    kept = json.loads(json.dumps(kept))
+    loaded = TorchEstimator()._set(**made._decode_all(kept)).setBackend(made.getBackend())
+    expected = made.fit_on_parquet().getModel().weight
+    assert torch.equal(loaded.fit_on_parquet().getModel().weight, expected)
+    with pytest.raises(ValueError, match="callbacks cannot be saved"):
+        made._encode("callbacks", [threading.Lock()])
+
+
 def test_compression_callbacks_and_a_minibatch_of_ones_own(estimator: Any, tmp_path: Path):
     class Notes:
         def on_train_begin(self, logs: Any) -> None:
@@ -323,8 +338,6 @@ def test_what_is_refused_before_anything_runs(estimator: Any, pool2: RankPool):
 
 
 def test_a_model_that_cannot_be_pickled(estimator: Any):
-    import threading
-
     model = linear()
     model.lock = threading.Lock()
     with pytest.raises(ValueError, match=r"model cannot be sent to the processes.*pickle"):

@@ -22,6 +22,7 @@ from horovod.spark.lightning.legacy import to_lightning_module
 from horovod.spark.torch import TorchModel as PlainTorchModel
 from horovod.spark.torch.datamodule import as_tensor
 from horovod.spark.torch.remote import as_input
+from horovod.spark.torch.serialization import PersistentWithOptimizer
 
 
 @declare(
@@ -39,7 +40,7 @@ from horovod.spark.torch.remote import as_input
     Spec("train_async_data_loader_queue_size", None, "batches read ahead; 0 is no thread"),
     Spec("val_async_data_loader_queue_size", None, "batches read ahead; 0 is no thread"),
 )
-class TorchEstimator(HorovodEstimator):
+class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
     """Trains a Lightning module on the rows of a DataFrame, on many processes.
 
     The module's steps get a dict of the columns; its `forward` gets one tensor for each of

@@ -19,6 +19,7 @@ from horovod.spark.common.prediction import Predict, transform
 from horovod.spark.common.util import check_shape_compatibility
 from horovod.spark.torch import remote
 from horovod.spark.torch.datamodule import as_tensor
+from horovod.spark.torch.serialization import PersistentWithOptimizer
 
 
 @declare(
@@ -26,7 +27,7 @@ from horovod.spark.torch.datamodule import as_tensor
     Spec("loss_constructors", None, "functions that make the losses; excludes loss"),
     Spec("train_minibatch_fn", None, "computes outputs and loss of a batch and makes the step"),
 )
-class TorchEstimator(HorovodEstimator):
+class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
     """Trains a PyTorch model on the rows of a DataFrame, on many processes.
 
     The model is called with one tensor for each of `feature_cols`: floats, or integers for those
@@ -179,7 +180,7 @@ class TorchEstimator(HorovodEstimator):
     Spec("loss_constructors", None, "what made the losses it was trained with"),
     Spec("categorical_columns", None, "the features that the model gets as integers"),
 )
-class TorchModel(HorovodModel):
+class TorchModel(PersistentWithOptimizer, HorovodModel):
     """A trained PyTorch model, as a Spark ML transformer."""
 
     @keyword_only
