@@ -26,7 +26,7 @@ help:
 train: $(VENV)/.examples
 	PATH="$(abspath $(BIN)):$$PATH" horovodrun -np 2 python examples/pytorch/pytorch_mnist.py
 
-test: test-core test-lightning test-tensorflow
+test: test-core test-lightning test-tensorflow test-spark
 
 test-core: lint
 	$(BIN)/python -m pytest $(PYTEST) $(patsubst %,--ignore tests/%,lightning jax spark ray)
@@ -40,8 +40,9 @@ test-tensorflow: $(VENV)-frameworks/.installed
 test-jax: $(VENV)-frameworks/.installed
 	$(FW_BIN)/python -m pytest $(PYTEST) tests/jax
 
+# In one process: they share a cluster of Spark, which takes its time to start.
 test-spark: $(VENV)-frameworks/.installed
-	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest $(PYTEST) tests/spark
+	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest tests/spark
 
 test-ray: $(VENV)-frameworks/.installed
 	$(FW_BIN)/python -m pytest $(PYTEST) tests/ray

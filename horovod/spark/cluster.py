@@ -9,7 +9,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from horovod.common.addresses import LOOPBACK, is_local, resolve
+from horovod.common.addresses import (
+    LOOPBACK,
+    is_local,
+    is_loopback,
+    resolve,
+    routable_address,
+)
 from horovod.runner.meeting import own_interfaces
 from horovod.runner.probe import interface_address
 
@@ -20,32 +26,25 @@ def active_context() -> Any:
     """The SparkContext of this process; `RuntimeError` where there is none."""
     try:
         from pyspark import SparkContext
+        from pyspark.sql.utils import is_remote
     except ImportError as error:
         raise ImportError(
             f"horovod.spark needs PySpark ({error}); install it with: pip install 'horovod[spark]'"
         ) from error
-    context = SparkContext._active_spark_context
-    if context is not None and context._jsc is not None:
-        return context
-    if _connect_session() is not None:
+    if is_remote():
         raise RuntimeError(
             "horovod.spark.run cannot use a Spark Connect session: it starts tasks through a "
             "SparkContext, which the client of a Spark Connect server does not have. Run the "
             "program where there is one: with spark-submit on the cluster, or with "
             "SparkSession.builder.master('spark://HOST:PORT') instead of .remote(...)"
         )
-    raise RuntimeError(
-        "horovod.spark.run needs an active SparkContext, and this process has none: create a "
-        "session first, with SparkSession.builder.getOrCreate()"
-    )
-
-
-def _connect_session() -> Any:
-    try:
-        from pyspark.sql.connect.session import SparkSession
-    except Exception:  # its own dependencies may be missing, and say so in several ways
-        return None
-    return SparkSession.getActiveSession()
+    context = SparkContext._active_spark_context
+    if context is None or context._jsc is None:
+        raise RuntimeError(
+            "horovod.spark.run needs an active SparkContext, and this process has none: create a "
+            "session first, with SparkSession.builder.getOrCreate()"
+        )
+    return context
 
 
 class Cluster:
@@ -135,10 +134,12 @@ class Cluster:
         if self.is_fixed:
             return LOOPBACK, LOOPBACK
         name = self._conf.get("spark.driver.host", "")
-        known = resolve(name) if name else []
-        for address in known:
-            if is_local(address):
-                return address, address
+        own = [address for address in resolve(name) if is_local(address)] if name else []
+        routable = [address for address in own if not is_loopback(address)]
+        if own and not routable and name != "localhost" and not is_loopback(name):
+            routable = [routable_address(None)]  # the name means loopback only on this machine
+        for address in routable or own:
+            return address, address
         bind = self._conf.get("spark.driver.bindAddress", "")
         if bind in _ANY or (bind and is_local(bind)):
             return bind, name  # executors reach it by another address, as they reach Spark's driver

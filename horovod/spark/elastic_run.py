@@ -55,7 +55,7 @@ def run_elastic_tasks(setup: JobSetup, limits: Limits) -> list[Any]:
             job.cancel()
         raise
     else:
-        if len(server.newest()) < limits.max_np:
+        if len(server.partitions()) < limits.max_np:
             job.cancel()  # tasks that still wait for room have nothing to do any more
     finally:
         server.close()
@@ -116,7 +116,8 @@ def _drive(setup: JobSetup, server: TaskServer, job: SparkJob, limits: Limits) -
         outcome = driver.run()
     blamed = driver.last_failure
     if blamed is not None:
-        outcome.account = describe_failure(outcome, outputs.tail(blamed.worker))
+        account = describe_failure(outcome, outputs.tail(blamed.worker))
+        outcome.account = f"{outcome.problem}\n{account}"
     return outcome
 
 

@@ -162,6 +162,11 @@ class TaskLink:
         except (OSError, ValueError):  # it was closed meanwhile
             return False
 
+    @property
+    def holds_task(self) -> bool:
+        """Whether a task is at the other end: also one whose agent has ended, which waits then."""
+        return not self._closed and (self._code is not None or self.is_alive)
+
     def end(self, how: str) -> None:
         """Let the task end; see `channel` for how."""
         if self._closed:

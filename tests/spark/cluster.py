@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -45,6 +46,15 @@ def until(done: Callable[[], bool], what: str = "what was waited for") -> None:
     while not done():
         assert time.monotonic() < deadline, f"{what} did not happen"
         time.sleep(0.02)
+
+
+def newest_group(spark: Any) -> str:
+    """The name of the group of the newest Horovod job."""
+    tracker = spark.sparkContext.statusTracker()
+    newest = 0
+    while tracker.getJobIdsForGroup(f"horovod.spark.run.{newest + 1}"):
+        newest += 1
+    return f"horovod.spark.run.{newest}"
 
 
 def executor_of(worker: int) -> psutil.Process:

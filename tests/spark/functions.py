@@ -81,7 +81,10 @@ def everything_visible() -> tuple[str, list[str]]:
 
 
 def train(folder: str) -> tuple[int, int]:
-    """Count steps until the file `stop` exists; rank 0 tells step and size in the file `log`."""
+    """Count steps until the file `stop` exists; rank 0 tells step and size in the file `log`.
+
+    `tests.spark.training` looks at these files, and tells processes to fail.
+    """
     import torch
 
     import horovod.torch as hvd
@@ -96,6 +99,8 @@ def train(folder: str) -> tuple[int, int]:
             size = int(hvd.allreduce(torch.ones(1), op=hvd.Sum, name="size"))
             assert size == hvd.size()
             state.step += 1
+            if Path(folder, f"fail-{os.getpid()}").exists():
+                raise Unhappy(hvd.rank(), "as it was told")
             if hvd.rank() == 0:
                 with Path(folder, "log").open("a") as log:
                     log.write(f"{state.step} {size} {os.getpid()}\n")

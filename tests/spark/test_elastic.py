@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 
 import horovod.spark
+from horovod.runner.run_function import RemoteError
 from tests.spark import functions
-from tests.spark.cluster import StandaloneCluster, executor_of, until
+from tests.spark.cluster import StandaloneCluster, executor_of, newest_group, until
+from tests.spark.training import Training
+
+pytestmark = pytest.mark.timeout(900)  # a busy machine may take minutes to start Java
 
 
-class Training:
-    """A call of `run_elastic` in a thread, seen through the files that its workers write."""
+class Job:
+    """A call of `run_elastic` in a thread."""
 
     def __init__(self, folder: Path, **arguments: Any) -> None:
-        self.folder = folder
+        self.training = Training(folder, lambda: "" if self.error is None else repr(self.error))
         self.results: list[Any] | None = None
         self.error: BaseException | None = None
         self._arguments = arguments
@@ -28,37 +32,22 @@ class Training:
     def _run(self) -> None:
         try:
             self.results = horovod.spark.run_elastic(
-                functions.train, (str(self.folder),), **self._arguments
+                functions.train, (str(self.training.folder),), **self._arguments
             )
         except BaseException as error:
             self.error = error
 
-    def log(self) -> list[tuple[int, int, int]]:
-        """Step, size, and the process of rank 0, of all steps so far."""
-        file = self.folder / "log"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [(int(a), int(b), int(c)) for a, b, c in map(str.split, lines)]
-
-    def until_size(self, size: int, after: int = 0) -> int:
-        """Wait for a step with so many ranks, later than ``after`` steps; how many there were."""
-        until(lambda: self.error is not None or any(n == size for _, n, _ in self.log()[after:]))
-        assert self.error is None, self.error
-        return len(self.log())
-
-    def workers(self) -> dict[int, str]:
-        """The processes that have started, with the names of their hosts."""
-        return {int(f.name[4:]): f.read_text() for f in self.folder.glob("pid-*")}
-
     def stop(self) -> list[Any]:
-        (self.folder / "stop").touch()
+        self.training.stop()
         self._thread.join(functions.HANG)
         assert self.error is None, self.error
         assert self.results is not None
         return self.results
 
 
-def test_a_killed_executor_is_replaced(whole: Any, tmp_path: Path):
-    training = Training(tmp_path, num_proc=2, min_num_proc=1, max_num_proc=2)
+def test_what_fails_is_replaced(whole: Any, tmp_path: Path):
+    job = Job(tmp_path, num_proc=2, min_num_proc=1, max_num_proc=2)
+    training = job.training
     before = training.until_size(2)
     (first,) = {pid for _, _, pid in training.log()}
     first_workers = training.workers()
@@ -67,14 +56,17 @@ def test_a_killed_executor_is_replaced(whole: Any, tmp_path: Path):
     executor_of(victim).kill()
     alone = training.until_size(1, before)
     together = training.until_size(2, alone)
-    ((steps, rank),) = training.stop()
+    (new,) = set(training.workers()) - set(first_workers)
+    training.fail(new)  # this time the worker alone; Spark starts its task again
+    alone = training.until_size(1, together)
+    together = training.until_size(2, alone)
+    ((steps, rank),) = job.stop()
     assert rank == 0
     assert steps >= together
     assert {pid for _, _, pid in training.log()} == {first}, "it kept its process and its state"
     numbers = [step for step, _, _ in training.log()]
     assert set(numbers) == set(range(1, steps + 1)), "none is left out"
-    (new,) = set(training.workers()) - set(first_workers)
-    assert training.workers()[new] not in first_workers.values(), "another host"
+    assert len(set(training.workers().values())) == 4, "every attempt was a host of its own"
 
 
 @pytest.fixture
@@ -98,16 +90,27 @@ def busy(whole: Any, tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("busy")
 def test_executors_that_come_later_join(cluster: StandaloneCluster, tmp_path: Path):
-    training = Training(tmp_path, num_proc=1, max_num_proc=2)
+    job = Job(tmp_path, num_proc=1, max_num_proc=2)
+    training = job.training
     alone = training.until_size(1)
     worker = cluster.add_worker("worker-2", 2)
     try:
         training.until_size(2, alone)
-        assert len(training.stop()) == 1
+        assert len(job.stop()) == 1
         hosts = sorted(training.workers().values())
         assert hosts[1].startswith("worker-2-")
     finally:
         cluster.remove(worker)
+
+
+def test_a_cancelled_job(whole: Any, tmp_path: Path):
+    job = Job(tmp_path, num_proc=1)
+    job.training.until_size(1)
+    whole.sparkContext.cancelJobGroup(newest_group(whole))
+    until(lambda: job.error is not None, "the end of the job")
+    assert isinstance(job.error, RemoteError)
+    assert "Spark ended the tasks of horovod.spark.run. It says:" in str(job.error)
+    assert "cancelled" in str(job.error)
 
 
 def test_a_worker_that_fails_again_and_again(whole: Any):

@@ -20,7 +20,9 @@ import horovod.spark
 from horovod.runner.common.util.timeout import TimeoutException
 from horovod.runner.run_function import RemoteError
 from tests.spark import functions
-from tests.spark.cluster import StandaloneCluster, executor_of, until
+from tests.spark.cluster import StandaloneCluster, executor_of, newest_group, until
+
+pytestmark = pytest.mark.timeout(900)  # a busy machine may take minutes to start the cluster
 
 
 def agents() -> list[int]:
@@ -36,10 +38,7 @@ def agents() -> list[int]:
 def statuses(spark: Any) -> list[str]:
     """How the newest Horovod job ended, for Spark."""
     tracker = spark.sparkContext.statusTracker()
-    newest = 0
-    while tracker.getJobIdsForGroup(f"horovod.spark.run.{newest + 1}"):
-        newest += 1
-    jobs = tracker.getJobIdsForGroup(f"horovod.spark.run.{newest}")
+    jobs = tracker.getJobIdsForGroup(newest_group(spark))
     return [tracker.getJobInfo(job).status for job in jobs]
 
 
@@ -52,8 +51,8 @@ def test_horovod_runs_in_tasks(spark: Any):
     assert [total for *_, total in results] == [22, 22]
 
 
-def test_ranks_by_host_results_in_their_order_and_the_default_number(whole: Any):
-    found = horovod.spark.run(functions.place)
+def test_ranks_by_host_and_results_in_their_order(whole: Any):
+    found = horovod.spark.run(functions.place, num_proc=4)
     assert [each["rank"] for each in found] == list(range(4))
     assert [each["size"] for each in found] == [4] * 4
     assert [each["local_rank"] for each in found] == [0, 1, 0, 1]
@@ -61,6 +60,10 @@ def test_ranks_by_host_results_in_their_order_and_the_default_number(whole: Any)
     assert [each["cross_rank"] for each in found] == [0, 0, 1, 1]
     assert [each["cross_size"] for each in found] == [2] * 4
     assert statuses(whole) == ["SUCCEEDED"]
+
+
+def test_as_many_as_spark_runs_at_once_by_default(spark: Any):
+    assert horovod.spark.run(functions.rank) == [0, 1]
 
 
 def test_the_environment_of_workers(spark: Any, monkeypatch: pytest.MonkeyPatch):
