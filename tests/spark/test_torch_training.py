@@ -107,6 +107,7 @@ def mean_error(output: Any, label: Any) -> Any:
 def test_it_learns(estimator: Any, cached: bool, shuffle: bool):
     trained = estimator(epochs=8, inmemory_cache_all=cached, shuffle=shuffle).fit_on_parquet()
     assert losses(trained)[-1] < 0.05 * losses(trained)[0]
+    assert "validation" not in trained.getHistory()[0], "was not asked for"
     assert trained.getOptimizer().param_groups[0]["lr"] == pytest.approx(0.05)
 
 

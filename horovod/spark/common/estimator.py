@@ -44,6 +44,8 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
                 f"validation is set, but there is no Parquet data at "
                 f"{store.get_val_data_path(dataset_idx)}"
             )
+        if not validation:
+            val_rows = 0  # what lies there was not asked for
         facts = DataFacts(train_rows, val_rows, row_size, metadata, dataset_idx)
         return self._fit_prepared(backend, facts, payload)
 
