@@ -14,6 +14,8 @@ import pyarrow.parquet as parquet
 from horovod.spark.common.backend import Backend
 from tests.ranks import RankPool
 
+PATIENCE = 900.0  # seconds; importing TensorFlow alone may take a busy machine minutes
+
 
 def write(folder: Path, columns: dict[str, Any], files: int = 3, row_group: int = 7) -> Path:
     """Columns as a directory of Parquet files with several row groups each."""
@@ -58,7 +60,7 @@ class PoolBackend(Backend):
         env: dict[str, str] | None = None,
     ) -> list[Any]:
         self.environments.append(env)
-        return self.pool.run(lambda: fn(*args, **(kwargs or {})), timeout=280)
+        return self.pool.run(lambda: fn(*args, **(kwargs or {})), timeout=PATIENCE)
 
     def num_processes(self) -> int:
         return self.pool.size

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import check_links
+from tests.spark.parquet import PATIENCE
+
+pytestmark = pytest.mark.timeout(PATIENCE)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "spark_estimators.md"
 

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.spark.parquet import PATIENCE
+
+pytestmark = pytest.mark.timeout(PATIENCE)
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "spark"
 
 

@@ -15,7 +15,9 @@ from horovod.spark.common.store import Store
 from horovod.spark.torch import TorchEstimator, TorchModel
 from tests.ranks import RankPool
 from tests.spark.frames import points
-from tests.spark.parquet import PoolBackend
+from tests.spark.parquet import PATIENCE, PoolBackend
+
+pytestmark = pytest.mark.timeout(PATIENCE)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,9 @@ from horovod.spark.common.store import Store
 from horovod.spark.keras import KerasEstimator
 from horovod.spark.keras.datamodule import NVTabularDataModule
 from tests.ranks import RankPool
-from tests.spark.parquet import PoolBackend, points, write
+from tests.spark.parquet import PATIENCE, PoolBackend, points, write
+
+pytestmark = pytest.mark.timeout(PATIENCE)
 
 FLAVOURS = {
     "keras": {"KERAS_BACKEND": "tensorflow"},

@@ -18,7 +18,9 @@ import horovod.torch as hvd
 from horovod.spark.common.store import Store
 from horovod.spark.lightning import TorchEstimator
 from tests.ranks import RankPool
-from tests.spark.parquet import PoolBackend, points, write
+from tests.spark.parquet import PATIENCE, PoolBackend, points, write
+
+pytestmark = pytest.mark.timeout(PATIENCE)
 
 
 class Net(pl.LightningModule):

@@ -19,7 +19,9 @@ from horovod.spark.common.store import Store
 from horovod.spark.torch import TorchEstimator
 from horovod.spark.torch.datamodule import NVTabularDataModule
 from tests.ranks import RankPool
-from tests.spark.parquet import PoolBackend, points, write
+from tests.spark.parquet import PATIENCE, PoolBackend, points, write
+
+pytestmark = pytest.mark.timeout(PATIENCE)
 
 
 @pytest.fixture(scope="module")

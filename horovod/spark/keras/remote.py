@@ -141,7 +141,7 @@ class _Training:
     def _fed(self, batches: Iterator[Any]) -> Any:
         """Batches as `fit` takes them; TensorFlow compiles a pipeline for them."""
         if self.backend != "tensorflow":
-            return batches
+            return (batch for batch in batches)  # Keras wants a generator, not any iterator
         import itertools
 
         import tensorflow as tf
