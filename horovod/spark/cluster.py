@@ -9,7 +9,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from horovod.common.addresses import LOOPBACK, is_local, resolve
+from horovod.common.addresses import (
+    LOOPBACK,
+    is_local,
+    is_loopback,
+    resolve,
+    routable_address,
+)
 from horovod.runner.probe import interface_address
 from horovod.runner.store_endpoints import own_interfaces
 
@@ -128,10 +134,12 @@ class Cluster:
         if self.is_fixed:
             return LOOPBACK, LOOPBACK
         name = self._conf.get("spark.driver.host", "")
-        known = resolve(name) if name else []
-        for address in known:
-            if is_local(address):
-                return address, address
+        own = [address for address in resolve(name) if is_local(address)] if name else []
+        routable = [address for address in own if not is_loopback(address)]
+        if own and not routable and name != "localhost" and not is_loopback(name):
+            routable = [routable_address(None)]  # the name means loopback only on this machine
+        for address in routable or own:
+            return address, address
         bind = self._conf.get("spark.driver.bindAddress", "")
         if bind in _ANY or (bind and is_local(bind)):
             return bind, name  # executors reach it by another address, as they reach Spark's driver

@@ -7,6 +7,7 @@ which from then on belongs to the job that takes it.
 
 from __future__ import annotations
 
+import logging
 import selectors
 import socket
 import threading
@@ -37,6 +38,7 @@ class TaskServer:
         self._pending: dict[DriverChannel, float] = {}  # until when they may prove themselves
         self._closing = False
         self._paused = False
+        self._rejected = 0
         self._wakeup, self._waker = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -129,7 +131,10 @@ class TaskServer:
         except BlockingIOError:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
-            get_logger().warning(f"horovod.spark: dropped a connection: {error}")
+            # Once, because a stranger could otherwise fill the log.
+            level = logging.DEBUG if self._rejected else logging.WARNING
+            get_logger().log(level, "horovod.spark refused a connection: %s", error)
+            self._rejected += 1
             self._drop(channel)
             return
         if info is not None:

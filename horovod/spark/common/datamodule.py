@@ -1,0 +1,173 @@
+"""What gives a rank its batches: the interface, and the module that reads Parquet."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from horovod.spark.common.batches import batches, in_memory, read_all
+from horovod.spark.common.columns import ColumnError, Rows
+from horovod.spark.common.reader import ParquetReader
+
+
+class DataModule(ABC):
+    """Training and validation data of one rank; a context manager that opens and closes them."""
+
+    short_name: str | None = None
+
+    def __init__(
+        self,
+        train_dir: str,
+        val_dir: str,
+        num_train_epochs: int = 1,
+        has_val: bool = True,
+        train_batch_size: int = 32,
+        val_batch_size: int = 32,
+        shuffle: bool = True,
+        transform_fn: Callable[[Any], Any] | None = None,
+        inmemory_cache_all: bool = False,
+        cur_shard: int = 0,
+        shard_count: int = 1,
+        schema_fields: Sequence[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        steps_per_epoch_train: int = 1,
+        steps_per_epoch_val: int = 1,
+        verbose: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.train_dir = train_dir
+        self.val_dir = val_dir
+        self.num_train_epochs = num_train_epochs
+        self.has_val = has_val
+        self.train_batch_size = train_batch_size
+        self.val_batch_size = val_batch_size
+        self.shuffle = shuffle
+        self.transform_fn = transform_fn
+        self.inmemory_cache_all = inmemory_cache_all
+        self.cur_shard = cur_shard
+        self.shard_count = shard_count
+        self.schema_fields = schema_fields
+        self.storage_options = storage_options
+        self.steps_per_epoch_train = steps_per_epoch_train
+        self.steps_per_epoch_val = steps_per_epoch_val
+        self.verbose = verbose
+
+    def __enter__(self) -> DataModule:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    @abstractmethod
+    def train_data(self) -> Any:
+        """What the training loop iterates over, once for each epoch."""
+
+    @abstractmethod
+    def val_data(self) -> Any:
+        """What validation iterates over, once for each epoch."""
+
+
+class ParquetDataModule(DataModule):
+    """Reads Parquet; subclasses say what a framework gets of a batch.
+
+    Training goes through the shard again and again: every epoch has exactly
+    `steps_per_epoch_train` full batches on every rank. Validation takes each row of the shard
+    once, so the last batch may be smaller, unless other steps were asked for.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        shuffle_capacity: int = 0,
+        seed: int | None = None,
+        loader_num_epochs: int | None = None,
+        train_reader_workers: int = 2,
+        val_reader_workers: int = 2,
+        edit_fields: Sequence[Any] | None = None,
+        removed_fields: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._capacity = shuffle_capacity if self.shuffle else 0
+        self._seed = seed
+        self._passes = loader_num_epochs
+        self._workers = {"train": train_reader_workers, "val": val_reader_workers}
+        self._edit_fields = edit_fields
+        self._removed = list(removed_fields or ())
+        self._train: ParquetReader | None = None
+        self._val: ParquetReader | None = None
+
+    def __enter__(self) -> ParquetDataModule:
+        self._train = self._reader(self.train_dir, "train")
+        if self.has_val:
+            self._val = self._reader(self.val_dir, "val")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in (self._train, self._val):
+            if reader is not None:
+                reader.stop()
+        self._train = self._val = None
+
+    def _reader(self, url: str, what: str) -> ParquetReader:
+        seed = None if self._seed is None else self._seed + self.cur_shard
+        return ParquetReader(
+            url,
+            schema_fields=self.schema_fields,
+            cur_shard=self.cur_shard,
+            shard_count=self.shard_count,
+            num_epochs=self._passes if what == "train" and not self.inmemory_cache_all else 1,
+            shuffle_row_groups=what == "train" and self.shuffle,
+            seed=seed,
+            transform_fn=self.transform_fn,
+            removed_fields=self._removed,
+            workers_count=self._workers[what],
+            storage_options=self.storage_options,
+        )
+
+    def train_batches(self) -> Iterator[Rows]:
+        """Full batches without end."""
+        assert self._train is not None, "use the data module in a `with` block"
+        seed = None if self._seed is None else self._seed + self.cur_shard
+        size = self.train_batch_size
+        if self.inmemory_cache_all:
+            rows = read_all(self._train)
+            found = in_memory(rows, size, shuffle=self.shuffle, seed=seed)
+        else:
+            capacity = min(self._capacity, self._train.num_rows)
+            found = batches(self._train.passes(), size, capacity=capacity, seed=seed)
+        for batch in found:
+            yield self._edited(batch)
+
+    def val_batches(self) -> Iterator[Rows]:
+        """The batches of one validation."""
+        assert self._val is not None, "there is no validation data"
+        done = 0
+        while done < self.steps_per_epoch_val:
+            for batch in batches(self._val.passes(), self.val_batch_size):
+                if done == self.steps_per_epoch_val:
+                    return
+                yield self._edited(batch)
+                done += 1
+            if self.steps_per_epoch_val <= -(-self._most_rows() // self.val_batch_size):
+                return  # all rows of this rank have been seen; another may have one more
+
+    def _most_rows(self) -> int:
+        """The rows that a rank may have: shards differ by one."""
+        assert self._val is not None
+        return -(-self._val.files.num_rows // self.shard_count)
+
+    def _edited(self, batch: Rows) -> Rows:
+        """The types and shapes that `transformation_edit_fields` names."""
+        for field in self._edit_fields or ():
+            name, kind, shape = field[0], field[1], tuple(field[2] or ())
+            if name in batch:
+                try:
+                    batch[name] = batch[name].astype(kind, copy=False).reshape(-1, *shape)
+                except (TypeError, ValueError) as error:
+                    raise ColumnError(
+                        f"transformation_edit_fields: column {name!r} does not become {kind} of "
+                        f"shape {shape}: {error}"
+                    ) from None
+        return batch

@@ -1,0 +1,181 @@
+"""`HorovodEstimator`, which trains from a DataFrame, and `HorovodModel`, which predicts."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from pyspark.ml import Estimator, Model
+
+from horovod.spark.common import util
+from horovod.spark.common.backend import Backend, SparkBackend
+from horovod.spark.common.job import DataFacts, TrainingJob
+from horovod.spark.common.metadata import Metadata
+from horovod.spark.common.params import EstimatorParams, ModelParams
+from horovod.spark.common.serialization import Persistent
+from horovod.spark.common.store import Store
+
+
+class HorovodEstimator(Persistent, EstimatorParams, Estimator):
+    """Trains a model on the rows of a DataFrame, or of Parquet that is in the store already."""
+
+    run_id_prefix = "horovod"
+
+    def fit(self, df: Any, params: Any = None) -> Any:
+        """The model trained on the DataFrame, which is written to the store as Parquet first."""
+        return super().fit(df, params)
+
+    def fit_on_parquet(self, params: Any = None, dataset_idx: int | None = None) -> Any:
+        """The model trained on the Parquet at the store's paths for training and validation."""
+        if params:
+            return self.copy(params).fit_on_parquet(dataset_idx=dataset_idx)
+        backend = self._checked_backend()
+        store = self._checked_store()
+        labels = self._checked_labels()
+        payload = self._pack()
+        train_rows, val_rows, metadata, row_size = util.get_simple_meta_from_parquet(
+            store, labels, self.getFeatureCols(), self.getSampleWeightCol(), dataset_idx
+        )
+        validation = self.getValidation()
+        if validation and not val_rows:
+            raise ValueError(
+                f"validation is set, but there is no Parquet data at "
+                f"{store.get_val_data_path(dataset_idx)}"
+            )
+        if not validation:
+            val_rows = 0  # what lies there was not asked for
+        facts = DataFacts(train_rows, val_rows, row_size, metadata, dataset_idx)
+        return self._fit_prepared(backend, facts, payload)
+
+    def _fit(self, df: Any) -> Any:
+        backend = self._checked_backend()
+        store = self._checked_store()
+        payload = self._pack()
+        with util.prepare_data(
+            backend.num_processes(),
+            store,
+            df,
+            label_columns=self._checked_labels(),
+            feature_columns=self.getFeatureCols(),
+            validation=self.getValidation(),
+            sample_weight_col=self.getSampleWeightCol(),
+            compress_sparse=self.getCompressSparseCols(),
+            partitions_per_process=self.getPartitionsPerProcess(),
+            verbose=self.getVerbose(),
+            allow_nulls=self.getTransformationFn() is not None,
+            seed=self.getRandomSeed(),
+        ) as dataset_idx:
+            train_rows, val_rows, metadata, row_size = util.get_dataset_properties(dataset_idx)
+            facts = DataFacts(train_rows, val_rows, row_size, metadata, dataset_idx)
+            return self._fit_prepared(backend, facts, payload)
+
+    def _fit_prepared(self, backend: Backend, facts: DataFacts, payload: bytes) -> Any:
+        ranks = backend.num_processes()
+        for rows, what in ((facts.train_rows, "train"), (facts.val_rows, "validate")):
+            if 0 < rows < ranks:
+                raise ValueError(f"{rows} row(s) are too few to {what} on {ranks} processes")
+        if self.getTransformationFn() is None:
+            self._check_metadata(facts.metadata)
+        job = TrainingJob.of(self, facts, self._run_id_or_new(), self._features(facts.metadata))
+        job.payload = payload
+        path = job.store.checkpoint_path
+        if path and self.getRunId():
+            job.checkpoint = self._find_checkpoint(path, job.run_id)
+        results = backend.run(self._trainer(), args=(job,), env=self._environment())
+        return self._model_of(results[0], job)
+
+    def _find_checkpoint(self, path: str, run_id: str) -> bytes | None:
+        """The checkpoint that a run of this name has left."""
+        store = self.getStore()
+        return bytes(store.read(path)) if store.exists(path) else None
+
+    def _environment(self) -> dict[str, str]:
+        """What the processes find in their environment besides what the backend gives them."""
+        return {}
+
+    # -- checks, before anything is written or started -----------------------------------------
+
+    def _checked_backend(self) -> Backend:
+        self._check_params()
+        backend = self.getBackend()
+        if backend is None:
+            return SparkBackend(self.getNumProc(), verbose=self.getVerbose())
+        if self.getNumProc() is not None:
+            raise ValueError("give backend or num_proc, not both: the backend knows its processes")
+        if not isinstance(backend, Backend):
+            raise ValueError(f"backend must be a horovod.spark.common.Backend, not {backend!r}")
+        return backend
+
+    def _checked_store(self) -> Store:
+        store = self.getStore()
+        if not isinstance(store, Store):
+            raise ValueError(
+                "store is not set: give Store.create('/a/path/that/all/executors/see')"
+                if store is None
+                else f"store must be a horovod.spark.common.store.Store, not {store!r}"
+            )
+        return store
+
+    def _checked_labels(self) -> list[str]:
+        labels = self.getLabelCols()
+        if not labels:
+            raise ValueError("label_cols is not set: name the column(s) to predict")
+        return list(labels)
+
+    def _check_params(self) -> None:
+        if self.getModel() is None:
+            raise ValueError("model is not set: an estimator needs one to train")
+        for name in (
+            "num_proc",
+            "batch_size",
+            "val_batch_size",
+            "epochs",
+            "partitions_per_process",
+            "train_steps_per_epoch",
+            "validation_steps_per_epoch",
+            "train_reader_num_workers",
+            "val_reader_num_workers",
+            "backward_passes_per_step",
+        ):
+            value = self.getOrDefault(name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if (self.getShufflingBufferSize() or 0) < 0:
+            raise ValueError("shuffle_buffer_size must be at least 0")
+        util.check_validation(self.getValidation())
+
+    @abstractmethod
+    def _check_metadata(self, metadata: Metadata) -> None:
+        """ValueError if the columns do not fit the model."""
+
+    @abstractmethod
+    def _pack(self) -> bytes:
+        """The model and what belongs to it, pickled; ValueError if it cannot be."""
+
+    @abstractmethod
+    def _trainer(self) -> Callable[[TrainingJob], Any]:
+        """What each process calls with the job."""
+
+    @abstractmethod
+    def _model_of(self, result: Any, job: TrainingJob) -> Any:
+        """The model, from what rank 0 returned."""
+
+    def _run_id_or_new(self) -> str:
+        return self.getRunId() or f"{self.run_id_prefix}_{int(time.time())}"
+
+    def _features(self, metadata: Metadata) -> list[str]:
+        given = self.getFeatureCols()
+        if given:
+            return list(given)
+        labels = self._checked_labels()
+        return util.default_feature_columns(metadata, *labels, self.getSampleWeightCol())
+
+
+class HorovodModel(Persistent, ModelParams, Model):
+    """A trained model: `transform` adds its predictions to a DataFrame."""
+
+    def transform(self, df: Any, params: Any = None) -> Any:
+        """The DataFrame with a column of predictions for each label."""
+        return super().transform(df, params)

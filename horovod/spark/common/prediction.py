@@ -1,0 +1,143 @@
+"""Predictions as new columns of a DataFrame, computed on executors in Arrow batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod.spark.common.columns import Rows, to_numpy
+from horovod.spark.common.metadata import Metadata
+
+Predict = Callable[[Rows], "list[np.ndarray[Any, Any]]"]
+
+
+class Predictor(Protocol):
+    """A model on its way to executors, where `load` makes a function of it."""
+
+    def load(self) -> Predict: ...
+
+
+def transform(
+    df: Any,
+    predictor: Predictor,
+    feature_columns: Sequence[str],
+    output_columns: Sequence[str],
+    metadata: Metadata | None,
+) -> Any:
+    """The DataFrame with the predictions of each row in new columns."""
+    from pyspark.ml.linalg import VectorUDT
+    from pyspark.sql.types import DoubleType, StructField, StructType
+
+    from horovod.spark.common.util import check_columns
+
+    check_columns(df, feature_columns, "feature column(s)")
+    taken = [name for name in output_columns if name in df.columns]
+    if taken:
+        raise ValueError(
+            f"the DataFrame has a column {', '.join(map(repr, taken))} already: "
+            "choose other names with setOutputCols"
+        )
+    sizes = _output_sizes(df, predictor, feature_columns, metadata)
+    if len(sizes) != len(output_columns):
+        raise ValueError(
+            f"the model has {len(sizes)} output(s), but there are {len(output_columns)} output "
+            f"column(s): {', '.join(output_columns)}"
+        )
+    kinds = [DoubleType() if size == 1 else VectorUDT() for size in sizes]
+    added = [
+        StructField(name, kind, True) for name, kind in zip(output_columns, kinds, strict=True)
+    ]
+    schema = StructType([*df.schema.fields, *added])
+    run = _Prediction(predictor, list(feature_columns), list(output_columns), sizes)
+    return df.mapInArrow(run, schema)
+
+
+class _Prediction:
+    """What an executor does to the record batches of a partition."""
+
+    def __init__(
+        self, predictor: Predictor, features: list[str], outputs: list[str], sizes: list[int]
+    ) -> None:
+        self._predictor = predictor
+        self._features = features
+        self._outputs = outputs
+        self._sizes = sizes
+
+    def __call__(self, found: Iterator[Any]) -> Iterator[Any]:
+        import pyarrow as pa
+
+        predict: Predict | None = None
+        for batch in found:
+            predict = predict or self._predictor.load()
+            arrays, names = list(batch.columns), list(batch.schema.names)
+            if batch.num_rows:
+                rows = {name: to_numpy(name, batch.column(name)) for name in self._features}
+                outputs = predict(rows)
+            else:
+                outputs = [np.zeros((0, size)) for size in self._sizes]
+            for name, size, output in zip(self._outputs, self._sizes, outputs, strict=True):
+                names.append(name)
+                arrays.append(_column(name, size, np.asarray(output), batch.num_rows))
+            yield pa.RecordBatch.from_arrays(arrays, names)
+
+
+def _column(name: str, size: int, output: np.ndarray[Any, Any], rows: int) -> Any:
+    """An output as Spark wants it: doubles, or the structs that stand for dense vectors."""
+    import pyarrow as pa
+
+    if output.size != rows * size:
+        raise ValueError(
+            f"the model gave {output.size} value(s) for {rows} row(s) of {name!r}, "
+            f"not {size} for each"
+        )
+    values = pa.array(np.ascontiguousarray(output, dtype=np.float64).reshape(-1))
+    if size == 1:
+        return values
+    offsets = pa.array(np.arange(0, (rows + 1) * size, size, dtype=np.int32))
+    return pa.StructArray.from_arrays(
+        [
+            pa.array(np.ones(rows, np.int8)),
+            pa.nulls(rows, pa.int32()),
+            pa.nulls(rows, pa.list_(pa.int32())),
+            pa.ListArray.from_arrays(offsets, values),
+        ],
+        ["type", "size", "indices", "values"],
+    )
+
+
+def _output_sizes(
+    df: Any, predictor: Predictor, features: Sequence[str], metadata: Metadata | None
+) -> list[int]:
+    """How many values the model gives for a row, found by asking it about a row of zeros."""
+    if metadata and all(name in metadata for name in features):
+        # Two rows, so that a dimension of the batch cannot be mistaken for one of the output.
+        rows: Rows = {name: _zeros(metadata[name]) for name in features}
+    else:  # a model that was not trained by an estimator: look at a row
+        import pyarrow as pa
+
+        head = df.select(*(f"`{name}`" for name in features)).limit(2)
+        table = pa.table(head.toArrow()) if hasattr(head, "toArrow") else _to_arrow(head)
+        if not table.num_rows:
+            raise ValueError("the DataFrame is empty, so the model's outputs cannot be known")
+        rows = {name: to_numpy(name, table.column(name)) for name in features}
+    count = len(next(iter(rows.values())))
+    return [int(np.asarray(output).size // count) for output in predictor.load()(rows)]
+
+
+def _zeros(facts: dict[str, Any]) -> np.ndarray[Any, Any]:
+    kind = str(facts["spark_data_type"])
+    integral = any(word in kind for word in ("int", "long", "short", "byte", "bool"))
+    shape = tuple(facts["shape"])
+    row = () if facts["max_size"] == 1 and shape == (1,) and "array" not in kind else shape
+    if kind == "vector":
+        row = shape
+    return np.zeros((2, *row), np.int64 if integral else np.float64)
+
+
+def _to_arrow(frame: Any) -> Any:
+    """Spark 3.5 has no public `toArrow`."""
+    import pyarrow as pa
+
+    return pa.Table.from_batches(frame._collect_as_arrow())

@@ -1,0 +1,332 @@
+"""Reading Parquet on one rank: its even share of the rows, decoded ahead in the background.
+
+The rows of a dataset, in the order of its files and row groups, are cut into `shard_count` ranges
+whose lengths differ by one row at most, so ranks end up with equal shares whatever the row groups
+are. Worker threads decode row groups piece by piece; what waits to be consumed is bounded.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from horovod.spark.common.columns import ColumnError, Rows, rows_of, to_numpy
+from horovod.spark.common.filesystem import arrow_filesystem
+
+CHUNK_BYTES = 32 * 1024 * 1024  # of decoded rows that travel from a worker to the consumer
+CHUNKS_AHEAD = 1  # that each worker may have ready
+_PATIENCE = 0.1  # seconds between looks at whether the reader was stopped
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `start` to `stop` of one row group."""
+
+    file: int
+    row_group: int
+    start: int
+    stop: int
+
+
+class ParquetFiles:
+    """The files of a dataset, with how many rows their row groups have."""
+
+    def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
+        import pyarrow.dataset as arrow_dataset
+
+        self.url = url
+        self.filesystem, path = arrow_filesystem(url, storage_options)
+        try:
+            self.dataset = arrow_dataset.dataset(
+                path, filesystem=self.filesystem, format="parquet", partitioning="hive"
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(f"there is no Parquet data at {url}") from None
+        self.fragments = sorted(self.dataset.get_fragments(), key=lambda found: found.path)
+        if not self.fragments:
+            raise FileNotFoundError(f"there is no Parquet data at {url}")
+        self.row_groups = [
+            (index, group.id, group.num_rows)
+            for index, fragment in enumerate(self.fragments)
+            for group in fragment.row_groups
+        ]
+        self.num_rows = sum(rows for _, _, rows in self.row_groups)
+
+    @property
+    def bytes_per_row(self) -> int:
+        """How much a row takes, decoded, roughly."""
+        size = sum(g.total_byte_size for f in self.fragments for g in f.row_groups)
+        return max(1, size // max(1, self.num_rows))
+
+    def shard(self, index: int, count: int) -> list[Piece]:
+        """The pieces that make up share `index` of `count`."""
+        first, last = self.num_rows * index // count, self.num_rows * (index + 1) // count
+        pieces, before = [], 0
+        for file, group, rows in self.row_groups:
+            start, stop = max(first - before, 0), min(last - before, rows)
+            if start < stop:
+                pieces.append(Piece(file, group, start, stop))
+            before += rows
+        return pieces
+
+    def read(self, piece: Piece, columns: Sequence[str], chunk_rows: int) -> Iterator[Any]:
+        """The record batches of a piece; never more than a chunk is decoded at once."""
+        import pyarrow as pa
+        import pyarrow.dataset as arrow_dataset
+        import pyarrow.parquet as parquet
+
+        fragment = self.fragments[piece.file]
+        constants = arrow_dataset.get_partition_keys(fragment.partition_expression)
+        stored = [name for name in columns if name not in constants]
+        with (
+            self.filesystem.open_input_file(fragment.path) as source,
+            parquet.ParquetFile(source, metadata=fragment.metadata) as file,
+        ):
+            position = 0
+            for batch in file.iter_batches(
+                chunk_rows, row_groups=[piece.row_group], columns=stored, use_threads=False
+            ):
+                start = max(piece.start - position, 0)
+                stop = min(piece.stop - position, batch.num_rows)
+                position += batch.num_rows
+                if start < stop:
+                    chosen = batch.slice(start, stop - start)
+                    for name in columns:
+                        if name in constants:
+                            kind = self.dataset.schema.field(name).type
+                            if pa.types.is_dictionary(kind):
+                                kind = kind.value_type
+                            values = pa.repeat(pa.scalar(constants[name], kind), chosen.num_rows)
+                            chosen = chosen.append_column(name, values)
+                    yield chosen
+                if position >= piece.stop:
+                    return
+
+
+class ParquetReader:
+    """Iterates over dicts of arrays, one dict for each chunk of rows, column by column.
+
+    It has what the loaders of `horovod.spark.data_loaders` use of a reader: `num_epochs`,
+    `batched_output`, `last_row_consumed`, `reset`, `stop`, `join`, and the number of rows.
+    """
+
+    batched_output = True
+    is_batched_reader = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        schema_fields: Sequence[str] | None = None,
+        cur_shard: int = 0,
+        shard_count: int = 1,
+        num_epochs: int | None = 1,
+        shuffle_row_groups: bool = False,
+        seed: int | None = None,
+        transform_fn: Callable[[Any], Any] | None = None,
+        removed_fields: Sequence[str] = (),
+        workers_count: int = 2,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        if not 0 <= cur_shard < shard_count:
+            raise ValueError(f"cur_shard must be from 0 to {shard_count - 1}, not {cur_shard}")
+        if num_epochs is not None and num_epochs < 1:
+            raise ValueError(f"num_epochs must be at least 1, or None for ever, not {num_epochs}")
+        if workers_count < 1:
+            raise ValueError(f"a reader needs at least one worker, not {workers_count}")
+        self.files = ParquetFiles(url, storage_options)
+        self.columns = list(schema_fields or self.files.dataset.schema.names)
+        missing = [name for name in self.columns if name not in self.files.dataset.schema.names]
+        if missing:
+            raise ColumnError(
+                f"the data at {url} has no column {', '.join(map(repr, missing))}; "
+                f"it has {', '.join(self.files.dataset.schema.names)}"
+            )
+        if self.files.num_rows < shard_count:
+            raise ValueError(
+                f"the data at {url} has {self.files.num_rows} row(s) for {shard_count} ranks: "
+                "each needs at least one"
+            )
+        self.num_epochs = num_epochs
+        self.url = url
+        self._pieces = self.files.shard(cur_shard, shard_count)
+        self.num_rows = sum(piece.stop - piece.start for piece in self._pieces)
+        self._shuffle = shuffle_row_groups
+        self._seed = seed
+        self._transform = transform_fn
+        self._removed = list(removed_fields)
+        self._workers_count = workers_count
+        self._chunk_rows = min(65536, max(16, CHUNK_BYTES // self.files.bytes_per_row))
+        self._run: _Run | None = None
+        self._in_pass = False
+        self._passes = 0  # finished or begun ones, so that each has an order of its own
+        self.last_row_consumed = False
+
+    def passes(self) -> Iterator[Iterator[Rows]]:
+        """Every pass over the shard, as an iterator over its chunks."""
+        numbers = itertools.count() if self.num_epochs is None else range(self.num_epochs)
+        for _ in numbers:
+            yield self._chunks()
+
+    def __iter__(self) -> Iterator[Rows]:
+        self.last_row_consumed = False
+        for chunks in self.passes():
+            yield from chunks
+        self.last_row_consumed = True
+
+    def _chunks(self) -> Iterator[Rows]:
+        if self._in_pass:  # the pass before was left before its end
+            self.stop()
+        self._in_pass = True
+        if self._run is None:
+            self._run = _Run(self._orders(), self._decode, self._workers_count)
+        yield from self._run.next_pass(len(self._pieces))
+        self._in_pass = False
+
+    def _orders(self) -> Iterator[Piece]:
+        """Pieces without end: workers go on with the next pass while this one is consumed."""
+        seed = np.random.SeedSequence(self._seed).generate_state(1)[0]
+        while True:
+            order = np.arange(len(self._pieces))
+            if self._shuffle:
+                order = np.random.default_rng([int(seed), self._passes]).permutation(order)
+            self._passes += 1
+            yield from (self._pieces[index] for index in order)
+
+    def _decode(self, piece: Piece) -> Iterator[Rows]:
+        for batch in self.files.read(piece, self.columns, self._chunk_rows):
+            if self._transform is None:
+                yield {n: a for n, a in rows_of(batch).items() if n not in self._removed}
+            else:
+                yield _transformed(batch, self._transform, self._removed)
+
+    def reset(self) -> None:
+        """Begin again, as a new iteration does by itself."""
+        self.stop()
+        self.last_row_consumed = False
+
+    def stop(self) -> None:
+        """End the workers."""
+        run, self._run = self._run, None
+        self._in_pass = False
+        if run is not None:
+            run.stop()
+
+    def join(self) -> None:
+        """Wait until the workers have ended, which `stop` has done already."""
+
+    def __enter__(self) -> ParquetReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __del__(self) -> None:
+        if getattr(self, "_run", None) is not None:
+            self.stop()
+
+
+class _End:
+    """Stands behind the last chunk of a piece."""
+
+
+class _Run:
+    """Worker threads, each with a queue of its own; pieces are dealt out in turn.
+
+    The consumer takes the pieces in the order in which they were dealt, so that the order of rows
+    does not depend on which thread is faster.
+    """
+
+    def __init__(
+        self, pieces: Iterator[Piece], decode: Callable[[Piece], Iterator[Rows]], workers: int
+    ) -> None:
+        self._pieces = pieces
+        self._decode = decode
+        self._stopped = threading.Event()
+        self._deal = threading.Lock()
+        self._dealt: collections.deque[queue.Queue[Any]] = collections.deque()
+        self._ready = threading.Condition(self._deal)
+        self._queues: list[queue.Queue[Any]] = [queue.Queue(CHUNKS_AHEAD) for _ in range(workers)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(mine,), name="horovod-reader", daemon=True)
+            for mine in self._queues
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self, mine: queue.Queue[Any]) -> None:
+        while not self._stopped.is_set():
+            with self._ready:
+                piece = next(self._pieces)
+                self._dealt.append(mine)
+                self._ready.notify()
+            try:
+                for rows in self._decode(piece):
+                    self._put(mine, rows)
+                    if self._stopped.is_set():
+                        return
+                self._put(mine, _End)
+            except BaseException as error:
+                self._put(mine, error)
+                return
+
+    def _put(self, mine: queue.Queue[Any], item: Any) -> None:
+        while not self._stopped.is_set():
+            try:
+                return mine.put(item, timeout=_PATIENCE)
+            except queue.Full:
+                continue
+
+    def next_pass(self, pieces: int) -> Iterator[Rows]:
+        for _ in range(pieces):
+            with self._ready:
+                while not self._dealt:
+                    self._ready.wait()
+                source = self._dealt.popleft()
+            while True:
+                item = source.get()
+                if item is _End:
+                    break
+                if isinstance(item, BaseException):
+                    self.stop()
+                    raise item
+                yield item
+
+    def stop(self) -> None:
+        self._stopped.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+def _transformed(batch: Any, transform: Callable[[Any], Any], removed: list[str]) -> Rows:
+    """What `transformation_fn` makes of the rows; it gets and returns a pandas DataFrame."""
+    frame = transform(batch.to_pandas())
+    rows: Rows = {}
+    for name in frame.columns:
+        if name not in removed:
+            rows[str(name)] = _series(str(name), frame[name])
+    return rows
+
+
+def _series(name: str, series: Any) -> np.ndarray[Any, Any]:
+    import pyarrow as pa
+
+    values = series.to_numpy()
+    if values.dtype.kind in "biuf":
+        return np.asarray(values)
+    if len(values) and isinstance(values[0], np.ndarray) and values[0].dtype.kind in "biuf":
+        try:
+            return np.stack(values)
+        except ValueError:
+            raise ColumnError(
+                f"column {name!r} has rows of different shapes after transformation_fn"
+            ) from None
+    return to_numpy(name, pa.array(series, from_pandas=True))

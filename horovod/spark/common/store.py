@@ -1,0 +1,165 @@
+"""Where an estimator keeps its data, checkpoints and logs: `Store.create` and its stores."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+from horovod.spark.common.filesystem import split_hdfs, split_url
+from horovod.spark.common.filesystem_store import AbstractFilesystemStore
+from horovod.spark.common.store_base import Store
+
+__all__ = [
+    "AbstractFilesystemStore",
+    "DBFSLocalStore",
+    "FilesystemStore",
+    "HDFSStore",
+    "LocalStore",
+    "Store",
+]
+
+
+def is_databricks() -> bool:
+    """Whether this is the Databricks runtime."""
+    return "DATABRICKS_RUNTIME_VERSION" in os.environ
+
+
+def store_class(prefix_path: str) -> type[AbstractFilesystemStore]:
+    """The store for a path: HDFS, DBFS on Databricks, or whatever fsspec opens."""
+    if HDFSStore.matches(prefix_path):
+        return HDFSStore
+    if is_databricks() and DBFSLocalStore.matches_dbfs(prefix_path):
+        return DBFSLocalStore
+    return FilesystemStore
+
+
+class FilesystemStore(AbstractFilesystemStore):
+    """A store on anything that fsspec opens: file, s3, gs, abfs and many more."""
+
+    def __init__(self, prefix_path: str, *args: Any, **kwargs: Any) -> None:
+        self._protocol, _ = split_url(os.fspath(prefix_path))
+        super().__init__(os.fspath(prefix_path), *args, **kwargs)
+
+    def get_full_path(self, path: str) -> str:
+        protocol, rest = split_url(path)
+        if "://" in path:
+            return path
+        if protocol == "file":
+            return "file://" + os.path.abspath(rest)
+        return path
+
+    def get_localized_path(self, path: str) -> str:
+        return str(self.fs._strip_protocol(self.get_full_path(path)))
+
+    def _open_filesystem(self) -> Any:
+        import fsspec
+
+        return fsspec.core.url_to_fs(self.prefix_path, **(self.storage_options or {}))[0]
+
+    def copy(self, lpath: str, rpath: str, recursive: bool = False, **kwargs: Any) -> None:
+        """Copy a local file or folder into the store."""
+        self.fs.put(lpath, self.get_localized_path(rpath), recursive=recursive, **kwargs)
+
+
+class LocalStore(FilesystemStore):
+    """The old name of a `FilesystemStore` on local files."""
+
+    def __init__(self, prefix_path: str, *args: Any, **kwargs: Any) -> None:
+        warnings.warn(
+            "LocalStore is deprecated: use FilesystemStore, or Store.create",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        super().__init__(prefix_path, *args, **kwargs)
+
+
+class HDFSStore(AbstractFilesystemStore):
+    """A store on HDFS, through pyarrow's client (libhdfs, which needs Hadoop on every host)."""
+
+    FS_PREFIX = "hdfs://"
+
+    def __init__(
+        self,
+        prefix_path: str,
+        host: str | None = None,
+        port: int | None = None,
+        user: str | None = None,
+        kerb_ticket: str | None = None,
+        driver: str = "libhdfs",
+        extra_conf: dict[str, str] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if driver != "libhdfs":
+            raise ValueError(f"driver must be 'libhdfs', the only one pyarrow has, not {driver!r}")
+        if not prefix_path:
+            raise ValueError("prefix_path is empty: give a path of HDFS")
+        url_host, url_port, _ = split_hdfs(prefix_path)
+        self._host = host or url_host or "default"
+        self._port = port or url_port or 0
+        self._user, self._kerb_ticket, self._extra_conf = user, kerb_ticket, extra_conf
+        authority = "" if self._host == "default" else self._host
+        if authority and self._port:
+            authority += f":{self._port}"
+        self._url_prefix = f"hdfs://{authority}"
+        super().__init__(prefix_path, *args, **kwargs)
+        self.storage_options = {
+            "host": self._host,
+            "port": self._port,
+            "user": user,
+            "kerb_ticket": kerb_ticket,
+            "extra_conf": extra_conf,
+            **(self.storage_options or {}),
+        }
+
+    @classmethod
+    def matches(cls, path: str) -> bool:
+        return path.startswith(cls.FS_PREFIX)
+
+    def get_full_path(self, path: str) -> str:
+        return self._url_prefix + split_hdfs(path)[2]
+
+    def get_localized_path(self, path: str) -> str:
+        return split_hdfs(path)[2]
+
+    def _open_filesystem(self) -> Any:
+        from fsspec.implementations.arrow import HadoopFileSystem
+
+        return HadoopFileSystem(
+            self._host,
+            self._port,
+            user=self._user,
+            kerb_ticket=self._kerb_ticket,
+            extra_conf=self._extra_conf,
+        )
+
+
+class DBFSLocalStore(FilesystemStore):
+    """A store on the Databricks file system, as every host has it mounted below /dbfs."""
+
+    def __init__(self, prefix_path: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(self.normalize_path(prefix_path), *args, **kwargs)
+
+    @classmethod
+    def matches_dbfs(cls, path: str) -> bool:
+        return path.startswith(("/dbfs/", "dbfs:/", "file:/dbfs/", "file:///dbfs/")) and (
+            not path.startswith("dbfs://")
+        )
+
+    @staticmethod
+    def normalize_path(path: str) -> str:
+        """The path below /dbfs that a path of DBFS is mounted at."""
+        if not DBFSLocalStore.matches_dbfs(path):
+            raise ValueError(
+                f"{path!r} is not a path of DBFS: give /dbfs/..., dbfs:/..., file:/dbfs/... or "
+                "file:///dbfs/..."
+            )
+        for prefix in ("dbfs:", "file://", "file:"):
+            if path.startswith(prefix):
+                path = path[len(prefix) :]
+                return path if path.startswith("/dbfs/") else "/dbfs" + path
+        return path
+
+    def get_checkpoint_filename(self) -> str:
+        return self._checkpoint_filename or "checkpoint.tf"

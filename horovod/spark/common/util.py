@@ -1,0 +1,339 @@
+"""From a DataFrame to Parquet in a store, and the checks on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from horovod.common.logging import get_logger
+from horovod.spark.common import metadata as meta
+from horovod.spark.common.cache import Prepared, TrainingDataCache
+from horovod.spark.common.columns import ColumnError
+from horovod.spark.common.reader import ParquetFiles
+
+logger = get_logger(__name__)
+
+_cache = TrainingDataCache()
+
+
+def clear_training_cache() -> None:
+    """Forget which DataFrames have been written; the next fit writes again."""
+    _cache.clear()
+
+
+def check_validation(validation: Any, df: Any = None) -> None:
+    """ValueError if `validation` is neither a fraction nor a column of the DataFrame."""
+    if validation is None:
+        return
+    if isinstance(validation, bool) or not isinstance(validation, (int, float, str)):
+        raise ValueError(
+            "validation must be a fraction of the rows (a float) or the name of a column, "
+            f"not {validation!r}"
+        )
+    if isinstance(validation, str):
+        if df is not None and validation not in df.columns:
+            raise ValueError(
+                f"the validation column {validation!r} is not in the DataFrame, which has "
+                f"{', '.join(df.columns)}"
+            )
+    elif not 0 <= validation < 1:
+        raise ValueError(f"validation must be at least 0 and less than 1, not {validation}")
+
+
+def check_columns(df: Any, columns: Sequence[str], what: str) -> None:
+    """ValueError if the DataFrame has not all of these columns."""
+    missing = [name for name in columns if name not in df.columns]
+    if missing:
+        raise ValueError(
+            f"{what} {', '.join(map(repr, missing))} not in the DataFrame, which has "
+            f"{', '.join(df.columns)}"
+        )
+
+
+def check_shape_compatibility(
+    metadata: meta.Metadata,
+    feature_columns: Sequence[str],
+    label_columns: Sequence[str],
+    input_shapes: Sequence[Sequence[int]] | None = None,
+    output_shapes: Sequence[Sequence[int]] | None = None,
+    label_shapes: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """ValueError if columns cannot be given the shapes that the model, or the user, wants."""
+    _check_shapes(metadata, feature_columns, input_shapes, "input", "feature column")
+    wanted = label_shapes if label_shapes is not None else None
+    _check_shapes(metadata, label_columns, wanted, "label shape", "label column")
+    if output_shapes is not None and len(output_shapes) != len(label_columns):
+        raise ValueError(
+            f"the model has {len(output_shapes)} output(s), but there are {len(label_columns)} "
+            f"label column(s): {', '.join(label_columns)}"
+        )
+
+
+def _check_shapes(
+    metadata: meta.Metadata,
+    columns: Sequence[str],
+    shapes: Sequence[Sequence[int]] | None,
+    what: str,
+    of: str,
+) -> None:
+    if shapes is None:
+        return
+    if len(shapes) != len(columns):
+        raise ValueError(
+            f"there are {len(shapes)} {what}(s) {list(map(tuple, shapes))}, but {len(columns)} "
+            f"{of}(s): {', '.join(columns)}"
+        )
+    for name, shape in zip(columns, shapes, strict=True):
+        known = [size for size in shape if size is not None and size > 0]
+        wanted = 1
+        for size in known:
+            wanted *= size
+        unknown = len(shape) - len(known)
+        found = int(metadata[name]["max_size"])
+        # One unknown dimension is the batch; with more, anything that divides may fit.
+        if (unknown <= 1 and wanted != found) or (unknown > 1 and found % wanted):
+            raise ValueError(
+                f"{of} {name!r} has {found} element(s) in a row (shape {metadata[name]['shape']}), "
+                f"which do not fit the {what} {tuple(shape)}"
+            )
+
+
+@contextlib.contextmanager
+def prepare_data(
+    num_processes: int,
+    store: Any,
+    df: Any,
+    label_columns: Sequence[str],
+    feature_columns: Sequence[str] | None,
+    validation: float | str | None = None,
+    sample_weight_col: str | None = None,
+    compress_sparse: bool = False,
+    partitions_per_process: int = 10,
+    verbose: int = 0,
+    allow_nulls: bool = False,
+    seed: int | None = None,
+) -> Iterator[int]:
+    """The number, in the store, of the Parquet dataset that has this DataFrame's rows."""
+    for name, value in (
+        ("num_processes", num_processes),
+        ("partitions_per_process", partitions_per_process),
+    ):
+        if value is None or value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+    if not label_columns:
+        raise ValueError("label_cols is not set: name the column(s) to predict")
+    check_columns(df, label_columns, "label column(s)")
+    if feature_columns is None:
+        feature_columns = [
+            n for n in df.columns if n not in {*label_columns, sample_weight_col, validation}
+        ]
+    check_columns(df, feature_columns, "feature column(s)")
+    if sample_weight_col:
+        check_columns(df, [sample_weight_col], "sample_weight_col")
+    check_validation(validation, df)
+    columns = list(dict.fromkeys([*feature_columns, *label_columns]))
+    if sample_weight_col and sample_weight_col not in columns:
+        columns.append(sample_weight_col)
+    key = (
+        id(df),
+        store.get_train_data_path(),
+        store.get_val_data_path(),
+        validation,
+        tuple(columns),
+        compress_sparse,
+    )
+    with _cache.lock:
+        prepared = _cache.get(key)
+        if prepared is None or not store.is_parquet_dataset(
+            store.get_train_data_path(prepared.index)
+        ):
+            store.check_writable()
+            partitions = num_processes * partitions_per_process
+            prepared = _write(store, df, columns, validation, compress_sparse, partitions, seed)
+            _cache.put(key, df, prepared)
+            if verbose:
+                logger.info(
+                    "wrote %d training and %d validation rows to %s",
+                    prepared.train_rows,
+                    prepared.val_rows,
+                    store.get_train_data_path(prepared.index),
+                )
+    if not allow_nulls:
+        meta.check_nulls(prepared.metadata)
+    yield prepared.index
+
+
+def get_dataset_properties(dataset_idx: int) -> tuple[int, int, meta.Metadata, int]:
+    """Training rows, validation rows, metadata and bytes of a row, of a prepared dataset."""
+    found = _cache.by_index(dataset_idx)
+    if found is None:
+        raise ValueError(f"dataset {dataset_idx} was not prepared by this process")
+    return found.train_rows, found.val_rows, found.metadata, found.avg_row_size
+
+
+def _write(
+    store: Any,
+    df: Any,
+    columns: list[str],
+    validation: float | str | None,
+    compress_sparse: bool,
+    partitions: int,
+    seed: int | None,
+) -> Prepared:
+    index = _cache.next_index()
+    train_path, val_path = store.get_train_data_path(index), store.get_val_data_path(index)
+    train, val = _split(df, columns, validation, seed)
+    session = df.sparkSession
+    try:
+        _write_frame(train, train_path, compress_sparse, partitions)
+        metadata = meta.describe(session.read.parquet(train_path), columns, compress_sparse)
+        if val is not None:
+            _write_frame(val, val_path, compress_sparse, partitions)
+            found = meta.describe(session.read.parquet(val_path), columns, compress_sparse)
+            _join(metadata, found)
+        for name, kind in df.select(*map(_quoted, columns)).dtypes:
+            metadata[name]["spark_data_type"] = kind  # vectors may be arrays in the Parquet
+        train_files = ParquetFiles(train_path, store.storage_options)
+        if not train_files.num_rows:
+            raise ValueError("the DataFrame has no rows to train with")
+        val_rows = 0
+        if val is not None:
+            val_rows = ParquetFiles(val_path, store.storage_options).num_rows
+            if not val_rows:
+                raise ValueError(
+                    f"validation={validation!r} leaves no rows to validate with: "
+                    "give a larger fraction, or mark rows in the column"
+                )
+        prepared = Prepared(
+            index, train_files.num_rows, val_rows, metadata, train_files.bytes_per_row
+        )
+        store.write_text(
+            store.get_data_metadata_path(train_path),
+            json.dumps({"metadata": metadata, "avg_row_size": prepared.avg_row_size}),
+        )
+        return prepared
+    except BaseException:
+        _remove(store, train_path, val_path)
+        raise
+
+
+def _split(
+    df: Any, columns: list[str], validation: float | str | None, seed: int | None
+) -> tuple[Any, Any]:
+    """The rows to train and to validate with; None if there is no validation."""
+    import pyspark.sql.functions as F
+
+    chosen = [_quoted(name) for name in columns]
+    if not validation:
+        return df.select(*chosen), None
+    if isinstance(validation, str):
+        column = F.col(_quoted(validation))
+        kind = dict(df.dtypes)[validation]
+        if kind == "boolean":
+            marked = column
+        elif kind in ("tinyint", "smallint", "int", "bigint", "float", "double"):
+            marked = column > 0
+        else:
+            raise ValueError(
+                f"the validation column {validation!r} is of type {kind}: "
+                "it must be boolean, or a number that is positive for validation rows"
+            )
+        marked = F.coalesce(marked, F.lit(False))
+        return df.filter(~marked).select(*chosen), df.filter(marked).select(*chosen)
+    train, val = df.select(*chosen).randomSplit([1.0 - validation, float(validation)], seed)
+    return train, val
+
+
+def _write_frame(frame: Any, path: str, compress_sparse: bool, partitions: int) -> None:
+    import pyspark.sql.functions as F
+    from pyspark.ml.functions import vector_to_array
+
+    if not compress_sparse:
+        frame = frame.select(
+            *(
+                vector_to_array(F.col(_quoted(name))).alias(name)
+                if kind == "vector"
+                else F.col(_quoted(name))
+                for name, kind in frame.dtypes
+            )
+        )
+    try:
+        frame.repartition(partitions).write.mode("overwrite").parquet(path)
+    except Exception as error:
+        raise OSError(
+            f"Spark could not write the DataFrame to {path}; nothing half-written is used. If the "
+            "cause below names the path, executors need rights and room there; a local path must "
+            f"be the same storage on every host. {type(error).__name__}: {error}"
+        ) from error
+
+
+def _join(metadata: meta.Metadata, other: meta.Metadata) -> None:
+    for name, facts in other.items():
+        known = metadata[name]["max_size"] and facts["max_size"]  # neither part is empty
+        if known and facts["shape"] != metadata[name]["shape"]:
+            raise ColumnError(
+                f"column {name!r} has rows of shape {metadata[name]['shape']} and "
+                f"{facts['shape']}: all rows must have the same shape"
+            )
+        metadata[name]["nulls"] += facts["nulls"]
+
+
+def _remove(store: Any, *paths: str) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            store.remove(path)
+
+
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"
+
+
+def get_simple_meta_from_parquet(
+    store: Any,
+    label_columns: Sequence[str],
+    feature_columns: Sequence[str] | None,
+    sample_weight_col: str | None = None,
+    dataset_idx: int | None = None,
+) -> tuple[int, int, meta.Metadata, int]:
+    """Training rows, validation rows, metadata and bytes of a row, of Parquet in the store."""
+    train_path, val_path = (
+        store.get_train_data_path(dataset_idx),
+        store.get_val_data_path(dataset_idx),
+    )
+    if not store.is_parquet_dataset(train_path):
+        raise ValueError(
+            f"there is no complete Parquet data at {train_path}: write it there, or give the "
+            "store's train_path"
+        )
+    files = ParquetFiles(train_path, store.storage_options)
+    columns = list(label_columns)
+    if feature_columns is None:
+        feature_columns = [
+            n for n in files.dataset.schema.names if n not in {*label_columns, sample_weight_col}
+        ]
+    columns = list(dict.fromkeys([*feature_columns, *columns]))
+    if sample_weight_col:
+        columns.append(sample_weight_col)
+    metadata = meta.describe_parquet(files, columns)
+    path = store.get_data_metadata_path(train_path)
+    if store.exists(path):  # Spark's types and shapes, if an estimator wrote this data
+        metadata.update(
+            {
+                name: facts
+                for name, facts in json.loads(store.read(path))["metadata"].items()
+                if name in metadata
+            }
+        )
+    val_rows = 0
+    if store.is_parquet_dataset(val_path):
+        val_rows = ParquetFiles(val_path, store.storage_options).num_rows
+    if not files.num_rows:
+        raise ValueError(f"the data at {train_path} has no rows")
+    return files.num_rows, val_rows, metadata, files.bytes_per_row
+
+
+def default_feature_columns(metadata: meta.Metadata, *others: str | None) -> list[str]:
+    """All columns but these."""
+    return [name for name in metadata if name not in others]

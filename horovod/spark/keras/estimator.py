@@ -1,0 +1,274 @@
+"""`KerasEstimator` trains a Keras model from a DataFrame; `KerasModel` is what comes out."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import numpy as np
+from pyspark import keyword_only
+
+from horovod._keras.flavour import keras_of
+from horovod.spark.common.columns import Rows
+from horovod.spark.common.estimator import HorovodEstimator, HorovodModel
+from horovod.spark.common.job import TrainingJob
+from horovod.spark.common.metadata import Metadata
+from horovod.spark.common.params import Spec, declare
+from horovod.spark.common.prediction import Predict, transform
+from horovod.spark.common.serialization import decode
+from horovod.spark.common.util import check_shape_compatibility
+from horovod.spark.keras import remote, serialization
+
+PREDICTED_AT_ONCE = 1024  # rows
+
+
+@declare(
+    Spec("custom_objects", None, "classes and functions that the model is made of, by name"),
+    Spec("checkpoint_callback", None, "the ModelCheckpoint to use; its filepath is overwritten"),
+    Spec("backend_env", {"LIBHDFS_OPTS": "-Xms2048m -Xmx2048m"}, "environment of the processes"),
+)
+class KerasEstimator(HorovodEstimator):
+    """Trains a Keras model on the rows of a DataFrame, on many processes.
+
+    The model gets one input for each of `feature_cols` and gives one output for each of
+    `label_cols`. The learning rate is multiplied by the number of processes while training.
+    """
+
+    run_id_prefix = "keras"
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        num_proc: int | None = None,
+        data_module: Any = None,
+        model: Any = None,
+        backend: Any = None,
+        store: Any = None,
+        custom_objects: Any = None,
+        optimizer: Any = None,
+        loss: Any = None,
+        loss_weights: Any = None,
+        sample_weight_col: str | None = None,
+        gradient_compression: Any = None,
+        metrics: Any = None,
+        feature_cols: Any = None,
+        label_cols: Any = None,
+        continuous_cols: Any = None,
+        categorical_cols: Any = None,
+        validation: Any = None,
+        callbacks: Any = None,
+        batch_size: int | None = None,
+        val_batch_size: int | None = None,
+        epochs: int | None = None,
+        verbose: int | None = None,
+        random_seed: int | None = None,
+        shuffle_buffer_size: int | None = None,
+        shuffle: bool = True,
+        partitions_per_process: int | None = None,
+        run_id: str | None = None,
+        train_steps_per_epoch: int | None = None,
+        validation_steps_per_epoch: int | None = None,
+        transformation_fn: Any = None,
+        train_reader_num_workers: int | None = None,
+        val_reader_num_workers: int | None = None,
+        reader_pool_type: str = "thread",
+        label_shapes: Any = None,
+        checkpoint_callback: Any = None,
+        inmemory_cache_all: bool = False,
+        backend_env: Any = None,
+        use_gpu: bool = True,
+        mp_start_method: str | None = None,
+        tensorflow_dataset_prefetch_buffer_size: int = 0,
+    ) -> None:
+        super().__init__()
+        self._set_given(self._input_kwargs)
+
+    def _check_params(self) -> None:
+        super()._check_params()
+        model = self.getModel()
+        if not serialization.is_model(model):
+            raise ValueError(
+                "model must be a model of Keras 3 or tf-keras (tf.keras.Model), "
+                f"not {type(model).__name__}"
+            )
+        if self._optimizer() is None:
+            raise ValueError("optimizer is not set, and the model is not compiled with one")
+        if self._loss() is None:
+            raise ValueError("loss is not set: give a loss, or a list with one for each label")
+        labels, weights = self._checked_labels(), self.getLossWeights()
+        if isinstance(weights, (list, tuple)) and len(weights) != len(labels):
+            raise ValueError(
+                f"there are {len(weights)} loss_weights for {len(labels)} label column(s)"
+            )
+
+    def _optimizer(self) -> Any:
+        given = self.getOptimizer()
+        if given is None:
+            return getattr(self.getModel(), "optimizer", None)
+        if isinstance(given, str):
+            return keras_of(self.getModel()).optimizers.get(given)
+        return given
+
+    def _loss(self) -> Any:
+        given = self.getLoss()
+        return given if given is not None else getattr(self.getModel(), "loss", None)
+
+    def _check_metadata(self, metadata: Metadata) -> None:
+        if self.getDataModule() is not None:
+            return
+        model = self.getModel()
+        check_shape_compatibility(
+            metadata,
+            self._features(metadata),
+            self._checked_labels(),
+            [tuple(each.shape) for each in model.inputs],
+            [tuple(each.shape) for each in model.outputs],
+            self.getLabelShapes(),
+        )
+
+    def _pack(self) -> bytes:
+        model = self.getModel()
+        keras = keras_of(model)
+        optimizer = self._optimizer()
+        parts = {
+            "model": serialization.pack_model(model),
+            "optimizer": serialization.pack_part(keras, optimizer),
+            "learning_rate": remote.learning_rate_of(keras, optimizer),
+            "loss": serialization.pack_part(keras, self._loss()),
+            "loss_weights": self.getLossWeights(),
+            "metrics": serialization.pack_part(keras, self.getMetrics()),
+            "custom_objects": self.getCustomObjects(),
+        }
+        try:
+            return bytes(cloudpickle.dumps(parts))
+        except Exception as error:
+            raise ValueError(
+                "custom_objects, loss or metrics cannot be sent to the processes, because they "
+                f"cannot be pickled: {type(error).__name__}: {error}"
+            ) from error
+
+    def _environment(self) -> dict[str, str]:
+        return {**(self.getBackendEnv() or {}), **serialization.environment_of(self.getModel())}
+
+    def _trainer(self) -> Callable[[TrainingJob], Any]:
+        return remote.train
+
+    def _model_of(self, result: Any, job: TrainingJob) -> KerasModel:
+        packed = cloudpickle.loads(job.payload)
+        keras = keras_of(self.getModel())
+        custom = packed["custom_objects"] or {}
+        model = serialization.unpack_model(packed["model"], custom)
+        model.set_weights(result["weights"])
+        optimizer = serialization.unpack_part(keras, packed["optimizer"], custom)
+        remote.restore(keras, optimizer, model, result["optimizer"])
+        remote._scale_rate(keras, optimizer, packed["learning_rate"], 1)
+        remote.compiled(keras, model, packed, optimizer)
+        return KerasModel(
+            history=result["history"],
+            model=model,
+            feature_columns=job.feature_columns,
+            label_columns=job.label_columns,
+            custom_objects=custom,
+            run_id=job.run_id,
+            metadata=job.facts.metadata,
+        )
+
+    def _encode(self, name: str, value: Any) -> Any:
+        return _encode_keras(self, name, value, super()._encode)
+
+    def _decode_all(self, values: dict[str, Any]) -> dict[str, Any]:
+        return _decode_keras(values)
+
+
+@declare(Spec("custom_objects", None, "classes and functions that the model is made of, by name"))
+class KerasModel(HorovodModel):
+    """A trained Keras model, as a Spark ML transformer."""
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        history: Any = None,
+        model: Any = None,
+        feature_columns: Any = None,
+        label_columns: Any = None,
+        custom_objects: Any = None,
+        run_id: str | None = None,
+        metadata: Any = None,
+    ) -> None:
+        super().__init__()
+        self._set_given(self._input_kwargs)
+
+    def _transform(self, df: Any) -> Any:
+        predictor = KerasPredictor(
+            serialization.pack_model(self.getModel()),
+            self.getCustomObjects(),
+            self.getFeatureColumns(),
+        )
+        return transform(
+            df, predictor, self.getFeatureColumns(), self.getOutputCols(), self.getMetadata()
+        )
+
+    def _encode(self, name: str, value: Any) -> Any:
+        return _encode_keras(self, name, value, super()._encode)
+
+    def _decode_all(self, values: dict[str, Any]) -> dict[str, Any]:
+        return _decode_keras(values)
+
+
+class KerasPredictor:
+    """A Keras model for executors."""
+
+    def __init__(self, packed: dict[str, Any], custom_objects: Any, features: list[str]) -> None:
+        self._packed = packed
+        self._custom = custom_objects or {}
+        self._features = features
+
+    def load(self) -> Predict:
+        model = serialization.unpack_model(self._packed, self._custom)
+        inputs, _, named = remote._shapes(model)
+
+        def predict(rows: Rows) -> list[Any]:
+            arrays = [
+                rows[name].reshape(len(rows[name]), *shape).astype(dtype, copy=False)
+                for name, (dtype, shape) in zip(self._features, inputs, strict=True)
+            ]
+            parts = []
+            for start in range(0, len(arrays[0]), PREDICTED_AT_ONCE):
+                part: Any = [array[start : start + PREDICTED_AT_ONCE] for array in arrays]
+                if named:
+                    part = dict(zip(self._features, part, strict=True))
+                found = model.predict_on_batch(part if named or len(part) > 1 else part[0])
+                parts.append(list(found) if isinstance(found, (list, tuple)) else [found])
+            return [np.concatenate(outputs) for outputs in zip(*parts, strict=True)]
+
+        return predict
+
+
+def _encode_keras(owner: Any, name: str, value: Any, otherwise: Callable[[str, Any], Any]) -> Any:
+    """Models, optimizers, losses and metrics the way Keras saves them."""
+    if name == "model":
+        return {"horovod_keras_model": serialization.as_text(value, owner.getCustomObjects())}
+    if name in ("optimizer", "loss", "metrics") and value is not None:
+        keras = keras_of(owner.getModel())
+        packed = {"keras": keras.__name__, "part": serialization.pack_part(keras, value)}
+        return {"horovod_keras_part": otherwise(name, packed)}
+    return otherwise(name, value)
+
+
+def _decode_keras(values: dict[str, Any]) -> dict[str, Any]:
+    custom = decode(values.get("custom_objects")) or {}
+    decoded: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and "horovod_keras_model" in value:
+            decoded[name] = serialization.from_text(value["horovod_keras_model"])
+        elif isinstance(value, dict) and "horovod_keras_part" in value:
+            packed = decode(value["horovod_keras_part"])
+            keras = importlib.import_module(packed["keras"])
+            decoded[name] = serialization.unpack_part(keras, packed["part"], custom)
+        else:
+            decoded[name] = decode(value)
+    return decoded

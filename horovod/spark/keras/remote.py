@@ -1,0 +1,232 @@
+"""What each rank does for a `KerasEstimator`: reads its share, fits, and rank 0 reports."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from horovod._keras.flavour import backend_of, is_tf_keras
+from horovod._keras.variables import optimizer_variables
+from horovod.spark.common.devices import local_device_index
+from horovod.spark.common.job import TrainingJob
+from horovod.spark.keras.datamodule import PetastormDataModule
+from horovod.spark.keras.serialization import (
+    keras_named,
+    model_from_bytes,
+    unpack_model,
+    unpack_part,
+)
+
+
+def train(job: TrainingJob) -> dict[str, Any] | None:
+    """Train; rank 0 returns the history, the weights and the optimizer's state."""
+    packed = cloudpickle.loads(job.payload)
+    keras = keras_named(packed["model"]["keras"], packed["model"]["backend"])
+    hvd = horovod_for(keras)
+    hvd.init()
+    return _Training(job, packed, keras, hvd).run()
+
+
+def horovod_for(keras: Any) -> Any:
+    """Horovod's module for this Keras."""
+    name = "horovod.tensorflow.keras" if keras.__name__ == "tf_keras" else "horovod.keras"
+    return importlib.import_module(name)
+
+
+def compiled(keras: Any, model: Any, packed: dict[str, Any], optimizer: Any) -> Any:
+    """The model with its optimizer, losses and metrics."""
+    custom = packed["custom_objects"] or {}
+    model.compile(
+        optimizer=optimizer,
+        loss=unpack_part(keras, packed["loss"], custom),
+        loss_weights=packed["loss_weights"],
+        metrics=unpack_part(keras, packed["metrics"], custom) or None,
+    )
+    return model
+
+
+class _Training:
+    def __init__(self, job: TrainingJob, packed: Any, keras: Any, hvd: Any) -> None:
+        self.job, self.packed, self.keras, self.hvd = job, packed, keras, hvd
+        if job["random_seed"] is not None:
+            keras.utils.set_random_seed(job["random_seed"])
+        custom = packed["custom_objects"] or {}
+        self.model = unpack_model(packed["model"], custom)
+        self.backend = backend_of(self.model)
+        _pin_gpu(self.backend, job["use_gpu"], hvd)
+        state = None
+        if job.checkpoint is not None:
+            saved = model_from_bytes(job.checkpoint, self.model, custom)
+            if saved is not self.model:
+                self.model.set_weights(saved.get_weights())
+            state = state_of(keras, getattr(saved, "optimizer", None))
+        optimizer = unpack_part(keras, packed["optimizer"], custom)
+        if state is not None:
+            restore(keras, optimizer, self.model, state)
+        _scale_rate(keras, optimizer, packed["learning_rate"], hvd.size())
+        options = {"backward_passes_per_step": job["backward_passes_per_step"]}
+        if job["gradient_compression"] is not None:
+            options["compression"] = job["gradient_compression"]
+        compiled(keras, self.model, packed, hvd.DistributedOptimizer(optimizer, **options))
+
+    def run(self) -> dict[str, Any] | None:
+        job, hvd = self.job, self.hvd
+        steps = job.train_steps(hvd.size(), whole=False)
+        scratch = tempfile.mkdtemp(prefix="horovod_keras_")
+        try:
+            with (
+                job.data_module(hvd.rank(), hvd.size(), steps, PetastormDataModule) as data,
+                job.store.get_local_output_dir() as folder,
+            ):
+                if isinstance(data, PetastormDataModule):
+                    data.fit_model(*_shapes(self.model), job["label_shapes"])
+                more: dict[str, Any] = {}
+                if job.has_validation:
+                    more["validation_data"] = self._fed(data.val_data())
+                    more["validation_steps"] = job.val_steps(hvd.size())
+                found = self.model.fit(
+                    self._fed(data.train_data()),
+                    steps_per_epoch=steps,
+                    epochs=job["epochs"],
+                    verbose=(2 if job["verbose"] else 0) if hvd.rank() == 0 else 0,
+                    callbacks=self._callbacks(folder, scratch),
+                    **more,
+                )
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        if hvd.rank() != 0:
+            return None
+        history = {name: [float(v) for v in values] for name, values in found.history.items()}
+        return {
+            "history": history,
+            "weights": self.model.get_weights(),
+            "optimizer": state_of(self.keras, self.model.optimizer),
+        }
+
+    def _callbacks(self, folder: str, scratch: str) -> list[Any]:
+        hvd, store = self.hvd, self.job.store
+        callbacks = [
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.MetricAverageCallback(),
+            *(self.job["callbacks"] or ()),
+        ]
+        if hvd.rank() != 0 or not store.saving_runs:
+            return callbacks
+        given = self.job["checkpoint_callback"]
+        name = "model.weights.h5" if getattr(given, "save_weights_only", False) else "model.keras"
+        path = os.path.join(scratch, name)
+        if given is None:
+            given = self.keras.callbacks.ModelCheckpoint(path)
+        given.filepath = path
+        callbacks.append(given)
+        if self.backend == "tensorflow":
+            logs = os.path.join(folder, store.logs_subdir)
+            callbacks.append(self.keras.callbacks.TensorBoard(logs, write_graph=False))
+
+        def sync(epoch: int, logs: Any = None) -> None:
+            if os.path.exists(path):
+                shutil.copyfile(path, os.path.join(folder, store.checkpoint_filename))
+            store.sync(folder)
+
+        callbacks.append(self.keras.callbacks.LambdaCallback(on_epoch_end=sync))
+        return callbacks
+
+    def _fed(self, batches: Iterator[Any]) -> Any:
+        """Batches as `fit` takes them; TensorFlow compiles a pipeline for them."""
+        if self.backend != "tensorflow":
+            return (batch for batch in batches)  # Keras wants a generator, not any iterator
+        import itertools
+
+        import tensorflow as tf
+
+        first = next(batches)
+        signature = tf.nest.map_structure(
+            lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype), first
+        )
+        dataset = tf.data.Dataset.from_generator(
+            lambda: itertools.chain([first], batches), output_signature=signature
+        )
+        return dataset.prefetch(self.job["tensorflow_dataset_prefetch_buffer_size"] or 1)
+
+
+def _shapes(model: Any) -> tuple[list[tuple[Any, Any]], list[Any], bool]:
+    """Types and shapes of a model's inputs, shapes of its outputs, and if inputs have names."""
+    inputs = [(_dtype(each), tuple(each.shape)[1:]) for each in model.inputs]
+    inputs = [(kind, tuple(-1 if s is None else s for s in shape)) for kind, shape in inputs]
+    shapes = [tuple(each.shape)[1:] for each in model.outputs]
+    outputs = [None if None in shape else shape for shape in shapes]
+    try:
+        named = isinstance(model.input, dict)
+    except AttributeError:  # a Sequential that was never called
+        named = False
+    return inputs, outputs, named
+
+
+def _dtype(tensor: Any) -> Any:
+    dtype = tensor.dtype
+    return np.dtype(dtype if isinstance(dtype, str) else dtype.as_numpy_dtype)
+
+
+def state_of(keras: Any, optimizer: Any) -> list[Any] | None:
+    """The values of an optimizer's variables, the learning rate among them."""
+    if optimizer is None:
+        return None
+    if keras.__name__ == "tf_keras":
+        return [np.array(v.numpy()) for v in optimizer_variables(optimizer)]
+    return [np.array(keras.ops.convert_to_numpy(v)) for v in optimizer_variables(optimizer)]
+
+
+def restore(keras: Any, optimizer: Any, model: Any, state: list[Any] | None) -> None:
+    """Give an optimizer the state of another one of its kind."""
+    if state is None:
+        return
+    optimizer.build(model.trainable_variables)
+    variables = optimizer_variables(optimizer)
+    if [tuple(v.shape) for v in variables] == [value.shape for value in state]:
+        for variable, value in zip(variables, state, strict=True):
+            variable.assign(value)
+
+
+def _scale_rate(keras: Any, optimizer: Any, rate: float | None, factor: int) -> None:
+    if rate is None:  # a schedule of the optimizer's own
+        return
+    if keras.__name__ == "tf_keras":
+        keras.backend.set_value(optimizer.learning_rate, rate * factor)
+    else:
+        optimizer.learning_rate = rate * factor
+
+
+def learning_rate_of(keras: Any, optimizer: Any) -> float | None:
+    """The learning rate, if it is a number."""
+    config = optimizer.get_config().get("learning_rate")
+    if isinstance(config, dict):
+        return None
+    rate = optimizer.learning_rate
+    if is_tf_keras(optimizer):
+        return float(keras.backend.get_value(rate))
+    return float(keras.ops.convert_to_numpy(rate))
+
+
+def _pin_gpu(backend: str, use_gpu: bool, hvd: Any) -> None:
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        gpus = tf.config.list_physical_devices("GPU")
+        if gpus and not use_gpu:
+            tf.config.set_visible_devices([], "GPU")
+        elif gpus:
+            gpu = gpus[local_device_index(hvd.local_rank())]
+            tf.config.set_visible_devices(gpu, "GPU")
+            tf.config.experimental.set_memory_growth(gpu, True)
+    elif backend == "torch":
+        import torch
+
+        if use_gpu and torch.cuda.is_available():
+            torch.cuda.set_device(local_device_index(hvd.local_rank()))

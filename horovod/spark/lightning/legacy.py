@@ -1,0 +1,77 @@
+"""A plain PyTorch model with an optimizer and losses, as a Lightning module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from horovod.lightning import flavours
+from horovod.spark.torch import losses
+from horovod.spark.torch.remote import as_input
+
+
+def to_lightning_module(
+    model: Any,
+    optimizer: Any,
+    loss_fns: Any,
+    loss_weights: Sequence[float] | None,
+    feature_cols: Sequence[str],
+    label_cols: Sequence[str],
+    sample_weights_col: str | None = None,
+    validation: Any = None,
+    *,
+    loss_constructors: Any = None,
+    metrics: Sequence[Any] = (),
+    input_shapes: Any = None,
+    label_shapes: Any = None,
+) -> Any:
+    """The module; made in a function because either Lightning package may be the program's."""
+    base = flavours.preferred().trainer_part("core").LightningModule
+    labels = len(label_cols)
+    functions = losses.loss_functions(
+        loss_fns, loss_constructors, labels, sample_weights_col is not None
+    )
+    weights = losses.to_list(loss_weights or [1.0 / labels] * labels, labels, "loss weights")
+    groups = [losses.to_list(group, labels, "metrics") for group in metrics]
+
+    class ConvertedModule(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self._model = model
+            self._optimizer = optimizer
+
+        def forward(self, *inputs: Any) -> Any:
+            return self._model(*inputs)
+
+        def configure_optimizers(self) -> Any:
+            return self._optimizer
+
+        def _step(self, batch: Any, prefix: str) -> torch.Tensor:
+            inputs = [
+                as_input(batch[name], input_shapes[place] if input_shapes else None, False)
+                for place, name in enumerate(feature_cols)
+            ]
+            wanted = [batch[name] for name in label_cols]
+            if label_shapes:
+                wanted = [w.reshape(s) for w, s in zip(wanted, label_shapes, strict=True)]
+            outputs, wanted = losses.transform_outputs(self(*inputs), wanted)
+            rows = None if sample_weights_col is None else batch[sample_weights_col].float()
+            loss = losses.total_loss(outputs, wanted, weights, functions, rows)
+            options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True}
+            options["batch_size"] = len(inputs[0])
+            self.log(f"{prefix}loss", loss, **options)
+            for number, group in enumerate(groups):
+                for place, metric in enumerate(group):
+                    value = torch.as_tensor(metric(outputs[place], wanted[place]))
+                    self.log(f"{prefix}metric_{number}_{place}", value.float(), **options)
+            return loss
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self._step(batch, "train_")
+
+        def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self._step(batch, "val_")
+
+    return ConvertedModule()

@@ -1,0 +1,116 @@
+"""Batches of torch tensors from Parquet: dicts of the columns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod.data import AsyncDataLoaderMixin, BaseDataLoader
+from horovod.spark.common.columns import Rows
+from horovod.spark.common.datamodule import ParquetDataModule
+
+Batch = dict[str, torch.Tensor]
+
+BATCHES_AHEAD = 8
+
+
+def tensors(rows: Rows) -> Batch:
+    """The columns as tensors; they share memory with the rows, which nobody else uses."""
+    return {name: as_tensor(array) for name, array in rows.items()}
+
+
+def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    if array.dtype in (np.uint16, np.uint32, np.uint64):  # torch can hardly compute with these
+        array = array.astype(np.int64)
+    if not array.flags.writeable:  # a view of what pyarrow read
+        array = array.copy()
+    return torch.from_numpy(array)
+
+
+class _Loader(BaseDataLoader):
+    """So many batches of a source, each time it is iterated over."""
+
+    def __init__(
+        self, steps: int, source: Callable[[], Iterator[Rows]], ends_early: bool = False
+    ) -> None:
+        self._ends_early = ends_early  # which is an error: the other ranks would wait
+        self._steps = steps
+        self._source = source
+        super().__init__()
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def _iterate(self) -> Iterator[Any]:
+        done = 0
+        for rows in itertools.islice(self._source(), self._steps):
+            yield tensors(rows)
+            done += 1
+        if self._ends_early and done < self._steps:
+            raise RuntimeError(
+                f"the data ended after {done} of {self._steps} batches of this epoch: leave "
+                "loader_num_epochs out, or make it as many as epochs"
+            )
+
+
+class AsyncLoader(AsyncDataLoaderMixin, _Loader):
+    """The same, read ahead by a thread."""
+
+
+class PetastormDataModule(ParquetDataModule):
+    """The default data module: named as upstream names it, without Petastorm behind it."""
+
+    short_name = "petastorm"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._endless: Iterator[Rows] | None = None
+        self._loaders: list[AsyncLoader] = []
+
+    def train_data(self) -> AsyncLoader:
+        self._endless = self.train_batches()
+        return self._loader(self.steps_per_epoch_train, lambda: self._endless)
+
+    def val_data(self) -> AsyncLoader:
+        return self._loader(self.steps_per_epoch_val, self.val_batches)
+
+    def _loader(self, steps: int, source: Any) -> AsyncLoader:
+        loader = AsyncLoader(BATCHES_AHEAD, False, steps, source)
+        self._loaders.append(loader)
+        return loader
+
+    def __exit__(self, *error: object) -> None:
+        for loader in self._loaders:
+            loader.close_async_loader()
+        super().__exit__(*error)
+
+
+class NVTabularDataModule(PetastormDataModule):
+    """Columns for tabular models: `continuous_cols` as float32, `categorical_cols` as int64.
+
+    Upstream reads these with NVTabular, which is no longer developed; here the same reader as
+    everywhere does it.
+    """
+
+    short_name = "nvtabular"
+
+    def __init__(
+        self,
+        *args: Any,
+        continuous_cols: Sequence[str] | None = None,
+        categorical_cols: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._kinds: dict[str, Any] = {name: np.float32 for name in continuous_cols or ()}
+        self._kinds.update({name: np.int64 for name in categorical_cols or ()})
+
+    def _edited(self, batch: Rows) -> Rows:
+        batch = super()._edited(batch)
+        for name, kind in self._kinds.items():
+            batch[name] = batch[name].astype(kind, copy=False)
+        return batch

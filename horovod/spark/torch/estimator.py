@@ -1,0 +1,251 @@
+"""`TorchEstimator` trains a PyTorch model from a DataFrame; `TorchModel` is what comes out."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+from pyspark import keyword_only
+
+from horovod.spark.common.columns import Rows
+from horovod.spark.common.estimator import HorovodEstimator, HorovodModel
+from horovod.spark.common.job import TrainingJob
+from horovod.spark.common.metadata import Metadata
+from horovod.spark.common.params import Spec, declare
+from horovod.spark.common.prediction import Predict, transform
+from horovod.spark.common.util import check_shape_compatibility
+from horovod.spark.torch import remote
+from horovod.spark.torch.datamodule import as_tensor
+from horovod.spark.torch.serialization import PersistentWithOptimizer
+
+
+@declare(
+    Spec("input_shapes", None, "the shape of each feature; -1 stands for the batch"),
+    Spec("loss_constructors", None, "functions that make the losses; excludes loss"),
+    Spec("train_minibatch_fn", None, "computes outputs and loss of a batch and makes the step"),
+)
+class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
+    """Trains a PyTorch model on the rows of a DataFrame, on many processes.
+
+    The model is called with one tensor for each of `feature_cols`: floats, or integers for those
+    in `categorical_cols`, with the shapes of `input_shapes`. It returns one output for each of
+    `label_cols`. The learning rate is multiplied by the number of processes while training.
+    """
+
+    run_id_prefix = "pytorch"
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        num_proc: int | None = None,
+        data_module: Any = None,
+        model: Any = None,
+        backend: Any = None,
+        store: Any = None,
+        optimizer: Any = None,
+        loss: Any = None,
+        loss_constructors: Any = None,
+        metrics: Any = None,
+        loss_weights: Any = None,
+        sample_weight_col: str | None = None,
+        gradient_compression: Any = None,
+        feature_cols: Any = None,
+        continuous_cols: Any = None,
+        categorical_cols: Any = None,
+        input_shapes: Any = None,
+        validation: Any = None,
+        label_cols: Any = None,
+        callbacks: Any = None,
+        batch_size: int | None = None,
+        val_batch_size: int | None = None,
+        epochs: int | None = None,
+        verbose: int = 1,
+        random_seed: int | None = None,
+        shuffle_buffer_size: int | None = None,
+        shuffle: bool = True,
+        partitions_per_process: int | None = None,
+        run_id: str | None = None,
+        train_minibatch_fn: Any = None,
+        train_steps_per_epoch: int | None = None,
+        validation_steps_per_epoch: int | None = None,
+        transformation_fn: Any = None,
+        train_reader_num_workers: int | None = None,
+        val_reader_num_workers: int | None = None,
+        reader_pool_type: str = "thread",
+        label_shapes: Any = None,
+        inmemory_cache_all: bool = False,
+        use_gpu: bool = True,
+        mp_start_method: str | None = None,
+        backward_passes_per_step: int = 1,
+    ) -> None:
+        super().__init__()
+        self._set_given(self._input_kwargs)
+
+    def _check_params(self) -> None:
+        super()._check_params()
+        model, optimizer = self.getModel(), self.getOptimizer()
+        if not isinstance(model, torch.nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                "optimizer must be a torch.optim.Optimizer of the model's parameters, "
+                f"not {optimizer!r}"
+            )
+        own = {id(parameter) for parameter in model.parameters()}
+        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "the optimizer has parameters that are not of the model: make it with "
+                "model.parameters()"
+            )
+        loss, constructors = self.getLoss(), self.getLossConstructors()
+        if loss is not None and constructors is not None:
+            raise ValueError("give loss or loss_constructors, not both")
+        if loss is None and constructors is None:
+            raise ValueError("loss is not set: give a function of outputs and labels")
+        self._check_lengths(self._checked_labels())
+        if self.getTrainMinibatchFn() is not None and self.getBackwardPassesPerStep() > 1:
+            raise ValueError(
+                "train_minibatch_fn makes the steps itself, so backward_passes_per_step must be 1"
+            )
+
+    def _check_lengths(self, labels: list[str]) -> None:
+        weights = self.getLossWeights()
+        if weights is not None and len(weights) != len(labels):
+            raise ValueError(
+                f"there are {len(weights)} loss_weights for {len(labels)} label column(s)"
+            )
+        for name in ("loss", "loss_constructors"):
+            given = self.getOrDefault(name)
+            if isinstance(given, (list, tuple)) and len(given) not in (1, len(labels)):
+                raise ValueError(f"there are {len(given)} {name} for {len(labels)} label column(s)")
+
+    def _check_metadata(self, metadata: Metadata) -> None:
+        check_shape_compatibility(
+            metadata,
+            self._features(metadata),
+            self._checked_labels(),
+            self.getInputShapes(),
+            label_shapes=self.getLabelShapes(),
+        )
+
+    def _pack(self) -> bytes:
+        parts = {
+            "model": self.getModel(),
+            "optimizer": self.getOptimizer(),
+            "loss": self.getLoss(),
+            "loss_constructors": self.getLossConstructors(),
+        }
+        for name, part in parts.items():
+            try:
+                cloudpickle.dumps(part)
+            except Exception as error:
+                raise ValueError(
+                    f"the {name} cannot be sent to the processes, because it cannot be pickled: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        return bytes(cloudpickle.dumps(parts))  # together, so the optimizer keeps its parameters
+
+    def _trainer(self) -> Callable[[TrainingJob], Any]:
+        return remote.train
+
+    def _model_of(self, result: Any, job: TrainingJob) -> TorchModel:
+        state = torch.load(io.BytesIO(result["state"]), map_location="cpu", weights_only=True)
+        packed = cloudpickle.loads(job.payload)  # the user's own model stays as it was
+        model, optimizer = packed["model"].cpu(), packed["optimizer"]
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return TorchModel(
+            history=result["history"],
+            model=model,
+            feature_columns=job.feature_columns,
+            input_shapes=self.getInputShapes(),
+            label_columns=job.label_columns,
+            optimizer=optimizer,
+            run_id=job.run_id,
+            loss=self.getLoss(),
+            loss_constructors=self.getLossConstructors(),
+            metadata=job.facts.metadata,
+            categorical_columns=self.getCategoricalCols(),
+        )
+
+
+@declare(
+    Spec("optimizer", None, "the optimizer, with its state"),
+    Spec("input_shapes", None, "the shape of each feature; -1 stands for the batch"),
+    Spec("loss", None, "the loss it was trained with"),
+    Spec("loss_constructors", None, "what made the losses it was trained with"),
+    Spec("categorical_columns", None, "the features that the model gets as integers"),
+)
+class TorchModel(PersistentWithOptimizer, HorovodModel):
+    """A trained PyTorch model, as a Spark ML transformer."""
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        history: Any = None,
+        model: Any = None,
+        feature_columns: Any = None,
+        input_shapes: Any = None,
+        label_columns: Any = None,
+        optimizer: Any = None,
+        run_id: str | None = None,
+        loss: Any = None,
+        loss_constructors: Any = None,
+        metadata: Any = None,
+        categorical_columns: Any = None,
+    ) -> None:
+        super().__init__()
+        self._set_given(self._input_kwargs)
+
+    def _transform(self, df: Any) -> Any:
+        return transform(
+            df,
+            self._predictor(),
+            self.getFeatureColumns(),
+            self.getOutputCols(),
+            self.getMetadata(),
+        )
+
+    def _predictor(self) -> Any:
+        return TorchPredictor(
+            self.getModel(),
+            self.getFeatureColumns(),
+            self.getInputShapes(),
+            self.getCategoricalColumns() or [],
+        )
+
+
+class TorchPredictor:
+    """A PyTorch model for executors."""
+
+    def __init__(
+        self, model: Any, features: list[str], shapes: Any, categorical: list[str]
+    ) -> None:
+        self._model = cloudpickle.dumps(model)
+        self._features = features
+        self._shapes = shapes
+        self._categorical = set(categorical)
+
+    def load(self) -> Predict:
+        model = cloudpickle.loads(self._model).cpu().eval()
+
+        def predict(rows: Rows) -> list[Any]:
+            inputs = [
+                remote.as_input(
+                    as_tensor(rows[name]),
+                    self._shapes[place] if self._shapes else None,
+                    name in self._categorical,
+                )
+                for place, name in enumerate(self._features)
+            ]
+            with torch.no_grad():
+                outputs = model(*inputs)
+            found = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+            return [output.cpu().numpy() for output in found]
+
+        return predict

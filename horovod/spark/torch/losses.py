@@ -1,0 +1,121 @@
+"""Losses and metrics of models with several labels, with and without weights of rows."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Loss = Callable[..., torch.Tensor]
+
+
+def to_list(value: Any, length: int, name: str) -> list[Any]:
+    """One for each label; a single one stands for all."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    if len(values) == 1:
+        values *= length
+    if len(values) != length:
+        raise ValueError(f"there are {len(values)} {name} for {length} label column(s)")
+    return values
+
+
+def loss_functions(loss: Any, constructors: Any, labels: int, weighted: bool) -> list[Loss]:
+    """The loss of each label; `weighted`: they give one value for each row."""
+    if constructors is not None:
+        makers = to_list(constructors, labels, "loss_constructors")
+        return [maker(reduction="none") if weighted else maker() for maker in makers]
+    losses = to_list(loss, labels, "losses")
+    return [_for_each_row(function) for function in losses] if weighted else losses
+
+
+def _for_each_row(loss: Any) -> Loss:
+    if isinstance(loss, torch.nn.Module) and hasattr(loss, "reduction"):
+        loss = copy.copy(loss)
+        loss.reduction = "none"
+        return loss
+    try:
+        accepts = "reduction" in inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        accepts = False
+    if not accepts:
+        raise ValueError(
+            "sample_weight_col needs a loss that takes reduction='none' (a loss of torch.nn or "
+            f"torch.nn.functional, or loss_constructors), which {loss!r} does not"
+        )
+    return lambda output, label: loss(output, label, reduction="none")
+
+
+def transform_outputs(
+    outputs: Any, labels: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """A list of outputs, and labels of the shapes and types that losses want.
+
+    A label with as many values as the output gets its shape and type; another one, a class index
+    for example, stays what it is.
+    """
+    given = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+    if len(given) != len(labels):
+        raise ValueError(f"the model gave {len(given)} output(s) for {len(labels)} label column(s)")
+    fitting = []
+    for output, label in zip(given, labels, strict=True):
+        if output.numel() == label.numel():
+            label = label.reshape(output.shape).to(output.dtype)
+        fitting.append(label)
+    return given, fitting
+
+
+def total_loss(
+    outputs: Sequence[torch.Tensor],
+    labels: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    functions: Sequence[Loss],
+    sample_weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """The weighted sum of the labels' losses.
+
+    Weights of rows multiply what the rows lose before the mean is taken over rows: two rows of
+    the same weight count the same, in whatever batches they are.
+    """
+    losses = []
+    for output, label, weight, function in zip(outputs, labels, weights, functions, strict=True):
+        found = function(output, label)
+        if sample_weights is not None:
+            by_row = found.reshape(len(sample_weights), -1).mean(1)
+            found = (by_row * sample_weights).mean()
+        losses.append(found * weight)
+    return torch.stack(losses).sum()
+
+
+class Averages:
+    """Means of the loss and metrics over the rows of an epoch, on all ranks."""
+
+    def __init__(self, groups: Sequence[Sequence[Callable[..., Any]]]) -> None:
+        self._groups = groups
+        self._sums = torch.zeros(1 + sum(len(group) for group in groups), dtype=torch.float64)
+        self._rows = 0
+
+    def add(
+        self, rows: int, loss: torch.Tensor, outputs: Sequence[Any], labels: Sequence[Any]
+    ) -> None:
+        with torch.no_grad():
+            values = [loss.detach()]
+            for group in self._groups:
+                for metric, output, label in zip(group, outputs, labels, strict=True):
+                    values.append(torch.as_tensor(metric(output, label)))
+            found = torch.stack([value.detach().double().mean().cpu() for value in values])
+        self._sums += found * rows
+        self._rows += rows
+
+    def result(self, hvd: Any, name: str) -> dict[str, Any]:
+        total = torch.cat([self._sums, torch.tensor([float(self._rows)], dtype=torch.float64)])
+        if hvd.size() > 1:
+            total = hvd.allreduce(total, op=hvd.Sum, name=f"spark.{name}")
+        means = (total[:-1] / total[-1].clamp(min=1)).tolist()
+        metrics, place = [], 1
+        for group in self._groups:
+            metrics.append(means[place : place + len(group)])
+            place += len(group)
+        return {"loss": means[0], "all_metrics": metrics}

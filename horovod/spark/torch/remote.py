@@ -1,0 +1,237 @@
+"""What each rank does for a `TorchEstimator`: reads its share, trains, and rank 0 reports."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+
+import horovod.torch as hvd
+from horovod.spark.common.devices import local_device_index
+from horovod.spark.common.job import TrainingJob
+from horovod.spark.torch import losses
+from horovod.spark.torch.datamodule import Batch, PetastormDataModule
+
+
+def train(job: TrainingJob) -> dict[str, Any] | None:
+    """Train; rank 0 returns the history and the states of model and optimizer."""
+    hvd.init()
+    return _Training(job).run()
+
+
+class _Training:
+    def __init__(self, job: TrainingJob) -> None:
+        self.job = job
+        self.labels = len(job.label_columns)
+        seed = job["random_seed"]
+        if seed is not None:
+            torch.manual_seed(seed)
+        self.device = _device(job["use_gpu"])
+        packed = cloudpickle.loads(job.payload)
+        self.model, self.optimizer = packed["model"], packed["optimizer"]
+        self.weights = losses.to_list(
+            job["loss_weights"] or [1.0 / self.labels] * self.labels, self.labels, "loss weights"
+        )
+        self.sample_weight_col = job["sample_weight_col"]
+        self.functions = losses.loss_functions(
+            packed["loss"],
+            packed["loss_constructors"],
+            self.labels,
+            self.sample_weight_col is not None,
+        )
+        self.metrics = [
+            losses.to_list(group, self.labels, "metrics") for group in job["metrics"] or ()
+        ]
+        self.shapes = job["input_shapes"]
+        self.label_shapes = job["label_shapes"]
+        self.categorical = set(job["categorical_cols"] or ())
+        self.minibatch: Callable[..., Any] = job["train_minibatch_fn"] or self._minibatch
+        self.passes = job["backward_passes_per_step"]
+        self.batch_index = 0
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.model.to(self.device)
+        if self.job.checkpoint is not None:
+            saved = torch.load(
+                io.BytesIO(self.job.checkpoint), map_location=self.device, weights_only=True
+            )
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if torch.is_tensor(value) and name != "step":
+                    state[name] = value.to(self.device)
+        _scale_rates(self.optimizer, hvd.size())
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
+        self.optimizer = hvd.DistributedOptimizer(
+            self.optimizer,
+            named_parameters=self.model.named_parameters(),
+            compression=self.job["gradient_compression"] or hvd.Compression.none,
+            backward_passes_per_step=self.passes,
+        )
+
+    def run(self) -> dict[str, Any] | None:
+        job = self.job
+        steps = job.train_steps(hvd.size(), whole=True)
+        steps = max(1, steps // self.passes) * self.passes
+        history: list[dict[str, Any]] = []
+        with (
+            job.data_module(hvd.rank(), hvd.size(), steps, PetastormDataModule) as data,
+            job.store.get_local_output_dir() as folder,
+        ):
+            train_data = data.train_data()
+            val_data = data.val_data() if job.has_validation else None
+            self._tell("on_train_begin", None)
+            for epoch in range(job["epochs"]):
+                self._tell("on_epoch_begin", None, epoch)
+                found: dict[str, Any] = {"epoch": epoch, "train": self._train(train_data)}
+                if val_data is not None:
+                    found["validation"] = self._validate(val_data)
+                history.append(found)
+                self._tell("on_epoch_end", found, epoch)
+                if hvd.rank() == 0:
+                    if job["verbose"]:
+                        print(_line(found, job["epochs"]), flush=True)
+                    self._keep(folder, history)
+            self._tell("on_train_end", history[-1] if history else None)
+        if hvd.rank() != 0:
+            return None
+        return {"history": history, "state": self._state()}
+
+    def _train(self, batches: Any) -> dict[str, Any]:
+        averages = losses.Averages(self.metrics)
+        self.model.train()
+        for batch in batches:
+            inputs, labels, sample_weights = self._split(batch)
+            outputs, loss = self.minibatch(
+                self.model,
+                self.optimizer,
+                losses.transform_outputs,
+                self.functions,
+                inputs,
+                labels,
+                sample_weights,
+            )
+            outputs, labels = losses.transform_outputs(outputs, labels)
+            averages.add(len(inputs[0]), loss, outputs, labels)
+        return averages.result(hvd, "train")
+
+    def _minibatch(
+        self,
+        model: Any,
+        optimizer: Any,
+        transform_outputs: Callable[..., Any],
+        loss_fns: Any,
+        inputs: Any,
+        labels: Any,
+        sample_weights: Any,
+    ) -> tuple[Any, torch.Tensor]:
+        if self.batch_index % self.passes == 0:
+            optimizer.zero_grad()
+        outputs, labels = transform_outputs(model(*inputs), labels)
+        loss = losses.total_loss(outputs, labels, self.weights, loss_fns, sample_weights)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.batch_index += 1
+        if self.batch_index % self.passes == 0:
+            optimizer.step()
+        return outputs, loss
+
+    @torch.no_grad()
+    def _validate(self, batches: Any) -> dict[str, Any]:
+        averages = losses.Averages(self.metrics)
+        self.model.eval()
+        for batch in batches:
+            inputs, labels, sample_weights = self._split(batch)
+            outputs, labels = losses.transform_outputs(self.model(*inputs), labels)
+            loss = losses.total_loss(outputs, labels, self.weights, self.functions, sample_weights)
+            averages.add(len(inputs[0]), loss, outputs, labels)
+        return averages.result(hvd, "validation")
+
+    def _split(self, batch: Batch) -> tuple[list[Any], list[Any], Any]:
+        """Inputs, labels and weights of a batch, on the device."""
+        batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        inputs = []
+        for place, name in enumerate(self.job.feature_columns):
+            inputs.append(
+                as_input(
+                    batch[name],
+                    self.shapes[place] if self.shapes else None,
+                    name in self.categorical,
+                )
+            )
+        labels = []
+        for place, name in enumerate(self.job.label_columns):
+            label = batch[name]
+            label = label.float() if label.is_floating_point() else label
+            labels.append(label.reshape(self.label_shapes[place]) if self.label_shapes else label)
+        weights = self.sample_weight_col
+        return inputs, labels, None if weights is None else batch[weights].float()
+
+    def _tell(self, what: str, logs: Any, *arguments: Any) -> None:
+        for callback in self.job["callbacks"] or ():
+            method = getattr(callback, what, None)
+            if method is not None:
+                method(*arguments, logs)
+
+    def _state(self) -> bytes:
+        """The states of model and optimizer, as one process alone would have them."""
+        optimizer = self.optimizer.state_dict()
+        for group in optimizer["param_groups"]:
+            group["lr"] = group["lr"] / hvd.size()
+        file = io.BytesIO()
+        torch.save({"model": self.model.state_dict(), "optimizer": optimizer}, file)
+        return file.getvalue()
+
+    def _keep(self, folder: str, history: Any) -> None:
+        """Rank 0: the checkpoint and the log, into the store."""
+        store = self.job.store
+        if not store.saving_runs:
+            return
+        with open(os.path.join(folder, store.checkpoint_filename), "wb") as file:
+            file.write(self._state())
+        logs = os.path.join(folder, store.logs_subdir)
+        os.makedirs(logs, exist_ok=True)
+        with open(os.path.join(logs, "history.jsonl"), "a", encoding="utf-8") as log:
+            log.write(json.dumps(history[-1]) + "\n")
+        store.sync(folder)
+
+
+def as_input(tensor: torch.Tensor, shape: Any, categorical: bool) -> torch.Tensor:
+    """A column as the model gets it: floats, or integers if it is categorical."""
+    tensor = tensor.long() if categorical else tensor.float()
+    return tensor.reshape(tuple(shape)) if shape else tensor
+
+
+def _device(use_gpu: bool) -> torch.device:
+    available = use_gpu and torch.cuda.is_available()
+    everywhere = hvd.allgather_object(available)
+    if len(set(everywhere)) > 1:
+        without = [rank for rank, found in enumerate(everywhere) if not found]
+        raise RuntimeError(
+            f"rank(s) {without} of {len(everywhere)} have no GPU and the others have: give all "
+            "executors one, or set use_gpu=False"
+        )
+    if not available:
+        return torch.device("cpu")
+    index = local_device_index(hvd.local_rank())
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _scale_rates(optimizer: Any, factor: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
+
+
+def _line(found: dict[str, Any], epochs: int) -> str:
+    text = f"epoch {found['epoch'] + 1}/{epochs}: loss {found['train']['loss']:.6g}"
+    if "validation" in found:
+        text += f", validation loss {found['validation']['loss']:.6g}"
+    return text

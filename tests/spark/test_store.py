@@ -1,0 +1,247 @@
+"""Stores: paths, protocols, complete files only, synchronising, errors."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horovod.spark.common.store import (
+    AbstractFilesystemStore,
+    DBFSLocalStore,
+    FilesystemStore,
+    HDFSStore,
+    LocalStore,
+    Store,
+)
+from tests.spark.parquet import points, write
+
+
+def test_a_bare_path_is_a_file_url(tmp_path: Path):
+    store = Store.create(str(tmp_path))
+    assert type(store) is FilesystemStore
+    assert store.prefix_path == f"file://{tmp_path}"
+    assert Store.create(f"file://{tmp_path}").prefix_path == store.prefix_path
+
+
+def test_default_paths(tmp_path: Path):
+    store = Store.create(str(tmp_path))
+    base = f"file://{tmp_path}"
+    assert store.get_train_data_path() == f"{base}/intermediate_train_data"
+    assert store.get_train_data_path(3) == f"{base}/intermediate_train_data.3"
+    assert store.get_val_data_path(0) == f"{base}/intermediate_val_data.0"
+    assert store.get_test_data_path() == f"{base}/intermediate_test_data"
+    assert store.get_runs_path() == f"{base}/runs"
+    assert store.get_run_path("r") == f"{base}/runs/r"
+    assert store.get_checkpoint_path("r") == f"{base}/runs/r/checkpoint"
+    assert store.get_logs_path("r") == f"{base}/runs/r/logs"
+    assert store.get_checkpoint_filename() == "checkpoint"
+    assert store.get_logs_subdir() == "logs"
+    assert store.saving_runs()
+
+
+def test_paths_that_were_given(tmp_path: Path):
+    store = Store.create(
+        str(tmp_path),
+        train_path=str(tmp_path / "t"),
+        val_path="s3://other/v",
+        runs_path=str(tmp_path / "r"),
+        save_runs=False,
+        checkpoint_filename="point",
+    )
+    assert store.get_train_data_path(1) == f"file://{tmp_path}/t.1"
+    assert store.get_val_data_path() == "s3://other/v"
+    assert store.get_checkpoint_filename() == "point"
+    assert not store.saving_runs()
+    assert store.get_checkpoint_path("x") is None
+    assert store.get_logs_path("x") is None
+    remote = store.to_remote("x", 2)
+    assert remote.train_data_path == f"file://{tmp_path}/t.2"
+    assert remote.run_path == f"file://{tmp_path}/r/x"
+    assert (remote.checkpoint_path, remote.saving_runs) == (None, False)
+
+
+@pytest.mark.parametrize("prefix", ["{folder}", "memory://stores/contract"])
+def test_files_on_any_file_system(tmp_path: Path, prefix: str):
+    store = Store.create(prefix.format(folder=tmp_path))
+    _check_files(store, tmp_path)
+    _check_files(pickle.loads(pickle.dumps(store)), tmp_path)
+
+
+def _check_files(store: Any, tmp_path: Path) -> None:
+    path = f"{store.prefix_path}/a/b.txt"
+    store.remove(path)
+    assert not store.exists(path)
+    store.write_text(path, "first")
+    store.write_text(path, "second")
+    assert store.exists(path)
+    assert store.read(path) == b"second"
+    store.write(path, b"\x00\x01")
+    assert store.read(path) == b"\x00\x01"
+    store.check_writable()
+    folder = store.get_localized_path(f"{store.prefix_path}/a")
+    assert [name.rpartition("/")[2] for name in store.fs.ls(folder, detail=False)] == ["b.txt"]
+    local = tmp_path / "local.txt"
+    local.write_text("copied")
+    store.upload(str(local), f"{store.prefix_path}/copied.txt")
+    assert store.read(f"{store.prefix_path}/copied.txt") == b"copied"
+    store.remove(f"{store.prefix_path}/a")
+    assert not store.exists(path)
+
+
+class OnArrow(HDFSStore):
+    """HDFS's store with pyarrow's local files below: the same wrapper, without a cluster."""
+
+    def _open_filesystem(self) -> Any:
+        import pyarrow.fs as arrow
+        from fsspec.implementations.arrow import ArrowFSWrapper
+
+        return ArrowFSWrapper(arrow.LocalFileSystem())
+
+
+def test_the_operations_of_hdfs(tmp_path: Path):
+    _check_files(OnArrow(f"hdfs://namenode:8020{tmp_path}/hdfs"), tmp_path)
+
+
+def test_only_what_has_changed_is_synchronised(tmp_path: Path):
+    store = Store.create(str(tmp_path / "store"))
+    remote = store.to_remote("run", None)
+    with remote.get_local_output_dir() as folder:
+        local = Path(folder)
+        (local / "logs").mkdir()
+        (local / "logs" / "a").write_text("1")
+        (local / "checkpoint").write_text("one")
+        remote.sync(folder)
+        run = tmp_path / "store" / "runs" / "run"
+        assert (run / "logs" / "a").read_text() == "1"
+        assert (run / "checkpoint").read_text() == "one"
+        (run / "logs" / "a").write_text("changed in the store")
+        (local / "checkpoint").write_text("two!")
+        remote.sync(folder)
+        assert (run / "checkpoint").read_text() == "two!"
+        assert (run / "logs" / "a").read_text() == "changed in the store", "was not copied again"
+    assert not local.exists()
+
+
+def test_checkpoints_of_a_run_the_oldest_first(tmp_path: Path):
+    store = Store.create(str(tmp_path))
+    assert store.get_checkpoints("r") == []
+    run = tmp_path / "runs" / "r"
+    run.mkdir(parents=True)
+    for age, name in enumerate(["b.ckpt", "a.ckpt", "other"]):
+        (run / name).touch()
+        os.utime(run / name, (1000 + age, 1000 + age))
+    names = [os.path.basename(path) for path in store.get_checkpoints("r")]
+    assert names == ["b.ckpt", "a.ckpt"]
+    assert store.read(store.get_checkpoints("r")[0]) == b""
+
+
+def test_only_complete_parquet_is_a_dataset(tmp_path: Path):
+    store = Store.create(str(tmp_path))
+    data = write(tmp_path / "data", points(10))
+    path = f"file://{data}"
+    assert store.is_parquet_dataset(path)
+    assert store.get_parquet_dataset(path).count_rows() == 10
+    (data / "_SUCCESS").unlink()
+    assert store.is_parquet_dataset(path), "others write no _SUCCESS"
+    (data / "_temporary").mkdir()
+    assert not store.is_parquet_dataset(path), "Spark has not finished"
+    assert not store.is_parquet_dataset(f"{path}/nothing")
+    (tmp_path / "empty").mkdir()
+    assert not store.is_parquet_dataset(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "port", "prefix"),
+    [
+        ("hdfs://namenode:8020/user/me", "namenode", 8020, "hdfs://namenode:8020/user/me"),
+        ("hdfs:///user/me", "default", 0, "hdfs:///user/me"),
+        ("/user/me", "default", 0, "hdfs:///user/me"),
+        ("hdfs://namenode/user", "namenode", 0, "hdfs://namenode/user"),
+    ],
+)
+def test_hdfs_paths(given: str, host: str, port: int, prefix: str):
+    store = HDFSStore(given)
+    assert (store._host, store._port) == (host, port)
+    assert store.prefix_path == prefix
+    path = store.get_localized_path(given)
+    assert store.get_localized_path(store.get_runs_path()) == f"{path}/runs"
+    assert store.storage_options["host"] == host
+
+
+@pytest.mark.parametrize(
+    "path", ["", "s3://bucket/x", "file:///x", "hdfs://namenode:8020", "hdfs://h:port/x"]
+)
+def test_hdfs_paths_that_are_none(path: str):
+    with pytest.raises(ValueError):
+        HDFSStore(path)
+
+
+def test_create_chooses_by_the_form_of_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    assert isinstance(Store.create("hdfs:///x"), HDFSStore)
+    assert type(Store.create("/dbfs/x")) is FilesystemStore
+    monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "15.4")
+    assert isinstance(Store.create("/dbfs/x"), DBFSLocalStore)
+    assert isinstance(Store.create("dbfs:/x"), DBFSLocalStore)
+    assert type(Store.create(str(tmp_path))) is FilesystemStore
+
+
+@pytest.mark.parametrize(
+    "path", ["/dbfs/tmp/x", "dbfs:/tmp/x", "file:/dbfs/tmp/x", "file:///dbfs/tmp/x"]
+)
+def test_dbfs_paths(path: str):
+    store = DBFSLocalStore(path)
+    assert store.prefix_path == "file:///dbfs/tmp/x"
+    assert store.get_checkpoint_filename() == "checkpoint.tf"
+
+
+@pytest.mark.parametrize("path", ["dbfs://tmp/x", "/tmp/x", "s3://x"])
+def test_dbfs_paths_that_are_none(path: str):
+    with pytest.raises(ValueError, match="not a path of DBFS"):
+        DBFSLocalStore(path)
+
+
+def test_the_old_name_warns(tmp_path: Path):
+    with pytest.warns(DeprecationWarning, match="FilesystemStore"):
+        assert isinstance(LocalStore(str(tmp_path)), AbstractFilesystemStore)
+
+
+def test_a_place_that_cannot_be_written_to(tmp_path: Path):
+    (tmp_path / "file").touch()
+    for prefix in (tmp_path / "file" / "below", Path("/proc/1/nothing")):
+        store = Store.create(str(prefix))
+        with pytest.raises(OSError, match=r"cannot write .*choose another prefix"):
+            store.check_writable()
+
+
+FULL_DISK = """
+import resource, sys
+from horovod.spark.common.store import Store
+store = Store.create(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    store.write(sys.argv[1] + "/big", b"x" * 1_000_000)
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_fills_up_while_writing_leaves_what_was_there(tmp_path: Path):
+    """The limit on file sizes makes write fail halfway, as a full disk does."""
+    (tmp_path / "big").write_text("old")
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert "cannot write" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "big").read_text() == "old"
+    assert os.listdir(tmp_path) == ["big"], "nothing half-written is left"
