@@ -1,7 +1,7 @@
 """An extension of Griffe: classes that take their docstring from a base, `__doc__ = Base.__doc__`.
 
-The two Keras packages share code that way. Griffe reads sources without running them, so it does not
-see what the assignment does.
+The two Keras packages share code that way. Griffe reads sources without running them, so it does
+not see what the assignment does.
 """
 
 from __future__ import annotations

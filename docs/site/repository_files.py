@@ -1,8 +1,8 @@
 """A hook of MkDocs: files outside docs/ that pages link to become pages of the site.
 
-Pages are read in the repository too, where `../examples/pytorch/pytorch_mnist.py` is the right link.
-On the site the folder docs/ is the root, so the file is shown at the same path below it: Markdown as
-a page, anything else as a listing. A link to a file that does not exist stays as it is, and MkDocs
+Pages are read in the repository too, where `../examples/pytorch/pytorch_mnist.py` is right. On the
+site the folder docs/ is the root, so the file is shown at the same path below it: Markdown as a
+page, anything else as a listing. A link to a file that does not exist stays as it is, and MkDocs
 reports it.
 """
 

@@ -36,8 +36,16 @@ class _TensorForm:
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite parameters with the root's, in place.
 
-    `params`: a dict of tensors such as ``model.state_dict()``, or a list of tensors or of
-    ``(name, tensor)`` tuples such as ``list(model.named_parameters())``.
+    Args:
+        params: A dict of tensors such as ``model.state_dict()``, or a list of tensors or of
+            ``(name, tensor)`` tuples such as ``list(model.named_parameters())``.
+        root_rank: The rank whose values all get.
+
+    Raises:
+        ValueError: `params` is something else, or has something else than tensors.
+
+    Example:
+        >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     """
     if isinstance(params, Mapping):
         named = sorted(params.items())
@@ -72,7 +80,18 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the root's optimizer state and options (learning rates, ...).
 
-    The Python types of options are kept. `model` is accepted for compatibility; it is not needed.
+    The Python types of options are kept. No step is made to bring state into being.
+
+    Args:
+        optimizer: Any torch optimizer but LBFGS, also a distributed one.
+        root_rank: The rank whose state all get.
+        model: Accepted for compatibility; it is not needed.
+
+    Raises:
+        ValueError: The optimizers of the ranks have different parameters, or it is LBFGS.
+
+    Example:
+        >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
