@@ -51,7 +51,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     state when ranks come or go. Collectives belong inside of it: a rank that joins later begins
     there. Without an elastic launcher it is a plain call.
 
-    Example:
+    Examples:
         >>> @hvd.elastic.run
         ... def train(state): ...
     """

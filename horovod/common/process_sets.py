@@ -57,7 +57,7 @@ class ProcessSet:
     Raises:
         ValueError: It is neither.
 
-    Example:
+    Examples:
         >>> even = hvd.ProcessSet(range(0, hvd.size(), 2))
         >>> hvd.init(process_sets=[even])
     """

@@ -46,7 +46,7 @@ class HorovodBasics:
             ValueError: The environment does not say which rank this is, or contradicts itself.
             HorovodInternalError: Another rank did not come within HOROVOD_START_TIMEOUT seconds.
 
-        Example:
+        Examples:
             >>> hvd.init()
             >>> print(f"rank {hvd.rank()} of {hvd.size()}")
         """

@@ -158,7 +158,7 @@ def DistributedOptimizer(
     Raises:
         ValueError: A wrong argument, or the optimizer is distributed already.
 
-    Example:
+    Examples:
         >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size())))
     """
     return optimizer_module.distribute(

@@ -27,7 +27,7 @@ class TrainerStrategy(HorovodBase):
     has no more waits in `hvd.join()` until the epoch is over for all. `lightning`: what all of
     Lightning's strategies take (``checkpoint_io``, ...). ValueError for a wrong option.
 
-    Example:
+    Examples:
         >>> strategy = HorovodStrategy(compression=hvd.Compression.bf16)
         >>> trainer = Trainer(strategy=strategy, max_epochs=10)
     """

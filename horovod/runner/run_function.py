@@ -128,7 +128,7 @@ def run(
         RemoteError: A process died, or its exception or result cannot be brought here. Otherwise an
             exception of the function is raised as itself, with the rank and the traceback there.
 
-    Example:
+    Examples:
         >>> horovod.run(train, args=(0.1,), num_proc=4)
     """
     num_proc = _newer("np", np, "num_proc") or num_proc

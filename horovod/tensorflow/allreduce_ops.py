@@ -56,7 +56,7 @@ def allreduce(
         FailedPreconditionError: Ranks passed different things under this name.
         AbortedError: A rank is lost.
 
-    Example:
+    Examples:
         >>> loss = hvd.allreduce(loss, name="loss")
     """
     reduction = Reduction(reduce_op(op, average), prescale_factor, postscale_factor)

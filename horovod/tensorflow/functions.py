@@ -53,7 +53,7 @@ def broadcast_variables(
     Raises:
         FailedPreconditionError: The ranks have different variables; none was changed.
 
-    Example:
+    Examples:
         >>> hvd.broadcast_variables(model.variables, root_rank=0)
     """
     results = _broadcast(list(variables), root_rank, None, process_set)

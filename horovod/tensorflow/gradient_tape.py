@@ -112,7 +112,7 @@ def DistributedGradientTape(
     Raises:
         ValueError: A wrong argument, or a tape that is distributed already.
 
-    Example:
+    Examples:
         >>> with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
         ...     loss = loss_of(model(images), labels)
     """

@@ -40,7 +40,7 @@ def allgather(
         ValueError: This rank passed a wrong argument; nothing was sent.
         HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
 
-    Example:
+    Examples:
         >>> predictions = hvd.allgather(own_predictions, name="predictions")
     """
     gathered: Tensor

@@ -63,7 +63,7 @@ def allreduce(
         ValueError: This rank passed a wrong argument; nothing was sent.
         HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
 
-    Example:
+    Examples:
         >>> loss = hvd.allreduce(loss.detach(), name="loss")
         >>> total = hvd.allreduce(count, op=hvd.Sum, name="count")
     """
@@ -87,7 +87,7 @@ def allreduce_async(
     `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
     are those of `allreduce`. `synchronize` raises what `allreduce` would.
 
-    Example:
+    Examples:
         >>> handle = hvd.allreduce_async(tensor, name="loss")
         >>> result = hvd.synchronize(handle)
     """
@@ -193,7 +193,7 @@ def grouped_allreduce(
         ValueError: This rank passed a wrong argument; nothing was sent.
         HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
 
-    Example:
+    Examples:
         >>> mean_loss, mean_accuracy = hvd.grouped_allreduce([loss, accuracy], name="metrics")
     """
     op = resolve_reduce_op(op, average)

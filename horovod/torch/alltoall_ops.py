@@ -45,7 +45,7 @@ def alltoall(
         ValueError: This rank passed a wrong argument; nothing was sent.
         HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
 
-    Example:
+    Examples:
         >>> rows, counts = hvd.alltoall(torch.arange(3), splits=[1, 2], name="rows")
     """
     if needs_gradient(tensor):

@@ -39,7 +39,7 @@ def broadcast(
         ValueError: This rank passed a wrong argument; nothing was sent.
         HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
 
-    Example:
+    Examples:
         >>> seed = hvd.broadcast(torch.tensor([seed]), root_rank=0, name="seed")
     """
     if not needs_gradient(tensor):

@@ -88,7 +88,7 @@ def wire_type(
 class Compression:
     """The compressors to choose from: `none`, `fp16` and `bf16`.
 
-    Example:
+    Examples:
         >>> hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.bf16)
     """
 

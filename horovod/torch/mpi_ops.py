@@ -100,7 +100,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         ValueError: The environment does not say which rank this is, or contradicts itself.
         HorovodInternalError: Another rank did not come within HOROVOD_START_TIMEOUT seconds.
 
-    Example:
+    Examples:
         >>> hvd.init()
         >>> print(f"rank {hvd.rank()} of {hvd.size()}")
     """
@@ -136,7 +136,7 @@ def join(device: int = -1) -> int:
         HorovodInternalError: The others take a step that needs this rank, as those of a sharded
             optimizer do, or a rank is lost.
 
-    Example:
+    Examples:
         >>> last = hvd.join()
         >>> hvd.broadcast_parameters(model.state_dict(), root_rank=last)
     """

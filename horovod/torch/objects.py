@@ -26,7 +26,7 @@ def broadcast_object(
     Raises:
         ValueError: The root could not pickle its object; all ranks raise.
 
-    Example:
+    Examples:
         >>> epoch = hvd.broadcast_object(epoch, root_rank=0)
     """
     return objects.broadcast_object(obj, root_rank, name or "broadcast_object", set_id(process_set))

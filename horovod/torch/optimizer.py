@@ -65,7 +65,7 @@ def DistributedOptimizer(
         ValueError: A wrong argument, on every rank, also if only one rank has it; or the models of
             the ranks differ.
 
-    Example:
+    Examples:
         >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         >>> loss.backward(); optimizer.step()
     """

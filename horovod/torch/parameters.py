@@ -44,7 +44,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     Raises:
         ValueError: `params` is something else, or has something else than tensors.
 
-    Example:
+    Examples:
         >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     """
     if isinstance(params, Mapping):
@@ -90,7 +90,7 @@ def broadcast_optimizer_state(
     Raises:
         ValueError: The optimizers of the ranks have different parameters, or it is LBFGS.
 
-    Example:
+    Examples:
         >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
     if isinstance(optimizer, torch.optim.LBFGS):

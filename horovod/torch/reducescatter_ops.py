@@ -51,7 +51,7 @@ def reducescatter(
         ValueError: This rank passed a wrong argument; nothing was sent.
         HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
 
-    Example:
+    Examples:
         >>> own_rows = hvd.reducescatter(gradient, op=hvd.Sum, name="gradient")
     """
     compressed, context = compression.compress(tensor)

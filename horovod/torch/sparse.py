@@ -35,7 +35,7 @@ def sparse_allreduce_async(
     Raises:
         ValueError: The tensor is not sparse.
 
-    Example:
+    Examples:
         >>> wait = hvd.sparse_allreduce_async(gradient, name="rows", op=hvd.Sum)
         >>> summed = wait().coalesce()
     """

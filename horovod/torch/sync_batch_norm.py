@@ -62,7 +62,7 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: Whether running statistics are kept, for evaluation.
         process_set: The ranks whose batches count.
 
-    Example:
+    Examples:
         >>> model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
     """
 

@@ -29,7 +29,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         shuffle: Whether each epoch has an order of its own.
         seed: Of that order; the same on all ranks.
 
-    Example:
+    Examples:
         >>> sampler = hvd.elastic.ElasticSampler(dataset)
         >>> state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
     """
