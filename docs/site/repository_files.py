@@ -2,8 +2,8 @@
 
 Pages are read in the repository too, where `../examples/pytorch/pytorch_mnist.py` is right. On the
 site the folder docs/ is the root, so the file is shown at the same path below it: Markdown as a
-page, anything else as a listing. A link to a file that does not exist stays as it is, and MkDocs
-reports it.
+page, other files as they are, folders as a list. A link to what does not exist stays as it is, and
+MkDocs reports it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = PurePosixPath("docs")
-ALWAYS = ["SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md"]
-ALWAYS += ["benchmarks/README.md"]
+ALWAYS = ["SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+ALWAYS += ["examples/README.md", "benchmarks/README.md"]
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
+HIDDEN = "---\nsearch:\n  exclude: true\n---\n"  # from the search
 FENCED = re.compile(r"^(```|````).*?^\1$", re.DOTALL | re.MULTILINE)
 
 _sources: dict[str, PurePosixPath] = {}  # a page of the site, and where it is in the repository
@@ -66,10 +67,12 @@ def _outside(source: PurePosixPath) -> list[PurePosixPath]:
 
 
 def _resolve(source: PurePosixPath, link: str) -> PurePosixPath | None:
-    """The file of the repository that a link of this page means."""
+    """The file or folder of the repository that a link of this page means."""
     path = (ROOT / source.parent / link).resolve()
-    if not path.is_file() or not path.is_relative_to(ROOT):
+    if not path.exists() or not path.is_relative_to(ROOT) or path == ROOT:
         return None
+    if (path / "README.md").is_file():
+        path /= "README.md"
     return PurePosixPath(path.relative_to(ROOT))
 
 
@@ -83,12 +86,14 @@ def _uri(path: PurePosixPath) -> str:
 
 
 def _content(path: PurePosixPath) -> str:
+    if (ROOT / path).is_dir():
+        names = sorted(found.name for found in (ROOT / path).iterdir() if found.name[0] not in "._")
+        return f"{HIDDEN}# {path}\n\n" + "".join(f"- `{name}`\n" for name in names)
     text = (ROOT / path).read_text()
     if path.suffix == ".md":
         return text
     language = {".py": "python", ".yml": "yaml", ".sh": "bash"}.get(path.suffix, "text")
-    hidden = "---\nsearch:\n  exclude: true\n---\n"
-    return f"{hidden}# {path.name}\n\n`{path}`\n\n````{language}\n{text}````\n"
+    return f"{HIDDEN}# {path.name}\n\n`{path}`\n\n````{language}\n{text}````\n"
 
 
 def _in_prose(markdown: str, change: Callable[[str], str]) -> str:
