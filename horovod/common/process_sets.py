@@ -49,7 +49,18 @@ def _require_basics() -> Basics:
 
 
 class ProcessSet:
-    """Some ranks of the job, given by their ranks or as an mpi4py communicator."""
+    """Some ranks of the job, to be registered by `init` or `add_process_set`.
+
+    Args:
+        ranks_or_comm: The ranks, or an mpi4py communicator.
+
+    Raises:
+        ValueError: It is neither.
+
+    Examples:
+        >>> even = hvd.ProcessSet(range(0, hvd.size(), 2))
+        >>> hvd.init(process_sets=[even])
+    """
 
     process_set_id: int | None
     ranks: list[int] | None
@@ -81,7 +92,10 @@ class ProcessSet:
         return len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's rank in the set; None while the set is not registered."""
+        """This process's rank in the set; None while the set is not registered.
+
+        ValueError if this process does not belong to it.
+        """
         if self.process_set_id is None or self.ranks is None:
             return None
         rank = _require_basics().rank()
@@ -119,6 +133,15 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a set while the job runs; every rank must call it with the same ranks.
 
     Needs ``init(process_sets="dynamic")`` or HOROVOD_DYNAMIC_PROCESS_SETS=1.
+
+    Args:
+        process_set: A `ProcessSet` made of ranks, or a list of ranks.
+
+    Returns:
+        The registered set.
+
+    Raises:
+        ValueError: Sets are not dynamic, or the ranks do not exist or form a set already.
     """
     basics = _require_basics()
     if not isinstance(process_set, ProcessSet):
@@ -141,7 +164,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Unregister a set on every rank; False for the global set and for one not registered."""
+    """Unregister `process_set`; every rank must call it.
+
+    Returns:
+        False for the global set and for one that is not registered.
+
+    Raises:
+        ValueError: Sets are not dynamic.
+    """
     if process_set.process_set_id is None or process_set is global_process_set:
         return False
     basics = _require_basics()

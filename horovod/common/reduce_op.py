@@ -6,6 +6,8 @@ from enum import IntEnum
 
 
 class ReduceOp(IntEnum):
+    """How tensors are combined: `hvd.Average`, `hvd.Sum`, `hvd.Min` and so on are its members."""
+
     AVERAGE = 0
     SUM = 1
     ADASUM = 2

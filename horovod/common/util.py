@@ -141,9 +141,10 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 
 def split_list(items: Sequence[Item], num_parts: int) -> list[list[Item]]:
-    """Contiguous parts whose lengths differ by one at most, the longer ones first.
+    """Cut `items` into `num_parts` contiguous parts whose lengths differ by one at most.
 
-    No part is empty: fewer items than parts give one part for each item.
+    The longer ones come first. No part is empty: fewer items than parts give one part for each.
+    ValueError if `num_parts` is not positive.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts must be positive, not {num_parts}")
@@ -172,7 +173,10 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def check_num_rank_power_of_2(num_rank: int) -> None:
-    """For scripts that guard Adasum as upstream needed it; here Adasum takes any number."""
+    """ValueError if `num_rank` is not a power of two.
+
+    For scripts that guard Adasum as upstream needed it; here Adasum takes any number.
+    """
     if not num_rank_is_power_2(num_rank):
         raise ValueError(f"the number of ranks, {num_rank}, is not a power of two")
 

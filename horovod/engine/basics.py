@@ -32,11 +32,23 @@ class HorovodBasics:
     # -- life ------------------------------------------------------------------------------
 
     def init(self, comm: Any = None, process_sets: Any = None) -> None:
-        """Start the engine, unless it runs, and register `process_sets`.
+        """Start Horovod in this process; all processes of the job must call it.
 
-        `comm`: None or an empty list for all processes that were started, ranks to choose some of
-        them, or an mpi4py communicator. `process_sets`: None, a list of `ProcessSet`, or
-        "dynamic" to allow `add_process_set` later.
+        Calling it again only registers `process_sets`.
+
+        Args:
+            comm: None for all processes that were started, a list of ranks to choose some of them,
+                or an mpi4py communicator.
+            process_sets: A list of `ProcessSet` to register, the same on all ranks, or "dynamic" to
+                allow `add_process_set` later.
+
+        Raises:
+            ValueError: The environment does not say which rank this is, or contradicts itself.
+            HorovodInternalError: Another rank did not come within HOROVOD_START_TIMEOUT seconds.
+
+        Examples:
+            >>> hvd.init()
+            >>> print(f"rank {hvd.rank()} of {hvd.size()}")
         """
         if isinstance(process_sets, str):
             if process_sets.lower() != "dynamic":
@@ -63,41 +75,45 @@ class HorovodBasics:
         runtime.shutdown()
 
     def is_initialized(self) -> bool:
+        """Whether Horovod runs in this process: after `init` and before `shutdown`."""
         return runtime.is_initialized()
 
     # -- who am I --------------------------------------------------------------------------
 
     def size(self) -> int:
-        """The number of processes of the job."""
+        """The number of processes of the job. ValueError before `init`."""
         return runtime.topology.size
 
     def rank(self) -> int:
-        """This process's number in the job."""
+        """This process's number in the job, from 0. ValueError before `init`."""
         return runtime.topology.rank
 
     def local_size(self) -> int:
-        """The number of processes on this host."""
+        """The number of processes on this host. ValueError before `init`."""
         return runtime.topology.local_size
 
     def local_rank(self) -> int:
-        """This process's number on its host."""
+        """This process's number on its host, from 0. ValueError before `init`."""
         return runtime.topology.local_rank
 
     def cross_size(self) -> int:
-        """The number of hosts that have a process of this local rank."""
+        """The number of hosts that have a process of this local rank. ValueError before `init`."""
         return runtime.topology.cross_size
 
     def cross_rank(self) -> int:
-        """This host's number among those that have a process of this local rank."""
+        """This host's number among those that have a process of this local rank. ValueError before
+        `init`.
+        """
         return runtime.topology.cross_rank
 
     def is_homogeneous(self) -> bool:
-        """Whether every host runs the same number of processes."""
+        """Whether every host runs the same number of processes. ValueError before `init`."""
         return runtime.is_homogeneous()
 
     # -- what is available -----------------------------------------------------------------
 
     def mpi_built(self) -> bool:
+        """Whether mpi4py and an MPI library are installed."""
         return util.mpi_built()
 
     def mpi_enabled(self) -> bool:
@@ -110,7 +126,10 @@ class HorovodBasics:
         return config.controller is None and runtime.is_mpi_job and self.mpi_built()
 
     def mpi_threads_supported(self) -> bool:
-        """Whether MPI may be called from several threads at once; initialises MPI if need be."""
+        """Whether several threads may call MPI at once; initialises MPI if need be.
+
+        ValueError where MPI is not used.
+        """
         if not runtime.is_initialized():
             raise ValueError("Horovod is not initialised: call hvd.init() first")
         if not self.mpi_enabled():
@@ -134,21 +153,33 @@ class HorovodBasics:
         return int(major) * 10000 + int(minor) * 100 + int(patch)
 
     def ddl_built(self) -> bool:
+        """Never: IBM's DDL was upstream's optional back end."""
         return util.ddl_built()
 
     def ccl_built(self) -> bool:
+        """Never: oneCCL was upstream's optional back end."""
         return util.ccl_built()
 
     def cuda_built(self) -> bool:
+        """Whether PyTorch was built for CUDA."""
         return torch.version.cuda is not None
 
     def rocm_built(self) -> bool:
+        """Whether PyTorch was built for ROCm."""
         return torch.version.hip is not None
 
     # -- timeline --------------------------------------------------------------------------
 
     def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
-        """Record what the engine does, as a Chrome trace, into `file_path`."""
+        """Record what the engine does, as a Chrome trace.
+
+        Args:
+            file_path: The file of rank 0; others add their rank to its name.
+            mark_cycles: Also mark the rounds of the engine.
+
+        Raises:
+            ValueError: The job was not started with HOROVOD_TIMELINE, for example set to DYNAMIC.
+        """
         runtime.start_timeline(file_path, mark_cycles)
 
     def stop_timeline(self) -> None:

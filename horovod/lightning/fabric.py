@@ -15,7 +15,7 @@ from horovod.lightning.base import HorovodBase
 class FabricStrategy(HorovodBase):
     """Train with Fabric on all ranks of a Horovod job, each with its own copy of the modules.
 
-    Takes every option of `hvd.DistributedOptimizer`. Gradients are averaged by `fabric.backward`.
+    `options` are those of `hvd.DistributedOptimizer`. Gradients are averaged by `fabric.backward`.
     """
 
     precision_argument = "precision"

@@ -21,8 +21,15 @@ from horovod.lightning.uneven import watch_batches
 class TrainerStrategy(HorovodBase):
     """Train on all ranks of a Horovod job, each with its own copy of the module.
 
-    Takes every option of `hvd.DistributedOptimizer`, and ``join=True`` for ranks with different
-    numbers of batches: one that has no more waits in `hvd.join()` until the epoch is over for all.
+    `compression`, `backward_passes_per_step`, `op`, `gradient_predivide_factor`, `num_groups`,
+    `groups`, `sparse_as_dense`, `process_set`, `shard_state` and `communication_hook` are those of
+    `hvd.DistributedOptimizer`. With `join` ranks may have different numbers of batches: one that
+    has no more waits in `hvd.join()` until the epoch is over for all. `lightning`: what all of
+    Lightning's strategies take (``checkpoint_io``, ...). ValueError for a wrong option.
+
+    Examples:
+        >>> strategy = HorovodStrategy(compression=hvd.Compression.bf16)
+        >>> trainer = Trainer(strategy=strategy, max_epochs=10)
     """
 
     strategy_name = "horovod"

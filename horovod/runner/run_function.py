@@ -74,17 +74,51 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Call ``func(*args, **kwargs)`` in ``num_proc`` processes; what each returned, by rank.
+    """Call ``func(*args, **kwargs)`` in `num_proc` processes; what each returned, by rank.
 
-    The arguments mean what the options of horovodrun of the same names mean; ``slots`` is
-    --slots-per-host, ``cooldown_range`` --blacklist-cooldown-range, ``executable`` the Python of
-    the workers. Knobs come from the environment. The workers run in this process's directory and
-    find the modules that it can import. Their output appears with ``[rank]<stdout>:`` before it.
+    The arguments mean what the options of horovodrun of the same names mean. Knobs come from the
+    environment. The workers run in this process's directory and find the modules that it can
+    import. Their output appears with ``[rank]<stdout>:`` before it. An elastic job returns what its
+    first `min_num_proc` ranks returned.
 
-    An exception of the function is raised here as itself, with the rank and the traceback there; it
-    is a RuntimeError too. `RemoteError` where that is not possible, or where a process died. An
-    elastic job returns what its first ``min_num_proc`` ranks returned. ``np``, ``min_np``,
-    ``max_np`` and ``network_interface`` are older names.
+    Args:
+        func: The function; it travels pickled, so that it may be one of a notebook.
+        args: Its positional arguments, the same on all ranks.
+        kwargs: Its keyword arguments.
+        num_proc: How many processes; `np` is the older name.
+        min_num_proc: Fewest with which an elastic job goes on; `min_np` is the older name.
+        max_num_proc: Most that an elastic job uses; `max_np` is the older name.
+        slots: Slots of a host for which none are given (--slots-per-host).
+        reset_limit: Changes of membership after which an elastic job ends.
+        cooldown_range: --blacklist-cooldown-range.
+        hosts: Where to run, such as "node1:4,node2:4"; left out, on this machine.
+        hostfile: The same in a file.
+        host_discovery_script: A program that prints the hosts available now.
+        start_timeout: Seconds within which all ranks must have started and met.
+        ssh_port: Port of the other hosts' ssh server.
+        ssh_identity_file: Private key for ssh.
+        disable_cache: Accepted for compatibility: nothing is kept between jobs.
+        output_filename: A folder that also gets each rank's output.
+        verbose: Whether to say what is started, where, and how it ended.
+        use_gloo: Start the processes directly and through ssh (the default).
+        use_mpi: Start them with mpirun.
+        mpi_args: More arguments for mpirun.
+        network_interface: Older name of `network_interfaces`.
+        network_interfaces: Those to use between hosts, such as "eth0,ib0".
+        executable: The Python of the workers.
+        np: Older name of `num_proc`.
+        min_np: Older name of `min_num_proc`.
+        max_np: Older name of `max_num_proc`.
+
+    Raises:
+        ValueError: A wrong argument, or `func` cannot be pickled.
+        LaunchError: The job could not be started.
+        RemoteError: A process died, or its exception or result cannot be brought here. Otherwise an
+            exception of the function is raised as itself, with the rank and the traceback there;
+            it is a RuntimeError too.
+
+    Examples:
+        >>> horovod.run(train, args=(0.1,), num_proc=4)
     """
     num_proc = _newer("np", np, "num_proc") or num_proc
     min_num_proc = _newer("min_np", min_np, "min_num_proc") or min_num_proc

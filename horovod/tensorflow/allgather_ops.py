@@ -36,7 +36,16 @@ def allgather(
 ) -> tf.Tensor:
     """Concatenate the ranks' tensors along the first dimension. Differentiable.
 
-    The first dimension may differ between ranks, and be zero.
+    Args:
+        tensor: Of at least one dimension; only the first may differ between ranks.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        ignore_name_scope: Take `name` as it is, without the scope of the graph.
+        process_set: The ranks that take part.
+
+    Raises:
+        InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
+        FailedPreconditionError: Ranks passed different things under this name.
+        AbortedError: A rank is lost.
     """
     call = Call("HorovodAllgather", name, ignore_name_scope, process_set)
     return gather(call, [as_tensor(tensor)])[0]
@@ -49,7 +58,19 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Sequence[tf.Tensor]:
-    """Gather several tensors as one operation. Differentiable."""
+    """Gather several tensors as one operation. Differentiable.
+
+    Args:
+        tensors: Each as `allgather` takes it.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        ignore_name_scope: Take `name` as it is, without the scope of the graph.
+        process_set: The ranks that take part.
+
+    Raises:
+        InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
+        FailedPreconditionError: Ranks passed different things under this name.
+        AbortedError: A rank is lost.
+    """
     group = check_group(tensors)
     if not group:
         return tensors

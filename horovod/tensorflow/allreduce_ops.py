@@ -36,8 +36,28 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor over all ranks; also a variable, an array or IndexedSlices. Differentiable.
 
-    IndexedSlices take Sum and Average: the result has all ranks' slices. Without a name, eager
-    calls must come in the same order on all ranks.
+    IndexedSlices take Sum and Average: the result has all ranks' slices.
+
+    Args:
+        tensor: Of the same shape and type on all ranks.
+        average: Older form of `op`: True for `Average`, False for `Sum`.
+        device_dense: Accepted for compatibility.
+        device_sparse: Accepted for compatibility.
+        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
+        prescale_factor: Multiplies tensors before the reduction.
+        postscale_factor: Multiplies the result.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        process_set: The ranks that take part.
+        ignore_name_scope: Take `name` as it is, without the scope of the graph.
+
+    Raises:
+        InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
+        FailedPreconditionError: Ranks passed different things under this name.
+        AbortedError: A rank is lost.
+
+    Examples:
+        >>> loss = hvd.allreduce(loss, name="loss")
     """
     reduction = Reduction(reduce_op(op, average), prescale_factor, postscale_factor)
     call = Call("HorovodAllreduce", name, ignore_name_scope, process_set)
@@ -66,6 +86,24 @@ def grouped_allreduce(
     """Reduce several tensors as one operation; the results are in their order. Differentiable.
 
     They may be of different types. IndexedSlices among them are reduced one by one.
+
+    Args:
+        tensors: The same number, shapes and types on all ranks.
+        average: Older form of `op`: True for `Average`, False for `Sum`.
+        device_dense: Accepted for compatibility.
+        device_sparse: Accepted for compatibility.
+        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
+        prescale_factor: Multiplies tensors before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part.
+        ignore_name_scope: Take `name` as it is, without the scope of the graph.
+        name: Ranks match operations by name; left out, by the order of their calls.
+
+    Raises:
+        InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
+        FailedPreconditionError: Ranks passed different things under this name.
+        AbortedError: A rank is lost.
     """
     group = check_group(tensors)
     if not group:

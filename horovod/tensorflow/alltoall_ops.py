@@ -30,6 +30,18 @@ def alltoall(
 
     Without `splits` every rank gets an equal part and the result is a tensor; with them it comes
     with the numbers of rows received from each rank. Differentiable.
+
+    Args:
+        tensor: Of at least one dimension; only the first may differ between ranks.
+        splits: How many rows each rank gets; None: equally many.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        ignore_name_scope: Take `name` as it is, without the scope of the graph.
+        process_set: The ranks that take part.
+
+    Raises:
+        InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
+        FailedPreconditionError: Ranks passed different things under this name.
+        AbortedError: A rank is lost.
     """
     call = Call("HorovodAlltoall", name, ignore_name_scope, process_set)
     output, received = _exchange(call, as_tensor(tensor), _numbers(splits))

@@ -30,7 +30,17 @@ def broadcast(
 ) -> tf.Tensor:
     """The root's tensor on every rank. Differentiable.
 
-    The root's gradient is the average of all, everybody else's is zero: upstream's convention.
+    Args:
+        tensor: Of the same shape and type on all ranks; only the root's content counts.
+        root_rank: The rank that has it, counted among all ranks of the job.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        ignore_name_scope: Take `name` as it is, without the scope of the graph.
+        process_set: The ranks that take part.
+
+    Raises:
+        InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
+        FailedPreconditionError: Ranks passed different things under this name.
+        AbortedError: A rank is lost.
     """
     tensor = as_tensor(tensor)
     call = Call("HorovodBroadcast", name, ignore_name_scope, process_set)

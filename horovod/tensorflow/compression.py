@@ -66,7 +66,7 @@ class BF16Compressor(_CastCompressor):
 
 
 class Compression:
-    """The compressors to choose from."""
+    """The compressors to choose from: `none`, `fp16` and `bf16`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -23,9 +23,15 @@ __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 class TensorFlowKerasState(KerasStateBase):
     """A Keras model, its optimizer, and attributes: ``TensorFlowKerasState(model, epoch=0)``.
 
-    The model must be built. `optimizer` is the model's unless another is given; it is built for
-    the model's trainable variables if it is not yet, so that it can receive its state. `backend`:
-    what has the session of a v1 graph (`get_session`), if it is not tf.compat.v1.keras.backend.
+    Args:
+        model: A Keras model that is built.
+        optimizer: The model's unless another is given; it is built for the model's trainable
+            variables if it is not yet, so that it can receive its state.
+        backend: What has the session of a v1 graph (`get_session`), if it is not
+            tf.compat.v1.keras.backend.
+
+    Raises:
+        ValueError: The model is not built.
     """
 
     def __init__(
@@ -55,8 +61,12 @@ class TensorFlowKerasState(KerasStateBase):
 class TensorFlowState(VariablesState):
     """Variables and attributes: ``TensorFlowState(model.variables, epoch=0)``.
 
-    In a v1 graph: all global variables unless others are given, and the default session unless
-    `session` is given.
+    Args:
+        variables: Those to carry over; in a v1 graph all global variables unless others are given.
+        session: Of a v1 graph; left out, the default session.
+
+    Raises:
+        ValueError: There are no variables to look after, or no session that has them.
     """
 
     def __init__(self, variables: Any = None, session: Any = None, **kwargs: Any) -> None:

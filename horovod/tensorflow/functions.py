@@ -42,8 +42,19 @@ def broadcast_variables(
 ) -> Any:
     """Give every rank the root's values of these variables, those of Keras included.
 
-    Eagerly they are assigned at once; in a graph the result is the op that does it. `inplace` is
-    accepted for compatibility: the variables are always updated where they are.
+    Eagerly they are assigned at once; in a graph the result is the op that does it.
+
+    Args:
+        variables: Such as ``model.variables``; the same on all ranks.
+        root_rank: The rank whose values all get.
+        process_set: The ranks that take part.
+        inplace: Accepted for compatibility: variables are always updated where they are.
+
+    Raises:
+        FailedPreconditionError: The ranks have different variables; none was changed.
+
+    Examples:
+        >>> hvd.broadcast_variables(model.variables, root_rank=0)
     """
     results = _broadcast(list(variables), root_rank, None, process_set)
     return None if tf.executing_eagerly() else tf.group(*results)
@@ -56,7 +67,11 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Give every rank the root's values of these variables; returns the new values."""
+    """Give every rank the root's values of `variables`; returns the new values.
+
+    `root_rank` is the rank whose values all get; `process_set` are the ranks that take part, and
+    `name` tells operations apart.
+    """
     variables = list(variables)
     if len({_is_ref(variable) for variable in variables}) > 1:
         raise ValueError("the variables must be all resource variables or all reference variables")
@@ -69,7 +84,11 @@ def _is_ref(variable: Any) -> bool:
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """The op of a v1 graph that gives every rank the root's values of all global variables."""
+    """The op of a v1 graph that gives every rank the values that `root_rank` has of all global
+    variables.
+
+    RuntimeError in eager execution, where there are no global variables.
+    """
     if tf.executing_eagerly():
         raise RuntimeError(
             "broadcast_global_variables() needs a v1 graph, as there are no global variables in "
@@ -79,7 +98,12 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Gives every rank the root's variables when a session begins or is restored."""
+    """Gives every rank the root's variables when a session begins or is restored.
+
+    Args:
+        root_rank: The rank whose values all get.
+        device: Accepted for compatibility.
+    """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
@@ -233,7 +257,15 @@ def broadcast_object(
 ) -> Any:
     """The root's object on every rank; what the others pass is ignored.
 
-    Objects do not travel through TensorFlow, so `session` is accepted for compatibility only.
+    Args:
+        obj: Anything that can be pickled.
+        root_rank: The rank whose object it is.
+        session: Accepted for compatibility: objects do not travel through TensorFlow.
+        name: To have several broadcasts of objects in flight at once.
+        process_set: The ranks that take part.
+
+    Raises:
+        ValueError: The root could not pickle its object; all ranks raise.
     """
     with _tensorflow_errors():
         return objects.broadcast_object(
@@ -247,7 +279,10 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function that broadcasts the object it is called with."""
+    """A function that broadcasts the object it is called with.
+
+    `root_rank`, `session`, `name` and `process_set` are those of `broadcast_object`.
+    """
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
@@ -258,7 +293,11 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Every rank's object, in the order of ranks. `session` is accepted for compatibility."""
+    """Every rank's object `obj`, in the order of ranks.
+
+    `session` is accepted for compatibility, `name` tells several of these apart, and `process_set`
+    are the ranks that take part. ValueError on all ranks if one cannot pickle its object.
+    """
     with _tensorflow_errors():
         return objects.allgather_object(obj, name or "allgather_object", set_id(process_set))
 

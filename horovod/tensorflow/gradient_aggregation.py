@@ -177,6 +177,17 @@ class LocalGradientAggregationHelper(GradientAggregation):
     """The helper of v1 optimizers and of Keras optimizers in v1 graphs.
 
     Its variables are local ones: v1 graphs initialise them with `local_variables_initializer`.
+
+    Args:
+        backward_passes_per_step: How many passes to add up before the ranks exchange gradients.
+        allreduce_func: Reduces a list of gradients.
+        sparse_as_dense: Turn sparse gradients into dense ones.
+        average_aggregated_gradients: Divide the sum by the number of passes.
+        rank: Accepted for compatibility.
+        optimizer_type: Accepted for compatibility.
+        process_set: The ranks to reduce with.
+        scale_local_gradients: Divide gradients that stay local by the number of ranks.
+        name: Of its variables.
     """
 
     _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"

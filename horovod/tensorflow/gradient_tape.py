@@ -99,9 +99,25 @@ def DistributedGradientTape(
 ) -> Any:
     """A tape like `gradtape`, whose `gradient` gives the gradients of all ranks.
 
-    `sparse_as_dense`: reduce the gradients of embeddings as dense tensors. `groups`,
-    `gradient_predivide_factor` and `scale_local_gradients` are explained at `GradientReduction`.
-    A rank outside `process_set` gets its own gradients.
+    Args:
+        gradtape: A tf.GradientTape.
+        device_dense: Accepted for compatibility.
+        device_sparse: Accepted for compatibility.
+        compression: What travels in place of gradients, such as `Compression.fp16`.
+        sparse_as_dense: Reduce the gradients of embeddings as dense tensors.
+        op: `Average`, `Sum` or `Adasum`.
+        gradient_predivide_factor: f divides by f before and by size / f after the sum.
+        num_groups: Older form of `groups`.
+        groups: A number of groups, or lists of variables, that are reduced together.
+        process_set: The ranks to reduce with; others keep their own gradients.
+        scale_local_gradients: Divide gradients that stay local by the number of ranks.
+
+    Raises:
+        ValueError: A wrong argument, or a tape that is distributed already.
+
+    Examples:
+        >>> with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+        ...     loss = loss_of(model(images), labels)
     """
     if not isinstance(gradtape, tf.GradientTape):
         raise ValueError(f"gradtape must be a tf.GradientTape, not {type(gradtape).__name__}")
@@ -142,7 +158,12 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A `DistributedGradientTape` that leaves `local_layers`, a layer or several, to each rank."""
+    """A `DistributedGradientTape` that leaves `local_layers`, a layer or several, to each rank.
+
+    `gradtape`, `device_dense`, `device_sparse`, `compression`, `sparse_as_dense`, `op`,
+    `gradient_predivide_factor`, `num_groups`, `groups`, `process_set` and `scale_local_gradients`
+    are those of `DistributedGradientTape`.
+    """
     if local_layers is None:
         local_layers = []
     elif not isinstance(local_layers, (list, tuple, set)):

@@ -21,7 +21,7 @@ _UNKNOWN_SET = -3
 
 @bridge.unconverted
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """The number of ranks of a process set."""
+    """The number of ranks of the process set `process_set_id`, read when the op `name` runs."""
     if not tf.executing_eagerly() and _is_fixed():
         runtime.process_set_ranks(process_set_id)  # a ValueError while the graph is built
 
@@ -34,25 +34,26 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
 
 @bridge.unconverted
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """The number of ranks on this host."""
+    """The number of ranks on this host, read when the op `name` runs."""
     return _scalar(lambda: _topology().local_size, name or "HorovodLocalSize")
 
 
 @bridge.unconverted
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """This process's rank."""
+    """This process's rank, read when the op `name` runs."""
     return _scalar(lambda: _topology().rank, name or "HorovodRank")
 
 
 @bridge.unconverted
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """This process's rank on its host."""
+    """This process's rank on its host, read when the op `name` runs."""
     return _scalar(lambda: _topology().local_rank, name or "HorovodLocalRank")
 
 
 @bridge.unconverted
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """1 if this process belongs to the set, 0 if not.
+    """1 if this process belongs to the set `process_set_id`, 0 if not, read when the op `name`
+    runs.
 
     -1 where Horovod is not initialised, -3 where there is no such set.
     """

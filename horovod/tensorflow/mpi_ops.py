@@ -64,9 +64,17 @@ Product = _basics.Product
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Start Horovod in this process; all processes of the job must call it.
 
-    `comm`: None for all processes that were started, a list of ranks to choose some of them, or
-    an mpi4py communicator. `process_sets`: a list of `ProcessSet` to register, or "dynamic" to
-    allow `add_process_set` later. Calling it again only registers `process_sets`.
+    Calling it again only registers `process_sets`.
+
+    Args:
+        comm: None for all processes that were started, a list of ranks to choose some of them, or
+            an mpi4py communicator.
+        process_sets: A list of `ProcessSet` to register, the same on all ranks, or "dynamic" to
+            allow `add_process_set` later.
+
+    Raises:
+        ValueError: The environment does not say which rank this is, or contradicts itself.
+        HorovodInternalError: Another rank did not come within HOROVOD_START_TIMEOUT seconds.
     """
     _basics.init(comm, process_sets)
 

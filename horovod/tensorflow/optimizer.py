@@ -38,10 +38,28 @@ def DistributedOptimizer(
 ) -> Any:
     """An optimizer like `optimizer`, of tf.compat.v1 or Keras, that uses all ranks' gradients.
 
-    `backward_passes_per_step`: how many passes to add up before the ranks exchange gradients and
-    take a step; `average_aggregated_gradients` divides the sum by their number. With op=Adasum,
-    for v1 optimizers only, each rank takes its own step and the steps are combined. The other
-    arguments are explained at `GradientReduction`.
+    Args:
+        optimizer: The optimizer to wrap.
+        name: Of the new optimizer.
+        use_locking: As of v1 optimizers.
+        device_dense: Accepted for compatibility.
+        device_sparse: Accepted for compatibility.
+        compression: What travels in place of gradients, such as `Compression.fp16`.
+        sparse_as_dense: Reduce the gradients of embeddings as dense tensors.
+        backward_passes_per_step: How many passes to add up before the ranks exchange gradients and
+            take a step.
+        op: `Average` or `Sum`; for v1 optimizers also `Adasum`: each rank takes its own step and
+            the steps are combined.
+        gradient_predivide_factor: f divides by f before and by size / f after the sum.
+        average_aggregated_gradients: Divide the sum of several passes by their number.
+        num_groups: Older form of `groups`.
+        groups: A number of groups, or lists of variables, that are reduced together.
+        process_set: The ranks to reduce with; others keep their own gradients.
+        scale_local_gradients: Divide gradients that stay local by the number of ranks.
+
+    Raises:
+        ValueError: A wrong argument.
+        NotImplementedError: `Adasum` with a process set.
     """
     if op == Adasum and average_aggregated_gradients:
         raise ValueError("op=Adasum does not go with average_aggregated_gradients=True")

@@ -37,7 +37,24 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """Reduce a tensor over all ranks and keep this rank's rows. Differentiable."""
+    """Reduce a tensor over all ranks and keep this rank's rows. Differentiable.
+
+    Args:
+        tensor: Of at least one dimension, of the same shape and type on all ranks.
+        device_dense: Accepted for compatibility.
+        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        op: `Average` or `Sum`.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        process_set: The ranks that take part.
+        ignore_name_scope: Take `name` as it is, without the scope of the graph.
+        prescale_factor: Multiplies tensors before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Raises:
+        InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
+        FailedPreconditionError: Ranks passed different things under this name.
+        AbortedError: A rank is lost.
+    """
     reduction = _reduction(op, prescale_factor, postscale_factor)
     call = Call("HorovodReducescatter", name, ignore_name_scope, process_set)
     with placed(device_dense):
@@ -55,7 +72,22 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Sequence[tf.Tensor]:
-    """Reduce and scatter several tensors as one operation. Differentiable."""
+    """Reduce and scatter several tensors as one operation. Differentiable.
+
+    Args:
+        tensors: Each as `reducescatter` takes it.
+        device_dense: Accepted for compatibility.
+        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        op: `Average` or `Sum`.
+        process_set: The ranks that take part.
+        prescale_factor: Multiplies tensors before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Raises:
+        InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
+        FailedPreconditionError: Ranks passed different things under this name.
+        AbortedError: A rank is lost.
+    """
     group = check_group(tensors)
     if not group:
         return tensors

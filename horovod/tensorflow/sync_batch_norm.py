@@ -34,8 +34,12 @@ _IS_LEGACY = hasattr(tf.keras.layers.BatchNormalization, "_calculate_mean_and_va
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
     """Batch normalisation with the statistics of all ranks' batches.
 
-    Takes the arguments of `tf.keras.layers.BatchNormalization`, except that the fused kernel cannot
-    be had. When training, all ranks must run their layers equally often and in the same order.
+    Takes the arguments of `tf.keras.layers.BatchNormalization`. When training, all ranks must run
+    their layers equally often and in the same order.
+
+    Args:
+        fused: Accepted for compatibility; True is a ValueError, as the fused kernel sees the
+            batch of one rank only.
     """
 
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:

@@ -28,7 +28,20 @@ def allgather(
 ) -> Tensor:
     """Concatenate the ranks' tensors along the first dimension. Differentiable.
 
-    The first dimension may differ between ranks, and be zero.
+    Args:
+        tensor: Of at least one dimension; only the first may differ between ranks.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        process_set: The ranks that take part.
+
+    Returns:
+        The rows of all ranks, in the order of ranks.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
+
+    Examples:
+        >>> predictions = hvd.allgather(own_predictions, name="predictions")
     """
     gathered: Tensor
     if needs_gradient(tensor):
@@ -41,7 +54,10 @@ def allgather(
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start an allgather; returns a handle for `poll` and `synchronize`."""
+    """Start an allgather of `tensor`; returns a handle for `poll` and `synchronize`.
+
+    `name` and `process_set` are those of `allgather`.
+    """
     return handles.hand_out(start_allgather([tensor], name, process_set), handles.first)
 
 
@@ -50,7 +66,20 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
-    """Gather several tensors as one operation. Differentiable."""
+    """Gather several tensors as one operation. Differentiable.
+
+    Args:
+        tensors: Each as `allgather` takes it, all of one device.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        process_set: The ranks that take part.
+
+    Returns:
+        The gathered tensors, in the order of `tensors`.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
+    """
     tensors = check_group(tensors)
     gathered: Sequence[Tensor]
     if needs_gradient(*tensors):
@@ -65,7 +94,10 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start gathering several tensors as one operation; returns one handle."""
+    """Start gathering `tensors` as one operation; returns one handle.
+
+    `name` and `process_set` are those of `grouped_allgather`.
+    """
     request = start_allgather(check_group(tensors), name, process_set)
     return handles.hand_out(request, tuple)
 

@@ -44,7 +44,29 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce a tensor over all ranks into a new one. Differentiable."""
+    """Reduce a tensor over all ranks into a new one. Differentiable.
+
+    Args:
+        tensor: Of the same shape and type on all ranks.
+        average: Older form of `op`: True for `Average`, False for `Sum`.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
+        prescale_factor: Multiplies tensors before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part.
+
+    Returns:
+        A tensor like `tensor`, with the same bits on all ranks.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
+
+    Examples:
+        >>> loss = hvd.allreduce(loss.detach(), name="loss")
+        >>> total = hvd.allreduce(count, op=hvd.Sum, name="count")
+    """
     op = resolve_reduce_op(op, average)
     compressed, context = compression.compress(tensor)
     reduced = _allreduce(compressed, name, op, prescale_factor, postscale_factor, process_set)
@@ -60,7 +82,15 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing a tensor into a new one; returns a handle for `poll` and `synchronize`."""
+    """Start reducing `tensor` into a new one; returns a handle for `poll` and `synchronize`.
+
+    `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
+    are those of `allreduce`. `synchronize` raises what `allreduce` would.
+
+    Examples:
+        >>> handle = hvd.allreduce_async(tensor, name="loss")
+        >>> result = hvd.synchronize(handle)
+    """
     op = resolve_reduce_op(op, average)
     request = _start([tensor], name, op, prescale_factor, postscale_factor, process_set)
     return handles.hand_out(request, handles.first)
@@ -75,7 +105,11 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce a tensor over all ranks in place."""
+    """Reduce `tensor` over all ranks in place, and return it.
+
+    `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
+    are those of `allreduce`, and so are the errors.
+    """
     # A tensor like the last one of this name goes the shortest way.
     prepared = runtime.prepared.get(name)
     if (
@@ -113,7 +147,11 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing a tensor in place; returns a handle for `poll` and `synchronize`."""
+    """Start reducing `tensor` in place; returns a handle for `poll` and `synchronize`.
+
+    `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
+    are those of `allreduce`. Leave the tensor alone until it is synchronised.
+    """
     op = resolve_reduce_op(op, average)
     request, finish = _start_in_place(
         [tensor], name, op, prescale_factor, postscale_factor, process_set
@@ -134,7 +172,30 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce several tensors as one operation into new ones. Differentiable."""
+    """Reduce several tensors as one operation into new ones. Differentiable.
+
+    None of them is reduced before all ranks have submitted all of them.
+
+    Args:
+        tensors: Of one device; the same number, shapes and types on all ranks.
+        average: Older form of `op`: True for `Average`, False for `Sum`.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
+        prescale_factor: Multiplies tensors before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part.
+
+    Returns:
+        The results, in the order of `tensors`.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
+
+    Examples:
+        >>> mean_loss, mean_accuracy = hvd.grouped_allreduce([loss, accuracy], name="metrics")
+    """
     op = resolve_reduce_op(op, average)
     compressed = [compression.compress(tensor) for tensor in check_group(tensors)]
     reduced = _grouped_allreduce(
@@ -160,7 +221,11 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing several tensors as one operation into new ones; returns one handle."""
+    """Start reducing `tensors` as one operation into new ones; returns one handle.
+
+    `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
+    are those of `grouped_allreduce`. `synchronize` gives a tuple of the results.
+    """
     op = resolve_reduce_op(op, average)
     request = _start(check_group(tensors), name, op, prescale_factor, postscale_factor, process_set)
     return handles.hand_out(request, tuple)
@@ -175,7 +240,11 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
-    """Reduce several tensors as one operation in place."""
+    """Reduce `tensors` as one operation in place, and return them.
+
+    `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
+    are those of `grouped_allreduce`, and so are the errors.
+    """
     op = resolve_reduce_op(op, average)
     request, finish = _start_in_place(
         check_group(tensors), name, op, prescale_factor, postscale_factor, process_set, False
@@ -192,7 +261,11 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing several tensors as one operation in place; returns one handle."""
+    """Start reducing `tensors` as one operation in place; returns one handle.
+
+    `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
+    are those of `grouped_allreduce`. Leave the tensors alone until they are synchronised.
+    """
     op = resolve_reduce_op(op, average)
     request, finish = _start_in_place(
         check_group(tensors), name, op, prescale_factor, postscale_factor, process_set

@@ -29,8 +29,24 @@ def alltoall(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send `splits[i]` rows of the tensor to rank i, and concatenate what the ranks sent us.
 
-    Without `splits` every rank gets an equal part and the result is a tensor; with them it comes
-    with the numbers of rows received from each rank. Differentiable.
+    Differentiable.
+
+    Args:
+        tensor: Of at least one dimension; only the first may differ between ranks.
+        splits: How many rows each rank gets, as int32; None: equally many.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        process_set: The ranks that take part.
+
+    Returns:
+        The rows received, in the order of ranks; with `splits` a pair of these and of the numbers
+        of rows received from each rank.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
+
+    Examples:
+        >>> rows, counts = hvd.alltoall(torch.arange(3), splits=[1, 2], name="rows")
     """
     if needs_gradient(tensor):
         output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
@@ -46,7 +62,10 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an alltoall; `synchronize` gives the output and the received splits."""
+    """Start an alltoall; `synchronize` gives the output and the received splits.
+
+    `tensor`, `splits`, `name` and `process_set` are those of `alltoall`.
+    """
     return handles.hand_out(*_start(tensor, splits, name, process_set))
 
 

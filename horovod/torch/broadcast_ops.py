@@ -27,7 +27,21 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """The root's tensor as a new one on every rank. Differentiable."""
+    """The root's tensor as a new one on every rank. Differentiable.
+
+    Args:
+        tensor: Of the same shape and type on all ranks; only the root's content counts.
+        root_rank: The rank that has it, counted among all ranks of the job.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        process_set: The ranks that take part.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
+
+    Examples:
+        >>> seed = hvd.broadcast(torch.tensor([seed]), root_rank=0, name="seed")
+    """
     if not needs_gradient(tensor):
         return _broadcast(tensor, root_rank, name, process_set)
     output: Tensor = HorovodBroadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
@@ -40,7 +54,10 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a broadcast into a new tensor; returns a handle for `poll` and `synchronize`."""
+    """Start a broadcast of `tensor` into a new one; returns a handle for `poll` and `synchronize`.
+
+    `root_rank`, `name` and `process_set` are those of `broadcast`.
+    """
     source = movement_input(tensor)
     output = torch.empty_like(source)
     request = runtime.broadcast(source, output, root_rank, name, set_id(process_set))
@@ -53,7 +70,10 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Overwrite the tensor with the root's."""
+    """Overwrite `tensor` with the root's, and return it.
+
+    `root_rank`, `name` and `process_set` are those of `broadcast`, and so are the errors.
+    """
     buffer = movement_input(tensor)
     if buffer is not tensor:
         check_writable(tensor)
@@ -69,7 +89,10 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start overwriting the tensor with the root's; returns a handle."""
+    """Start overwriting `tensor` with the root's; returns a handle for `poll` and `synchronize`.
+
+    `root_rank`, `name` and `process_set` are those of `broadcast`.
+    """
     buffer = movement_input(tensor)
     if buffer is not tensor:
         check_writable(tensor)

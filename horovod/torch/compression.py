@@ -86,7 +86,11 @@ def wire_type(
 
 
 class Compression:
-    """The compressors to choose from."""
+    """The compressors to choose from: `none`, `fp16` and `bf16`.
+
+    Examples:
+        >>> hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.bf16)
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor

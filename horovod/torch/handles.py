@@ -24,7 +24,10 @@ def hand_out(request: Request, finish: Callable[[Any], Any]) -> int:
 
 
 def poll(handle: int) -> bool:
-    """Whether `synchronize(handle)` would return at once."""
+    """Whether ``synchronize(handle)`` would return at once.
+
+    `handle` is what an asynchronous collective returned; ValueError if it is synchronised already.
+    """
     try:
         return _pending[handle][0].done()
     except KeyError:
@@ -36,8 +39,15 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> Any:
     """Wait for an asynchronous collective and return its result, once.
 
-    The output tensor; a tuple of them for a grouped operation; (output, received splits) for
-    alltoall; None for a handle that does not exist or was synchronised already.
+    Args:
+        handle: What the collective returned when it was started.
+
+    Returns:
+        The output tensor; a tuple of them for a grouped operation; (output, received splits) for
+        alltoall; None for a handle that does not exist or was synchronised already.
+
+    Raises:
+        HorovodInternalError: The operation failed.
     """
     entry = _pending.pop(handle, None)
     if entry is None:

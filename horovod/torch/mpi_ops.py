@@ -88,9 +88,21 @@ Product = _basics.Product
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Start Horovod in this process; all processes of the job must call it.
 
-    `comm`: None for all processes that were started, a list of ranks to choose some of them, or
-    an mpi4py communicator. `process_sets`: a list of `ProcessSet` to register, or "dynamic" to
-    allow `add_process_set` later. Calling it again only registers `process_sets`.
+    Calling it again only registers `process_sets`.
+
+    Args:
+        comm: None for all processes that were started, a list of ranks to choose some of them,
+            or an mpi4py communicator.
+        process_sets: A list of `ProcessSet` to register, the same on all ranks, or "dynamic" to
+            allow `add_process_set` later.
+
+    Raises:
+        ValueError: The environment does not say which rank this is, or contradicts itself.
+        HorovodInternalError: Another rank did not come within HOROVOD_START_TIMEOUT seconds.
+
+    Examples:
+        >>> hvd.init()
+        >>> print(f"rank {hvd.rank()} of {hvd.size()}")
     """
     if not _basics.is_initialized():
         # Handles from before a shutdown could be waited for until now.
@@ -112,16 +124,27 @@ def shutdown() -> None:
 def join(device: int = -1) -> int:
     """Say that this rank has no more data; wait until all ranks say so.
 
-    Meanwhile the rank takes part in the others' allreduces with neutral elements. Returns the
-    rank that joined last; raises if the others take a step that needs this rank, as those of a
-    sharded optimizer do. `device` is accepted for compatibility: neutral elements are made where
-    the others' tensors are.
+    Meanwhile the rank takes part in the others' allreduces with neutral elements.
+
+    Args:
+        device: Accepted for compatibility: neutral elements are made where the others' tensors are.
+
+    Returns:
+        The rank that joined last.
+
+    Raises:
+        HorovodInternalError: The others take a step that needs this rank, as those of a sharded
+            optimizer do, or a rank is lost.
+
+    Examples:
+        >>> last = hvd.join()
+        >>> hvd.broadcast_parameters(model.state_dict(), root_rank=last)
     """
     return int(runtime.join(background=False).wait())
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank of the set has called it."""
+    """Wait until every rank of `process_set` has called it."""
     runtime.barrier(set_id(process_set), background=False).wait()
 
 

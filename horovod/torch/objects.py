@@ -17,8 +17,17 @@ def broadcast_object(
 ) -> Any:
     """The root's object on every rank; what the others pass is ignored.
 
-    The root gets back the very object it passed. Use `name` to have several broadcasts of objects
-    in flight at once, from several threads.
+    Args:
+        obj: Anything that can be pickled. The root gets back the very object it passed.
+        root_rank: The rank whose object it is.
+        name: To have several broadcasts of objects in flight at once, from several threads.
+        process_set: The ranks that take part.
+
+    Raises:
+        ValueError: The root could not pickle its object; all ranks raise.
+
+    Examples:
+        >>> epoch = hvd.broadcast_object(epoch, root_rank=0)
     """
     return objects.broadcast_object(obj, root_rank, name or "broadcast_object", set_id(process_set))
 
@@ -26,5 +35,14 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's object, in the order of ranks."""
+    """Every rank's object, in the order of ranks.
+
+    Args:
+        obj: Anything that can be pickled.
+        name: To have several of these in flight at once, from several threads.
+        process_set: The ranks that take part.
+
+    Raises:
+        ValueError: A rank could not pickle its object; all ranks raise.
+    """
     return objects.allgather_object(obj, name or "allgather_object", set_id(process_set))

@@ -36,21 +36,38 @@ def DistributedOptimizer(
 ) -> Any:
     """Wrap `optimizer` so that `step` first averages the gradients over all ranks.
 
-    `named_parameters`: usually ``model.named_parameters()``; names appear in errors and the
-    timeline. `compression`: e.g. ``hvd.Compression.fp16`` on the wire. With
-    `backward_passes_per_step` n, gradients of n passes are added up locally before they are
-    reduced. `op`: Average, Sum or Adasum. `gradient_predivide_factor` f divides by f before and by
-    size / f after the sum. `groups`: a number of groups, or lists of parameters, that are reduced
-    together. `sparse_as_dense` reduces sparse gradients as dense ones. `process_set`: the ranks to
-    reduce with; others train on their own. With `shard_state` each rank keeps the optimizer state
-    (momenta, ...) of a part of the parameters only and updates that part for all; results are the
-    same. See `horovod.torch.sharded_optimizer`. `communication_hook`, e.g.
-    ``hvd.hooks.PowerSGD()``: what travels in place of the gradients. `overlap_forward`: the model;
-    between hosts `step` then returns at once, and parameters are updated when they are next used,
-    so that the next forward hides what backward could not of the time that gradients take to
-    travel. Results are the same. See `horovod.torch.delaying_optimizer`.
+    The result is an optimizer of the same class; what it adds is in `ReducingOptimizer`.
 
-    A wrong argument raises on every rank, also if only one rank has it.
+    Args:
+        optimizer: Any torch optimizer, with the parameters to train.
+        named_parameters: Usually ``model.named_parameters()``; names appear in errors and the
+            timeline.
+        compression: What travels in place of gradients, such as ``hvd.Compression.fp16``.
+        backward_passes_per_step: Gradients of so many backward passes are added up locally before
+            they are reduced.
+        op: `Average`, `Sum` or `Adasum`.
+        gradient_predivide_factor: f divides by f before and by size / f after the sum.
+        num_groups: Older form of `groups`.
+        groups: A number of groups, or lists of parameters, that are reduced together.
+        sparse_as_dense: Reduce sparse gradients as dense ones.
+        process_set: The ranks to reduce with; others train on their own.
+        shard_state: Each rank keeps the optimizer state (momenta, ...) of a part of the parameters
+            only and updates that part for all; results are the same. See
+            `horovod.torch.sharded_optimizer`.
+        communication_hook: What travels in place of the gradients, such as
+            ``hvd.hooks.PowerSGD()``.
+        overlap_forward: The model; between hosts `step` then returns at once, and parameters are
+            updated when they are next used, so that the next forward hides what backward could not
+            of the time that gradients take to travel. Results are the same. See
+            `horovod.torch.delaying_optimizer`.
+
+    Raises:
+        ValueError: A wrong argument, on every rank, also if only one rank has it; or the models of
+            the ranks differ.
+
+    Examples:
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        >>> loss.backward(); optimizer.step()
     """
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)

@@ -37,8 +37,16 @@ class _TensorForm:
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite parameters with the root's, in place.
 
-    `params`: a dict of tensors such as ``model.state_dict()``, or a list of tensors or of
-    ``(name, tensor)`` tuples such as ``list(model.named_parameters())``.
+    Args:
+        params: A dict of tensors such as ``model.state_dict()``, or a list of tensors or of
+            ``(name, tensor)`` tuples such as ``list(model.named_parameters())``.
+        root_rank: The rank whose values all get.
+
+    Raises:
+        ValueError: `params` is something else, or has something else than tensors.
+
+    Examples:
+        >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     """
     if isinstance(params, Mapping):
         named = sorted(params.items())
@@ -74,7 +82,18 @@ def broadcast_optimizer_state(
     """Give every rank the root's optimizer state and options (learning rates, ...).
 
     Also where the root's optimizer is fresh: then all have the state that it begins with. The
-    Python types of options are kept. `model` is accepted for compatibility; it is not needed.
+    Python types of options are kept.
+
+    Args:
+        optimizer: Any torch optimizer but LBFGS, also a distributed one.
+        root_rank: The rank whose state all get.
+        model: Accepted for compatibility; it is not needed.
+
+    Raises:
+        ValueError: The optimizers of the ranks have different parameters, or it is LBFGS.
+
+    Examples:
+        >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(

@@ -36,7 +36,25 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce a tensor over all ranks and keep this rank's rows. Differentiable."""
+    """Reduce a tensor over all ranks and keep this rank's rows. Differentiable.
+
+    Args:
+        tensor: Of at least one dimension, of the same shape and type on all ranks. Where the rows
+            cannot be divided equally, the first ranks get one more.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        op: `Average` or `Sum`.
+        process_set: The ranks that take part.
+        prescale_factor: Multiplies tensors before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
+
+    Examples:
+        >>> own_rows = hvd.reducescatter(gradient, op=hvd.Sum, name="gradient")
+    """
     compressed, context = compression.compress(tensor)
     arguments = name, op, process_set, prescale_factor, postscale_factor
     if needs_gradient(compressed):
@@ -54,7 +72,11 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reducescatter; returns a handle for `poll` and `synchronize`."""
+    """Start a reducescatter of `tensor`; returns a handle for `poll` and `synchronize`.
+
+    `name`, `op`, `process_set`, `prescale_factor` and `postscale_factor` are those of
+    `reducescatter`.
+    """
     request = _start([tensor], name, op, process_set, prescale_factor, postscale_factor)
     return handles.hand_out(request, handles.first)
 
@@ -68,7 +90,24 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduce and scatter several tensors as one operation. Differentiable."""
+    """Reduce and scatter several tensors as one operation. Differentiable.
+
+    Args:
+        tensors: Each as `reducescatter` takes it, all of one device.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        op: `Average` or `Sum`.
+        process_set: The ranks that take part.
+        prescale_factor: Multiplies tensors before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Returns:
+        This rank's rows of each, in the order of `tensors`.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
+    """
     pairs = [compression.compress(tensor) for tensor in check_group(tensors)]
     compressed = [tensor for tensor, _ in pairs]
     arguments = name, op, process_set, prescale_factor, postscale_factor
@@ -90,7 +129,11 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start reducing and scattering several tensors as one operation; returns one handle."""
+    """Start reducing and scattering `tensors` as one operation; returns one handle.
+
+    `name`, `op`, `process_set`, `prescale_factor` and `postscale_factor` are those of
+    `grouped_reducescatter`.
+    """
     request = _start(check_group(tensors), name, op, process_set, prescale_factor, postscale_factor)
     return handles.hand_out(request, tuple)
 

@@ -25,7 +25,19 @@ def sparse_allreduce_async(
     """Start reducing a sparse tensor; call what it returns to wait for the sparse result.
 
     The result is not coalesced: where several ranks have an index, it appears several times.
-    Average divides by the number of ranks; every other operator adds.
+
+    Args:
+        tensor: A sparse COO tensor; its number of entries may differ between ranks.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        op: `Average` divides by the number of ranks; every other operator adds.
+        process_set: The ranks that take part.
+
+    Raises:
+        ValueError: The tensor is not sparse.
+
+    Examples:
+        >>> wait = hvd.sparse_allreduce_async(gradient, name="rows", op=hvd.Sum)
+        >>> summed = wait().coalesce()
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         raise ValueError("sparse_allreduce_async takes a sparse COO tensor")

@@ -53,6 +53,17 @@ class SyncBatchNorm(_BatchNorm):
     outside the main thread, where that order is a matter of chance, are matched by the order of
     their construction instead; where ranks differ in that too, set the attribute `name` of each
     such layer to a text that is the same on all ranks and differs between layers.
+
+    Args:
+        num_features: Size of the second dimension of the input.
+        eps: Added to the variance.
+        momentum: Weight of a batch in the running statistics; None: all count alike.
+        affine: Whether weight and bias are learned.
+        track_running_stats: Whether running statistics are kept, for evaluation.
+        process_set: The ranks whose batches count.
+
+    Examples:
+        >>> model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
     """
 
     name: str | None
@@ -73,6 +84,9 @@ class SyncBatchNorm(_BatchNorm):
         self._number = _names.next_number(process_set)
 
     def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`, with the other ranks when training. ValueError for input of a wrong
+        shape.
+        """
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
@@ -126,8 +140,9 @@ class SyncBatchNorm(_BatchNorm):
     ) -> ModuleT | SyncBatchNorm:
         """Put a `SyncBatchNorm` in place of every batch normalisation in a model.
 
-        The new layers hold the parameters and buffers of those they replace. Returns `module`, or
-        the new layer if `module` is itself a batch normalisation.
+        The new layers hold the parameters and buffers of those they replace, and take their
+        statistics from the ranks of `process_set`. Returns `module`, or the new layer if `module`
+        is itself a batch normalisation.
         """
         converted: ModuleT | SyncBatchNorm = cls._convert(module, process_set, {})
         return converted

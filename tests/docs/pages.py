@@ -18,10 +18,29 @@ def check_commands(page: Path, count: int) -> None:
 
 
 def check_links(page: Path) -> None:
+    """Every link of the page leads to a file that exists, and to a title in it."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may name after #, as MkDocs and code hosts make it of titles."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path, language: str) -> list[tuple[str, int]]:
+    """The fenced blocks of a language, and the line where each begins."""
     text = page.read_text()
-    anchors = {
-        "#" + re.sub(r"[^a-z0-9 ]", "", title.lower()).replace(" ", "-")
-        for title in re.findall(r"^## (.*)$", text, re.MULTILINE)
-    }
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        assert target in anchors or (page.parent / target).is_file(), target
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [(block[1], text[: block.start(1)].count("\n")) for block in found]

@@ -52,6 +52,7 @@ EXPECTED = {
     "mpi": [4, 0, 2, 2],
     "torchrun": [2, None, 2],  # the second needs two machines
     "kubernetes": [],
+    "docker": [],  # tests/docs/test_dockerfile.py
 }
 
 

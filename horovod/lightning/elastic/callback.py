@@ -14,7 +14,7 @@ from horovod.lightning.flavours import Flavour
 
 
 class Commits:
-    """Commits every `batches_per_commit` batches, and before every epoch.
+    """Commits `state` every `batches_per_commit` batches, and before every epoch.
 
     Put it last, so that what other callbacks do belongs to the commit. Where gradients are
     accumulated it waits for the optimizer's step. Data whose division among the ranks is not

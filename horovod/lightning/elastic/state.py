@@ -63,11 +63,12 @@ class TrainerState(State):
     # -- with a Trainer --------------------------------------------------------------------
 
     def attach(self, trainer: Any) -> None:
-        """This Trainer is about to fit."""
+        """The `trainer` is about to fit."""
         self._trainer = trainer
         self._num_given = 0
 
     def detach(self) -> None:
+        """The Trainer has finished: nothing newer than the last commit is to be had."""
         self._trainer = None
 
     @property
@@ -78,7 +79,10 @@ class TrainerState(State):
         return [sampler for sampler in found if isinstance(sampler, EpochSampler)]
 
     def sampler_for(self, dataset: Any, shuffle: bool, seed: int, batch_size: int) -> EpochSampler:
-        """A sampler of training data, which goes on where the last commit was."""
+        """A sampler of the training data `dataset`, which goes on where the last commit was.
+
+        `shuffle`, `seed` and `batch_size` are those of the data loader.
+        """
         made = EpochSampler(dataset, shuffle, seed, batch_size)
         current = self._snapshots.current
         committed = [] if current is None else current.content[SAMPLERS]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from horovod.spark.common.columns import Rows
-from horovod.spark.common.row_buffer import Array, Layout, RowBuffer, RowQueue, join, row_count
+from horovod.spark.common.row_buffer import Array, RowBuffer, RowLayout, RowQueue, join, row_count
 
 _DRAWN = 1024  # rows drawn at once, if batches are smaller: a draw has a cost of its own
 
@@ -35,13 +35,13 @@ def batches(
 
 def _blocks(
     passes: Iterable[Iterator[Rows]], rows_in_block: int, capacity: int, random: np.random.Generator
-) -> Iterator[tuple[Layout, list[Array]]]:
+) -> Iterator[tuple[RowLayout, list[Array]]]:
     """Blocks of so many rows, the last one may be smaller."""
     ending: RowBuffer | RowQueue | None = None  # holds the rows left of the pass before
     spare: RowBuffer | RowQueue | None = None  # an empty one whose memory is used again
     parts: list[list[Array]] = []  # draws for a block that one draw could not fill
     lacking = rows_in_block
-    layout: Layout | None = None
+    layout: RowLayout | None = None
 
     for chunks in passes:
         filling: RowBuffer | RowQueue | None = None
@@ -49,7 +49,7 @@ def _blocks(
             if not row_count(rows):
                 continue
             if layout is None:
-                layout = Layout(rows)
+                layout = RowLayout(rows)
             if filling is None:
                 filling, spare = spare, None
             if filling is None:
@@ -101,7 +101,7 @@ def read_all(chunks: Iterable[Rows]) -> Rows:
     parts = [rows for rows in chunks if row_count(rows)]
     if not parts:
         return {}
-    layout = Layout(parts[0])
+    layout = RowLayout(parts[0])
     for rows in parts:
         layout.check(rows)
     return {name: np.concatenate([rows[name] for rows in parts]) for name in parts[0]}

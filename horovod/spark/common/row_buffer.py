@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 _TILE = 256  # rows: a tile of a hundred columns stays in the cache while it is transposed
 
 
-class Layout:
+class RowLayout:
     """Which columns share an array."""
 
     def __init__(self, rows: Rows) -> None:
@@ -76,7 +76,7 @@ class RowBuffer:
     A row stays where it was put until it is drawn; what is shuffled are the places.
     """
 
-    def __init__(self, layout: Layout, capacity: int) -> None:
+    def __init__(self, layout: RowLayout, capacity: int) -> None:
         self._layout = layout
         self._arrays = layout.empty(capacity)
         self._used = np.empty(capacity, np.int64)  # places of the rows, the first `size` of these
@@ -123,7 +123,7 @@ class RowBuffer:
 class RowQueue:
     """Rows in the order in which they came."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: RowLayout) -> None:
         self._layout = layout
         self._parts: list[list[Array]] = []
         self._start = 0
@@ -153,7 +153,7 @@ class RowQueue:
         return join(taken, self._layout)
 
 
-def join(parts: list[list[Array]], layout: Layout) -> list[Array]:
+def join(parts: list[list[Array]], layout: RowLayout) -> list[Array]:
     """The rows of several draws, one after the other."""
     if len(parts) == 1:
         return parts[0]

@@ -127,14 +127,30 @@ def DistributedOptimizer(
     without Horovod. An optimizer that has been used is itself turned into the distributed one, and
     keeps its state; of others this is a copy.
 
-    `op`: Average or Sum. `compression`: what travels in place of gradients. `sparse_as_dense`: turn
-    sparse gradients into dense ones. `gradient_predivide_factor`: divide by this before the sum,
-    and by the rest of the number of ranks after it. `backward_passes_per_step`: how many passes to
-    add up before the ranks exchange gradients and take a step; `average_aggregated_gradients`
-    divides the sum by their number. `groups`: how many parts to reduce the gradients in, or lists
-    of the variables that belong together; `num_groups` is its older form. `process_set`: the ranks
-    to reduce with. Gradients of variables given to its `register_local_var` stay on their rank;
-    with `scale_local_gradients` they are divided by the number of ranks.
+    Args:
+        optimizer: An optimizer of Keras.
+        name: Of the new optimizer.
+        device_dense: Accepted for compatibility.
+        device_sparse: Accepted for compatibility.
+        compression: What travels in place of gradients, such as `Compression.fp16`.
+        sparse_as_dense: Turn sparse gradients into dense ones.
+        gradient_predivide_factor: f divides by f before and by size / f after the sum.
+        op: `Average` or `Sum`.
+        num_groups: Older form of `groups`.
+        groups: How many parts to reduce the gradients in, or lists of the variables that belong
+            together.
+        backward_passes_per_step: How many passes to add up before the ranks exchange gradients and
+            take a step.
+        average_aggregated_gradients: Divide that sum by the number of passes.
+        process_set: The ranks to reduce with.
+        scale_local_gradients: Gradients of variables given to its `register_local_var` stay on
+            their rank; divide them by the number of ranks.
+
+    Raises:
+        ValueError: A wrong argument, or the optimizer is distributed already.
+
+    Examples:
+        >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size())))
     """
     return optimizer_module.distribute(
         optimizer,
@@ -170,7 +186,12 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A `DistributedOptimizer` that leaves `local_layers`, one or several, to each rank."""
+    """A `DistributedOptimizer` that leaves `local_layers`, one or several, to each rank.
+
+    `optimizer`, `name`, `device_dense`, `device_sparse`, `compression`, `sparse_as_dense`,
+    `gradient_predivide_factor`, `op`, `backward_passes_per_step`, `average_aggregated_gradients`,
+    `groups`, `process_set` and `scale_local_gradients` are those of `DistributedOptimizer`.
+    """
     distributed = DistributedOptimizer(
         optimizer,
         name=name,
@@ -190,7 +211,11 @@ def PartialDistributedOptimizer(
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """In a v1 graph: give every rank the root's values of all global variables."""
+    """In a v1 graph of TensorFlow: give every rank the values that `root_rank` has of all global
+    variables.
+
+    RuntimeError elsewhere: there is no list of all variables.
+    """
     return values.broadcast_global_variables("tensorflow", root_rank)
 
 
@@ -203,7 +228,17 @@ def allreduce(
     op: ReduceOp | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """Reduce a number, array or tensor over all ranks."""
+    """Reduce a number, array or tensor over all ranks.
+
+    Args:
+        value: Of the same shape and type on all ranks.
+        name: Ranks match operations by name; left out, by the order of their calls.
+        average: Older form of `op`: True for `Average`, False for `Sum`.
+        prescale_factor: Multiplies tensors before the reduction.
+        postscale_factor: Multiplies the result.
+        op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
+        compression: What travels in place of a tensor, such as `Compression.fp16`.
+    """
     op = resolve_reduce_op(op, average)
     return values.allreduce(
         "tensorflow", value, name, op, prescale_factor, postscale_factor, compression
@@ -211,17 +246,27 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """All ranks' values, concatenated along the first dimension."""
+    """All ranks' `value`, concatenated along the first dimension.
+
+    `name` is for the ranks to match operations by; left out, they match by order.
+    """
     return values.allgather("tensorflow", value, name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """The root's value."""
+    """The `value` that `root_rank` has, on every rank.
+
+    `name` is for the ranks to match operations by; left out, they match by order.
+    """
     return values.broadcast("tensorflow", value, root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> Any:
-    """This rank's share of the reduced value."""
+    """This rank's share of the reduced `value`.
+
+    `op` is `Average` or `Sum`. `name` is for the ranks to match operations by; left out, they match
+    by order.
+    """
     return values.reducescatter("tensorflow", value, name, op)
 
 
@@ -234,8 +279,11 @@ def load_model(
 ) -> Any:
     """The saved model in `filepath`; its optimizer, with its state, is a `DistributedOptimizer`.
 
-    `custom_optimizers`: classes of optimizers that are not Keras's own. `custom_objects`: other
-    things by the names that the file has for them. `legacy_opts` is accepted for compatibility: the
-    file says which generation of optimizers it is of.
+    Args:
+        filepath: What `model.save` wrote.
+        custom_optimizers: Classes of optimizers that are not Keras's own.
+        custom_objects: Other things by the names that the file has for them.
+        compression: That of the new `DistributedOptimizer`.
+        legacy_opts: Accepted for compatibility: the file says which optimizer it has.
     """
     return loading.load_model(tf.keras, filepath, custom_optimizers, custom_objects, compression)

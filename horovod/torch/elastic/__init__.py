@@ -20,11 +20,15 @@ T = TypeVar("T")
 
 
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorate the training function, whose first argument is the state.
+    """Decorate the training function `func`, whose first argument is the state.
 
     It is called again with the state of the last commit when a rank is lost, and with the present
     state when ranks come or go. Collectives belong inside of it: a rank that joins later begins
     there. Without an elastic launcher it is a plain call.
+
+    Examples:
+        >>> @hvd.elastic.run
+        ... def train(state): ...
     """
     return run_fn(func, _reset, this_worker)
 

@@ -23,6 +23,15 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     go at commits, it is exactly once, except that every division repeats up to ``size - 1``
     samples to give all ranks equally many. After a failure, what was recorded since the last
     commit is processed again.
+
+    Args:
+        dataset: Anything with a length.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Of that order; the same on all ranks.
+
+    Examples:
+        >>> sampler = hvd.elastic.ElasticSampler(dataset)
+        >>> state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
     """
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
@@ -42,15 +51,18 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch, with nothing processed. To be called at the end of an epoch: at
-        the beginning it would undo what was restored."""
+        """Begin epoch number `epoch`, with nothing processed. To be called at the end of an epoch:
+        at the beginning it would undo what was restored.
+        """
         self.epoch = epoch
         self.processed_num = 0
         self.processed_indices = set()
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """All ranks have processed a batch of `batch_size` samples, each its own."""
+        """All ranks have processed a batch of `batch_size` samples, each its own; `batch_idx` is
+        its number.
+        """
         self._recorded += batch_size * self.num_replicas
         if self._positions is None:
             self.processed_num += batch_size * self.num_replicas
@@ -60,7 +72,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
             self.processed_num = self._positions[self._recorded - 1] + 1
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """This rank has processed these samples; for ranks that process different numbers.
+        """This rank has processed the samples `indices`; for ranks that process different numbers.
 
         The other ranks learn of it when the ranks change at a commit. When a rank fails, only
         those of rank 0 are known, and the others' are processed again: prefer `record_batch`.
@@ -68,10 +80,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_indices.update(indices)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """The samples of this rank's batch number `batch_idx` since the ranks last changed."""
+        """The samples of this rank's batch number `batch_idx`, of `batch_size` samples, since the
+        ranks last changed.
+        """
         return self._own()[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:
+        """The epoch, and what of it is processed."""
         return {
             "epoch": self.epoch,
             "processed_num": self.processed_num,
@@ -79,6 +94,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from `state_dict`, which an `ElasticSampler` of the same data returned."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.processed_indices = set(state_dict.get("processed_indices", ()))

@@ -148,10 +148,19 @@ class TorchState(ObjectState):
     """The state of a training in PyTorch: ``TorchState(model, optimizer, epoch=0, batch=0)``.
 
     Models, optimizers and `ElasticSampler` are looked after by handlers; other keyword arguments
-    become attributes as in `ObjectState`. With `checkpoint_dir` rank 0 also writes every commit to
-    disk, the last `checkpoints_kept` of them, and a job that starts again goes on from the newest;
-    the directory must be one that rank 0 finds again, wherever it runs then. Attributes must be
-    plain values in that case.
+    become attributes as in `ObjectState`.
+
+    Args:
+        model: The model to carry over.
+        optimizer: The optimizer to carry over, distributed or not.
+        checkpoint_dir: Rank 0 also writes every commit to disk there, and a job that starts again
+            goes on from the newest; the directory must be one that rank 0 finds again, wherever it
+            runs then. Attributes must be plain values in that case.
+        checkpoints_kept: How many of them stay.
+
+    Raises:
+        ValueError: With `checkpoint_dir`: an attribute cannot be written, or the checkpoint is
+            of another model.
     """
 
     def __init__(

@@ -29,8 +29,9 @@ class GradientBucket:
     `gradients` are flat tensors, which are to hold the result in the end; gradients of parameters
     that this rank did not use are zeros. `names` are the parameters' names and `shapes` their
     dimensions, outermost in memory first, so that ``gradient.view(shape)`` is the parameter's
-    order. `op` is the optimizer's, Average or Sum; `scale` is what turns a sum into its result.
-    `rank` and `num_ranks` count within the optimizer's process set.
+    order. `op` is the optimizer's, Average or Sum; `scale`, made of `prescale` and `postscale`, is
+    what turns a sum into its result. `rank` and `num_ranks` count within `process_set`, the
+    optimizer's. `name` is the bucket's own, and `requests` is where its collectives are noted.
 
     Collectives start at once and return a function that waits for the result. All ranks must
     start them alike. A bucket that uses one kind more than once tells them apart by `label`.
@@ -63,7 +64,10 @@ class GradientBucket:
         self._requests = [] if requests is None else requests  # all that were ever started
 
     def allreduce(self, tensors: Sequence[Tensor], label: str = "") -> Callable[[], list[Tensor]]:
-        """Average or add up contiguous tensors over all ranks, in place."""
+        """Average or add up contiguous `tensors` over all ranks, in place.
+
+        `label` tells several of these in one bucket apart. Returns a function that waits.
+        """
         reduced = list(tensors)
         name = self.name + label
         request = runtime.allreduce(
@@ -72,14 +76,22 @@ class GradientBucket:
         return self._waiting(request, lambda _: reduced)
 
     def allgather(self, tensors: Sequence[Tensor], label: str = "") -> Callable[[], list[Tensor]]:
-        """Everybody's tensors, each concatenated along its first dimension in order of ranks."""
+        """Everybody's `tensors`, each concatenated along its first dimension in order of ranks.
+
+        `label` tells several of these in one bucket apart. Returns a function that waits for them.
+        """
         request = runtime.allgather(list(tensors), self.name + label, self._set_id)
         return self._waiting(request, _used_here)
 
     def alltoall(
         self, tensor: Tensor, splits: Sequence[int], label: str = ""
     ) -> Callable[[], Tensor]:
-        """Send `splits[i]` rows to rank i; the result is what all ranks sent here, in order."""
+        """Send ``splits[i]`` rows of `tensor` to rank i; the result is what all ranks sent here, in
+        order.
+
+        `splits` has a number for each rank; `label` tells several of these in one bucket apart.
+        Returns a function that waits for it.
+        """
         request = runtime.alltoall(tensor, list(splits), self.name + label, self._set_id)
         return self._waiting(request, lambda result: _used_here(result[:1])[0])
 
@@ -95,7 +107,7 @@ class CommunicationHook(ABC):
 
     @abstractmethod
     def start(self, bucket: GradientBucket) -> Callable[[], None]:
-        """Begin to reduce the bucket; return what waits and writes the result into its gradients.
+        """Begin to reduce `bucket`; return what waits and writes the result into its gradients.
 
         Called for all buckets in the same order on all ranks, possibly while backward goes on, so
         it must not wait. What it returns is called after backward, again in the same order.
@@ -106,7 +118,9 @@ class CommunicationHook(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank."""
+        """Go on from `state`, what `state_dict` returned on this rank; ValueError if it is
+        another's.
+        """
         self._expect(state, ())
 
     def _expect(self, state: dict[str, Any], keys: Sequence[str]) -> None:
@@ -119,7 +133,7 @@ class CommunicationHook(ABC):
         self._optimizer = weakref.ref(optimizer)
 
     def serves_another(self, optimizer: object) -> bool:
-        """Whether it belongs to an optimizer, and not to this one."""
+        """Whether it belongs to an optimizer, and not to `optimizer`."""
         return self._optimizer is not None and self._optimizer() is not optimizer
 
     def __getstate__(self) -> dict[str, Any]:
