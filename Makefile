@@ -16,7 +16,7 @@ BIN     := $(VENV)/bin
 FW_BIN  := $(VENV)-frameworks/bin
 PYTEST  ?= -n 2 --dist loadfile
 # The build for CPUs is a third of the size, and there is none for other processors than x86-64.
-VERSIONS := 2.4.1 2.10.0 2.13.0
+VERSIONS := 2.4.1 2.7.1 2.13.0
 TF      := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
 INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.ranks import RankPool
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # however busy it is
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:
