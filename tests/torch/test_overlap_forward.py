@@ -129,6 +129,12 @@ def _unpickled(run: Run) -> Any:
     return weights_of(model), optimizer.state_dict()["state"]
 
 
+def _total_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
+    if hasattr(nn.utils, "get_total_norm"):  # since torch 2.6
+        return nn.utils.get_total_norm(parameters)
+    return torch.stack([parameter.norm() for parameter in parameters]).norm()
+
+
 LOOKS: dict[str, Callable[[Run], Any]] = {
     "eval": _evaluated,
     "inference": _inferred,
@@ -147,7 +153,7 @@ LOOKS: dict[str, Callable[[Run], Any]] = {
     "deepcopy": lambda run: weights_of(copy.deepcopy(run.model)),
     "deepcopy of a parameter": lambda run: copy.deepcopy(run.model[0].weight).detach(),
     "pickle": _unpickled,
-    "norm": lambda run: nn.utils.get_total_norm(list(run.model.parameters())).detach(),
+    "norm": lambda run: _total_norm(list(run.model.parameters())).detach(),
     "vector": lambda run: nn.utils.parameters_to_vector(run.model.parameters()).detach(),
     "functional": lambda run: torch.func.functional_call(
         run.model, dict(run.model.named_parameters()), (batch_of(99, 1),)
