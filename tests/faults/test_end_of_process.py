@@ -41,7 +41,7 @@ def test_python_does_not_end_under_a_background_thread():
         env={**clean_environment(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
