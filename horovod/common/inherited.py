@@ -39,8 +39,9 @@ def clean_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 def mark_process(size: int, environ: dict[str, str] | os._Environ[str] = os.environ) -> None:
     """This process is a rank now: programs that it starts are not."""
-    if size > 1:
-        environ[MARK] = f"{os.getpid()} {_place(environ)}"
+    place = _place(environ)
+    if size > 1 and place is not None:
+        environ[MARK] = f"{os.getpid()} {place}"
 
 
 def unmark_process(environ: dict[str, str] | os._Environ[str] = os.environ) -> None:
@@ -66,10 +67,13 @@ def check_not_inherited(environ: Mapping[str, str] = os.environ) -> None:
     )
 
 
-def _place(environ: Mapping[str, str]) -> str:
-    """Which rank (or elastic worker) of which job the environment tells of."""
+def _place(environ: Mapping[str, str]) -> str | None:
+    """Which rank (or elastic worker) of which job the environment tells of, if it makes sense."""
     store = f"{environ.get(STORE_ADDRESS)}:{environ.get(STORE_PORT)}"
     if is_elastic(environ):
         return f"worker-{environ[WORKER_ID]} {store}"
-    environment = detect(environ)
-    return f"rank-{environment.claim()[0]} {environment.job_id() or store}"
+    try:
+        environment = detect(environ)
+        return f"rank-{environment.claim()[0]} {environment.job_id() or store}"
+    except ValueError:
+        return None  # who was given a communicator needs no variables

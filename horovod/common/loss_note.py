@@ -70,12 +70,11 @@ def take_note_back() -> None:
 
 def let_others_end() -> None:
     """Where the launcher blames who ends first: let that not be us. For the end of the process."""
-    if (
-        _note.failed
-        and not _launcher_serves_a_store()
-        and detect().meeting is not RendezvousMethod.ALONE
-    ):
-        time.sleep(_HEAD_START)  # the launcher ends us as soon as it has seen the cause
+    if not _note.failed or _launcher_serves_a_store():
+        return
+    with contextlib.suppress(ValueError):
+        if detect().meeting is not RendezvousMethod.ALONE:
+            time.sleep(_HEAD_START)  # the launcher ends us as soon as it has seen the cause
 
 
 def _launcher_serves_a_store() -> bool:

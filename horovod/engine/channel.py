@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -37,6 +38,21 @@ from horovod.transport.base import MAX_TENSORS, MAX_WORDS, Group
 _LONGEST_GATHERING = 5  # cycles that the background thread waits while requests keep coming
 _LONGEST_PAUSE = 0.02  # seconds between rounds that settled nothing
 _LONGEST_GOODBYE = 5.0  # seconds that shutting down waits for a round in progress
+_LONGEST_END = 60.0  # the same at the end of the process
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of all channels
+
+
+def finish_threads() -> None:
+    """Wait for background threads that outlived their channel. For the end of the process.
+
+    Python ends threads that are left by unwinding their stack. One that is in an operation of torch
+    then aborts the process ("terminate called without an active exception").
+    """
+    deadline = time.monotonic() + _LONGEST_END
+    for thread in list(_threads):
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Channel:
@@ -238,6 +254,7 @@ class Channel:
                 self._thread = threading.Thread(
                     target=self._background, name=f"horovod-set{self.set_id}", daemon=True
                 )
+                _threads.add(self._thread)
                 self._thread.start()
 
     def _background(self) -> None:
@@ -445,12 +462,14 @@ class Channel:
             # Another thread is in a round: wake it, and let go of nothing under its feet.
             self._executor.abort(f"{self.group.describe(self.group.rank)} has shut down Horovod")
             alone = self._drive_lock.acquire(timeout=_LONGEST_GOODBYE)
-        self._executor.close()
-        if alone:
-            self._drive_lock.release()
-            self._tell_waiters()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=_LONGEST_GOODBYE)
+        try:
+            self._executor.close()
+        finally:
+            if alone:
+                self._drive_lock.release()
+                self._tell_waiters()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join(timeout=_LONGEST_GOODBYE)
 
     def after_fork_in_child(self) -> None:
         self._executor.after_fork_in_child()

@@ -26,7 +26,7 @@ from horovod.common.store import PrefixStore
 from horovod.common.topology import Topology
 from horovod.common.tracebacks import install_hook
 from horovod.engine import identity
-from horovod.engine.channel import Channel
+from horovod.engine.channel import Channel, finish_threads
 from horovod.engine.heap import keep_heap
 from horovod.engine.job import WORLD, Job
 from horovod.engine.request import Kind, Request, signature_of
@@ -275,8 +275,11 @@ runtime = Runtime()
 
 
 def _end() -> None:
-    runtime.shutdown()
-    let_others_end()
+    try:
+        runtime.shutdown()
+    finally:
+        finish_threads()
+        let_others_end()
 
 
 atexit.register(_end)
