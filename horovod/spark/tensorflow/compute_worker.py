@@ -7,8 +7,10 @@ service, and every slot of the cluster a worker.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from horovod.common.config import Config
 from horovod.runner.common.service.compute_service import ComputeService
 from horovod.runner.common.util.secret import make_secret_key
 from horovod.spark.cluster import Cluster
@@ -25,7 +27,6 @@ data, so that training processes only train. There is one for each slot of the a
 Training processes read the file, as with `python -m horovod.tensorflow.data.compute_worker`; the
 one that calls config.compute_client().shutdown() ends the workers.
 """
-_TIMEOUT = 60
 
 
 def main(dispatchers: int, dispatcher_side: str, configfile: str) -> None:
@@ -47,7 +48,12 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str) -> None:
     listen, _ = cluster.driver_addresses()
     service = ComputeService(dispatchers, workers // dispatchers, key, nics=[listen])
     config = TfDataServiceConfig(
-        dispatchers, workers // dispatchers, dispatcher_side, service.addresses(), key, _TIMEOUT
+        dispatchers,
+        workers // dispatchers,
+        dispatcher_side,
+        service.addresses(),
+        key,
+        timeout=math.ceil(Config.from_env().spark_start_timeout),  # Spark has to start tasks first
     )
     try:
         config.write(configfile)
