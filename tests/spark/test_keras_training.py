@@ -6,6 +6,10 @@ Data is Parquet that pyarrow wrote and the ranks are a pool, so no cluster is ne
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,3 +185,21 @@ def test_environment_and_what_is_refused(estimator: Any, keras: Any):
     for more, message in cases:
         with pytest.raises(ValueError, match=message):
             estimator(**more).fit_on_parquet()
+
+
+def test_keras_on_another_backend(folder: Path):
+    """A process has one backend: that of this one is TensorFlow."""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.spark.keras_program", str(folder)],
+        env={**os.environ, "KERAS_BACKEND": "torch", "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = map(json.loads, done.stdout.strip().splitlines()[-2:])
+    assert first["loss"][-1] < 0.5 * first["loss"][0]
+    assert len(first["val_loss"]) == 3
+    assert second["loss"][0] < first["loss"][-1]
+    assert (first["steps"], second["steps"]) == (36, 72)
