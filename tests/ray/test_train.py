@@ -15,6 +15,7 @@ import ray.data
 import ray.train
 import ray.tune
 from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.tune.integration.ray_train import TuneReportCallback
 
 from horovod.ray import RayExecutor
 from horovod.ray.train import HorovodConfig, HorovodTrainer
@@ -126,15 +127,16 @@ def test_a_trainer_in_a_trial(tmp_path: Path):
         ray.train.report({"size": mine["size"], "value": config["value"]})
 
     def trial(config: dict[str, float]) -> None:
-        result = HorovodTrainer(
+        HorovodTrainer(
             place,
             train_loop_config=config,
             scaling_config=ScalingConfig(num_workers=2),
             run_config=RunConfig(
-                storage_path=str(tmp_path / "runs"), name=f"value{config['value']:g}"
+                storage_path=str(tmp_path / "runs"),
+                name=f"value{config['value']:g}",
+                callbacks=[TuneReportCallback()],
             ),
         ).fit()
-        ray.tune.report(result.metrics)
 
     found = tune(trial, tmp_path, [{"CPU": 1}])
     assert [(one["size"], one["value"]) for one in found] == [(2, 1.0), (2, 2.0)]
