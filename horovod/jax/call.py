@@ -14,7 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,6 +43,8 @@ _COMPILED = "jit"
 @dataclasses.dataclass(frozen=True)
 class Call:
     """What all ranks must say alike, and what each says for itself (`splits`)."""
+
+    is_ordered: ClassVar[bool] = True  # in programs
 
     kind: str  # the name of a function below
     name: str | None = None

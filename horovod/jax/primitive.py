@@ -22,7 +22,7 @@ import sys
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import torch
@@ -74,8 +74,11 @@ collective.multiple_results = True
 class HostFunction:
     """A function of torch tensors in place of a collective; its results are like its arguments.
 
-    It must return new tensors or the very ones it got, changed.
+    It must return new tensors or the very ones it got, changed. Programs run it in any order: what
+    it asks of the engine has a name, and is not asked twice at once.
     """
+
+    is_ordered: ClassVar[bool] = False
 
     function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
     key: str
@@ -120,7 +123,7 @@ def _abstract(*arguments: Any, call: Any, forms: Any) -> tuple[list[Any], set[An
         argument.update(shape=form.shape, dtype=form.dtype, weak_type=False)
         for argument, form in zip(arguments, forms, strict=True)
     ]
-    return results, {_effect}
+    return results, {_effect} if call.is_ordered else set()
 
 
 def _lower(context: Any, *arguments: Any, call: Any, forms: Any, platform: str) -> Any:
@@ -133,25 +136,31 @@ def _lower(context: Any, *arguments: Any, call: Any, forms: Any, platform: str) 
     _register(platform)
     if isinstance(call, HostFunction):
         context.module_context.add_keepalive(call)
+    # In place, wherever nobody needs the argument afterwards. A token comes first.
+    tokens = [abstract_token] if call.is_ordered else []
     target = jax.ffi.build_ffi_lowering_function(
         xla_ffi.TARGET,
         has_side_effect=True,
-        # In place, wherever nobody needs the argument afterwards. The token comes first.
         operand_output_aliases={
-            index + 1: index + 1
+            index + len(tokens): index + len(tokens)
             for index, (given, made) in enumerate(
                 zip(context.avals_in, context.avals_out, strict=True)
             )
             if given.shape == made.shape and given.dtype == made.dtype
         },
     )
-    with_tokens = context.replace(
-        avals_in=[abstract_token, *context.avals_in],
-        avals_out=[abstract_token, *context.avals_out],
-    )
-    token, *results = target(
-        with_tokens, context.tokens_in.get(_effect), *arguments, call=call.to_text()
+    given = [context.tokens_in.get(_effect)] if call.is_ordered else []
+    results = target(
+        context.replace(
+            avals_in=[*tokens, *context.avals_in], avals_out=[*tokens, *context.avals_out]
+        ),
+        *given,
+        *arguments,
+        call=call.to_text(),
     ).results
+    if not call.is_ordered:
+        return results
+    token, *results = results
     context.set_tokens_out(context.tokens_in.update_tokens(mlir.TokenSet({_effect: token})))
     return results
 
