@@ -205,9 +205,11 @@ def expected(end: str) -> tuple[int, bool]:
     }[end]
 
 
-def problem_of(done: subprocess.CompletedProcess[str], end: str) -> str:
+def problem_of(done: subprocess.CompletedProcess[str], kind: str, end: str) -> str:
     """What is wrong with how a job ended; nothing if all is well."""
     status, named = expected(end)
+    if kind == "pending" and not named and "left the job early" in done.stderr:
+        status = 1  # a rank that waits for nothing may be gone before the other has submitted
     strange = STRANGE.search(done.stderr)
     if strange:
         return f"stderr has {strange[0]!r}"
@@ -262,7 +264,7 @@ def campaign(options: argparse.Namespace) -> int:
             for number, case in enumerate(itertools.islice(itertools.cycle(cases), options.jobs)):
                 try:
                     done = run_job(*case, path, options.fresh)
-                    problem = problem_of(done, case[1])
+                    problem = problem_of(done, *case[:2])
                 except subprocess.TimeoutExpired as late:
                     done, problem = late, f"not ended after {HANG:g} s"
                 seen[case[1]] += 1

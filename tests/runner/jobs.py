@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HANG = 60.0  # seconds; nothing here takes a fraction of it unless it hangs
+HANG = 240.0  # seconds; nothing here takes a fraction of it unless it hangs, or torch loads slowly
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
