@@ -179,8 +179,9 @@ class Supervisor:
             self.console.say(text)
 
     def _take_errors(self, agent: HostAgent) -> None:
-        fd = agent.errors_fd
-        if agent in self._agents and fd is not None and not agent.read_errors():
+        if agent in self._agents and not agent.read_errors():
+            fd = agent.errors_fd
+            assert fd is not None, "nobody watches what is not there"
             self.unwatch(fd)
 
     def _remove(self, agent: HostAgent, finished: bool) -> None:
