@@ -134,6 +134,10 @@ def _lower(context: Any, *arguments: Any, call: Any, forms: Any, platform: str) 
             "call Horovod's collectives outside of jit"
         )
     _register(platform)
+    if platform == "cpu":
+        # JAX then runs the program in the calling thread, so that its errors come with the call, on
+        # all ranks alike. Otherwise it depends on how much there is to compute.
+        context.module_context.add_host_callback(_never_called)
     if isinstance(call, HostFunction):
         context.module_context.add_keepalive(call)
     # In place, wherever nobody needs the argument afterwards. A token comes first.
@@ -163,6 +167,10 @@ def _lower(context: Any, *arguments: Any, call: Any, forms: Any, platform: str) 
     token, *results = results
     context.set_tokens_out(context.tokens_in.update_tokens(mlir.TokenSet({_effect: token})))
     return results
+
+
+def _never_called(*_: Any) -> Any:
+    raise AssertionError("programs call us by `xla_ffi`")
 
 
 def _check_devices(context: Any) -> None:
