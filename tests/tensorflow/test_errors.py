@@ -155,9 +155,11 @@ def test_wrong_arguments(tf_pool3: RankPool, mode: str):
     for found in tf_pool3.run(_raise, mode, LOCAL, timeout=120):
         assert [case for case, _ in found] == list(LOCAL)
         for case, (names, text) in found:
-            assert "InvalidArgumentError" in names, (case, names)
-            if mode == "eager":
-                assert "ValueError" in names, case
+            # A set that does not exist is noticed while the graph is built, before there is an op.
+            if case != "unregistered set" or mode == "eager":
+                assert "InvalidArgumentError" in names, (case, names)
+            if case == "unregistered set" or mode == "eager":
+                assert "ValueError" in names, (case, names)
             assert re.search(LOCAL[case][0], text, re.DOTALL), (case, text)
 
 
