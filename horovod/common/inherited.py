@@ -33,6 +33,12 @@ def clean_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
     For programs that a rank starts and that are no part of its job:
     ``subprocess.run(command, env=horovod.clean_environment())``. Knobs stay as they are.
+
+    Args:
+        environ: The environment to clean; this process's if left out.
+
+    Examples:
+        >>> subprocess.run(["python", "other.py"], env=horovod.clean_environment())
     """
     return {name: value for name, value in environ.items() if not _OF_A_JOB.fullmatch(name)}
 

@@ -38,7 +38,7 @@ PAGES = [
 # These have tests of their own.
 ELSEWHERE = {"pytorch", "tensorflow", "keras", "lightning", "communication_hooks", "elastic"}
 ELSEWHERE |= {"tensorflow_data_service", "launch/laptop"}
-LATER = {"spark", "ray", "jax", "mxnet", "architecture", "contributing"}  # others test these
+LATER = {"spark", "spark_estimators", "ray", "jax", "mxnet", "launch/mpi"}  # others test these
 
 
 def _run_pages(rank: int, size: int, folder: str) -> dict[str, dict[str, Any]]:

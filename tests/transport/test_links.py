@@ -24,7 +24,7 @@ import torch
 from horovod.common.config import Config
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import MemoryStore, Store
-from horovod.common.wire import MessageStream, Session, new_key
+from horovod.common.wire import Session, Stream, new_key
 from horovod.transport import links
 from horovod.transport.base import Group
 from horovod.transport.links import Links, drain
@@ -215,7 +215,7 @@ def test_a_stranger_with_another_key_learns_and_gets_nothing():
     with linked(2) as ranks:
         address, port = ranks.address(0)
         with pytest.raises(PermissionError):
-            MessageStream.connect(address, port, new_key(), SECONDS)
+            Stream.connect(address, port, new_key(), SECONDS)
         # One that does not care that our proof is wrong.
         with socket.create_connection((address, port)) as stranger:
             session = Session(new_key(), server=False)
@@ -306,7 +306,7 @@ def test_nobody_can_be_a_rank_that_is_there():
 def introduce(ranks: Ranks, header: dict[str, Any]) -> socket.socket:
     """Connect to rank 0 with the right key."""
     key = ranks.store.derive_key("links")
-    stream = MessageStream.connect(*ranks.address(0), key, SECONDS)
+    stream = Stream.connect(*ranks.address(0), key, SECONDS)
     own = socket.socket(fileno=os.dup(stream._socket.fileno()))
     stream.send(header, pickle.dumps("x"), timeout=SECONDS)
     own.settimeout(SECONDS)
