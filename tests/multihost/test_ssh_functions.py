@@ -35,7 +35,7 @@ def main():
     try:
         horovod.run(fail, **how)
     except LookupError as error:
-        print("raised", error, "on", error.__cause__.rank)
+        print("raised", str(error).splitlines()[0], "on", error.__cause__.rank)
 
 if __name__ == "__main__":
     main()
