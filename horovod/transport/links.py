@@ -344,8 +344,11 @@ class Links:
                 link.shutdown(socket.SHUT_RDWR)
 
     def reset(self) -> None:
-        """After `shut_down`, when nobody uses the connections any more: tell the peers at once."""
-        self._resetting = True
+        """When nobody uses the connections of a broken group any more: tell the peers at once.
+
+        The thread that broke the group may not have come to `shut_down` yet.
+        """
+        self._ended = self._broken = self._resetting = True
         self._wake()  # the kernel keeps a socket while the thread waits for it
 
     def close(self, seconds: float) -> None:

@@ -357,6 +357,14 @@ def test_a_reset_is_seen_at_once_behind_megabytes_that_nobody_reads():
         assert ranks.links[1].is_dead(0)
 
 
+def test_closing_after_a_reset_that_came_before_the_shut_down():
+    with linked(2) as ranks:
+        ranks.join(0, 1)
+        ranks.links[0].reset()
+        assert ranks.ended[1].get(timeout=SECONDS) == 0  # so the connection is closed by now
+        ranks.links[0].close(SECONDS)
+
+
 def test_a_peer_that_does_not_read_for_long_is_not_lost():
     """As one that is stopped, or whose threads wait for the interpreter's lock."""
     with linked(2, Config(gloo_timeout_seconds=2)) as ranks:
