@@ -36,9 +36,10 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.transport import pairwise
 from horovod.transport.arithmetic import NUMPY_TYPES, as_blocks, reduce_into
 from horovod.transport.base import WORD, Group
+from horovod.transport.direct_reduction import AHEAD, BlockBuffer, DirectReduction
 from horovod.transport.links import Links, failed_to_connect
 from horovod.transport.pairwise import PairwiseTransport
-from horovod.transport.shares import Memory, SharePlan, whole
+from horovod.transport.shares import SharePlan, whole
 from horovod.transport.streams import Incoming, MessageStream, Outgoing, finish
 
 INLINE = 64 * 1024  # bytes that may travel with an agreement
@@ -46,7 +47,6 @@ INLINE_TOTAL = 256 * 1024  # ... as long as all that arrives at one rank stays b
 BLOCK_TOTAL = 4 * 1024 * 1024  # bytes of one block, from all ranks together
 SMALLEST_BLOCK = 128 * 1024
 BLOCKS = 4  # of a share, at least: the results of one travel while the next arrive
-AHEAD = 2  # blocks of each peer that may wait for those of others
 _LEAVE_SECONDS = 1.0  # how long a closing rank lets the others finish what they read from it
 _KEPT = 256  # plans that are remembered
 _ABSENT = (1 << 64) - 1  # a record without payload
@@ -63,13 +63,6 @@ class _Preload(NamedTuple):
     payloads: list[Any]  # everybody's, in the order of ranks
 
 
-class _BlockBuffer(NamedTuple):
-    """Scratch memory for a block, as the kernel and as arithmetic take it."""
-
-    buffer: Any
-    operand: Any
-
-
 class TcpTransport(PairwiseTransport):
     """The transport of ranks that reach each other over TCP."""
 
@@ -82,7 +75,7 @@ class TcpTransport(PairwiseTransport):
         self._calls = threading.Lock()  # held during a collective
         self._streams: dict[int, MessageStream] = {}
         self._plans: OrderedDict[tuple[Any, ...], SharePlan] = OrderedDict()
-        self._block_buffers: dict[tuple[Any, ...], _BlockBuffer] = {}
+        self._block_buffers: dict[tuple[Any, ...], BlockBuffer] = {}
         self._block = BLOCK_TOTAL // group.size // 64 * 64
         self._preloaded: _Preload | None = None
         self._narrow = torch.empty(0)
@@ -289,61 +282,13 @@ class TcpTransport(PairwiseTransport):
         return plan
 
     def _begin_directly(self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float) -> None:
-        """Collect our share from everybody, and give the result to everybody, block by block.
-
-        Queues the messages; what follows the arrival of one happens while they are moved.
-        A peer's result for a block arrives after it has our part of that block: so what it
-        overwrites has left.
-        """
-        plan, memory = self._plan(tensors), Memory(tensors)
+        """Queue the messages of an allreduce among few ranks."""
         streams = {peer: self._stream(peer) for peer in self._peers}
-        for peer, stream in streams.items():
-            for block in plan.blocks[peer]:
-                stream.send(memory.buffers(block), block.nbytes)
-        mine, dtype = plan.blocks[self.rank], tensors[0].dtype
-        arrived: list[dict[int, Any]] = [{} for _ in mine]  # of each block, by rank
+        scratch = partial(self._block_buffer, tensors[0].dtype)
+        plan = self._plan(tensors)
+        DirectReduction(self.rank, streams, plan, tensors, op, scale, scratch).begin()
 
-        def expect(number: int) -> None:
-            block = mine[number]
-            for peer, stream in streams.items():
-                buffer = self._block_buffer(dtype, peer, number % AHEAD, block.edges[-1])
-                then = partial(came, number, peer, buffer.operand)
-                stream.receive([buffer.buffer], block.nbytes, then)
-                if number == len(mine) - 1:
-                    expect_results(peer, stream)
-
-        def expect_results(peer: int, stream: MessageStream) -> None:
-            for block in plan.blocks[peer]:
-                stream.receive(memory.buffers(block), block.nbytes)
-
-        def came(number: int, peer: int, operand: Any) -> None:
-            theirs = arrived[number]
-            theirs[peer] = operand
-            if len(theirs) < len(streams):
-                return
-            block = mine[number]
-            for start, stop, own in zip(
-                block.edges, block.edges[1:], memory.operands(block), strict=False
-            ):
-                operands = [
-                    own if rank == self.rank else theirs[rank][start:stop]
-                    for rank in range(self.size)
-                ]
-                reduce_into(own, operands, op)
-                if scale != 1.0:
-                    own *= scale
-            for stream in streams.values():
-                stream.send(memory.buffers(block), block.nbytes)
-            if number + AHEAD < len(mine):
-                expect(number + AHEAD)
-
-        for number in range(min(AHEAD, len(mine))):
-            expect(number)
-        if not mine:
-            for peer, stream in streams.items():
-                expect_results(peer, stream)
-
-    def _block_buffer(self, dtype: torch.dtype, peer: int, slot: int, count: int) -> _BlockBuffer:
+    def _block_buffer(self, dtype: torch.dtype, peer: int, slot: int, count: int) -> BlockBuffer:
         """Where so many elements of a peer may arrive."""
         key = (dtype, peer, slot, count)
         buffer = self._block_buffers.get(key)
@@ -354,7 +299,7 @@ class TcpTransport(PairwiseTransport):
             scratch = self._scratch_for(self.size * per_peer)
             start = peer * per_peer + slot * self._block
             memory = scratch[start : start + count * dtype.itemsize]
-            buffer = _BlockBuffer(memory.numpy(), as_blocks(memory.view(dtype)))
+            buffer = BlockBuffer(memory.numpy(), as_blocks(memory.view(dtype)))
             self._block_buffers[key] = buffer
         return buffer
 
