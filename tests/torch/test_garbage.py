@@ -1,7 +1,7 @@
 """Steps and collectives leave no tensor to Python's collector: memory is free when it is let go.
 
-A tensor in a cycle of references lives until the collector finds it. Gradients that do so make every
-step begin with fresh memory, which costs more than reducing them.
+A tensor in a cycle of references lives until the collector finds it. With such gradients every step
+begins with fresh memory, which costs more than reducing them.
 """
 
 from __future__ import annotations
