@@ -229,7 +229,12 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         help="Put the time before the [rank]<stream>: of each line.",
     )
     group.add_argument(
-        "--verbose", action="store_true", help="Say what is started, where, and how it ended."
+        "--verbose",
+        action="count",
+        default=0,
+        help="Say what is started, where, with which variables, and how it ended; given twice, "
+        "also the commands that reach the hosts, the addresses found, and every event of an "
+        "elastic job (default: failures, changes of an elastic job, and who is awaited).",
     )
 
 
