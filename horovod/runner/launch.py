@@ -49,6 +49,10 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
     for notice in options.notices:
         console.say(notice, Colour.ATTENTION)
     try:
+        if options.scaling is not None:
+            from horovod.runner.scaling import run_study
+
+            return run_study(options, {**os.environ, **_terminal(console)}, console)
         controller = controllers.choose(options, os.environ)
         if controller != controllers.GLOO:
             return _run_elsewhere(controller, options, console)

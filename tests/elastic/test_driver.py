@@ -49,6 +49,13 @@ def test_rank_0_is_lost(tmp_path: Path):
             "w3": 2,
         }
         assert "w0 (rank 0, localhost) failed: killed by SIGSEGV" in job.errors
+        told = re.findall(
+            r"^horovodrun: re-formed with (\d) ranks? in \d+\.\d s$", job.errors, re.M
+        )
+        formed = job.events("formed")
+        assert "seconds" not in formed[0], "the first time is no change"
+        assert told == [str(event["ranks"]) for event in formed if "seconds" in event]
+        assert told[-1] == "3"
 
 
 def test_two_are_lost_at_once(tmp_path: Path):
