@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,10 @@ ERASE = "\r\x1b[K"
 YELLOW, RED, PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
+def uncoloured(text: str) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0
@@ -33,8 +38,25 @@ class Clock:
         return self.now
 
 
-def written(far: int) -> str:
-    return os.read(far, 1 << 16).decode().replace("\r\n", "\n")
+def check_written(far: int, expected: str) -> None:
+    """Just that came; a terminal may pass it on in pieces."""
+    text = ""
+    while len(text) < len(expected):
+        ready, _, _ = select.select([far], [], [], HANG)
+        assert ready, f"expected {expected!r} after {text!r}"
+        text += os.read(far, 1 << 16).decode().replace("\r\n", "\n")
+    assert text == expected
+
+
+def write_to(far: int, near: int, write: Callable[[Console], object]) -> str:
+    """All that a console writes to a terminal."""
+    console = Console(near, near)
+    write(console)
+    console._put("stderr", b"\0")
+    text = b""
+    while not text.endswith(b"\0"):
+        text += os.read(far, 1 << 16)
+    return text[:-1].decode().replace("\r\n", "\n")
 
 
 @pytest.fixture(autouse=True)
@@ -71,28 +93,27 @@ def test_on_a_terminal_one_line_changes_in_place(terminal):
     clock.now += 0.5
     progress.update("waiting for node1")
     console.say("first")  # before that nothing was drawn: nobody needs to hear of short waits
-    assert written(far) == "\x1b[36mhorovodrun:\x1b[0m first\n"
+    check_written(far, "\x1b[36mhorovodrun:\x1b[0m first\n")
     clock.now += 1.5
     progress.update("waiting for node1")
-    assert written(far) == f"{YELLOW}horovodrun: waiting for node1 (2 s){PLAIN}"
+    check_written(far, f"{YELLOW}horovodrun: waiting for node1 (2 s){PLAIN}")
     clock.now += 1.0
     progress.update("waiting for node2")
-    assert written(far) == f"{ERASE}{YELLOW}horovodrun: waiting for node2 (3 s){PLAIN}"
+    check_written(far, f"{ERASE}{YELLOW}horovodrun: waiting for node2 (3 s){PLAIN}")
     source = Source(0, "stdout")
     console.show(source, LineSplitter().feed(b"hello\n"))
     drawn = f"{YELLOW}horovodrun: waiting for node2 (3 s){PLAIN}"
-    assert written(far) == f"{ERASE}[0]<stdout>:hello\n{drawn}", "below what scrolls by"
+    check_written(far, f"{ERASE}[0]<stdout>:hello\n{drawn}")
     progress.update("")
-    assert written(far) == ERASE
+    check_written(far, ERASE)
     console.show(source, LineSplitter().feed(b"bye\n"))
-    assert written(far) == "[0]<stdout>:bye\n"
+    check_written(far, "[0]<stdout>:bye\n")
 
 
 def test_a_line_is_never_wider_than_the_terminal(terminal):
     far, near = terminal
-    console = Console(near, near)
-    console.progress("x" * 1000)
-    assert len(re.sub(r"\x1b\[\d*m", "", written(far))) == console.width - 1
+    drawn = write_to(far, near, lambda console: console.progress("x" * 1000))
+    assert len(uncoloured(drawn)) == Console(near, near).width - 1
 
 
 def test_the_bar_of_a_rank_comes_back_afterwards(terminal):
@@ -101,7 +122,9 @@ def test_the_bar_of_a_rank_comes_back_afterwards(terminal):
     console.show(bar, splitter.feed(b" 10%\r"), splitter.pending)
     console.progress("waiting for w1")
     console.progress("")
-    assert written(far).endswith(f"{ERASE}[0]<stderr>: 10%")
+    bar_drawn = "[0]<stderr>: 10%"
+    awaited = f"{YELLOW}horovodrun: waiting for w1{PLAIN}"
+    check_written(far, f"{bar_drawn}{ERASE}{awaited}{ERASE}{bar_drawn}")
 
 
 def test_elsewhere_only_long_waits_are_worth_a_line(pipe):
@@ -111,14 +134,12 @@ def test_elsewhere_only_long_waits_are_worth_a_line(pipe):
     for _ in range(65):
         progress.update("1 of 2 hosts are up, waiting for node2")
         clock.now += 1.0
-    assert written(far).splitlines() == [
-        "horovodrun: 1 of 2 hosts are up, waiting for node2 (for 30 s so far)",
-        "horovodrun: 1 of 2 hosts are up, waiting for node2 (for 60 s so far)",
-    ]
+    line = "horovodrun: 1 of 2 hosts are up, waiting for node2 (for {} s so far)\n"
+    check_written(far, line.format(30) + line.format(60))
     progress.update("")
     progress.update("again")
     console.say("over")
-    assert written(far) == "horovodrun: over\n"
+    check_written(far, "horovodrun: over\n")
 
 
 # -- who is awaited --------------------------------------------------------------------------------
@@ -190,14 +211,12 @@ def test_the_account_of_a_failure_says_the_same_in_colour(terminal):
     failure = Exit(1, 4711, 3, "node2")
     outcome = Outcome(exits=[failure], first_failure=failure)
     account = describe_failure(outcome, ["Traceback", "", "ValueError: no"])
-    Console(near, near).write_account(account)
-    text = written(far)
-    assert re.sub(r"\x1b\[[\d;]*m", "", text) == account
+    text = write_to(far, near, lambda console: console.write_account(account))
+    assert uncoloured(text) == account
     assert f"{RED}  1     node2  4711  exit code 3{PLAIN}\n" in text
     assert "\n  ValueError: no\n" in text, "what the worker wrote stays as it is"
-    account = describe_failure(Outcome(lost=LostHost("node3", [4, 5], "lost: no answer", "")), [])
-    Console(near, near).write_account(account)
-    assert re.sub(r"\x1b\[[\d;]*m", "", written(far)) == account
+    other = describe_failure(Outcome(lost=LostHost("node3", [4, 5], "lost: no answer", "")), [])
+    assert uncoloured(write_to(far, near, lambda console: console.write_account(other))) == other
 
 
 # -- jobs ------------------------------------------------------------------------------------------
@@ -209,7 +228,7 @@ def on_terminal(
     until: str = "",
     then: Callable[[], object] | None = None,
 ) -> tuple[int, str]:
-    """Run to the end; the exit status and what was written. On ``until`` do what is said ``then``."""
+    """Run to the end, and do ``then`` when ``until`` appears; the exit status and the output."""
     far, near = pty.openpty()
     process = subprocess.Popen(
         command(*arguments),
