@@ -53,6 +53,12 @@ def run_study(options: argparse.Namespace, env: Mapping[str, str], console: Cons
     _check_output(options)
     if controller == controllers.GLOO and any(is_local(host.name) for host in options.hosts):
         find_command(options.command[0], env.get("PATH"))
+    if len(options.scaling) > 1 and not env.get("OMP_NUM_THREADS"):
+        console.say(
+            "scaling: a rank has more threads at smaller sizes, where fewer share a machine's "
+            "cores; set OMP_NUM_THREADS to give it the same at every size",
+            Colour.ATTENTION,
+        )
     study = _Study(options, env, console, controller, Report(options.strong, published))
     try:
         study.run()
