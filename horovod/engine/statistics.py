@@ -58,8 +58,8 @@ class Counters:
         self.bytes_inline = 0  # reduced in host memory by the shortest way: in none of the others
         self.bytes_reduced = 0
         self.bytes_moved = {SHARED_MEMORY: 0, NETWORK: 0, DEVICE: 0}
-        # Rounds of the background thread: their seconds, when the present one began (0: there is
-        # none), and how many of these seconds somebody waited for.
+        # Rounds of the background thread: their seconds of waiting and reducing, when the present
+        # one began (0: there is none), and how many of these seconds somebody waited for.
         self.background = 0.0
         self.background_since = 0.0
         self.awaited = 0.0
