@@ -85,6 +85,7 @@ class _Study:
         self._console = console
         self._controller = controller
         self._report = report
+        self._unwritten = ""  # why the CSV file is not there
 
     def run(self) -> None:
         """All runs; a size that fails is not tried again, and the others go on."""
@@ -113,10 +114,13 @@ class _Study:
         left = [n for n in self._options.scaling if n not in report.failed and n not in report.runs]
         if report.runs:
             console.answer(table(report, self._options.scaling))
-            problem = draw(report, f"{prefix}.png")
-            console.say(f"scaling: wrote {prefix}.csv" + ("" if problem else f" and {prefix}.png"))
-            if problem:
+            undrawn = draw(report, f"{prefix}.png")
+            files = [f"{prefix}.csv"] * (not self._unwritten) + [f"{prefix}.png"] * (not undrawn)
+            if files:
+                console.say(f"scaling: wrote {' and '.join(files)}")
+            for problem in filter(None, (self._unwritten, undrawn)):
                 console.say(f"scaling: {problem}", Colour.ATTENTION)
+            self.status = self.status or int(bool(self._unwritten))
         for size, how in report.failed.items():
             console.say(f"scaling: {_ranks(size)} failed: {how}", Colour.FAILURE)
         if left:
@@ -127,7 +131,8 @@ class _Study:
         steps = f", {run.steps_per_second:.4g} steps/s" if run.steps_per_second else ""
         self._console.say(f"scaling: {_ranks(run.ranks)}: {run.seconds:.2f} s{steps}")
         # After every run: a study takes hours, and the machine may not live to its end.
-        write_csv(self._report, self._options.scaling, f"{self._options.scaling_output}.csv")
+        path = f"{self._options.scaling_output}.csv"
+        self._unwritten = write_csv(self._report, self._options.scaling, path)
 
     def _run_once(self, size: int, repeat: int) -> Run | _Ended:
         options = _options_for(self._options, size)

@@ -247,21 +247,28 @@ def _legend(report: Report) -> str:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def write_csv(report: Report, sizes: Sequence[int], path: str) -> None:
-    """All numbers; as ``--scaling-published`` it can be compared with later. Replaces the file."""
+def write_csv(report: Report, sizes: Sequence[int], path: str) -> str:
+    """Write all numbers, replacing the file; why not, if that is not possible.
+
+    As ``--scaling-published`` the file can be compared with later.
+    """
     rows, published = report.rows, report.published_rows
     partial = f"{path}.partial"
-    with open(partial, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*_COLUMNS, *(_PUBLISHED_COLUMNS if published else ())])
-        for size in sorted({*sizes, *published}):
-            runs = report.runs.get(size, [])
-            cells: list[Any] = [size, report.mode, *_numbers(rows.get(size), with_steps=True)]
-            cells += [len(runs), " ".join(f"{run.seconds:.3f}" for run in runs)]
-            if published:
-                cells += _numbers(published.get(size), with_steps=False)
-            writer.writerow(cells)
-    os.replace(partial, path)
+    try:
+        with open(partial, "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow([*_COLUMNS, *(_PUBLISHED_COLUMNS if published else ())])
+            for size in sorted({*sizes, *published}):
+                runs = report.runs.get(size, [])
+                cells: list[Any] = [size, report.mode, *_numbers(rows.get(size), with_steps=True)]
+                cells += [len(runs), " ".join(f"{run.seconds:.3f}" for run in runs)]
+                if published:
+                    cells += _numbers(published.get(size), with_steps=False)
+                writer.writerow(cells)
+        os.replace(partial, path)
+    except OSError as error:
+        return f"cannot write {path}: {error.strerror}"
+    return ""
 
 
 def _numbers(row: Row | None, *, with_steps: bool) -> list[str]:

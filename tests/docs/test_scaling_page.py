@@ -39,6 +39,7 @@ def test_the_script_serves_a_weak_and_a_strong_study(tmp_path: Path):
             ("1", mode, "1"),
             ("2", mode, "1"),
         ]
+        assert all(float(row["steps_per_second"]) > 0 for row in found), "the ranks report them"
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])

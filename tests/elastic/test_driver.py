@@ -21,6 +21,15 @@ def test_without_faults(tmp_path: Path):
         assert job.errors == "horovodrun: 3 workers: the job begins\n"
 
 
+def test_with_verbose_twice_every_event_is_told(tmp_path: Path):
+    with Launched(tmp_path, [*LOCAL, "--verbose", "--verbose"], {"steps": 3}) as job:
+        job.check_success(size=3)
+        assert "horovodrun: event: ready: worker w1, host localhost\n" in job.errors
+        assert "horovodrun: event: formed: decision 1\n" in job.errors
+        told = [line for line in job.errors.splitlines() if "the job begins" in line]
+        assert told == ["horovodrun: 3 workers: the job begins"], "not as an event as well"
+
+
 @pytest.mark.parametrize(
     ("phase", "how"),
     [

@@ -17,6 +17,7 @@ from horovod.common.store import MemoryStore
 from horovod.runner.report import LaunchError
 from horovod.runner.scaling import steps_per_second
 from horovod.runner.scaling_report import Published, Report, Run, draw, read_published, table
+from tests.runner import stub_ssh
 from tests.runner.jobs import HANG, command, environment, run
 
 BIN = os.path.dirname(sys.executable)  # where the wheel of Open MPI puts mpirun
@@ -173,6 +174,27 @@ def test_output_of_every_run_is_kept_apart(tmp_path: Path):
     assert names == ["1-ranks.run-1", "1-ranks.run-2", "2-ranks.run-1", "2-ranks.run-2"]
     kept = tmp_path / "logs" / "2-ranks.run-2" / "rank.1" / "stdout"
     assert kept.read_text() == "2 1.0\n"
+
+
+def test_on_several_hosts_they_are_filled_in_the_order_given(tmp_path: Path):
+    stub = stub_ssh.install(tmp_path)
+    program = "import os; print('on', os.environ['HOROVOD_HOSTNAME'], os.environ['HOROVOD_SIZE'])"
+    done = study(tmp_path, "--scaling", "1,3", "-H", "alpha:2,beta:1", program=program, **stub)
+    assert done.returncode == 0, done.stderr
+    found = sorted(line.partition("on ")[2] for line in done.stdout.splitlines() if ":on" in line)
+    assert found == ["alpha 1", "alpha 3", "alpha 3", "beta 3"]
+    done = study(tmp_path, "--scaling", "1,2", "-H", "alpha:1,unknown1:1", **stub)
+    assert done.returncode == 1
+    assert "scaling: 2 ranks failed: cannot start on unknown1: " in done.stderr
+    assert re.search(r"^    1 +[\d.]+ +1.00 +100%$", done.stdout, re.MULTILINE)
+
+
+def test_the_disk_is_full(tmp_path: Path):
+    (tmp_path / "full.csv.partial").symlink_to("/dev/full")
+    done = study(tmp_path, "--scaling", "1", "--scaling-output", "full")
+    assert done.returncode == 1
+    assert "speed-up" in done.stdout
+    assert "scaling: cannot write full.csv: No space left on device" in done.stderr
 
 
 def test_a_dry_run_shows_every_size_and_starts_nothing(tmp_path: Path):
