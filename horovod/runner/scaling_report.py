@@ -33,6 +33,7 @@ _COLUMNS = (
 )
 _PUBLISHED_COLUMNS = ("published_seconds", "published_speedup", "published_efficiency")
 _MODES = ("weak", "strong")
+_MUCH = 0.2  # of the median: runs of one size that differ more say little about small differences
 
 
 @dataclass(frozen=True)
@@ -239,9 +240,30 @@ def _legend(report: Report) -> str:
     runs = f", medians of {most} runs" if most > 1 else ""
     basis = "by steps per second" if counts_steps(rows, report.strong) else "by time"
     return (
-        f"{report.mode} scaling{runs}; speed-up and efficiency relative to {base} "
-        f"rank{'' if base == 1 else 's'}, {basis}.\nThe time is that of the whole command."
+        f"{report.mode} scaling{runs}; speed-up and efficiency relative to {_ranks(base)}, "
+        f"{basis}.\nThe time is that of the whole command.{_doubts(report)}"
     )
+
+
+def _doubts(report: Report) -> str:
+    """A sentence about the size whose runs differ most, if that is much."""
+
+    def spread(size: int) -> float:
+        times = [run.seconds for run in report.runs[size]]
+        return (max(times) - min(times)) / statistics.median(times)
+
+    worst = max(report.runs, key=spread)
+    if spread(worst) < _MUCH:
+        return ""
+    times = sorted(run.seconds for run in report.runs[worst])
+    return (
+        f"\nThe runs of {_ranks(worst)} took {times[0]:.2f} to {times[-1]:.2f} s: something else "
+        f"used the machine. Run it\nagain where nothing does, or more often (--repeat)."
+    )
+
+
+def _ranks(size: int) -> str:
+    return f"{size} rank{'' if size == 1 else 's'}"
 
 
 # -- files -----------------------------------------------------------------------------------------

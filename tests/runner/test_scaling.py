@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from horovod.common.store import MemoryStore
+from horovod.runner.arguments import make_options
 from horovod.runner.report import LaunchError
 from horovod.runner.scaling import steps_per_second
 from horovod.runner.scaling_report import Published, Report, Run, draw, read_published, table
@@ -244,15 +245,29 @@ def test_with_mpirun(tmp_path: Path):
         ("-np 2 --repeat 2 true", "argument --repeat: it is for a study with --scaling"),
         ("-np 2 --strong true", "argument --strong: it is for a study with --scaling"),
         ("--scaling 1 --scaling-published no.csv true", "there is no file 'no.csv'"),
-        ("--scaling 1 --scaling-output no/where true", "--scaling-output: there is no directory"),
-        ("--scaling 1,2 no-such-command", "command not found: 'no-such-command'"),
     ],
 )
-def test_mistakes_are_named_before_anything_runs(tmp_path: Path, arguments: str, message: str):
+def test_options_that_describe_no_study(arguments: str, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_options(arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ("--scaling 1,1 true", 2, "error: argument --scaling: 1 is there twice"),
+        ("--scaling 1 --scaling-output no/where true", 2, "there is no directory"),
+        ("--scaling 1,2 no-such-command", 127, "command not found: 'no-such-command'"),
+        ("--scaling 1,2 --mpi --output-ranks 0 true", 2, "--output-ranks: not possible with --mpi"),
+    ],
+)
+def test_mistakes_are_named_before_anything_runs(
+    tmp_path: Path, arguments: str, status: int, message: str
+):
     done = run(*arguments.split(), cwd=tmp_path)
-    assert done.returncode in (2, 127)
+    assert done.returncode == status, done.stderr
     assert message in done.stderr
-    assert "scaling: 1 rank" not in done.stderr
+    assert "failed" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -336,7 +351,11 @@ def test_medians_and_a_smallest_size_above_one():
     assert report.rows[2].seconds == 12.0
     assert report.rows[8].speedup == 3.0
     assert report.rows[8].efficiency == 0.75
-    assert "relative to 2 ranks" in table(report, [2, 8])
+    text = table(report, [2, 8])
+    assert "relative to 2 ranks" in text
+    assert "The runs of 2 ranks took 10.00 to 90.00 s: something else used the machine." in text
+    report.runs[2][1] = Run(2, 11.5)
+    assert "something else" not in table(report, [2, 8])
 
 
 def test_steps_of_some_sizes_only_do_not_decide():
