@@ -180,6 +180,13 @@ class Config:
         "Before every optimizer step, look for NaN and infinity in each rank's own gradients; if "
         "there are any, all ranks raise an error that names the ranks and parameters.",
     )
+    stats_interval: float | None = _knob(
+        None,
+        _WATCH,
+        "Seconds between reports of each rank's numbers (`hvd.stats()`) to the launcher's store. "
+        "Unset: no reports. `--dashboard` sets it.",
+        minimum=0.01,
+    )
     log_level: str = _knob(
         "warning",
         _WATCH,
@@ -402,7 +409,7 @@ def _row(knob: Knob) -> str:
         kind = {bool: "yes or no", int: "integer", float: "number", str: "text"}[knob.type]
     if knob.type is bool and knob.default is not None:
         default = "1" if knob.default else "0"
-    elif knob.type is float:
+    elif knob.type is float and knob.default is not None:
         default = f"{knob.default:g}"
     else:
         default = "unset" if knob.default is None else str(knob.default)

@@ -22,6 +22,7 @@ from horovod.ray.logs import Messages
 from horovod.ray.node_set import ActorRequest, NodeSet
 from horovod.ray.params import ElasticParams
 from horovod.ray.settings import key_of
+from horovod.runner.colours import Colour
 from horovod.runner.console import Console
 from horovod.runner.elastic.discovery import HostDiscovery, HostManager
 from horovod.runner.elastic.driver import Driver
@@ -190,9 +191,10 @@ class _Console(Console):
 
     def __init__(self, verbose: int) -> None:
         super().__init__()
+        self.without_bars()
         self._verbose = verbose
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, colour: Colour = Colour.PLAIN) -> None:
         if self._verbose:
             for line in _in_words_of_ray(text).splitlines():
                 print(f"horovod.ray: {line}", file=sys.stderr, flush=True)

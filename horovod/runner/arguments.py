@@ -4,12 +4,14 @@
 instead. The result has these attributes; one that is not given is None (a switch: False) unless
 stated:
 
-job       num_proc (int), command (list), dry_run, config_file
+job       num_proc (int; of a scaling study the largest), command (list), dry_run, config_file
 hosts     hosts (list of `Host`; localhost when nothing is given, empty with a discovery script),
           hostfile (path), host_discovery_script (absolute path), network_interfaces (list)
 ssh       ssh_port (int), ssh_identity_file (path)
 output    output_filename, output_ranks (list of int), attach (rank or None), prefix_timestamp,
-          verbose
+          verbose (int: how often)
+scaling   scaling (sizes, ascending), strong, repeat (1 by default), scaling_output ("scaling" by
+          default), scaling_published (path)
 launcher  use_gloo, use_mpi, use_jsrun (at most one is True), mpi_args (text), binding_args (text),
           tcp_flag, cpu_bind ("none", "core" or "numa"; never None)
 elastic   elastic (whether this is an elastic job), min_num_proc (num_proc by default in an elastic
@@ -29,7 +31,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from horovod.runner.config_file import CONTROLLER, read_config_file
-from horovod.runner.hosts import Host, is_local, lsf_hosts, parse_hostfile
+from horovod.runner.hosts import Host, is_local, lsf_hosts, parse_hostfile, plan_slots
 from horovod.runner.option_parser import DEFAULT_WORKER_FAILURES, make_parser
 from horovod.runner.tunables import TUNABLES, chosen, settings, without_effect
 
@@ -74,9 +76,11 @@ def _read(
     if options.version or options.check_build:
         return options
     typed = chosen(options)
+    _settle_scaling(parser, options)
     _merge_config_file(options)
     _settle_hosts(options, environ)
     _settle_job(options)
+    _check_sizes(options)
     _settle_elastic(options)
     _settle_launcher(options, environ)
     settings(options, environ)  # a variable that the workers would refuse is refused here
@@ -150,12 +154,53 @@ def _settle_job(options: argparse.Namespace) -> None:
         )
     if not options.command or not options.command[0]:
         raise ValueError(
-            f"say what to run, for example: horovodrun -np {options.num_proc} python train.py"
+            f"say what to run, for example: horovodrun {_how_many(options)} python train.py"
         )
     if not options.hosts and options.host_discovery_script is None:
         options.hosts = [Host("localhost", options.num_proc)]
     if options.network_interfaces is not None:
         options.network_interfaces = list(dict.fromkeys(options.network_interfaces))
+
+
+def _how_many(options: argparse.Namespace) -> str:
+    if options.scaling is None:
+        return f"-np {options.num_proc}"
+    return f"--scaling {','.join(map(str, options.scaling))}"
+
+
+def _settle_scaling(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """A study says itself how many processes there are; its jobs do not change their size."""
+    given = _given(parser, options, ("repeat", "scaling_output", "scaling_published"))
+    given += ["--strong"] if options.strong else []
+    if options.scaling is None:
+        if given:
+            raise ValueError(f"argument {given[0]}: it is for a study with --scaling, such as 1,2")
+        return
+    if options.num_proc is not None:
+        raise ValueError("argument --scaling: it says how many processes to run; leave out -np")
+    elastic = _given(parser, options, ("host_discovery_script", "min_num_proc", *_NEEDS_ELASTIC))
+    if elastic:
+        raise ValueError(
+            f"argument --scaling: not possible in an elastic job, whose size changes; leave out "
+            f"{elastic[0]}"
+        )
+    if options.attach is not None:
+        raise ValueError("argument --attach: not possible with --scaling, which runs several jobs")
+    options.num_proc = options.scaling[-1]
+    options.repeat = options.repeat or 1
+    options.scaling_output = options.scaling_output or "scaling"
+
+
+def _check_sizes(options: argparse.Namespace) -> None:
+    for size in options.scaling or ():
+        try:
+            plan_slots(options.hosts, size)
+        except ValueError:
+            slots = sum(host.slots or 0 for host in options.hosts)
+            raise ValueError(
+                f"argument --scaling: {size} processes do not fit, the hosts offer {slots} slots; "
+                f"leave that size out, or give more slots (-H NAME:SLOTS)"
+            ) from None
 
 
 def _settle_elastic(options: argparse.Namespace) -> None:

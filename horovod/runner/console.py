@@ -4,6 +4,9 @@
 ``[rank]<stream>:``, in one write. A line ended by a carriage return is a progress bar: on a
 terminal it stays at the bottom and is redrawn in place, below the lines that scroll by. Elsewhere
 lines end as they ended in the worker: with a newline, a carriage return, or, the last one, nothing.
+
+The launcher's own messages have colours where `colours` allows. Its progress line, on a terminal,
+takes the place of the bar while there is something to wait for.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from horovod.runner import colours
+from horovod.runner.colours import Colour, paint
 from horovod.runner.lines import Line
 
 _ERASE = b"\r\x1b[K"
@@ -54,8 +59,10 @@ class Console:
         self._files = {name: _identity(fd) for name, fd in self._fds.items()}
         self._unfinished: dict[object, Source] = {}  # whose line in a file has no end so far
         self._terminals = {name for name, fd in self._fds.items() if os.isatty(fd)}
+        self._coloured = {name for name, fd in self._fds.items() if colours.wanted(fd)}
         self._timestamps = timestamps
         self._speaker = speaker
+        self._awaited = ""  # the launcher's progress line
         self._bar: tuple[Source, bytes] | None = None
         self._drawn = False
         self._lost: set[str] = set()  # streams that take nothing any more
@@ -69,6 +76,11 @@ class Console:
     @property
     def is_terminal(self) -> bool:
         return bool(self._terminals)
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether `progress` appears anywhere."""
+        return "stderr" in self._terminals
 
     @property
     def width(self) -> int:
@@ -125,14 +137,17 @@ class Console:
         if out:
             self._put(source.stream, bytes(out))
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, colour: Colour = Colour.PLAIN) -> None:
         """A message of the launcher itself, on stderr."""
-        self._write(
-            "stderr",
-            "".join(f"{self._speaker}: {line}\n" for line in text.splitlines()).encode(
-                errors="backslashreplace"
-            ),
-        )
+        speaker = self._paint("stderr", f"{self._speaker}:", Colour.SPEAKER)
+        lines = [f"{speaker} {self._paint('stderr', line, colour)}\n" for line in text.splitlines()]
+        self._write("stderr", "".join(lines).encode(errors="backslashreplace"))
+
+    def progress(self, text: str) -> None:
+        """What the launcher waits for, on one line that is drawn anew; nothing takes it away."""
+        if self.shows_progress and text != self._awaited:
+            self._awaited = text
+            self._write("stderr", b"")
 
     def answer(self, text: str) -> int:
         """What was asked for instead of a job, on stdout; the exit status."""
@@ -141,9 +156,17 @@ class Console:
             self.say(self.problem)
         return 1 if self.broken else 0
 
-    def write(self, text: str) -> None:
-        """Text for stderr as it is."""
-        self._write("stderr", text.encode(errors="backslashreplace"))
+    def write_account(self, account: str) -> None:
+        """The account of a failure (`report.describe_failure`), on stderr."""
+        if account and "stderr" in self._coloured:
+            title, table, rest = account.split("\n\n", 2)
+            heading, rows = table.split("\n", 1)
+            title, rows = paint(title, Colour.FAILURE_TITLE), paint(rows, Colour.FAILURE)
+            account = f"{title}\n\n{paint(heading, Colour.FAINT)}\n{rows}\n\n{rest}"
+        self._write("stderr", account.encode(errors="backslashreplace"))
+
+    def _paint(self, stream: str, text: str, colour: Colour) -> str:
+        return paint(text, colour) if stream in self._coloured else text
 
     def without_bars(self) -> None:
         """Somebody types at this terminal: nothing is drawn at its bottom any more."""
@@ -155,6 +178,7 @@ class Console:
 
     def finish(self) -> None:
         """Leave a bar that is still drawn where it is, and the cursor below it."""
+        self.progress("")
         if self._bar is not None:
             source, text = self._bar
             self._bar = None
@@ -172,7 +196,7 @@ class Console:
         """Write whole lines, taking the bar away before and drawing it again after."""
         if stream in self._terminals:
             before = _ERASE if self._drawn else b""
-            self._drawn = self._bar is not None
+            self._drawn = bool(self._awaited) or self._bar is not None
             data = before + data + self._draw()
         elif self._unfinished.pop(self._files[stream], None) is not None:
             data = b"\n" + data
@@ -192,10 +216,13 @@ class Console:
                     self.problem = f"cannot write to {stream}: {error.strerror}"
 
     def _draw(self) -> bytes:
+        columns = self.width - 1
+        if self._awaited:
+            line = f"{self._speaker}: {self._awaited}"[:columns]
+            return self._paint("stderr", line, Colour.ATTENTION).encode(errors="backslashreplace")
         if self._bar is None:
             return b""
         source, text = self._bar
-        columns = self.width - 1
         whole = self._format(source, text).rstrip(b"\n").decode(errors="ignore")
         cut = whole[:columns]
         return cut.encode() + (_PLAIN if "\x1b" in cut else b"")

@@ -21,6 +21,7 @@ from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
 from horovod.runner import controllers
 from horovod.runner.arguments import parse_args
+from horovod.runner.colours import Colour
 from horovod.runner.console import Console
 from horovod.runner.hosts import Slot, is_local, plan_slots
 from horovod.runner.outputs import STREAMS, Outputs
@@ -46,8 +47,12 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         return console.answer(check_build(verbose=options.verbose))
     get_logger().setLevel(LEVELS[settings(options, os.environ).log_level])
     for notice in options.notices:
-        console.say(notice)
+        console.say(notice, Colour.ATTENTION)
     try:
+        if options.scaling is not None:
+            from horovod.runner.scaling import run_study
+
+            return run_study(options, {**os.environ, **_terminal(console)}, console)
         controller = controllers.choose(options, os.environ)
         if controller != controllers.GLOO:
             return _run_elsewhere(controller, options, console)
@@ -63,11 +68,11 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         env = {**os.environ, **_terminal(console)}
         outcome = run_job(options, options.command, env=env, console=console)
         if outcome.problem:
-            console.say(outcome.problem)
-        console.write(outcome.account)
+            console.say(outcome.problem, Colour.FAILURE)
+        console.write_account(outcome.account)
         return exit_status(outcome)
     except LaunchError as error:
-        console.say(str(error))
+        console.say(str(error), Colour.FAILURE)
         return error.status
     except KeyboardInterrupt:  # before the supervisor took the signals over
         return 130

@@ -61,6 +61,35 @@ addresses, or a name that `/etc/hosts` gives to one of them. Under two names
 (`-H localhost:2,127.0.0.1:2`) it counts as two hosts, for trying out what runs between hosts.
 """
 
+_MESSAGES = """\
+## What it tells
+
+The ranks' output comes on stdout and stderr with `[rank]<stream>:` before each line. What
+horovodrun says itself is on stderr, after `horovodrun:`. How much that is has three levels:
+
+- Without `--verbose`: what keeps a job from starting; the first rank that fails, with a table and
+  its last lines; options without effect. In an elastic job also every change of its members with
+  the reason, hosts that are waited for, and with how many ranks and after how long it has
+  re-formed.
+- `--verbose`: also the command, where each rank runs, its pid, its threads and Horovod's variables,
+  and how it ended.
+- `--verbose --verbose`: also the command that starts an agent on each host (ssh and its options),
+  the addresses at which hosts reach each other, and every event of an elastic job, as
+  `--status-file` has it.
+
+Keys and other secrets are never shown. What the library says inside of the ranks is chosen with
+[`--log-level`](#logging).
+
+On a terminal the last line shows who is awaited: while a job starts, hosts that ssh has not
+reached, hosts that have not connected back, ranks that have not called `hvd.init()` while others
+wait there; in an elastic job, workers that have not come to meet the others. Elsewhere a wait is
+told every 30 seconds.
+
+Messages of horovodrun have colours on a terminal: failures are red, waits yellow, an elastic job
+that has re-formed green. There are none in files and pipes, with `TERM=dumb`, or where `NO_COLOR`
+is set; `FORCE_COLOR=1` wants them everywhere, for logs that are shown with colours.
+"""
+
 _CONFIGURATION = """\
 ## Configuration file
 
@@ -79,7 +108,7 @@ def option_page() -> str:
             title = str(group.title)
             parts.append(f"## {title[0].upper()}{title[1:]}\n\n" + _table(actions))
     example = "\n".join(f"    {line}".rstrip() for line in _example())
-    return "\n".join([*parts, _HOSTS, _CONFIGURATION, f"{example}\n"])
+    return "\n".join([*parts, _HOSTS, _MESSAGES, _CONFIGURATION, f"{example}\n"])
 
 
 def _table(actions: list[argparse.Action]) -> str:

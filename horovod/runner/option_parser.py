@@ -37,6 +37,8 @@ examples:
     horovodrun -np 2 --attach 0 python train.py
   go on when hosts are lost, and use new ones:
     horovodrun -np 8 --min-np 4 --host-discovery-script ./hosts python train.py
+  the same training on 1, 2, 4 and 8 processes, three times each, as a table:
+    horovodrun --scaling 1,2,4,8 --repeat 3 --strong python train.py
   what is usable on this machine:
     horovodrun --check-build
 
@@ -104,6 +106,7 @@ def make_parser() -> Parser:
     _add_job(parser.add_argument_group("job"))
     _add_hosts(parser.add_argument_group("hosts (default: this machine)"))
     _add_output(parser.add_argument_group("output"))
+    _add_scaling(parser.add_argument_group("scaling study"))
     _add_launchers(parser.add_argument_group("launcher"))
     sections = {ELASTIC: parser.add_argument_group(ELASTIC)}
     _add_elastic(sections[ELASTIC])
@@ -229,7 +232,50 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         help="Put the time before the [rank]<stream>: of each line.",
     )
     group.add_argument(
-        "--verbose", action="store_true", help="Say what is started, where, and how it ended."
+        "--verbose",
+        action="count",
+        default=0,
+        help="Say what is started, where, with which variables, and how it ended; given twice, "
+        "also the commands that reach the hosts, the addresses found, and every event of an "
+        "elastic job (default: failures, changes of an elastic job, and who is awaited).",
+    )
+
+
+def _add_scaling(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--scaling",
+        type=values.sizes,
+        metavar="N,N,...",
+        help="Run COMMAND with each of these numbers of processes in turn, instead of -np, and "
+        "print time, steps per second, speed-up and efficiency. Every rank is to have the same "
+        "work at every size (weak scaling), unless --strong is given.",
+    )
+    group.add_argument(
+        "--strong",
+        action="store_true",
+        help="The whole work is the same at every size. COMMAND divides it: by the number of "
+        "ranks, as DistributedSampler does, or by HOROVOD_SCALING_FRACTION, which is 1/N (without "
+        "--strong: 1.0).",
+    )
+    group.add_argument(
+        "--repeat",
+        type=values.whole(1),
+        metavar="R",
+        help="Run every size R times, in turns, and take medians (default: 1).",
+    )
+    group.add_argument(
+        "--scaling-published",
+        type=values.readable_file,
+        metavar="FILE",
+        help="CSV file with the columns ranks and seconds: somebody else's run, or the file of an "
+        "earlier study, to show beside this one (default: none).",
+    )
+    group.add_argument(
+        "--scaling-output",
+        type=values.text,
+        metavar="PREFIX",
+        help="Write the table to PREFIX.csv and a chart to PREFIX.png (default: scaling). The "
+        "chart needs matplotlib: pip install 'horovod[scaling]'.",
     )
 
 

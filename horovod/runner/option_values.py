@@ -66,6 +66,21 @@ def ranks(text: str) -> list[int]:
     return sorted(found)
 
 
+def sizes(text: str) -> list[int]:
+    """``1,2,4`` as numbers of processes, the smallest first."""
+    found: list[int] = []
+    for part in text.split(","):
+        if re.fullmatch(r"[0-9]{1,7}", part.strip()) is None:
+            raise ArgumentTypeError(f"{part!r} is not a number of processes; write 1,2,4,8")
+        size = int(part)
+        if size == 0:
+            raise ArgumentTypeError("a job has at least 1 process, not 0")
+        if size in found:
+            raise ArgumentTypeError(f"{size} is there twice; --repeat runs every size again")
+        found.append(size)
+    return sorted(found)
+
+
 def rank(text: str) -> int:
     """A single rank."""
     if re.fullmatch(r"[0-9]{1,7}", text) is None or int(text) > _MAX_RANK:

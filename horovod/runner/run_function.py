@@ -99,7 +99,7 @@ def run(
         ssh_identity_file: Private key for ssh.
         disable_cache: Accepted for compatibility: nothing is kept between jobs.
         output_filename: A folder that also gets each rank's output.
-        verbose: Whether to say what is started, where, and how it ended.
+        verbose: 1 to say what is started, where, and how it ended; 2 for more.
         use_gloo: Start the processes directly and through ssh (the default).
         use_mpi: Start them with mpirun.
         mpi_args: More arguments for mpirun.
@@ -147,9 +147,10 @@ def run(
         "--mpi-args": mpi_args,
         "--network-interfaces": nics if isinstance(nics, str) or not nics else ",".join(nics),
     }
-    switches = {"--verbose": verbose, "--gloo": use_gloo, "--mpi": use_mpi}
+    switches = {"--gloo": use_gloo, "--mpi": use_mpi}
     argv = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
     argv += [flag for flag, on in switches.items() if on]
+    argv += ["--verbose"] * min(int(verbose or 0), 2)
     if cooldown_range is not None:
         argv += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
     command = [executable or sys.executable, "-m", "horovod.runner.run_task"]

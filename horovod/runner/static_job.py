@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from typing import Any
 from horovod.common.addresses import LOOPBACK
 from horovod.common.loss_note import read_note
 from horovod.runner.cause import CauseFinder
-from horovod.runner.host_agent import HostAgent, WorkerSpec
+from horovod.runner.colours import Colour
+from horovod.runner.host_agent import HostAgent, WorkerSpec, agent_command
 from horovod.runner.hosts import Slot, is_local
 from horovod.runner.probe import free_port, interface_address
 from horovod.runner.processes import signal_groups
+from horovod.runner.progress import TICK, Progress, Start
 from horovod.runner.report import Exit, LaunchError, LostHost, Outcome, ranges
 from horovod.runner.ssh import Ssh
 from horovod.runner.store_endpoints import (
@@ -67,7 +70,7 @@ class JobRequest:
     nics: Sequence[str] = ()
     start_timeout: float = 30.0
     cpu_bind: str = "none"
-    verbose: bool = False
+    verbose: int = 0  # how often --verbose was given
     attach: int | None = None  # the rank that gets the launcher's stdin
     agent_names: Sequence[str] = ()  # by rank, where a host has several agents
 
@@ -111,6 +114,8 @@ class StaticJob:
         self._cause = CauseFinder()
         self._bystanders = 0
         self._patient = False  # waiting for ranks that are said to be the cause
+        self._progress = Progress(supervisor.console)
+        self._start = Start(request.slots, list(self._hosts), self._all_local)
 
     def run(self) -> Outcome:
         """Start everything and see it to its end."""
@@ -120,12 +125,22 @@ class StaticJob:
             self._supervisor.call_later(self._request.start_timeout, self._give_up_waiting)
         else:
             self._start_agents()
+        if len(self._request.slots) > 1:
+            self._place.store.watch(self._start.note_key)
+        self._show_progress()
         self._supervisor.run(self)
         self._blame()
         outcome = self.outcome
         outcome.interrupted = next(iter(self._supervisor.signals), None)
         outcome.note_lost_output(self._console)
         return outcome
+
+    def _show_progress(self) -> None:
+        """Who is awaited, until all ranks have met."""
+        over = self._supervisor.stopping or bool(self._supervisor.signals)
+        self._progress.update("" if over else self._start.awaited())
+        if not over and not self._start.is_complete:
+            self._supervisor.call_later(TICK, self._show_progress)
 
     # -- hosts -----------------------------------------------------------------------------
 
@@ -150,10 +165,14 @@ class StaticJob:
             except OSError as error:
                 raise LaunchError(f"cannot start on {name}: {error.strerror}") from None
             self._supervisor.add(self._agents[name])
+            if request.verbose > 1:
+                command = shlex.join(agent_command(name, None if local else request.ssh))
+                self._console.say(f"{name}: {command}")
         if raised:
             self._supervisor.call_later(request.start_timeout + _SLACK, self._give_up_waiting)
 
     def ready(self, agent: HostAgent) -> None:
+        self._start.up.add(agent.name)
         if self._request.verbose:
             hello = agent.hello or {}
             self._console.say(f"{agent.name}: agent runs as pid {hello['pid']}")
@@ -237,6 +256,13 @@ class StaticJob:
 
     def probed(self, agent: HostAgent, answer: dict[str, Any]) -> None:
         self._answers[agent.name] = answer
+        self._start.connected.add(agent.name)
+        if self._request.verbose > 1 and answer["endpoint"] is not None:
+            address, port = answer["endpoint"]
+            self._console.say(
+                f"{agent.name}: reaches this machine at {address}, port {port}, and is reached by "
+                f"other hosts at {answer['address']}"
+            )
         if self._supervisor.stopping or self._supervisor.signals:
             return
         if answer["endpoint"] is None:
@@ -338,6 +364,7 @@ class StaticJob:
 
     def started(self, agent: HostAgent, worker: int, pid: int) -> None:
         self._pids[worker] = pid
+        self._start.started.add(worker)
         self._running.add(worker)
         if self._request.verbose:
             self._console.say(f"rank {worker} started{self._on(agent)}, pid {pid}")
@@ -359,6 +386,7 @@ class StaticJob:
         batch = [self._exit(rank, code, agent.name) for rank, code in exits]
         self.outcome.exits += batch
         self._running -= {one.rank for one in batch}
+        self._start.ended |= {one.rank for one in batch}
         for one in batch if self._request.verbose else ():
             self._console.say(f"rank {one.rank} ended: {one.describe()}")
         failures = [one for one in batch if one.code != 0]
@@ -401,11 +429,14 @@ class StaticJob:
         self.outcome.first_failure = failure
         early = self.outcome.gone_early = self._cause.gone_early(self.outcome.exits)
         if early:
-            self._console.say(f"rank {ranges([one.rank for one in early])} left the job early")
+            who = ranges([one.rank for one in early])
+            self._console.say(f"rank {who} left the job early", Colour.FAILURE)
             return
         others = f"; stopping the other {self._bystanders}" if self._bystanders else ""
         where = "" if self._all_local else f" on {failure.host}"
-        self._console.say(f"rank {failure.rank}{where} failed: {failure.describe()}{others}")
+        self._console.say(
+            f"rank {failure.rank}{where} failed: {failure.describe()}{others}", Colour.FAILURE
+        )
 
     def lost(self, agent: HostAgent, code: int) -> None:
         if agent.hello is None and not self._supervisor.stopping:
@@ -433,7 +464,8 @@ class StaticJob:
                 agent.last_words,
             )
             self._console.say(
-                f"{agent.name} (rank {ranges(self.outcome.lost.ranks)}) {how}; stopping the others"
+                f"{agent.name} (rank {ranges(self.outcome.lost.ranks)}) {how}; stopping the others",
+                Colour.FAILURE,
             )
             self._supervisor.stop(FAILURE_GRACE)
 

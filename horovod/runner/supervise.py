@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from horovod.runner.colours import Colour
 from horovod.runner.console import Console
 from horovod.runner.host_agent import AgentEnded, AgentEvent, HostAgent, Output
 from horovod.runner.outputs import Outputs
@@ -281,10 +282,11 @@ class Supervisor:
             name = signal.Signals(self.signals[0]).name
             self.console.say(
                 f"got {name}: asked the workers to end, and waiting up to {INTERRUPT_GRACE:.0f} s; "
-                f"once more kills them at once"
+                f"once more kills them at once",
+                Colour.ATTENTION,
             )
         if self._announced < 2 <= len(self.signals):
-            self.console.say("killing the workers")
+            self.console.say("killing the workers", Colour.ATTENTION)
             self.call_later(_KILL_PATIENCE, self._abandon_agents)
         self._announced = len(self.signals)
 

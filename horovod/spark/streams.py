@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from horovod.runner.colours import Colour
 from horovod.runner.console import Console
 
 
@@ -17,6 +18,7 @@ class StreamConsole(Console):
     def __init__(self, stdout: Any, stderr: Any, *, timestamps: bool, quiet: bool) -> None:
         super().__init__(timestamps=timestamps, speaker="horovod.spark")
         self._terminals = set()
+        self._coloured = set()
         self._streams: dict[str, Any] = {
             "stdout": sys.stdout if stdout is None else stdout,
             "stderr": sys.stderr if stderr is None else stderr,
@@ -24,9 +26,9 @@ class StreamConsole(Console):
         self._files = {name: id(stream) for name, stream in self._streams.items()}
         self._quiet = quiet
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, colour: Colour = Colour.PLAIN) -> None:
         if not self._quiet:
-            super().say(text)
+            super().say(text, colour)
 
     def _put(self, stream: str, data: bytes) -> None:
         target = self._streams[stream]

@@ -26,6 +26,7 @@ PAGES = [
     "process_sets",
     "fusion",
     "timeline",
+    "stats",
     "adasum",
     "compression",
     "mixed_precision",
@@ -37,7 +38,7 @@ PAGES = [
 ]
 # These have tests of their own.
 ELSEWHERE = {"pytorch", "tensorflow", "keras", "lightning", "communication_hooks", "elastic"}
-ELSEWHERE |= {"tensorflow_data_service", "launch/laptop"}
+ELSEWHERE |= {"tensorflow_data_service", "launch/laptop", "scaling"}
 LATER = {"spark", "spark_estimators", "ray", "jax", "mxnet", "launch/mpi"}  # others test these
 
 

@@ -21,6 +21,15 @@ def test_without_faults(tmp_path: Path):
         assert job.errors == "horovodrun: 3 workers: the job begins\n"
 
 
+def test_with_verbose_twice_every_event_is_told(tmp_path: Path):
+    with Launched(tmp_path, [*LOCAL, "--verbose", "--verbose"], {"steps": 3}) as job:
+        job.check_success(size=3)
+        assert "horovodrun: event: ready: worker w1, host localhost\n" in job.errors
+        assert "horovodrun: event: formed: decision 1\n" in job.errors
+        told = [line for line in job.errors.splitlines() if "the job begins" in line]
+        assert told == ["horovodrun: 3 workers: the job begins"], "not as an event as well"
+
+
 @pytest.mark.parametrize(
     ("phase", "how"),
     [
@@ -49,6 +58,13 @@ def test_rank_0_is_lost(tmp_path: Path):
             "w3": 2,
         }
         assert "w0 (rank 0, localhost) failed: killed by SIGSEGV" in job.errors
+        told = re.findall(
+            r"^horovodrun: re-formed with (\d) ranks? in \d+\.\d s$", job.errors, re.M
+        )
+        formed = job.events("formed")
+        assert "seconds" not in formed[0], "the first time is no change"
+        assert told == [str(event["ranks"]) for event in formed if "seconds" in event]
+        assert told[-1] == "3"
 
 
 def test_two_are_lost_at_once(tmp_path: Path):

@@ -110,11 +110,13 @@ def test_nothing_that_a_user_writes_is_ever_read_by_a_shell(
 
 
 def test_the_key_is_in_no_command_line_and_no_message(stub: dict[str, str], tmp_path: Path):
-    done = run_python(2, DUMP, options=["-H", "alpha:1,beta:1", "--verbose"], env=stub)
+    done = run_python(2, DUMP, options=["-H", "alpha:1,beta:1", *["--verbose"] * 2], env=stub)
     key = dumped(done.stdout)[0]["_HOROVOD_SECRET_KEY"]
     assert key not in done.stderr
     assert key not in (tmp_path / "log").read_text()
     assert "alpha: HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1" in done.stderr
+    assert re.search(r"^horovodrun: beta: .*ssh .*BatchMode=yes.* beta ", done.stderr, re.MULTILINE)
+    assert "horovodrun: beta: reaches this machine at 127.0.0.1, port " in done.stderr
 
 
 def test_ssh_gets_port_and_identity(stub: dict[str, str], tmp_path: Path):

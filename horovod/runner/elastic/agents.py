@@ -48,7 +48,7 @@ class WorkerRequest:
     nics: Sequence[str] = ()
     start_timeout: float = 30.0
     cpu_bind: str = "none"
-    verbose: bool = False
+    verbose: int = 0
 
 
 class _Host:

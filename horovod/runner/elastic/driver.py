@@ -27,6 +27,7 @@ from horovod.runner.elastic.status import Status, count
 from horovod.runner.elastic.termination import Ending, Termination
 from horovod.runner.elastic.upstream_driver import ElasticDriver
 from horovod.runner.host_agent import HostAgent
+from horovod.runner.progress import Progress, some
 from horovod.runner.report import Outcome, exit_status
 from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import FAILURE_GRACE, Supervisor
@@ -63,7 +64,7 @@ class Driver:
         supervisor: Supervisor,
         outputs: WorkerOutputs,
         status: Status,
-        verbose: bool = False,
+        verbose: int = 0,
     ) -> None:
         self._limits = limits
         self._manager = manager
@@ -90,6 +91,9 @@ class Driver:
         self._finishing = False
         self._mailbox = Mailbox()
         self._last_problem = ""
+        self._progress = Progress(supervisor.console)
+        self._forming_since = 0.0  # when the first decision since workers last met was made
+        self._forms_anew = False  # workers have met before
 
     def run(self) -> Outcome:
         """From discovery to the end."""
@@ -159,9 +163,7 @@ class Driver:
     def _take_key(self, key: str) -> bool:
         what, *rest = key.split("/")[1:]
         if what == "formed":
-            self._status.note("formed", decision=int(rest[0]))
-            if self._log_of_decisions.take_formed(int(rest[0])):
-                self._termination.formed()
+            self._take_formed(int(rest[0]))
             return True
         process = self._roster.get(rest[-1])
         if process is None:
@@ -185,6 +187,18 @@ class Driver:
             self._manager.give_back(process.host)
             self._log_of_decisions.causes.append(f"{process} leaves, as it was told to")
         return what not in ("heard", "seen")
+
+    def _take_formed(self, number: int) -> None:
+        newest = self._log_of_decisions.take_formed(number)
+        seconds, ranks = now() - self._forming_since, len(self._roster.placed)
+        if newest and self._forms_anew:
+            text = f"re-formed with {count(ranks, 'rank')} in {seconds:.1f} s"
+            self._status.tell(text, "formed", decision=number, ranks=ranks, seconds=seconds)
+        else:
+            self._status.note("formed", decision=number)
+        if newest:
+            self._forming_since, self._forms_anew = 0.0, True
+            self._termination.formed()
 
     # -- what the hosts say ----------------------------------------------------------------
 
@@ -264,7 +278,30 @@ class Driver:
     def _tick(self) -> None:
         if not self._supervisor.stopping:
             self._reconcile()
+            over = self._supervisor.stopping or self._supervisor.signals
+            self._progress.update("" if over else self._awaited())
             self._supervisor.call_later(_TICK, self._tick)
+
+    def _awaited(self) -> str:
+        """Who or what is awaited, for people; empty while the workers train."""
+        log, roster = self._log_of_decisions, self._roster
+        if self._finishing or (log.formed and not self._termination.lacking):
+            return ""
+        if self._termination.lacking:
+            return self._termination.lacking
+        connecting = [name for name in self._hosts.names() if self._hosts.is_connecting(name)]
+        if log.number == 0 and connecting:
+            return f"starting, waiting for {some(connecting)}"
+        members = roster.members() if log.number else list(roster.alive.values())
+        absent = [
+            member
+            for member in members
+            if (member.entered[0] < log.number if log.number else member.ready_at is None)
+        ]
+        if not absent:
+            return ""
+        what = f"{'re-' * self._forms_anew}forming with {count(len(members), 'rank')}"
+        return f"{what if log.number else 'starting'}, waiting for {some(list(map(str, absent)))}"
 
     def _reconcile(self) -> None:
         """Do what follows from what is known."""
@@ -370,6 +407,7 @@ class Driver:
     # -- decisions -------------------------------------------------------------------------
 
     def _decide(self, proposal: policy.Proposal) -> None:
+        self._forming_since = self._forming_since or now()
         decision = self._log_of_decisions.announce(proposal)
         slots = decision.slots
         ranks = {number_of(name): slot.rank for name, slot in slots.items()}

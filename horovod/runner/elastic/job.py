@@ -65,7 +65,9 @@ def run_elastic_job(
         options.max_worker_failures,
     )
     with ExitStack() as stack:
-        status = stack.enter_context(Status(console, options.status_file))
+        status = stack.enter_context(
+            Status(console, options.status_file, every=options.verbose > 1)
+        )
         outputs = Outputs(console, options.output_ranks)
         workers = WorkerLogs(outputs, options.output_filename, stack)
         place = StoreEndpoints(new_key(), store)

@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from horovod.runner.colours import Colour
 from horovod.runner.console import Console
 from horovod.runner.report import LaunchError
 
+_COLOURS = {
+    "host failed": Colour.FAILURE,
+    "blacklisted": Colour.ATTENTION,
+    "waiting": Colour.ATTENTION,
+    "formed": Colour.GOOD,
+}
+
 
 class Status:
-    """The console and, where asked for, the file."""
+    """The console and, where asked for, the file; with ``every`` all events are for the console."""
 
-    def __init__(self, console: Console, path: str | None = None) -> None:
+    def __init__(self, console: Console, path: str | None = None, *, every: bool = False) -> None:
         self._console = console
+        self._every = every
         self._file = None
         if path is not None:
             try:
@@ -33,6 +42,12 @@ class Status:
 
     def note(self, event: str, **details: Any) -> None:
         """Only for the file."""
+        if self._every:
+            facts = ", ".join(f"{name} {value}" for name, value in details.items())
+            self._console.say(f"event: {event}{': ' if facts else ''}{facts}", Colour.FAINT)
+        self._record(event, details)
+
+    def _record(self, event: str, details: Mapping[str, Any]) -> None:
         if self._file is not None:
             entry = {"time": time.time(), "event": event, **details}
             try:
@@ -43,8 +58,9 @@ class Status:
 
     def tell(self, text: str, event: str, **details: Any) -> None:
         """For people as well."""
-        self._console.say(text)
-        self.note(event, message=text, **details)
+        loss = Colour.ATTENTION if details.get("lost") else Colour.PLAIN
+        self._console.say(text, _COLOURS.get(event, loss))
+        self._record(event, {"message": text, **details})
 
     def close(self) -> None:
         if self._file is not None:

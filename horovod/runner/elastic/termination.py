@@ -158,6 +158,11 @@ class Termination:
 
     # -- words -----------------------------------------------------------------------------
 
+    @property
+    def lacking(self) -> str:
+        """What the job waits for because hosts are missing; empty if none are."""
+        return self._told
+
     def waiting_for(self, view: View) -> str:
         """What the job waits for, when that is news."""
         news = ""

@@ -1,0 +1,256 @@
+"""``horovodrun --scaling 1,2,4,8``: the same command at several sizes, and what that gains.
+
+`launch` calls `run_study`. Sizes take turns, so that what else the machine does falls on all of
+them alike. Each run is a job like any other; its time is that of the whole command. Where ranks
+train with our optimizers they report their steps to the job's store (HOROVOD_STATS_INTERVAL).
+`scaling_report` makes table, file and chart of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from horovod.common.store import MemoryStore, Store
+from horovod.runner import controllers
+from horovod.runner.colours import Colour
+from horovod.runner.console import Console
+from horovod.runner.hosts import is_local
+from horovod.runner.launch import find_command, make_request, run_job
+from horovod.runner.report import Exit, LaunchError, exit_status
+from horovod.runner.scaling_report import Report, Run, draw, read_published, table, write_csv
+
+FRACTION = "HOROVOD_SCALING_FRACTION"
+"""The share of the whole work that is left for each rank: 1/size in a strong study, else 1.0."""
+
+_INTERVAL = "HOROVOD_STATS_INTERVAL"
+_SECONDS_BETWEEN_REPORTS = "5.0"  # the one at the end is what counts
+_LONGEST_REPORT = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """How a run ended that gave no measurement."""
+
+    status: int
+    how: str
+    interrupted: bool = False
+
+
+def run_study(options: argparse.Namespace, env: Mapping[str, str], console: Console) -> int:
+    """Run the study that the options describe; the exit status. `LaunchError` before it begins."""
+    controller = controllers.choose(options, env)
+    if options.dry_run:
+        return console.answer(_describe(controller, options, env))
+    published = read_published(options.scaling_published) if options.scaling_published else None
+    _check_output(options)
+    if controller == controllers.GLOO and any(is_local(host.name) for host in options.hosts):
+        find_command(options.command[0], env.get("PATH"))
+    if len(options.scaling) > 1 and not env.get("OMP_NUM_THREADS"):
+        console.say(
+            "scaling: a rank has more threads at smaller sizes, where fewer share a machine's "
+            "cores; set OMP_NUM_THREADS to give it the same at every size",
+            Colour.ATTENTION,
+        )
+    study = _Study(options, env, console, controller, Report(options.strong, published))
+    try:
+        study.run()
+    except KeyboardInterrupt:  # between two runs, or while mpirun ran
+        study.status = 130
+    study.finish()
+    return study.status
+
+
+class _Study:
+    """The runs so far, and what went wrong."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        env: Mapping[str, str],
+        console: Console,
+        controller: str,
+        report: Report,
+    ) -> None:
+        self.status = 0
+        self._options = options
+        self._env = env
+        self._console = console
+        self._controller = controller
+        self._report = report
+        self._unwritten = ""  # why the CSV file is not there
+
+    def run(self) -> None:
+        """All runs; a size that fails is not tried again, and the others go on."""
+        options = self._options
+        for repeat in range(1, options.repeat + 1):
+            for size in options.scaling:
+                if size in self._report.failed:
+                    continue
+                which = f" (run {repeat} of {options.repeat})" if options.repeat > 1 else ""
+                self._console.say(f"scaling: {_ranks(size)}{which}")
+                result = self._run_once(size, repeat)
+                if isinstance(result, Run):
+                    self._take(result)
+                    continue
+                self.status = self.status or result.status
+                if result.interrupted:
+                    return
+                self._report.failed[size] = result.how
+                self._console.say(f"scaling: {_ranks(size)}: {result.how}", Colour.FAILURE)
+                if not self._report.runs:  # a command that cannot work at all
+                    return
+
+    def finish(self) -> None:
+        """The table, the files, and once more what failed."""
+        report, console, prefix = self._report, self._console, self._options.scaling_output
+        left = [n for n in self._options.scaling if n not in report.failed and n not in report.runs]
+        if report.runs:
+            console.answer(table(report, self._options.scaling))
+            undrawn = draw(report, f"{prefix}.png")
+            files = [f"{prefix}.csv"] * (not self._unwritten) + [f"{prefix}.png"] * (not undrawn)
+            if files:
+                console.say(f"scaling: wrote {' and '.join(files)}")
+            for problem in filter(None, (self._unwritten, undrawn)):
+                console.say(f"scaling: {problem}", Colour.ATTENTION)
+            self.status = self.status or int(bool(self._unwritten))
+        for size, how in report.failed.items():
+            console.say(f"scaling: {_ranks(size)} failed: {how}", Colour.FAILURE)
+        if left:
+            console.say(f"scaling: not measured: {', '.join(map(_ranks, left))}", Colour.ATTENTION)
+
+    def _take(self, run: Run) -> None:
+        self._report.runs.setdefault(run.ranks, []).append(run)
+        steps = f", {run.steps_per_second:.4g} steps/s" if run.steps_per_second else ""
+        self._console.say(f"scaling: {_ranks(run.ranks)}: {run.seconds:.2f} s{steps}")
+        # After every run: a study takes hours, and the machine may not live to its end.
+        path = f"{self._options.scaling_output}.csv"
+        self._unwritten = write_csv(self._report, self._options.scaling, path)
+
+    def _run_once(self, size: int, repeat: int) -> Run | _Ended:
+        options = _options_for(self._options, size)
+        if options.output_filename:
+            folder = f"{size}-ranks" + (f".run-{repeat}" if self._options.repeat > 1 else "")
+            options.output_filename = os.path.join(options.output_filename, folder)
+        env = _environment(self._env, size, self._options.strong)
+        began = time.monotonic()
+        if self._controller == controllers.GLOO:
+            return self._run_here(options, env, began)
+        plan = controllers.plan(
+            self._controller, options, make_request(options, options.command, env)
+        )
+        code = controllers.run_and_wait(plan)
+        seconds = time.monotonic() - began
+        ended = Exit(0, 0, code)
+        return _Ended(ended.status, ended.describe()) if code else Run(size, seconds)
+
+    def _run_here(
+        self, options: argparse.Namespace, env: Mapping[str, str], began: float
+    ) -> Run | _Ended:
+        store, console = MemoryStore(), self._console
+        try:
+            outcome = run_job(options, options.command, env=env, store=store, console=console)
+        except LaunchError as error:
+            return _Ended(error.status, str(error))
+        seconds = time.monotonic() - began
+        status = exit_status(outcome)
+        if not status:
+            steps = steps_per_second(store, options.num_proc)
+            return Run(options.num_proc, seconds, steps)
+        if outcome.problem:
+            console.say(outcome.problem, Colour.FAILURE)
+        console.write_account(outcome.account)
+        first = outcome.first_failure
+        if first is not None:
+            how = f"rank {first.rank} ended with {first.describe()}"
+        else:
+            how = outcome.problem or f"exit status {status}"
+        return _Ended(status, how, outcome.interrupted is not None or outcome.output_lost)
+
+
+def steps_per_second(store: Store, size: int) -> float | None:
+    """The steps that the ranks of a job made in a second, each of them; None if they told nothing.
+
+    The median of what the ranks' last reports say: they step together.
+    """
+    found = [rate for rank in range(size) if (rate := _rate(store.try_get(f"stats/0/{rank}")))]
+    return statistics.median(found) if found else None
+
+
+def _rate(report: bytes | None) -> float | None:
+    """What one rank says, or None: a worker wrote it, so it may be anything."""
+    if report is None or len(report) > _LONGEST_REPORT:
+        return None
+    try:
+        content = json.loads(report)
+        stats = content["stats"]
+        steps, seconds = _number(stats.get("steps")), _number(stats.get("step_seconds"))
+        rate = steps / seconds if steps and seconds else _number(stats.get("steps_per_second"))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return rate or None
+
+
+def _number(value: Any) -> float:
+    """A finite number above nothing, or 0.0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return 0.0
+    return float(value) if 0.0 < value < 1e15 else 0.0
+
+
+def _options_for(options: argparse.Namespace, size: int) -> argparse.Namespace:
+    """Those of the job of one size."""
+    found = copy.copy(options)
+    found.num_proc, found.scaling = size, None
+    return found
+
+
+def _environment(env: Mapping[str, str], size: int, strong: bool) -> dict[str, str]:
+    fraction = repr(1 / size if strong else 1.0)
+    return {_INTERVAL: _SECONDS_BETWEEN_REPORTS, **env, FRACTION: fraction}
+
+
+def _check_output(options: argparse.Namespace) -> None:
+    """Nothing is to fail at the end of a long study that can be known before."""
+    prefix, published = options.scaling_output, options.scaling_published
+    folder = os.path.dirname(os.path.abspath(prefix))
+    if not os.path.isdir(folder):
+        raise LaunchError(f"argument --scaling-output: there is no directory {folder!r}", 2)
+    for path in (f"{prefix}.csv", f"{prefix}.png"):
+        if published and os.path.exists(path) and os.path.samefile(path, published):
+            raise LaunchError(
+                f"argument --scaling-output: {path!r} is the published run itself; choose another "
+                f"prefix",
+                2,
+            )
+        if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            raise LaunchError(f"argument --scaling-output: cannot write {path!r}", 2)
+
+
+def _describe(controller: str, options: argparse.Namespace, env: Mapping[str, str]) -> str:
+    return "\n".join(_plans(controller, options, env))
+
+
+def _plans(controller: str, options: argparse.Namespace, env: Mapping[str, str]) -> Iterator[str]:
+    from horovod.runner.dry_run import describe_plan
+
+    for size in options.scaling:
+        yield f"== {_ranks(size)}, {options.repeat} time{'' if options.repeat == 1 else 's'}\n"
+        job = _options_for(options, size)
+        request = make_request(job, job.command, _environment(env, size, options.strong))
+        if controller == controllers.GLOO:
+            yield describe_plan(request)
+        else:
+            yield controllers.describe(controllers.plan(controller, job, request, dry=True))
+        yield ""
+
+
+def _ranks(size: int) -> str:
+    return f"{size} rank{'' if size == 1 else 's'}"
