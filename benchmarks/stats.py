@@ -33,8 +33,8 @@ allreduces of 1 KiB, with counting and without, on this machine.
 Both are done by the same processes, which take turns of some steps and switch counting on and off
 in between; OMP_NUM_THREADS is 1. A sample is a turn of the slowest rank, a ratio that of two turns
 that follow each other; the result is the median with the interval that has it 19 times out of 20.
-What counting takes alone, without anything around it, is measured as well: its share of a step says
-more than the ratio does where other programs disturb.
+With --np 1 a rank reduces with nobody, and time is that of its thread on a core: other programs
+disturb that least. What counting takes by itself is measured as well.
 """
 
 
@@ -57,7 +57,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def measure(size: int, names: list[str], seconds: float) -> dict[str, Samples]:
     command = [sys.executable, "-m", "benchmarks.stats_rank", str(seconds), *names]
-    commands = [(command, environ) for environ in torchrun_environments(size)]
+    # An elastic job reduces also where it happens to have one rank.
+    more = {"HOROVOD_ELASTIC": "1"} if size == 1 else {}
+    commands = [(command, environ | more) for environ in torchrun_environments(size)]
     with processes(commands, stdout=subprocess.PIPE, cwd=ROOT) as ranks:
         output = [rank.communicate()[0] for rank in ranks]
         if any(rank.returncode for rank in ranks):
