@@ -252,12 +252,13 @@ class Executor:
                 stream.synchronize()
                 return
             # A transport that takes host memory's way does all of it here, in the host's time.
-            counted = self.counters is not None and DEVICE in transport.media
-            timing = DeviceTiming(device, stream) if counted else None
+            timing, counters = None, self.counters
+            if counters is not None and counters.times_devices and DEVICE in transport.media:
+                timing = DeviceTiming(device, stream)
             yield transport
-            if self.counters is not None and timing is not None:
+            if counters is not None and timing is not None:
                 ready = timing.end(stream)
-                self.counters.timings.append(timing)
+                counters.timings.append(timing)
             else:
                 ready = module.Event()
                 ready.record(stream)

@@ -56,6 +56,7 @@ class Job:
         self._identities = list(identities)
         self._change_process_sets = change_process_sets
         self.statistics = statistics
+        statistics.times_devices = config.stats_interval is not None
         self._launched_ranks = launched_ranks  # what the launcher calls our ranks, if otherwise
         self._free_ids: list[int] = []
         self._next_id = WORLD

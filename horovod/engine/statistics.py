@@ -49,12 +49,14 @@ class Counters:
         "misses",
         "operations",
         "reduce",
+        "times_devices",
         "timings",
         "wait",
     )
 
-    def __init__(self, media: tuple[str, ...] = ()) -> None:
+    def __init__(self, media: tuple[str, ...] = (), times_devices: bool = False) -> None:
         self.media = media  # what carries tensors in host memory
+        self.times_devices = times_devices
         self.wait = 0.0  # seconds until all ranks were there
         self.reduce = 0.0  # seconds of moving and reducing after that
         self.operations = 0
@@ -195,6 +197,9 @@ class Statistics:
 
     def __init__(self) -> None:
         self.enabled = True  # a switch for benchmarks, read when a channel is made and by steps
+        # Whether work of devices is timed by their own clocks. That takes some tens of microseconds
+        # of a step, so it is for those who asked for reports.
+        self.times_devices = False
         self._lock = threading.Lock()
         self.restart()
 
@@ -226,7 +231,7 @@ class Statistics:
         """The counters of a new channel; None while nothing is counted."""
         if not self.enabled:
             return None
-        counters = Counters(media)
+        counters = Counters(media, self.times_devices)
         with self._lock:
             self._counters.append(counters)
         return counters

@@ -107,7 +107,7 @@ class GradientReducer:
             self._any_arrived = True
             self._first_arrival = time.monotonic()
             param = self._params[index][1]
-            if not param.is_cpu and runtime.statistics.enabled:
+            if not param.is_cpu and runtime.statistics.times_devices:
                 self._backward = DeviceTiming(param.device)
         if self._agreed_in is not runtime.topology:
             self._arrivals.append(index)

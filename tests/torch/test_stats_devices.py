@@ -21,7 +21,7 @@ STEPS = 6
 @pytest.fixture(scope="module", params=[1, 2])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     # An elastic job reduces also where it happens to have one rank.
-    pool = RankPool(request.param, env={"HOROVOD_ELASTIC": "1"})
+    pool = RankPool(request.param, env={"HOROVOD_ELASTIC": "1", "HOROVOD_STATS_INTERVAL": "60"})
     yield pool
     pool.close()
 
