@@ -5,6 +5,8 @@ Made by the runtime once this process knows its place.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,9 +63,8 @@ class Job:
         """Connect with all other ranks, and watch that they keep up."""
         config = self.config
         if config.timeline and config.timeline.upper() != "DYNAMIC":
-            self.trace.timeline = Timeline(
-                config.timeline, self.topology.rank, config.timeline_mark_cycles
-            )
+            self.trace.timeline = self.new_timeline(config.timeline, config.timeline_mark_cycles)
+        self._agree_on_arrivals()
         self.open_set(tuple(range(self.topology.size)))
         if not config.stall_check_disable and self.topology.size > 1:
             self._inspector = StallInspector(
@@ -72,6 +73,25 @@ class Job:
                 config.stall_shutdown_time_seconds,
             )
         take_note_back()
+
+    def new_timeline(self, path: str, mark_cycles: bool) -> Timeline:
+        topology = self.topology
+        host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+        members = self.trace.members
+        return Timeline(path, topology.rank, mark_cycles, topology.size, host, members)
+
+    def _agree_on_arrivals(self) -> None:
+        """If rank 0 records from the start, ranks tell each other when they submit what.
+
+        That is an exchange of its own, in which all must take part or none, so the timelines that
+        are started later, by each rank for itself, do without.
+        """
+        if self.topology.size == 1:
+            return
+        if self.topology.rank == 0:
+            self.store.set("timeline", b"1" if self.trace.timeline is not None else b"0")
+        told = self.store.get("timeline", self.config.start_timeout)
+        self.trace.shares_arrivals = told == b"1"
 
     def abort(self, reason: str) -> None:
         """Fail all operations, because of others, in flight and to come, here and there."""
