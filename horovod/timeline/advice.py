@@ -64,8 +64,9 @@ def _slow_rank(found: Analysis, step: float) -> Iterator[Advice]:
 
 def _where_slow(found: Analysis, rank: int, others: list[int]) -> str:
     """Whether it is before its first gradient that the rank loses time, or in backward."""
-    before, backward = _excess(found, rank, others, "before_backward"), _excess(
-        found, rank, others, "backward"
+    before, backward = (
+        _excess(found, rank, others, "before_backward"),
+        _excess(found, rank, others, "backward"),
     )
     if before is None or backward is None:
         return (
@@ -85,9 +86,7 @@ def _where_slow(found: Analysis, rank: int, others: list[int]) -> str:
     )
 
 
-def _excess(
-    found: Analysis, rank: int, others: list[int], part: str
-) -> tuple[float, float] | None:
+def _excess(found: Analysis, rank: int, others: list[int], part: str) -> tuple[float, float] | None:
     """How much longer this takes on the rank than on the others, and how long on those."""
     mine = found.known(rank, part)
     known = [value for value in (found.known(r, part) for r in others) if value is not None]
@@ -101,7 +100,7 @@ def _taking_turns(found: Analysis, step: float) -> Iterator[Advice]:
     wait, counts = found.overall("wait"), found.slowest_counts
     if wait < WORTH * step or not counts:
         return
-    rank, times = counts.most_common(1)[0]
+    times = max(counts.values())
     if times >= OFTEN * len(found.steps):
         return
     number = (
@@ -120,10 +119,12 @@ def _negotiation(found: Analysis, step: float) -> Iterator[Advice]:
     negotiation, count = found.overall("negotiation"), found.collectives_per_step
     if negotiation < WORTH * step or count <= 0:
         return
+    size = size_of(found.bytes_per_step / count)
     number = (
-        f"agreeing on {count:.0f} collectives in each step, of {size_of(found.bytes_per_step / count)} on average, takes "
+        f"agreeing on {count:.1f} collectives in each step, of {size} on average, takes "
         f"{_ms(negotiation)}, {_percent(negotiation, step)} of it"
     )
+    subject = "bucket size"
     if count > 4 and found.bytes_per_step / count < SMALL:
         action = (
             "Send more at a time: larger buckets (HOROVOD_FUSION_THRESHOLD, or let horovodrun "
@@ -131,11 +132,12 @@ def _negotiation(found: Analysis, step: float) -> Iterator[Advice]:
             "collectives of your own"
         )
     else:
+        subject = "negotiation"
         action = (
-            "Try a shorter HOROVOD_CYCLE_TIME (milliseconds for which requests are gathered), "
-            "and fewer collectives of your own in each step"
+            "It is not the number of collectives: give every process its own cores (--cpu-bind "
+            "core, OMP_NUM_THREADS), and try a shorter HOROVOD_CYCLE_TIME"
         )
-    yield Advice("bucket size", number, action, negotiation)
+    yield Advice(subject, number, action, negotiation)
 
 
 def _overlap(found: Analysis, step: float) -> Iterator[Advice]:
@@ -206,7 +208,9 @@ def verdict(found: Analysis) -> str:
         return "No steps were found: record while training runs."
     shares = {part: fmean(found.share(rank, part) for rank in found.ranks) for part in PARTS}
     largest = max(shares, key=lambda part: shares[part])
-    told = f"{100 * shares['compute']:.0f} % of a step of {_ms(found.overall('duration'))} is compute"
+    told = (
+        f"{100 * shares['compute']:.0f} % of a step of {_ms(found.overall('duration'))} is compute"
+    )
     if largest == "compute" and shares["compute"] >= 1 - WORTH:
         return f"{told}: Horovod has nothing left to gain; look at the model and its data."
     words = {

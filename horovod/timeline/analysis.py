@@ -18,11 +18,12 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean, median
 
 from horovod.timeline.intervals import Stretch, clip, difference, intersection, length, union
 from horovod.timeline.matching import Match, match
-from horovod.timeline.recording import Recording, Span
+from horovod.timeline.recording import Recording, TimeSpan
 
 PARTS = ("compute", "negotiation", "wait", "reduction")
 LONG_STEP = 5.0  # times the median: evaluation, a checkpoint, a break
@@ -153,7 +154,9 @@ def analyse(recordings: Sequence[Recording]) -> Analysis:
         here = {rank: spans[number] for rank, spans in bounds.items() if number in spans}
         splits = {rank: times[rank].split(span) for rank, span in here.items()}
         slowest, lateness = _slowest(late.get(number, {}), splits)
-        steps.append(StepSplit(number, min(s.began for s in here.values()), splits, slowest, lateness))
+        steps.append(
+            StepSplit(number, min(s.began for s in here.values()), splits, slowest, lateness)
+        )
     found = Analysis({r.rank: r.host for r in recordings}, steps, steps_from=steps_from)
     _leave_out_long(found)
     inside = _inside_steps(found, bounds, matches)
@@ -171,7 +174,7 @@ def analyse(recordings: Sequence[Recording]) -> Analysis:
 
 def find_steps(
     recordings: Sequence[Recording], matches: Sequence[Match]
-) -> tuple[dict[int, dict[int, Span]], str]:
+) -> tuple[dict[int, dict[int, TimeSpan]], str]:
     """The steps of each rank by number, and what they are taken from."""
     rows = Counter(row for recording in recordings for row in recording.steps)
     if rows:
@@ -184,12 +187,12 @@ def find_steps(
         return {}, ""
     name = max(names, key=lambda each: names[each])
     marks = [each for each in matches if each.name == name]
-    found: dict[int, dict[int, Span]] = {}
-    for number, (one, other) in enumerate(zip(marks, marks[1:], strict=False), 1):
+    found: dict[int, dict[int, TimeSpan]] = {}
+    for number, (one, other) in enumerate(pairwise(marks), 1):
         for rank in one.parts.keys() & other.parts.keys():
             began, ended = one.parts[rank].ended, other.parts[rank].ended
             if began is not None and ended is not None and began < ended:
-                found.setdefault(rank, {})[number] = Span(began, ended, number)
+                found.setdefault(rank, {})[number] = TimeSpan(began, ended, number)
     return found, f"repetitions of {name}" if found else ""
 
 
@@ -226,7 +229,7 @@ class _Times:
         self.backwards = [span for spans in recording.backwards.values() for span in spans]
         self.backwards.sort(key=lambda span: span.ended)
 
-    def split(self, span: Span) -> Split:
+    def split(self, span: TimeSpan) -> Split:
         began, ended = span.began, span.ended
         reduction = length(clip(self.reduction, began, ended))
         backward = self._backward(span)
@@ -243,13 +246,13 @@ class _Times:
             backward=None if backward is None else backward.ended - backward.began,
         )
 
-    def _backward(self, step: Span) -> Span | None:
+    def _backward(self, step: TimeSpan) -> TimeSpan | None:
         index = bisect_right(self.backwards, step.ended, key=lambda span: span.ended) - 1
         found = self.backwards[index] if index >= 0 else None
         return found if found is not None and found.began >= step.began else None
 
 
-def _steps_in_time(bounds: dict[int, dict[int, Span]]) -> tuple[list[float], list[Span]]:
+def _steps_in_time(bounds: dict[int, dict[int, TimeSpan]]) -> tuple[list[float], list[TimeSpan]]:
     """The steps of the first rank, by which collectives are given to steps."""
     if not bounds:
         return [], []
@@ -257,7 +260,7 @@ def _steps_in_time(bounds: dict[int, dict[int, Span]]) -> tuple[list[float], lis
     return [span.began for span in spans], spans
 
 
-def _step_of(each: Match, begins: Sequence[float], spans: Sequence[Span]) -> int | None:
+def _step_of(each: Match, begins: Sequence[float], spans: Sequence[TimeSpan]) -> int | None:
     index = bisect_right(begins, each.agreed) - 1
     if index < 0 or spans[index].ended < each.agreed:
         return None
@@ -265,7 +268,7 @@ def _step_of(each: Match, begins: Sequence[float], spans: Sequence[Span]) -> int
 
 
 def _lateness(
-    bounds: dict[int, dict[int, Span]], matches: Sequence[Match]
+    bounds: dict[int, dict[int, TimeSpan]], matches: Sequence[Match]
 ) -> dict[int, dict[int, float]]:
     """For each step the ranks that came last to a collective, and how late at most."""
     begins, spans = _steps_in_time(bounds)
@@ -297,7 +300,7 @@ def _leave_out_long(found: Analysis) -> None:
 
 
 def _inside_steps(
-    found: Analysis, bounds: dict[int, dict[int, Span]], matches: Sequence[Match]
+    found: Analysis, bounds: dict[int, dict[int, TimeSpan]], matches: Sequence[Match]
 ) -> list[Match]:
     """The collectives of the steps that count."""
     numbers = {step.number for step in found.steps}

@@ -21,10 +21,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 
 from horovod.timeline.matching import by_key
-from horovod.timeline.recording import Collective, Phase, Recording, Span
+from horovod.timeline.recording import Collective, Phase, Recording, TimeSpan
 
 MOST_STRETCHES = 50
 LEAST_COMPARISONS = 20  # in a stretch, if there is more than one
@@ -111,8 +112,9 @@ def estimate(comparisons: Sequence[Comparison]) -> Difference | None:
         return None
     count = max(1, min(MOST_STRETCHES, len(comparisons) // LEAST_COMPARISONS))
     bounds = [len(comparisons) * index // count for index in range(count + 1)]
-    at, ahead = [], []
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    at: list[float] = []
+    ahead: list[float] = []
+    for first, last in pairwise(bounds):
         stretch = comparisons[first:last]
         middle = median(each.at for each in stretch)
         if at and middle <= at[-1]:
@@ -154,7 +156,7 @@ def _moved_collective(each: Collective, onto: Callable[[float], float]) -> Colle
     )
 
 
-def _moved_spans(spans: Sequence[Span], onto: Callable[[float], float]) -> list[Span]:
+def _moved_spans(spans: Sequence[TimeSpan], onto: Callable[[float], float]) -> list[TimeSpan]:
     return [replace(span, began=onto(span.began), ended=onto(span.ended)) for span in spans]
 
 

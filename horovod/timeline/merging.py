@@ -159,18 +159,21 @@ def place(slices: Sequence[Slice], nested: bool) -> list[list[Slice]]:
     rows: list[list[Slice]] = []
     stacks: list[list[int]] = []  # of each row: the ends of what is open
     for each in sorted(slices, key=lambda one: (one.began, -one.ended)):
-        for row, stack in zip(rows, stacks, strict=True):
-            while stack and stack[-1] <= each.began:
-                stack.pop()
-            if not stack or (nested and stack[-1] >= each.ended):
-                break
-        else:
-            row, stack = [], []
-            rows.append(row)
-            stacks.append(stack)
-        row.append(each)
-        stack.append(each.ended)
+        number = 0
+        while number < len(rows) and not _fits(each, stacks[number], nested):
+            number += 1
+        if number == len(rows):
+            rows.append([])
+            stacks.append([])
+        rows[number].append(each)
+        stacks[number].append(each.ended)
     return rows
+
+
+def _fits(each: Slice, stack: list[int], nested: bool) -> bool:
+    while stack and stack[-1] <= each.began:
+        stack.pop()
+    return not stack or (nested and stack[-1] >= each.ended)
 
 
 def arrows(matches: Sequence[Match], rows: dict[int, tuple[int, int, Slice]]) -> list[Event]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import pairwise
 from statistics import fmean, median
 
 from horovod.timeline.advice import Advice, verdict
@@ -60,7 +61,7 @@ def _tiles(found: Analysis) -> str:
     waits = fmean(found.share(rank, "wait") for rank in found.ranks)
     tiles = [
         (str(len(found.hosts)), "ranks", f"on {hosts} host{'' if hosts == 1 else 's'}"),
-        (str(len(found.steps)), "steps", found.steps_from),
+        (str(len(found.steps)), "steps", found.steps_from.removeprefix("steps ")),
         (milliseconds(found.overall("duration")), "a step", "mean"),
         (f"{100 * waits:.0f} %", "waiting for others", "mean of the ranks"),
         (whom, "most often last", often),
@@ -114,7 +115,9 @@ def _ranks(found: Analysis) -> str:
             f"<td>{milliseconds(found.mean(rank, 'duration'))}</td>{cells}</tr>"
         )
     head = "".join(f"<th>{part}</th>" for part in PARTS)
-    explained = "".join(f"<li><i class={part}></i><b>{part}</b> {WORDS[part]}</li>" for part in PARTS)
+    explained = "".join(
+        f"<li><i class={part}></i><b>{part}</b> {WORDS[part]}</li>" for part in PARTS
+    )
     return (
         f"<section><h2>Where a step goes</h2><ul class=explained>{explained}</ul>"
         f"<div class=scroll><table class=ranks><thead><tr><th>rank</th><th></th><th>step</th>{head}"
@@ -122,10 +125,14 @@ def _ranks(found: Analysis) -> str:
     )
 
 
+def _bar(kind: str, share: float) -> str:
+    return f"<td class=bar><div><i class={kind} style='width:{100 * share:.1f}%'></i></div></td>"
+
+
 def _columns(steps: Sequence[StepSplit]) -> list[Sequence[StepSplit]]:
     count = min(len(steps), MOST_COLUMNS)
     bounds = [len(steps) * index // count for index in range(count + 1)]
-    return [steps[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [steps[a:b] for a, b in pairwise(bounds)]
 
 
 def _steps(found: Analysis) -> str:
@@ -147,7 +154,8 @@ def _steps(found: Analysis) -> str:
             tall = (high - 12) * value / top
             y -= tall
             drawn.append(
-                f"<rect class={part} x={x:.2f} y={y:.2f} width={width - gap:.2f} height={tall:.2f}></rect>"
+                f"<rect class={part} x={x:.2f} y={y:.2f} width={width - gap:.2f} "
+                f"height={tall:.2f}></rect>"
             )
         drawn.append("</g>")
     for line, rank in enumerate(late):
@@ -188,9 +196,8 @@ def _axis(top: float, high: float, left: float, wide: float) -> str:
     for share in (0.0, 0.5, 1.0):
         y = high - (high - 12) * share
         lines.append(f"<line x1={left:.0f} x2={wide:.0f} y1={y:.1f} y2={y:.1f}></line>")
-        lines.append(
-            f"<text class=axis x={left - 8:.0f} y={y + 4:.1f}>{milliseconds(top * share)}</text>"
-        )
+        told = milliseconds(top * share) if share else "0"
+        lines.append(f"<text class=axis x={left - 8:.0f} y={y + 4:.1f}>{told}</text>")
     return "".join(lines)
 
 
@@ -202,7 +209,7 @@ def _slowest(found: Analysis) -> str:
         late = [step.lateness for step in found.steps if step.slowest == rank]
         rows.append(
             f"<tr><th>rank {rank}<small>{escape(found.hosts.get(rank, ''))}</small></th>"
-            f"<td class=bar><div><i class=late style='width:{100 * times / total:.1f}%'></i></div></td>"
+            f"{_bar('late', times / total)}"
             f"<td>{times} of {total}</td><td>{milliseconds(median(late))}</td>"
             f"<td>{milliseconds(max(late))}</td></tr>"
         )
@@ -227,7 +234,8 @@ def _overlap(found: Analysis) -> str:
         told = f"Backward is long enough to hide {100 * possible:.0f} % of them (the mark)."
     return (
         f"<section><h2>Overlap</h2><p>{100 * achieved:.0f} % of the reductions were hidden behind "
-        f"compute. {told}</p><div class=gauge><i style='width:{100 * achieved:.1f}%'></i>{mark}</div>"
+        f"compute. {told}</p>"
+        f"<div class=gauge><i style='width:{100 * achieved:.1f}%'></i>{mark}</div>"
         f"<p class=quiet>{found.collectives_per_step:.1f} collectives and "
         f"{size_of(found.bytes_per_step)} in a step, over "
         f"{escape(', '.join(found.transports) or 'nothing')}.</p></section>"
@@ -242,18 +250,19 @@ def _awaited(found: Analysis) -> str:
         if row.tensors:
             names = escape(", ".join(row.tensors))
             tensors = f"<details><summary>{len(row.tensors)} tensors</summary>{names}</details>"
-        last = "" if row.last_rank is None else f"rank {row.last_rank} ({100 * row.last_share:.0f} %)"
+        last = (
+            "" if row.last_rank is None else f"rank {row.last_rank} ({100 * row.last_share:.0f} %)"
+        )
         rows.append(
             f"<tr><th class=name>{escape(row.name)}{tensors}</th>"
-            f"<td class=bar><div><i class=wait style='width:{100 * row.spread / most:.1f}%'></i></div>"
-            f"</td><td>{milliseconds(row.spread)}</td><td>{size_of(row.nbytes)}</td>"
-            f"<td>{row.count}</td><td>{last}</td></tr>"
+            f"{_bar('wait', row.spread / most)}<td>{milliseconds(row.spread)}</td>"
+            f"<td>{size_of(row.nbytes)}</td><td>{row.count}</td><td>{last}</td></tr>"
         )
     if not rows:
         return ""
     return (
         "<section><h2>Waited for longest</h2><p>From the first rank that submitted it to the last, "
-        "on average.</p><div class=scroll><table><thead><tr><th>collective</th><th></th>"
+        "on average.</p><div class=scroll><table class=awaited><thead><tr><th>collective</th><th></th>"
         "<th>first to last</th><th>size</th><th>times</th><th>most often last</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div></section>"
     )

@@ -50,7 +50,7 @@ class Collective:
 
 
 @dataclass
-class Span:
+class TimeSpan:
     """A stretch of time of the program."""
 
     began: float
@@ -71,9 +71,9 @@ class Recording:
     size: int | None = None
     version: int = 1
     collectives: list[Collective] = field(default_factory=list)
-    waits: list[Span] = field(default_factory=list)
-    steps: dict[str, list[Span]] = field(default_factory=dict)  # by the name of the optimizer
-    backwards: dict[str, list[Span]] = field(default_factory=dict)
+    waits: list[TimeSpan] = field(default_factory=list)
+    steps: dict[str, list[TimeSpan]] = field(default_factory=dict)  # by the name of the optimizer
+    backwards: dict[str, list[TimeSpan]] = field(default_factory=dict)
     cycles: list[float] = field(default_factory=list)
     tensors: dict[str, list[str]] = field(default_factory=dict)  # of the rows that are groups
     ended: float = 0.0  # the last time in the file
@@ -196,11 +196,11 @@ class _Reader:
         assert isinstance(about, dict)
         if name == WAIT:
             what = str(about.get("for", ""))
-            self.recording.waits.append(Span(time, time + duration, what=what))
+            self.recording.waits.append(TimeSpan(time, time + duration, what=what))
         elif name in (STEP, BACKWARD):
             spans = self.recording.steps if name == STEP else self.recording.backwards
             number = _number(about.get("step"), 0)
-            spans.setdefault(row, []).append(Span(time, time + duration, number))
+            spans.setdefault(row, []).append(TimeSpan(time, time + duration, number))
         elif name.isdigit():
             last = self._last.get(row)
             if "number" in about:  # it was written later: by then the name may be in use again

@@ -60,6 +60,7 @@ th:first-child { text-align: left; padding-left: 0; font-weight: 600; }
 th small { color: var(--quiet); font-weight: 400; margin-left: 8px; }
 th.name { white-space: normal; overflow-wrap: anywhere; min-width: 240px; font-weight: 500; }
 td.bar { width: 40%; min-width: 160px; }
+.awaited td.bar { width: 18%; min-width: 90px; }
 td.bar div { display: flex; height: 16px; border-radius: 4px; overflow: hidden; gap: 1px; }
 td.bar i { display: block; }
 details { color: var(--quiet); font-weight: 400; font-size: 13px; }
@@ -73,5 +74,8 @@ text.axis, text.end { text-anchor: end; }
 .gauge i { display: block; height: 100%; border-radius: 6px; background: var(--reduction); }
 .gauge b { position: absolute; top: -4px; bottom: -4px; width: 3px; margin-left: -3px;
   border-radius: 2px; background: var(--ink); }
-@media (max-width: 560px) { .explained { grid-template-columns: 1fr; } main { padding: 16px 10px; } }
+@media (max-width: 560px) {
+  .explained { grid-template-columns: 1fr; }
+  main { padding: 16px 10px; }
+}
 """.strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from horovod.timeline.advice import Advice, verdict
 from horovod.timeline.amounts import milliseconds, shortened, size_of
@@ -62,7 +63,7 @@ def _slowest(found: Analysis) -> Iterator[str]:
         late = [step.lateness for step in found.steps if step.slowest == rank]
         yield (
             f"  rank {rank}: {times} of {len(found.steps)} steps, later than the others by "
-            f"{milliseconds(sorted(late)[len(late) // 2])} (median), {milliseconds(max(late))} at most"
+            f"{milliseconds(median(late))} (median), {milliseconds(max(late))} at most"
         )
     nobody = len(found.steps) - sum(counts.values())
     if nobody:
@@ -77,7 +78,8 @@ def _overlap(found: Analysis) -> Iterator[str]:
     if possible is not None:
         told = f"up to {100 * possible:.0f} %, by the length of backward"
     yield ""
-    yield f"Overlap: {100 * achieved:.0f} % of the reductions hidden behind compute; possible: {told}"
+    hidden = f"{100 * achieved:.0f} % of the reductions hidden behind compute"
+    yield f"Overlap: {hidden}; possible: {told}"
     yield (
         f"In a step: {found.collectives_per_step:.1f} collectives, "
         f"{size_of(found.bytes_per_step)}, over {', '.join(found.transports) or 'nothing'}"
