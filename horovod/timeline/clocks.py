@@ -50,9 +50,9 @@ class Difference:
 
     def correct(self, time: float) -> float:
         """The other clock's reading at `time` on this one."""
-        return time - self._ahead_at(time)
+        return time - self.ahead_at(time)
 
-    def _ahead_at(self, time: float) -> float:
+    def ahead_at(self, time: float) -> float:
         if len(self.at) == 1:
             return self.ahead[0]
         right = min(max(bisect_right(self.at, time), 1), len(self.at) - 1)
@@ -119,13 +119,13 @@ def estimate(comparisons: Sequence[Comparison]) -> Difference | None:
         middle = median(each.at for each in stretch)
         if at and middle <= at[-1]:
             continue
-        value = median(each.difference for each in stretch)
-        least, most = max(each.least for each in stretch), min(each.most for each in stretch)
-        if least <= most:  # drift can make a stretch contradict itself
-            value = min(max(value, least), most)
         at.append(middle)
-        ahead.append(value)
-    return Difference(tuple(at), tuple(ahead))
+        ahead.append(median(each.difference for each in stretch))
+    found = Difference(tuple(at), tuple(ahead))
+    least = max(each.least - found.ahead_at(each.at) for each in comparisons)
+    most = min(each.most - found.ahead_at(each.at) for each in comparisons)
+    shift = min(max(0.0, least), most) if least <= most else 0.0
+    return Difference(found.at, tuple(each + shift for each in found.ahead))
 
 
 def moved(recording: Recording, onto: Callable[[float], float]) -> Recording:

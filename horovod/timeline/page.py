@@ -262,8 +262,9 @@ def _awaited(found: Analysis) -> str:
         return ""
     return (
         "<section><h2>Waited for longest</h2><p>From the first rank that submitted it to the last, "
-        "on average.</p><div class=scroll><table class=awaited><thead><tr><th>collective</th><th></th>"
-        "<th>first to last</th><th>size</th><th>times</th><th>most often last</th></tr></thead>"
+        "on average.</p><div class=scroll><table class=awaited><thead>"
+        "<tr><th>collective</th><th></th><th>first to last</th><th>size</th><th>times</th>"
+        "<th>most often last</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div></section>"
     )
 
