@@ -169,9 +169,7 @@ class Channel:
         What a request would go through, without the request: for a blocking call with an empty
         queue. If the other ranks turn out to be about something else, it becomes one after all.
         """
-        if self._queue or self.failure is not None or self._trace.timeline is not None:
-            return False
-        if self._trace.shares_arrivals:
+        if self._queue or self.failure is not None or self._trace.watched:
             return False
         if self._ranges.always or profiler_records():  # then as a request, which is watched
             return False
@@ -318,8 +316,8 @@ class Channel:
         elif (
             len(pending) == 1
             and pending[0].plain
+            and not self._trace.watched
             and not self._ranges.wanted()
-            and not self._trace.shares_arrivals
         ):
             self._round_of_one(pending[0])
             return
@@ -394,7 +392,7 @@ class Channel:
     def _run(self, requests: Sequence[Request], batches: Sequence[Batch]) -> None:
         """Run agreed requests. Each stays in the queue until its result is there."""
         timeline = self._trace.timeline
-        agreed = time.perf_counter()
+        agreed = time.perf_counter() if self._trace.watched else 0.0
         first = self.num_run
         if timeline is not None:
             for number, request in enumerate(requests, first):

@@ -27,6 +27,12 @@ class Trace:
     timeline: Timeline | None = None
     members: dict[str, Sequence[str]] = field(default_factory=dict)  # of requests that are groups
     shares_arrivals: bool = False  # whether ranks tell each other when they submitted; all or none
+    watched: bool = False  # one of both: then nothing takes the shortest way
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Record into this one from now on."""
+        self.timeline = timeline
+        self.watched = timeline is not None or self.shares_arrivals
 
 
 class Executor:

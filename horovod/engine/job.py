@@ -63,7 +63,7 @@ class Job:
         """Connect with all other ranks, and watch that they keep up."""
         config = self.config
         if config.timeline and config.timeline.upper() != "DYNAMIC":
-            self.trace.timeline = self.new_timeline(config.timeline, config.timeline_mark_cycles)
+            self.trace.record(self.new_timeline(config.timeline, config.timeline_mark_cycles))
         self._agree_on_arrivals()
         self.open_set(tuple(range(self.topology.size)))
         if not config.stall_check_disable and self.topology.size > 1:
@@ -92,6 +92,7 @@ class Job:
             self.store.set("timeline", b"1" if self.trace.timeline is not None else b"0")
         told = self.store.get("timeline", self.config.start_timeout)
         self.trace.shares_arrivals = told == b"1"
+        self.trace.record(self.trace.timeline)
 
     def abort(self, reason: str) -> None:
         """Fail all operations, because of others, in flight and to come, here and there."""

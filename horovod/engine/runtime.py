@@ -269,12 +269,13 @@ class Runtime(Submission):
             if job.trace.timeline.path == path_of_rank(path, job.topology.rank):
                 return
             job.trace.timeline.close()
-        job.trace.timeline = job.new_timeline(path, mark_cycles)
+        job.trace.record(job.new_timeline(path, mark_cycles))
 
     def stop_timeline(self) -> None:
         """Finish the file; a later `start_timeline` may begin another."""
         job = self._running()
-        timeline, job.trace.timeline = job.trace.timeline, None
+        timeline = job.trace.timeline
+        job.trace.record(None)
         if timeline is None:
             logger.info("the timeline is not running")
         else:

@@ -46,20 +46,25 @@ def _percent(part: float, whole: float) -> str:
 
 def _slow_rank(found: Analysis, step: float) -> Iterator[Advice]:
     """One rank is late again and again."""
-    wait, counts = found.overall("wait"), found.slowest_counts
-    if wait < WORTH * step or not counts:
+    counts = found.slowest_counts
+    if not counts:
         return
     rank, times = counts.most_common(1)[0]
     if times < OFTEN * len(found.steps):
         return
     late = median(s.lateness for s in found.steps if s.slowest == rank)
     others = [other for other in found.ranks if other != rank]
-    waiting = max((found.mean(other, "wait") for other in others), default=wait)
+    waiting = max((found.mean(other, "wait") for other in others), default=0.0)
+    excess = _excess(found, rank, others, "compute")
+    # All wait for its last gradients, even while something else is being reduced.
+    saves = max(waiting, min(late, excess[0]) if excess is not None else 0.0)
+    if saves < WORTH * step:
+        return
     number = (
         f"rank {rank}{_on_host(found, rank)} is the last in {times} of {len(found.steps)} steps, "
         f"by {_ms(late)} (median); others wait up to {_percent(waiting, step)} of a step for it"
     )
-    yield Advice(f"rank {rank} is slow", number, _where_slow(found, rank, others), waiting)
+    yield Advice(f"rank {rank} is slow", number, _where_slow(found, rank, others), saves)
 
 
 def _where_slow(found: Analysis, rank: int, others: list[int]) -> str:
@@ -158,13 +163,14 @@ def _overlap(found: Analysis, step: float) -> Iterator[Advice]:
             "HOROVOD_OVERLAP_BACKWARD=1 reduces beside backward also inside one host: faster only "
             "if every process has a core to spare, so measure it"
         )
-        gain /= 2  # what runs beside backward takes time from it
     else:
         action = (
-            "HOROVOD_OVERLAP_BACKWARD=1, with smaller buckets (HOROVOD_FUSION_THRESHOLD) so that "
-            "the first is complete early; between hosts also overlap_forward=model"
+            "Give the optimizer the model (overlap_forward=model): the next forward hides what "
+            "backward does not. Other bucket sizes: horovodrun --autotune, HOROVOD_FUSION_THRESHOLD"
         )
-    yield Advice("overlap", number, action, gain)
+        if achieved == 0:
+            action = f"HOROVOD_OVERLAP_BACKWARD=1 reduces beside backward. {action}"
+    yield Advice("overlap", number, action, gain / 2)  # nobody hides the last bucket, or for free
 
 
 def _compression(found: Analysis, step: float) -> Iterator[Advice]:
@@ -179,7 +185,7 @@ def _compression(found: Analysis, step: float) -> Iterator[Advice]:
         f"{size_of(found.bytes_per_step)} a step at {rate:.0f} MB/s: reductions that nothing "
         f"hides take {_ms(reduction)}, {_percent(reduction, step)} of a step"
     )
-    action = "compression=hvd.Compression.bf16 sends half the bytes between hosts"
+    action = "Use compression=hvd.Compression.bf16: half the bytes between hosts"
     yield Advice("compression", number, action, reduction / 2)
 
 

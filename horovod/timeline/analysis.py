@@ -4,9 +4,10 @@ Every moment of a step of a rank is one of four things:
 
 - compute: the program runs; what collectives do meanwhile is hidden behind it. Data loading, the
   optimizer's update and everything else that is the program's own count as well;
-- wait: the program waits for results, and a rank has not yet submitted what it waits for;
-- negotiation: it waits, all ranks have submitted, and they have yet to agree;
-- reduction: it waits, and a collective moves and reduces data.
+- wait: the program waits for results, and a rank has not yet submitted something that is pending
+  here. If other collectives run meanwhile, they are hidden behind that rank's delay;
+- reduction: it waits, all ranks have submitted, and a collective moves and reduces data;
+- negotiation: it waits, all ranks have submitted, and they have yet to agree.
 
 A step lasts from the end of one exchange of gradients to the end of the next, which is about the
 same moment on all ranks. Used by `advice`, `text` and `page`.
@@ -38,7 +39,7 @@ class Split:
     negotiation: float
     wait: float
     reduction: float
-    hidden: float = 0.0  # of reductions, behind compute
+    hidden: float = 0.0  # of reductions, behind compute here or on a rank that is late
     before_backward: float | None = None  # until the first gradient: data loading, forward
     backward: float | None = None  # from the first gradient until they are waited for
 
@@ -221,11 +222,11 @@ class _Times:
             self.exposed = union((span.began, span.ended) for span in recording.waits)
         else:  # nothing tells when the program waited: take all collectives as waited for
             self.exposed = union([*executing, *waiting, *negotiating])
-        self.reduction = intersection(self.exposed, self.executing)
-        rest = difference(self.exposed, self.executing)
+        self.wait = intersection(self.exposed, union(waiting))
+        rest = difference(self.exposed, union(waiting))
+        self.reduction = intersection(rest, self.executing)
+        rest = difference(rest, self.executing)
         self.negotiation = intersection(rest, union(negotiating))
-        rest = difference(rest, union(negotiating))
-        self.wait = intersection(rest, union(waiting))
         self.backwards = [span for spans in recording.backwards.values() for span in spans]
         self.backwards.sort(key=lambda span: span.ended)
 
@@ -331,7 +332,7 @@ def awaited(matches: Sequence[Match]) -> list[Awaited]:
                 last_share=times / len(group),
             )
         )
-    return sorted(found, key=lambda each: (-each.waited, each.name))
+    return sorted(found, key=lambda each: (-each.spread * each.count, each.name))
 
 
 def _transports(recordings: Sequence[Recording]) -> list[str]:

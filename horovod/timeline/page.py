@@ -249,7 +249,8 @@ def _awaited(found: Analysis) -> str:
         tensors = ""
         if row.tensors:
             names = escape(", ".join(row.tensors))
-            tensors = f"<details><summary>{len(row.tensors)} tensors</summary>{names}</details>"
+            count = f"{len(row.tensors)} tensor{'' if len(row.tensors) == 1 else 's'}"
+            tensors = f"<details><summary>{count}</summary>{names}</details>"
         last = (
             "" if row.last_rank is None else f"rank {row.last_rank} ({100 * row.last_share:.0f} %)"
         )

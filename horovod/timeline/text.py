@@ -93,7 +93,11 @@ def _awaited_table(found: Analysis) -> Iterator[str]:
     yield ""
     yield "Waited for longest (first to last rank, mean)"
     for row in rows:
-        tensors = f"; {len(row.tensors)} tensors: {shortened(row.tensors)}" if row.tensors else ""
+        tensors = (
+            f"; {_count(len(row.tensors), 'tensor')}: {shortened(row.tensors)}"
+            if row.tensors
+            else ""
+        )
         last = f", last: rank {row.last_rank} ({100 * row.last_share:.0f} %)"
         yield from _wrapped(
             f"{milliseconds(row.spread):>9}  {row.name} ({size_of(row.nbytes)}, {row.count} times)"

@@ -224,3 +224,25 @@ def test_sets_of_time(one, other, began, ended):
     assert moments(intervals.difference(left, right)) == moments(left) - moments(right)
     assert moments(intervals.clip(left, began, ended)) == moments(left) & set(range(began, ended))
     assert intervals.length(left) == len(moments(left))
+
+
+def test_what_is_reduced_while_a_rank_is_still_missing_elsewhere_is_hidden_by_its_delay():
+    """Two buckets: the first runs while rank 1 still computes the gradients of the second."""
+    first, second = with_slow_rank(5, 2, slow=1), with_slow_rank(5, 2, slow=1)
+    recordings = []
+    for rank in range(2):
+        one, other = first.recordings()[rank], second.recordings()[rank]
+        for early in other.collectives:
+            early.name, early.key = "allreduce.early", (0, early.key[1], "allreduce.early")
+        late = {c.key[1]: c for c in one.collectives}
+        for early in other.collectives:  # both ranks run it 1 ms after the first is ready
+            moment = first.times(0)[early.key[1]][1] - (first.first - 5000) + 1000
+            early.submitted, early.agreed, early.started = moment - 10, moment, moment
+            early.ended = moment + 1000
+            assert late[early.key[1]].agreed > early.ended
+        one.collectives += other.collectives
+        recordings.append(one)
+    found = analyse(align(recordings))
+    assert found.mean(0, "wait") == pytest.approx(5000, abs=5)
+    assert found.mean(0, "reduction") == pytest.approx(2000, abs=5)
+    assert found.mean(0, "hidden") == pytest.approx(1000, abs=5)
