@@ -29,6 +29,7 @@ from horovod.timeline.recording import Collective, Phase, Recording, TimeSpan
 
 MOST_STRETCHES = 50
 LEAST_COMPARISONS = 20  # in a stretch, if there is more than one
+LEAST_STRETCH = 10e6  # microseconds: in less, delays would look like drift
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ def estimate(comparisons: Sequence[Comparison]) -> Difference | None:
     """How far the second clock is ahead of the first; None if nothing tells."""
     if not comparisons:
         return None
-    count = max(1, min(MOST_STRETCHES, len(comparisons) // LEAST_COMPARISONS))
+    lasted = comparisons[-1].at - comparisons[0].at
+    count = min(len(comparisons) // LEAST_COMPARISONS, int(lasted / LEAST_STRETCH))
+    count = max(1, min(MOST_STRETCHES, count))
     bounds = [len(comparisons) * index // count for index in range(count + 1)]
     at: list[float] = []
     ahead: list[float] = []
@@ -124,7 +127,7 @@ def estimate(comparisons: Sequence[Comparison]) -> Difference | None:
     found = Difference(tuple(at), tuple(ahead))
     least = max(each.least - found.ahead_at(each.at) for each in comparisons)
     most = min(each.most - found.ahead_at(each.at) for each in comparisons)
-    shift = min(max(0.0, least), most) if least <= most else 0.0
+    shift = min(max(0.0, least), most) if least <= most else (least + most) / 2
     return Difference(found.at, tuple(each + shift for each in found.ahead))
 
 
