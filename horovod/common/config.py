@@ -157,7 +157,10 @@ class Config:
     mpi_threads_disable: bool = _knob(False, _TRANSPORT, "Initialise MPI without thread support.")
 
     timeline: str | None = _knob(
-        None, _WATCH, "File for the Chrome trace, or `DYNAMIC` to start it from the program."
+        None,
+        _WATCH,
+        "File for the timeline, or `DYNAMIC` to start it from the program. Each rank writes one; "
+        "`python -m horovod.timeline report` explains them.",
     )
     timeline_mark_cycles: bool = _knob(False, _WATCH, "Mark the cycles in the timeline.")
     stall_check_disable: bool = _knob(False, _WATCH, "Never report stalled operations.")

@@ -74,6 +74,7 @@ class Channel:
         self.group = group
         self.failure: HorovodInternalError | None = None
         self.counters = counters  # None: nobody counts
+        self.num_run = 0  # operations so far, the same on all ranks
         self.num_joins = 0  # times that ranks had joined, and all have gone on
         self.tuned: tuple[float, str | None] | None = None  # what autotuning has settled on
         self._executor = executor
@@ -176,7 +177,7 @@ class Channel:
         What a request would go through, without the request: for a blocking call with an empty
         queue. If the other ranks turn out to be about something else, it becomes one after all.
         """
-        if self._queue or self.failure is not None or self._trace.timeline is not None:
+        if self._queue or self.failure is not None or self._trace.watched:
             return False
         if self._ranges.always or profiler_records():  # then as a request, which is watched
             return False
@@ -194,6 +195,7 @@ class Channel:
                     self._transport.allreduce_vector(
                         vector, prepared.plain, prepared.scale, prepared.wire
                     )
+                    self.num_run += 1
                     return True
                 met = time.monotonic()
                 self._transport.allreduce_vector(
@@ -205,6 +207,7 @@ class Channel:
                 counters.bytes_inline += prepared.nbytes
                 if prepared.saved:
                     counters.save(prepared.saved)
+                self.num_run += 1
                 return True
             self._waited(began)
             self._inline = None
@@ -229,6 +232,8 @@ class Channel:
 
     def drive(self, request: Request) -> None:
         """Run rounds until `request` is finished."""
+        timeline = self._trace.timeline
+        began = time.perf_counter() if timeline is not None else 0.0
         while not request.finished:
             if not self._drive_lock.acquire(blocking=False):
                 with waiting(request):
@@ -240,6 +245,8 @@ class Channel:
             finally:
                 self._drive_lock.release()
                 self._tell_waiters()
+        if timeline is not None:
+            timeline.waited(request.name, began)
 
     def _await(self, request: Request) -> None:
         """While another thread runs rounds: until it has finished `request`, or has stopped."""
@@ -360,7 +367,12 @@ class Channel:
         timeline = self._trace.timeline
         if timeline is not None:
             timeline.mark_cycle()
-        elif len(pending) == 1 and pending[0].plain and not self._ranges.wanted():
+        elif (
+            len(pending) == 1
+            and pending[0].plain
+            and not self._trace.watched
+            and not self._ranges.wanted()
+        ):
             self._round_of_one(pending[0])
             return
         batches = plan(before_join(pending), self._threshold, self._fuse_groups)
@@ -397,6 +409,7 @@ class Channel:
             counters.wait += met - began
             counters.operations += 1
             self._count(request, output.nbytes)
+        self.num_run += 1
         with self._queue_lock:
             if self._queue:  # empty if another thread aborted meanwhile
                 del self._queue[0]  # nobody else removes, so it is still the first
@@ -419,6 +432,10 @@ class Channel:
             with self._queue_lock:
                 self._unnamed.clear()
             self.num_joins += 1
+        timeline = self._trace.timeline
+        if timeline is not None:
+            for request, _ in (*outcome.failed, *outcome.completed):
+                timeline.negotiate_end(request.name, request.label)
         for request, error in outcome.failed:
             self._forget([request])
             request.fail(error)
@@ -447,10 +464,13 @@ class Channel:
     def _run(self, requests: Sequence[Request], batches: Sequence[Batch]) -> None:
         """Run agreed requests. Each stays in the queue until its result is there."""
         timeline = self._trace.timeline
+        agreed = time.perf_counter() if self._trace.watched else 0.0
+        first = self.num_run
         if timeline is not None:
-            for request in requests:
-                timeline.negotiate_end(request.name, request.label)
-                timeline.start(request.name, request.label)
+            for number, request in enumerate(requests, first):
+                timeline.negotiate_end(request.name, request.label, agreed, self.set_id, number)
+                timeline.start(request.name, request.label, agreed)
+        self.num_run += len(requests)
         left = {request: len(request.tensors) for request in requests}
         for batch in batches:
             began = time.monotonic()
@@ -475,6 +495,27 @@ class Channel:
             for request in done:
                 request.complete(request.outputs if batch.requests else result)
             self._tell_waiters()
+        if self._trace.shares_arrivals and self.group.size > 1:
+            self._share_arrivals(requests, first, agreed)
+
+    def _share_arrivals(self, requests: Sequence[Request], first: int, agreed: float) -> None:
+        """Tell the others how long ago we had submitted these, and record when they had.
+
+        All ranks agree at the same time, as far as a message is fast, so what tells how long
+        before that needs no clock that they share. After the operations, which must not wait for
+        it, and which may already have been sent along with the agreement.
+        """
+        now = agreed - time.perf_counter() + time.monotonic()
+        ages = [round((now - r.submitted) * 1e6) if r.signature else -1 for r in requests]
+        everyone = self._executor.gather_numbers(ages)
+        timeline = self._trace.timeline
+        if timeline is None:
+            return
+        for index, request in enumerate(requests):
+            for rank, theirs in zip(self.group.global_ranks, everyone, strict=True):
+                if theirs[index] >= 0:  # not of a rank that has joined
+                    ready = agreed - theirs[index] / 1e6
+                    timeline.rank_ready(request.name, rank, ready, first + index)
 
     def _run_batch(self, batch: Batch) -> Any:
         request = batch.request
@@ -564,7 +605,10 @@ class Channel:
 
 
 def _end_in(timeline: Timeline, request: Request) -> None:
-    if request.tensors:
+    if len(request.tensors) > 1:
+        dtypes = [tensor.dtype for tensor in request.tensors]
+        timeline.end_group(request.name, dtypes, sum(t.nbytes for t in request.tensors))
+    elif request.tensors:
         timeline.end(request.name, request.tensors[0].dtype, request.tensors[0].shape)
     else:
         timeline.end(request.name)

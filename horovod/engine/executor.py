@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,14 @@ class Trace:
     """Where a job's timeline is while one is being recorded."""
 
     timeline: Timeline | None = None
+    members: dict[str, Sequence[str]] = field(default_factory=dict)  # of requests that are groups
+    shares_arrivals: bool = False  # whether ranks tell each other when they submitted; all or none
+    watched: bool = False  # one of both: then nothing takes the shortest way
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Record into this one from now on."""
+        self.timeline = timeline
+        self.watched = timeline is not None or self.shares_arrivals
 
 
 class Executor:
@@ -177,7 +185,7 @@ class Executor:
         return target
 
     def _allgather(self, request: Request, transport: Transport) -> list[torch.Tensor]:
-        rows = self._gather_numbers([tensor.shape[0] for tensor in request.tensors])
+        rows = self.gather_numbers([tensor.shape[0] for tensor in request.tensors])
         results = []
         for index, tensor in enumerate(request.tensors):
             row = tensor[0].numel() if tensor.shape[0] else _row_size(tensor)
@@ -190,7 +198,7 @@ class Executor:
 
     def _alltoall(self, request: Request, transport: Transport) -> tuple[torch.Tensor, list[int]]:
         tensor, splits = request.tensors[0], request.detail
-        everyone = self._gather_numbers(splits)
+        everyone = self.gather_numbers(splits)
         received = [ranks_splits[self.rank] for ranks_splits in everyone]
         row = _row_size(tensor)
         output = tensor.new_empty((sum(received), *tensor.shape[1:]))
@@ -216,7 +224,7 @@ class Executor:
             results.append(output)
         return results
 
-    def _gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Everybody's list of (equally many) integers."""
         source = torch.tensor(numbers, dtype=torch.int64)
         output = torch.empty(len(numbers) * self.size, dtype=torch.int64)

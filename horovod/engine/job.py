@@ -76,9 +76,8 @@ class Job:
         """Connect with all other ranks, and watch that they keep up."""
         config = self.config
         if config.timeline and config.timeline.upper() != "DYNAMIC":
-            self.trace.timeline = Timeline(
-                config.timeline, self.topology.rank, config.timeline_mark_cycles
-            )
+            self.trace.record(self.new_timeline(config.timeline, config.timeline_mark_cycles))
+        self._agree_on_arrivals()
         self.open_set(tuple(range(self.topology.size)))
         if not config.stall_check_disable and self.topology.size > 1:
             self._inspector = StallInspector(
@@ -89,6 +88,26 @@ class Job:
         if config.stats_interval is not None:
             self._reporter = Reporter(self, config.stats_interval)
         take_note_back()
+
+    def new_timeline(self, path: str, mark_cycles: bool) -> Timeline:
+        topology = self.topology
+        host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+        members = self.trace.members
+        return Timeline(path, topology.rank, mark_cycles, topology.size, host, members)
+
+    def _agree_on_arrivals(self) -> None:
+        """If rank 0 records from the start, ranks tell each other when they submit what.
+
+        That is an exchange of its own, in which all must take part or none, so the timelines that
+        are started later, by each rank for itself, do without.
+        """
+        if self.topology.size == 1:
+            return
+        if self.topology.rank == 0:
+            self.store.set("timeline", b"1" if self.trace.timeline is not None else b"0")
+        told = self.store.get("timeline", self.config.start_timeout)
+        self.trace.shares_arrivals = told == b"1"
+        self.trace.record(self.trace.timeline)
 
     def abort(self, reason: str) -> None:
         """Fail all operations, because of others, in flight and to come, here and there."""

@@ -285,6 +285,16 @@ class Runtime(Submission):
 
     # -- timeline --------------------------------------------------------------------------
 
+    @property
+    def timeline(self) -> Timeline | None:
+        """What is being recorded into, if anything."""
+        job = self._job
+        return None if job is None else job.trace.timeline
+
+    def name_members(self, name: str, members: Sequence[str]) -> None:
+        """What the timeline calls the tensors of the allreduce of this name."""
+        self._running().trace.members[f"{Kind.ALLREDUCE.value}.{name}"] = members
+
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
         """Record into `path` from now on; needs HOROVOD_TIMELINE (e.g. DYNAMIC) at init."""
         job = self._running()
@@ -296,12 +306,13 @@ class Runtime(Submission):
             if job.trace.timeline.path == path_of_rank(path, job.topology.rank):
                 return
             job.trace.timeline.close()
-        job.trace.timeline = Timeline(path, job.topology.rank, mark_cycles)
+        job.trace.record(job.new_timeline(path, mark_cycles))
 
     def stop_timeline(self) -> None:
         """Finish the file; a later `start_timeline` may begin another."""
         job = self._running()
-        timeline, job.trace.timeline = job.trace.timeline, None
+        timeline = job.trace.timeline
+        job.trace.record(None)
         if timeline is None:
             logger.info("the timeline is not running")
         else:

@@ -1,45 +1,59 @@
 """The timeline: what every tensor did and when, as a trace that Chrome and Perfetto open.
 
 The engine owns at most one `Timeline` and calls it around negotiation, execution and the
-activities within. Every rank writes its own file; `merge`, also a command
-(``python -m horovod.engine.timeline merge OUT FILE...``), puts the files on one clock.
+activities within, bindings around their steps. Every rank writes its own file;
+``python -m horovod.timeline`` merges the files of several ranks and explains them.
 
 A file is one JSON array with one event per line, in upstream's event shapes: first a metadata
 record with the start time, then every tensor as a "process" whose rows hold nested begin ("B")
 and end ("E") events. It is complete after each event, so a killed rank leaves a loadable file.
+What upstream has not is in arguments of these events and in rows of their own:
+
+- the first record also tells rank, size, host and the host's monotonic clock at the start;
+- the row of several tensors that are reduced together tells which they are;
+- the end of a negotiation tells the number of the collective in its process set, the same on all
+  ranks, so that readers can match the files of ranks that began to record at different times;
+- "WAIT" in the row "waiting" is time in which a thread of the program waited for results;
+- "STEP" and "BACKWARD" in an optimizer's row are its steps.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import TracebackType
-from typing import Any
 
 from horovod.common.logging import get_logger
+from horovod.timeline.format import BACKWARD, START_TIME, STEP, VERSION, WAIT
 
 log = get_logger(__name__)
 
 CLOSING = b"\n]\n"
 PAGE = 4096
-START_TIME = "start_time_since_epoch_in_micros"
-
-Event = dict[str, Any]
+WAITING = "waiting"  # the row of waits
 
 
 class Timeline:
     """Writes one rank's trace. Any thread may call; nothing here ever raises into training."""
 
-    def __init__(self, path: str, rank: int, mark_cycles: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        rank: int,
+        mark_cycles: bool = False,
+        size: int | None = None,
+        host: str | None = None,
+        members: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """`members` has the names of the tensors of a row that stands for several."""
         self.path = path_of_rank(path, rank)
         self.mark_cycles = mark_cycles
+        self._members = {} if members is None else members
         self._lock = threading.Lock()
         self._pids: dict[str, int] = {}
         self._descriptor: int | None = None
@@ -55,7 +69,10 @@ class Timeline:
             self._report(error)
             return
         with self._lock:
-            self._write(metadata("process_name", 0, **{START_TIME: epoch, "rank": rank}))
+            origin = {START_TIME: epoch, "rank": rank, "size": size, "host": host}
+            origin |= {"clock": self._started // 1000, "version": VERSION}
+            known = {key: value for key, value in origin.items() if value is not None}
+            self._write(metadata("process_name", 0, **known))
             self._write(metadata("process_sort_index", 0, sort_index=0))
 
     # -- what happens to a tensor ------------------------------------------------------------
@@ -64,17 +81,38 @@ class Timeline:
         """The tensor was submitted here; agreement with the other ranks begins."""
         self._begin(name, f"NEGOTIATE_{kind.upper()}")
 
-    def rank_ready(self, name: str, rank: int) -> None:
-        """That rank was seen to have submitted the tensor."""
-        self._event(name, f'"ph": "X", "name": "{rank}", "dur": 0')
+    def rank_ready(
+        self, name: str, rank: int, at: float | None = None, number: int | None = None
+    ) -> None:
+        """That rank submitted the tensor: now, or at a time that was found out since.
 
-    def negotiate_end(self, name: str, kind: str) -> None:
-        """All ranks agreed. `kind` must be that of `negotiate_start`; the format omits it."""
-        self._event(name, '"ph": "E"')
+        `number` is that of `negotiate_end`, for by then the name may be in use again.
+        """
+        body = f'"ph": "X", "name": "{rank}", "dur": 0'
+        if number is not None:
+            body += f', "args": {{"number": {number}}}'
+        self._event(name, body, at)
 
-    def start(self, name: str, kind: str) -> None:
+    def negotiate_end(
+        self,
+        name: str,
+        kind: str,
+        at: float | None = None,
+        set_id: int = 0,
+        number: int | None = None,
+    ) -> None:
+        """All ranks agreed. `kind` must be that of `negotiate_start`; the format omits it.
+
+        `number` counts the collectives of the process set, alike on all ranks.
+        """
+        body = '"ph": "E"'
+        if number is not None:
+            body += f', "args": {{"set": {set_id}, "number": {number}}}'
+        self._event(name, body, at)
+
+    def start(self, name: str, kind: str, at: float | None = None) -> None:
         """The collective itself begins."""
-        self._begin(name, kind.upper())
+        self._event(name, f'"ph": "B", "name": {quoted(kind.upper())}', at)
 
     def activity(self, name: str, activity: str) -> Activity:
         """A phase of the collective, as a context manager."""
@@ -95,6 +133,36 @@ class Timeline:
         text = quoted(str(dtype).removeprefix("torch."))
         self._event(name, f'"ph": "E", "args": {{"dtype": {text}, "shape": "{described}"}}')
 
+    def end_group(self, name: str, dtypes: Sequence[object], nbytes: int) -> None:
+        """The collective of several tensors is over."""
+        kinds = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
+        about: dict[str, object] = {"dtype": ", ".join(kinds), "count": len(dtypes)}
+        about["bytes"] = nbytes
+        if name in self._members:
+            about["tensors"] = shortened(self._members[name])
+        self._event(name, f'"ph": "E", "args": {json.dumps(about)}')
+
+    # -- what the program does ---------------------------------------------------------------
+
+    def waited(self, name: str, began: float) -> None:
+        """A thread waited for this request's result, from `began` until now."""
+        self._span(WAITING, WAIT, began, time.perf_counter(), f'{{"for": {quoted(name)}}}')
+
+    def step(self, row: str, number: int, began: float, backward: tuple[float, float]) -> None:
+        """An optimizer has all gradients of a step that began when it had those of the last.
+
+        `backward`: when its first gradient was there, and when it began to wait for the others.
+        """
+        self._span(row, STEP, began, time.perf_counter(), f'{{"step": {number}}}')
+        if began <= backward[0] <= backward[1]:
+            self._span(row, BACKWARD, *backward, f'{{"step": {number}}}')
+
+    def _span(self, row: str, what: str, began: float, ended: float, about: str) -> None:
+        """What lasted from `began` to `ended`, as far as it was recorded."""
+        began = max(began, self._started / 1e9)
+        duration = max(0, round((ended - began) * 1e6))
+        self._event(row, f'"ph": "X", "name": "{what}", "dur": {duration}, "args": {about}', began)
+
     def mark_cycle(self) -> None:
         """A round of the engine begins. Recorded only when cycles were asked for."""
         if not self.mark_cycles:
@@ -113,19 +181,27 @@ class Timeline:
     def _begin(self, name: str, what: str) -> None:
         self._event(name, f'"ph": "B", "name": {quoted(what)}')
 
-    def _event(self, name: str, body: str) -> None:
+    def _event(self, name: str, body: str, at: float | None = None) -> None:
+        """`at`: when it happened, by `time.perf_counter`, if not now."""
         with self._lock:
             if self._descriptor is None:
                 return
             pid = self._pids.get(name)
             if pid is None:
                 pid = self._pids[name] = len(self._pids) + 1
-                self._write(metadata("process_name", pid, name=name))
+                about: dict[str, object] = {"name": name}
+                if name in self._members:
+                    about["tensors"] = list(self._members[name])
+                self._write(metadata("process_name", pid, **about))
                 self._write(metadata("process_sort_index", pid, sort_index=pid))
-            self._write(f'{{{body}, "ts": {self._now()}, "pid": {pid}}}')
+            stamp = self._now() if at is None else self._stamp(at)
+            self._write(f'{{{body}, "ts": {stamp}, "pid": {pid}}}')
 
     def _now(self) -> int:
         return (time.perf_counter_ns() - self._started) // 1000
+
+    def _stamp(self, at: float) -> int:
+        return max(0, (int(at * 1e9) - self._started) // 1000)
 
     def _write(self, event: str) -> None:
         """Append one event, replacing the closing bracket, in one system call."""
@@ -213,142 +289,18 @@ def metadata(what: str, pid: int, **arguments: object) -> str:
     return json.dumps({"name": what, "ph": "M", "pid": pid, "args": arguments})
 
 
+def shortened(names: Sequence[str], most: int = 3) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 @lru_cache(maxsize=256)
 def quoted(text: str) -> str:
     return json.dumps(text)
 
 
-# -- merging the ranks' files ----------------------------------------------------------------
+if __name__ == "__main__":  # where `merge` was before; scripts may still call it here
+    from horovod.timeline.__main__ import main
 
-
-def load(path: str) -> list[Event]:
-    """The events of one file; a kill may have cost it the closing bracket."""
-    with open(path, encoding="utf-8") as file:
-        text = file.read().rstrip()
-    if not text.endswith("]"):
-        text = text.rstrip(",") + "]"
-    try:
-        events = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is not a timeline: {error}") from None
-    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise ValueError(f"{path} is not a timeline: it is not a JSON array of events")
-    return events
-
-
-def merge(paths: Iterable[str], output: str) -> None:
-    """Put several ranks' timelines into one file, on the clock of the one that started first.
-
-    Each rank gets its own range of "processes", named ``rank N: tensor``. The clocks of
-    different hosts are taken at their word: they are as close as the hosts' time service.
-    """
-    traces: dict[int, tuple[int, list[Event]]] = {}
-    sources: dict[int, str] = {}
-    for position, path in enumerate(paths):
-        if os.path.realpath(path) == os.path.realpath(output):
-            raise ValueError(f"{output} is both an input and the output: choose another output")
-        events = load(path)
-        arguments = origin_of(events)
-        if arguments is None:
-            raise ValueError(f"{path} has no {START_TIME}: it was not written by Horovod")
-        rank = int(arguments.get("rank", rank_in_name(path, position)))
-        if rank in traces:
-            raise ValueError(f"{sources[rank]} and {path} are both of rank {rank}: leave one out")
-        traces[rank] = (int(arguments[START_TIME]), events)
-        sources[rank] = path
-    if not traces:
-        raise ValueError("no timeline to merge: name at least one file")
-
-    origin = min(started for started, _ in traces.values())
-    next_pid = 0
-    separator = "[\n"
-    with open(output, "w", encoding="utf-8") as file:
-        for rank in sorted(traces):
-            started, events = traces[rank]
-            first_pid = next_pid
-            for event in events:
-                moved = move(event, rank, first_pid, started - origin, origin)
-                next_pid = max(next_pid, moved["pid"] + 1)
-                file.write(separator + json.dumps(moved))
-                separator = ",\n"
-        file.write("\n]\n")
-
-
-def origin_of(events: Iterable[Event]) -> Event | None:
-    """The arguments of the record that says when, and since 0.29 on which rank, it was written."""
-    for event in events:
-        arguments: Event = event.get("args", {})
-        if START_TIME in arguments:
-            return arguments
-    return None
-
-
-def move(event: Event, rank: int, first_pid: int, delay: int, origin: int) -> Event:
-    """One rank's event as it stands in the merged file."""
-    moved = {**event, "pid": first_pid + event.get("pid", 0)}
-    if "ts" in moved:
-        moved["ts"] += delay
-    if moved.get("ph") == "i":
-        moved["s"] = "p"  # a rank's cycles concern that rank, not the whole picture
-    if moved.get("ph") == "M":
-        arguments = dict(moved.get("args", {}))
-        if START_TIME in arguments:
-            arguments = {"name": f"rank {rank}", **arguments, START_TIME: origin}
-        elif "name" in arguments:
-            arguments["name"] = f"rank {rank}: {arguments['name']}"
-        if "sort_index" in arguments:
-            arguments["sort_index"] = moved["pid"]
-        moved["args"] = arguments
-    return moved
-
-
-def rank_in_name(path: str, otherwise: int) -> int:
-    found = re.search(r"\.rank(\d+)(\.[^.]*)?$", os.path.basename(path))
-    return int(found[1]) if found else otherwise
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m horovod.engine.timeline",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Work with the timelines that Horovod records.",
-        epilog=HOW_TO,
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    merging = commands.add_parser(
-        "merge",
-        help="put the files of several ranks into one, on one clock",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Put the timelines of several ranks into one file, on one clock.",
-        epilog=HOW_TO,
-    )
-    merging.add_argument("output", metavar="OUT", help="the file to write")
-    merging.add_argument("files", metavar="FILE", nargs="+", help="the ranks' files, in any order")
-    options = parser.parse_args(arguments)
-    try:
-        merge(options.files, options.output)
-    except (OSError, ValueError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-    print(f"{options.output}: {len(options.files)} rank(s). Open it in https://ui.perfetto.dev")
-    return 0
-
-
-HOW_TO = """\
-Record: set HOROVOD_TIMELINE=/tmp/run.json for the job (horovodrun --timeline-filename does), or
-call hvd.start_timeline("/tmp/run.json"). Rank 0 writes /tmp/run.json, rank 1 /tmp/run.rank1.json
-and so on, each on its own host; collect them in one folder. They may be opened while training
-runs, and after a crash.
-
-Merge:  python -m horovod.engine.timeline merge all.json run*.json
-
-View:   open https://ui.perfetto.dev (or chrome://tracing in Chrome) and drop the file into it.
-        Every tensor is a row. NEGOTIATE_* is time spent waiting for the other ranks, with a tick
-        when each becomes ready; the rest is the work itself. Long negotiation means that a rank
-        computes slower or submits later than the others; many short collectives mean that
-        HOROVOD_FUSION_THRESHOLD or HOROVOD_CYCLE_TIME is too small.
-"""
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(prog="python -m horovod.engine.timeline"))

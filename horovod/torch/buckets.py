@@ -101,6 +101,12 @@ class Bucket:
         self.finishers: list[Callable[[], object]] = []
 
 
+def bucket_title(number: int, count: int, names: Sequence[str]) -> str:
+    """What people read of a bucket, in the timeline and in stall reports."""
+    span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    return f"bucket {number} of {count} ({span})"
+
+
 def cut(params: Sequence[Named], most: int) -> list[list[Named]]:
     """Consecutive parameters up to `most` bytes."""
     groups: list[list[Named]] = [[]]

@@ -31,7 +31,7 @@ from horovod.torch.autotune import (
     greatest,
     local_preferences,
 )
-from horovod.torch.buckets import Bucket, cut
+from horovod.torch.buckets import Bucket, bucket_title, cut
 from horovod.torch.buckets import Named as Named
 from horovod.torch.compression import Compressor, NoneCompressor, wire_type
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
@@ -96,6 +96,7 @@ class GradientReducer:
         self._first_arrival = 0.0  # when the first gradient of this step was there
         self._backward: DeviceTiming | None = None  # of this step, on a device
         self._steps = 0
+        self._last_step = 0.0  # when the gradients of the step before were there
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}  # by the places of parameters
 
@@ -152,10 +153,12 @@ class GradientReducer:
                     self._start(bucket, background=len(self._buckets) > 1)
         except Exception as error:
             failure = error
+        arrival = self._first_arrival if self._any_arrived else 0.0
         failure = self._wait() or failure
         if failure is not None:
             raise failure
         self._steps += 1
+        self._record_step(arrival, began)
         if self._trial is not None:
             hidden = began - self._first_arrival if self._first_arrival else 0.0
             self._try(self._trial, time.monotonic() - began, hidden)
@@ -201,8 +204,10 @@ class GradientReducer:
         except Exception:
             self._wait()
             raise
+        arrival = self._first_arrival if self._any_arrived else 0.0
         self._any_arrived = False
         self._steps += 1
+        self._record_step(arrival, time.perf_counter())
         self._join_pages()
         return self._buckets
 
@@ -240,6 +245,14 @@ class GradientReducer:
             for bucket in self._buckets:
                 bucket.reset()
         return failure
+
+    def _record_step(self, first_arrival: float, backward_ended: float) -> None:
+        """In the timeline a step lasts from the end of one exchange of gradients to the next."""
+        timeline = runtime.timeline
+        if timeline is not None and self._last_step:
+            backward = (first_arrival, backward_ended)
+            timeline.step(self.name, self._steps, self._last_step, backward)
+        self._last_step = time.perf_counter()
 
     def _join_pages(self) -> None:
         if self._steps not in _JOINING or not any(param.is_cpu for _, param in self._params):
@@ -532,11 +545,13 @@ class GradientReducer:
             groups = self._groups
         elif overlap:
             groups = cut(self._params_in_order, most)
-        self._buckets = [
-            Bucket(f"{self.name}.{number}.{members[0][0]}", members)
-            for number, members in enumerate(groups)
-            if members
-        ]
+        parts = [members for members in groups if members]
+        self._buckets = []
+        for number, members in enumerate(parts, 1):
+            names = [name for name, _ in members]
+            bucket = Bucket(f"{self.name}.{bucket_title(number, len(parts), names)}", members)
+            runtime.name_members(bucket.name, names)
+            self._buckets.append(bucket)
         self._bucket_of = {self._index[param]: b for b in self._buckets for _, param in b.params}
 
 

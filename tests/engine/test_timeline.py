@@ -1,4 +1,4 @@
-"""The timeline's files: their events, that they are always loadable, and how they merge."""
+"""The timeline's files: their events, and that they are always loadable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.engine import timeline
-from horovod.engine.timeline import Timeline, load, merge, path_of_rank
+from horovod.engine.timeline import Timeline, path_of_rank
+from horovod.timeline.files import load
 
 
 def read(path: str | Path) -> list[dict]:
@@ -257,120 +258,3 @@ def test_what_was_recorded_before_the_disk_filled_up_stays(tmp_path, warnings):
     assert len(warnings) == 1
     assert len(read(path)) > 50
     assert os.path.getsize(path) <= 10_000
-
-
-# -- merging ---------------------------------------------------------------------------------
-
-
-def write_trace(path: Path, started: int, stamps: list[int], rank: int | None) -> str:
-    arguments: dict[str, int] = {"start_time_since_epoch_in_micros": started}
-    if rank is not None:
-        arguments["rank"] = rank
-    events: list[dict] = [
-        {"name": "process_name", "ph": "M", "pid": 0, "args": arguments},
-        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "grad"}},
-        {"name": "process_sort_index", "ph": "M", "pid": 1, "args": {"sort_index": 1}},
-        {"ph": "i", "name": "CYCLE_START", "ts": 0, "s": "g"},
-    ]
-    events += [{"ph": "B", "name": "ALLREDUCE", "ts": stamp, "pid": 1} for stamp in stamps]
-    path.write_text(json.dumps(events))
-    return str(path)
-
-
-def test_merge_puts_ranks_on_one_clock_and_in_ranges_of_their_own(tmp_path):
-    late = write_trace(tmp_path / "a.json", 1_000_500, [10, 20], rank=1)
-    early = write_trace(tmp_path / "b.json", 1_000_000, [10], rank=0)
-    merge([late, early], str(tmp_path / "out.json"))
-    events = read(tmp_path / "out.json")
-    assert [(e["pid"], e["ts"]) for e in events if e["ph"] == "B"] == [(1, 10), (3, 510), (3, 520)]
-    assert [(e["pid"], e["ts"], e["s"]) for e in events if e["ph"] == "i"] == [
-        (0, 0, "p"),
-        (2, 500, "p"),
-    ]
-    assert {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"} == {
-        0: "rank 0",
-        1: "rank 0: grad",
-        2: "rank 1",
-        3: "rank 1: grad",
-    }
-    starts = [
-        e["args"][timeline.START_TIME] for e in events if timeline.START_TIME in e.get("args", {})
-    ]
-    assert starts == [1_000_000, 1_000_000]
-    orders = [
-        (e["pid"], e["args"]["sort_index"]) for e in events if e["name"] == "process_sort_index"
-    ]
-    assert orders == [(1, 1), (3, 3)]
-
-
-def test_merge_of_real_files_keeps_every_event(tmp_path):
-    base = str(tmp_path / "run.json")
-    for rank in range(3):
-        recorder = Timeline(base, rank, mark_cycles=True)
-        recorder.mark_cycle()
-        one_allreduce(recorder, "a")
-        recorder.close()
-    paths = [path_of_rank(base, rank) for rank in range(3)]
-    merge(paths, str(tmp_path / "all.json"))
-    merged = read(tmp_path / "all.json")
-    assert len(merged) == sum(len(read(path)) for path in paths)
-    for rank in range(3):
-        assert sum(e.get("args", {}).get("name") == f"rank {rank}: a" for e in merged) == 1
-
-
-def test_merge_takes_the_rank_from_the_name_or_the_position_in_older_files(tmp_path):
-    paths = [
-        write_trace(tmp_path / "run.json", 0, [1], rank=None),
-        write_trace(tmp_path / "run.rank7.json", 0, [1], rank=None),
-    ]
-    merge(paths, str(tmp_path / "out.json"))
-    names = {e["args"].get("name") for e in read(tmp_path / "out.json") if e["ph"] == "M"}
-    assert {"rank 0: grad", "rank 7: grad"} <= names
-
-
-def test_merge_refuses_what_makes_no_sense(tmp_path):
-    good = write_trace(tmp_path / "good.json", 0, [], rank=0)
-    twin = write_trace(tmp_path / "twin.json", 0, [], rank=0)
-    (tmp_path / "object.json").write_text('{"a": 1}')
-    (tmp_path / "foreign.json").write_text('[{"ph": "B", "ts": 1, "pid": 0}]')
-    (tmp_path / "text.json").write_text("hello")
-    out = str(tmp_path / "out.json")
-    for files, target, complaint in [
-        ([], out, "no timeline"),
-        ([good], good, "both an input and the output"),
-        ([good, twin], out, "both of rank 0"),
-        ([str(tmp_path / "object.json")], out, "not a timeline"),
-        ([str(tmp_path / "text.json")], out, "not a timeline"),
-        ([str(tmp_path / "foreign.json")], out, "not written by Horovod"),
-    ]:
-        with pytest.raises(ValueError, match=complaint):
-            merge(files, target)
-    assert not os.path.exists(out)
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-W", "error", "-m", "horovod.engine.timeline", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_the_merge_command(tmp_path):
-    source = write_trace(tmp_path / "run.json", 5, [1], rank=0)
-    out = str(tmp_path / "out.json")
-    done = command("merge", out, source)
-    assert done.returncode == 0, done.stderr
-    assert "perfetto" in done.stdout
-    assert len(read(out)) == 5
-
-
-def test_the_merge_command_says_what_is_wrong(tmp_path):
-    done = command("merge", str(tmp_path / "out.json"), str(tmp_path / "absent.json"))
-    assert done.returncode == 1
-    assert "absent.json" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_the_commands_help_teaches_how_to_record_and_view():
-    for arguments in (["--help"], ["merge", "--help"]):
-        text = command(*arguments).stdout
-        assert "HOROVOD_TIMELINE" in text
-        assert "ui.perfetto.dev" in text

@@ -1,0 +1,281 @@
+"""The report as one page for a browser, light and dark. Behind ``horovod.timeline report --html``.
+
+Nothing in it comes from another host or needs a script, so it can be mailed and kept. Names come
+from the files, which anybody may have written: all of them are escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import pairwise
+from statistics import fmean, median
+
+from horovod.timeline.advice import Advice, verdict
+from horovod.timeline.amounts import milliseconds, size_of
+from horovod.timeline.analysis import PARTS, Analysis, StepSplit
+from horovod.timeline.styles import CSS
+
+MOST_COLUMNS = 160  # of the chart of steps: more are put together
+MOST_ROWS = 20
+
+WORDS = {
+    "compute": "the program runs: data, forward, backward, update",
+    "negotiation": "all ranks are there, and have yet to agree",
+    "wait": "another rank has not come yet",
+    "reduction": "data is moved and reduced, and nothing hides it",
+}
+
+
+def page(found: Analysis, advice: Sequence[Advice]) -> str:
+    """The whole document."""
+    body = "".join(_sections(found, advice))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>Horovod timeline report</title><style>{CSS}</style></head>\n"
+        f"<body><main>{body}</main></body></html>\n"
+    )
+
+
+def _sections(found: Analysis, advice: Sequence[Advice]) -> Iterator[str]:
+    yield f"<header><h1>Timeline report</h1><p class=verdict>{escape(verdict(found))}</p></header>"
+    if found.steps:
+        yield _tiles(found)
+    yield _advice(found, advice)
+    if found.steps:
+        yield _ranks(found)
+        yield _steps(found)
+        yield _slowest(found)
+        yield _overlap(found)
+    yield _awaited(found)
+    yield _notes(found)
+
+
+def _tiles(found: Analysis) -> str:
+    hosts = len(set(found.hosts.values()))
+    slow = found.slowest_counts.most_common(1)
+    whom = f"rank {slow[0][0]}" if slow else "nobody"
+    often = f"{slow[0][1]} of {len(found.steps)} steps" if slow else "no rank is late"
+    waits = fmean(found.share(rank, "wait") for rank in found.ranks)
+    tiles = [
+        (str(len(found.hosts)), "ranks", f"on {hosts} host{'' if hosts == 1 else 's'}"),
+        (str(len(found.steps)), "steps", found.steps_from.removeprefix("steps ")),
+        (milliseconds(found.overall("duration")), "a step", "mean"),
+        (f"{100 * waits:.0f} %", "waiting for others", "mean of the ranks"),
+        (whom, "most often last", often),
+    ]
+    cells = "".join(
+        f"<div><b>{escape(value)}</b><span>{escape(name)}</span><small>{escape(more)}</small></div>"
+        for value, name, more in tiles
+    )
+    return f"<section class=tiles>{cells}</section>"
+
+
+def _advice(found: Analysis, advice: Sequence[Advice]) -> str:
+    if not advice:
+        told = "Nothing: no part of a step besides compute is worth it." if found.steps else "-"
+        return f"<section><h2>What to try first</h2><p>{told}</p></section>"
+    step = found.overall("duration")
+    cards = "".join(
+        f"<li><h3>{escape(each.subject)}<em>saves up to {milliseconds(each.saves)} "
+        f"({100 * each.saves / step:.0f} %) of a step</em></h3>"
+        f"<p class=number>{escape(_sentence(each.number))}</p>"
+        f"<p>{escape(_sentence(each.action))}</p></li>"
+        for each in advice
+    )
+    return f"<section><h2>What to try first</h2><ol class=advice>{cards}</ol></section>"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _legend() -> str:
+    keys = "".join(
+        f"<span title='{escape(WORDS[part])}'><i class={part}></i>{part}</span>" for part in PARTS
+    )
+    return f"<p class=legend>{keys}</p>"
+
+
+def _ranks(found: Analysis) -> str:
+    longest = max(found.mean(rank, "duration") for rank in found.ranks)
+    rows = []
+    for rank in found.ranks:
+        parts = "".join(
+            f"<i class={part} style='width:{100 * found.mean(rank, part) / longest:.2f}%' "
+            f"title='{part}: {milliseconds(found.mean(rank, part))}'></i>"
+            for part in PARTS
+        )
+        cells = "".join(f"<td>{100 * found.share(rank, part):.1f} %</td>" for part in PARTS)
+        rows.append(
+            f"<tr><th>rank {rank}<small>{escape(found.hosts[rank])}</small></th>"
+            f"<td class=bar><div>{parts}</div></td>"
+            f"<td>{milliseconds(found.mean(rank, 'duration'))}</td>{cells}</tr>"
+        )
+    head = "".join(f"<th>{part}</th>" for part in PARTS)
+    explained = "".join(
+        f"<li><i class={part}></i><b>{part}</b> {WORDS[part]}</li>" for part in PARTS
+    )
+    return (
+        f"<section><h2>Where a step goes</h2><ul class=explained>{explained}</ul>"
+        f"<div class=scroll><table class=ranks><thead><tr><th>rank</th><th></th><th>step</th>{head}"
+        f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def _bar(kind: str, share: float) -> str:
+    return f"<td class=bar><div><i class={kind} style='width:{100 * share:.1f}%'></i></div></td>"
+
+
+def _columns(steps: Sequence[StepSplit]) -> list[Sequence[StepSplit]]:
+    count = min(len(steps), MOST_COLUMNS)
+    bounds = [len(steps) * index // count for index in range(count + 1)]
+    return [steps[a:b] for a, b in pairwise(bounds)]
+
+
+def _steps(found: Analysis) -> str:
+    """Step time over the steps, and below it who was last."""
+    columns = _columns(found.steps)
+    late = [rank for rank, _ in found.slowest_counts.most_common(8)]
+    wide, high, left, row = 900.0, 200.0, 64.0, 16.0
+    width = (wide - left) / len(columns)
+    bars = [{part: _mean_part(steps, part) for part in PARTS} for steps in columns]
+    top = max(sum(bar.values()) for bar in bars) or 1.0
+    drawn = [_axis(top, high, left, wide)]
+    gap = 1.0 if width > 4 else 0.0
+    for index, (bar, steps) in enumerate(zip(bars, columns, strict=True)):
+        x, y = left + index * width, high
+        told = [f"step {_span(steps)}"]
+        told += [f"{part} {milliseconds(value)}" for part, value in bar.items()]
+        drawn.append(f"<g><title>{escape(', '.join(told))}</title>")
+        for part, value in bar.items():
+            tall = (high - 12) * value / top
+            y -= tall
+            drawn.append(
+                f"<rect class={part} x={x:.2f} y={y:.2f} width={width - gap:.2f} "
+                f"height={tall:.2f}></rect>"
+            )
+        drawn.append("</g>")
+    for line, rank in enumerate(late):
+        y = high + 14 + line * row
+        drawn.append(f"<text class=axis x={left - 8:.0f} y={y + 10:.0f}>rank {rank}</text>")
+        for index, steps in enumerate(columns):
+            share = sum(step.slowest == rank for step in steps) / len(steps)
+            if share:
+                drawn.append(
+                    f"<rect class=late x={left + index * width:.2f} y={y:.0f} height={row - 4:.0f} "
+                    f"width={width - gap:.2f} opacity={share:.2f}><title>last in "
+                    f"{100 * share:.0f} % of step {_span(steps)}</title></rect>"
+                )
+    tall = high + 14 + len(late) * row + 18
+    first, last = found.steps[0].number, found.steps[-1].number
+    drawn.append(f"<text class=tick x={left:.0f} y={tall - 3:.0f}>step {first}</text>")
+    if last != first:
+        drawn.append(f"<text class='tick end' x={wide:.0f} y={tall - 3:.0f}>step {last}</text>")
+    below = " Below: the steps in which a rank was last." if late else ""
+    return (
+        f"<section><h2>Step by step</h2><p>Mean of the ranks.{below}</p>{_legend()}"
+        f"<svg viewBox='0 0 {wide:.0f} {tall:.0f}' role=img "
+        f"aria-label='step time, split'>{''.join(drawn)}</svg></section>"
+    )
+
+
+def _mean_part(steps: Sequence[StepSplit], part: str) -> float:
+    return fmean(split.part(part) for step in steps for split in step.ranks.values())
+
+
+def _span(steps: Sequence[StepSplit]) -> str:
+    first, last = steps[0].number, steps[-1].number
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def _axis(top: float, high: float, left: float, wide: float) -> str:
+    lines = []
+    for share in (0.0, 0.5, 1.0):
+        y = high - (high - 12) * share
+        lines.append(f"<line x1={left:.0f} x2={wide:.0f} y1={y:.1f} y2={y:.1f}></line>")
+        told = milliseconds(top * share) if share else "0"
+        lines.append(f"<text class=axis x={left - 8:.0f} y={y + 4:.1f}>{told}</text>")
+    return "".join(lines)
+
+
+def _slowest(found: Analysis) -> str:
+    counts = found.slowest_counts
+    total = len(found.steps)
+    rows = []
+    for rank, times in counts.most_common(MOST_ROWS):
+        late = [step.lateness for step in found.steps if step.slowest == rank]
+        rows.append(
+            f"<tr><th>rank {rank}<small>{escape(found.hosts.get(rank, ''))}</small></th>"
+            f"{_bar('late', times / total)}"
+            f"<td>{times} of {total}</td><td>{milliseconds(median(late))}</td>"
+            f"<td>{milliseconds(max(late))}</td></tr>"
+        )
+    nobody = total - sum(counts.values())
+    told = f"<p>In {nobody} of {total} steps nobody was late.</p>" if nobody else ""
+    if not rows:
+        return f"<section><h2>The slowest rank of a step</h2>{told}</section>"
+    return (
+        f"<section><h2>The slowest rank of a step</h2>{told}<div class=scroll><table>"
+        f"<thead><tr><th>rank</th><th></th><th>steps</th><th>late by, median</th><th>at most</th>"
+        f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def _overlap(found: Analysis) -> str:
+    achieved, possible = found.overlap_achieved, found.overlap_possible
+    if achieved is None:
+        return ""
+    mark, told = "", "How much is possible is unknown: no backward pass was recorded."
+    if possible is not None:
+        mark = f"<b style='left:{100 * possible:.1f}%' title='possible'></b>"
+        told = f"Backward is long enough to hide {100 * possible:.0f} % of them (the mark)."
+    return (
+        f"<section><h2>Overlap</h2><p>{100 * achieved:.0f} % of the reductions were hidden behind "
+        f"compute. {told}</p>"
+        f"<div class=gauge><i style='width:{100 * achieved:.1f}%'></i>{mark}</div>"
+        f"<p class=quiet>{found.collectives_per_step:.1f} collectives and "
+        f"{size_of(found.bytes_per_step)} in a step, over "
+        f"{escape(', '.join(found.transports) or 'nothing')}.</p></section>"
+    )
+
+
+def _awaited(found: Analysis) -> str:
+    rows = []
+    most = max((row.spread for row in found.awaited), default=0.0) or 1.0
+    for row in [each for each in found.awaited if each.waited > 0][:MOST_ROWS]:
+        tensors = ""
+        if row.tensors:
+            names = escape(", ".join(row.tensors))
+            count = f"{len(row.tensors)} tensor{'' if len(row.tensors) == 1 else 's'}"
+            tensors = f"<details><summary>{count}</summary>{names}</details>"
+        last = (
+            "" if row.last_rank is None else f"rank {row.last_rank} ({100 * row.last_share:.0f} %)"
+        )
+        rows.append(
+            f"<tr><th class=name>{escape(row.name)}{tensors}</th>"
+            f"{_bar('wait', row.spread / most)}<td>{milliseconds(row.spread)}</td>"
+            f"<td>{size_of(row.nbytes)}</td><td>{row.count}</td><td>{last}</td></tr>"
+        )
+    if not rows:
+        return ""
+    return (
+        "<section><h2>Waited for longest</h2><p>From the first rank that submitted it to the last, "
+        "on average.</p><div class=scroll><table class=awaited><thead>"
+        "<tr><th>collective</th><th></th><th>first to last</th><th>size</th><th>times</th>"
+        "<th>most often last</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def _notes(found: Analysis) -> str:
+    notes = [
+        *found.notes,
+        "A step lasts from the end of one exchange of gradients to the end of the next.",
+        "Clocks of different hosts are compared by the moments in which ranks agreed on "
+        "collectives; what remains is about the time of a message between them.",
+    ]
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return f"<section class=quiet><h2>Notes</h2><ul>{items}</ul></section>"

@@ -1,0 +1,277 @@
+"""What one rank recorded, with a meaning: collectives, waits, steps. Used by all that reads files.
+
+Times are microseconds on the rank's own clock until `clocks` has put them on that of the job.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from horovod.timeline.files import Event, load
+from horovod.timeline.format import BACKWARD, NEGOTIATE, START_TIME, STEP, WAIT
+
+Key = tuple[int, int, str]  # process set, number in it, name: one collective on all its ranks
+
+
+@dataclass
+class Phase:
+    """A part of a collective, such as the copy into the fusion buffer."""
+
+    name: str
+    began: float
+    ended: float
+
+
+@dataclass
+class Collective:
+    """One collective, as one rank saw it."""
+
+    name: str  # e.g. "allreduce.loss"
+    kind: str  # e.g. "ALLREDUCE"
+    key: Key
+    submitted: float
+    agreed: float | None = None  # when all ranks had agreed to run it
+    started: float | None = None  # of a barrier in upstream's files: never
+    ended: float | None = None
+    phases: list[Phase] = field(default_factory=list)
+    ready: dict[int, float] = field(default_factory=dict)  # when which rank had submitted it
+    about: dict[str, Any] = field(default_factory=dict)  # dtype, shape, count, bytes, tensors
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the tensors, if known."""
+        if isinstance(self.about.get("bytes"), int):
+            return int(self.about["bytes"])
+        return bytes_of(self.about.get("dtype"), self.about.get("shape"))
+
+
+@dataclass
+class TimeSpan:
+    """A stretch of time of the program."""
+
+    began: float
+    ended: float
+    number: int = 0  # of the step
+    what: str = ""  # is waited for
+
+
+@dataclass
+class Recording:
+    """One rank's file."""
+
+    path: str
+    rank: int
+    host: str
+    started: int  # microseconds since the epoch, by the host's clock
+    clock: int | None  # the host's monotonic clock at that time
+    size: int | None = None
+    version: int = 1
+    collectives: list[Collective] = field(default_factory=list)
+    waits: list[TimeSpan] = field(default_factory=list)
+    steps: dict[str, list[TimeSpan]] = field(default_factory=dict)  # by the name of the optimizer
+    backwards: dict[str, list[TimeSpan]] = field(default_factory=dict)
+    cycles: list[float] = field(default_factory=list)
+    tensors: dict[str, list[str]] = field(default_factory=dict)  # of the rows that are groups
+    ended: float = 0.0  # the last time in the file
+
+
+def read_recordings(paths: Sequence[str]) -> list[Recording]:
+    """The recordings in these files, by rank; ValueError if they are not of one job's ranks."""
+    found: dict[int, Recording] = {}
+    for position, path in enumerate(paths):
+        recording = interpret(load(path), path, position)
+        other = found.get(recording.rank)
+        if other is not None:
+            raise ValueError(
+                f"{other.path} and {path} are both of rank {recording.rank}: leave one out"
+            )
+        found[recording.rank] = recording
+    if not found:
+        raise ValueError("no timeline: name at least one file")
+    return [found[rank] for rank in sorted(found)]
+
+
+def interpret(events: Sequence[Event], path: str = "", position: int = 0) -> Recording:
+    """The meaning of one rank's events."""
+    about = _origin(events)
+    if about is None:
+        hint = "it was merged already" if _is_merged(events) else "it was not written by Horovod"
+        raise ValueError(f"{path} has no {START_TIME}: {hint}; name the files of the ranks")
+    rank = _number(about.get("rank"), rank_in_name(path, position))
+    recording = Recording(
+        path=path,
+        rank=rank,
+        host=str(about.get("host") or f"host of rank {rank}"),
+        started=_number(about[START_TIME], 0),
+        clock=_number(about["clock"], 0) if "clock" in about else None,
+        size=_number(about["size"], 0) if "size" in about else None,
+        version=_number(about.get("version"), 1),
+    )
+    rows = _rows(events, recording)
+    reader = _Reader(recording)
+    for event in events:
+        if _is_timed(event):
+            ended = float(event["ts"]) + float(event.get("dur") or 0)
+            recording.ended = max(recording.ended, ended)
+            reader.take(event, rows.get(event.get("pid", 0), ""))
+    _number_by_occurrence(recording.collectives)
+    return recording
+
+
+class _Reader:
+    """Follows the nested events of every row."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self._open: dict[str, Collective] = {}
+        self._last: dict[str, Collective] = {}
+        self._numbered: dict[tuple[str, int], Collective] = {}
+        self._phases: dict[str, list[Phase | None]] = {}
+
+    def take(self, event: Event, row: str) -> None:
+        phase, time = event.get("ph"), float(event["ts"])
+        if phase == "B":
+            self._begin(row, str(event.get("name", "")), time)
+        elif phase == "E":
+            self._end(row, time, event.get("args"))
+        elif phase == "X":
+            self._span(row, event, time)
+        elif phase in ("i", "I") and event.get("name") == "CYCLE_START":
+            self.recording.cycles.append(time)
+
+    def _begin(self, row: str, what: str, time: float) -> None:
+        stack = self._phases.setdefault(row, [])
+        if what.startswith(NEGOTIATE):
+            stack.clear()  # what an aborted collective left open
+            self._new(row, what.removeprefix(NEGOTIATE), time)
+            stack.append(None)
+            return
+        current = self._open.get(row)
+        if not stack and (current is None or current.agreed is None):
+            current = self._new(row, what, time)  # recording began after its negotiation
+        if not stack:
+            assert current is not None
+            current.started = time
+            stack.append(None)
+            return
+        part = Phase(what, time, time)
+        stack.append(part)
+        if current is not None:
+            current.phases.append(part)
+
+    def _new(self, row: str, kind: str, time: float) -> Collective:
+        made = Collective(row, kind, (0, -1, row), time)
+        self._open[row] = self._last[row] = made
+        self.recording.collectives.append(made)
+        if row in self.recording.tensors:
+            made.about["names"] = self.recording.tensors[row]
+        return made
+
+    def _end(self, row: str, time: float, about: Any) -> None:
+        stack, current = self._phases.get(row), self._open.get(row)
+        if not stack or current is None:
+            return  # its beginning was not recorded
+        part = stack.pop()
+        if part is not None:
+            part.ended = time
+        elif current.started is None:
+            current.agreed = time
+            if isinstance(about, dict) and "number" in about:
+                number = _number(about["number"], -1)
+                current.key = (_number(about.get("set"), 0), number, row)
+                self._numbered[row, number] = current
+        else:
+            current.ended = time
+            if isinstance(about, dict):
+                current.about.update(about)
+            del self._open[row]
+
+    def _span(self, row: str, event: Event, time: float) -> None:
+        name, duration = str(event.get("name", "")), float(event.get("dur") or 0)
+        about = event.get("args") if isinstance(event.get("args"), dict) else {}
+        assert isinstance(about, dict)
+        if name == WAIT:
+            what = str(about.get("for", ""))
+            self.recording.waits.append(TimeSpan(time, time + duration, what=what))
+        elif name in (STEP, BACKWARD):
+            spans = self.recording.steps if name == STEP else self.recording.backwards
+            number = _number(about.get("step"), 0)
+            spans.setdefault(row, []).append(TimeSpan(time, time + duration, number))
+        elif name.isdigit():
+            last = self._last.get(row)
+            if "number" in about:  # it was written later: by then the name may be in use again
+                last = self._numbered.get((row, _number(about["number"], -1)))
+            if last is not None:
+                last.ready.setdefault(int(name), time)
+
+
+def _origin(events: Iterable[Event]) -> dict[str, Any] | None:
+    """The arguments of the record that says when, and since 0.29 on which rank, it was written."""
+    for event in events:
+        about = event.get("args")
+        if isinstance(about, dict) and START_TIME in about:
+            return about
+    return None
+
+
+def _is_merged(events: Iterable[Event]) -> bool:
+    return any(event.get("name") == "thread_name" for event in events)
+
+
+def _rows(events: Iterable[Event], recording: Recording) -> dict[Any, str]:
+    """The names of the rows, which upstream's format calls processes."""
+    rows = {}
+    for event in events:
+        about = event.get("args")
+        if event.get("name") == "process_name" and isinstance(about, dict) and "name" in about:
+            name = rows[event.get("pid", 0)] = str(about["name"])
+            if isinstance(about.get("tensors"), list):
+                recording.tensors[name] = [str(each) for each in about["tensors"]]
+    return rows
+
+
+def _is_timed(event: Event) -> bool:
+    stamp = event.get("ts")
+    return isinstance(stamp, (int, float)) and not isinstance(stamp, bool)
+
+
+def _number(value: Any, otherwise: int) -> int:
+    return int(value) if isinstance(value, (int, float)) else otherwise
+
+
+def _number_by_occurrence(collectives: Iterable[Collective]) -> None:
+    """In files without numbers: the k-th collective of a name is the same one on all ranks."""
+    seen: dict[str, int] = {}
+    for each in collectives:
+        count = seen[each.name] = seen.get(each.name, 0) + 1
+        if each.key[1] < 0 and each.agreed is not None:
+            each.key = (-1, count, each.name)
+
+
+def rank_in_name(path: str, otherwise: int) -> int:
+    """Rank 7 of run.json writes run.rank7.json."""
+    found = re.search(r"\.rank(\d+)(\.[^.]*)?$", os.path.basename(path))
+    return int(found[1]) if found else otherwise
+
+
+_SIZES = {"bool": 1, "bfloat16": 2, "half": 2, "float": 4, "double": 8, "int": 4, "long": 8}
+
+
+def bytes_of(dtype: Any, shape: Any) -> int | None:
+    """Bytes of a tensor as the timeline describes it: "float32" and "[2, 3]"."""
+    if not isinstance(dtype, str) or not isinstance(shape, str):
+        return None
+    digits = re.search(r"(\d+)$", dtype)
+    if dtype in _SIZES:
+        size = _SIZES[dtype]
+    elif digits:
+        size = int(digits[1]) // 8
+    else:
+        return None
+    for extent in re.findall(r"\d+", shape):
+        size *= int(extent)
+    return size

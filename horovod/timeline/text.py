@@ -1,0 +1,117 @@
+"""The report as text, for a terminal. Behind ``horovod.timeline report``."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from horovod.timeline.advice import Advice, verdict
+from horovod.timeline.amounts import milliseconds, shortened, size_of
+from horovod.timeline.analysis import PARTS, Analysis
+
+WIDTH = 100
+MOST_ROWS = 10
+MOST_RANKS = 32
+
+
+def report(found: Analysis, advice: Sequence[Advice]) -> str:
+    """All of it, with a line end after each line."""
+    return "\n".join([*_lines(found, advice), ""])
+
+
+def _lines(found: Analysis, advice: Sequence[Advice]) -> Iterator[str]:
+    ranks, hosts = len(found.hosts), len(set(found.hosts.values()))
+    yield f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}, {_count(len(found.steps), 'step')}"
+    if found.steps_from:
+        yield f"Steps: {found.steps_from}, from the end of one exchange to the end of the next"
+    yield from _wrapped(verdict(found))
+    for note in found.notes:
+        yield from _wrapped(f"Note: {note}")
+    if found.steps:
+        yield from _split_table(found)
+        yield from _slowest(found)
+        yield from _overlap(found)
+    yield from _awaited_table(found)
+    yield ""
+    yield "What to try first"
+    if not advice:
+        yield "  nothing: no part of a step besides compute is worth it" if found.steps else "  -"
+    for number, each in enumerate(advice, 1):
+        saves = f"up to {milliseconds(each.saves)} of a step"
+        yield from _wrapped(f"{number}. {each.subject} ({saves}): {each.number}.", "  ", "     ")
+        yield from _wrapped(f"{each.action}.", "     ", "     ")
+
+
+def _split_table(found: Analysis) -> Iterator[str]:
+    yield ""
+    yield "Where a step goes (mean)"
+    yield f"  {'rank':<20} {'step':>9}" + "".join(f" {part:>12}" for part in PARTS)
+    for rank in found.ranks[:MOST_RANKS]:
+        name = f"{rank} ({found.hosts[rank]})"
+        cells = "".join(f" {100 * found.share(rank, part):10.1f} %" for part in PARTS)
+        yield f"  {name:<20.20} {milliseconds(found.mean(rank, 'duration')):>9}{cells}"
+    if len(found.ranks) > MOST_RANKS:
+        yield f"  and {len(found.ranks) - MOST_RANKS} more ranks: see the page (--html)"
+
+
+def _slowest(found: Analysis) -> Iterator[str]:
+    yield ""
+    yield "The slowest rank of a step"
+    counts = found.slowest_counts
+    for rank, times in counts.most_common(MOST_ROWS):
+        late = [step.lateness for step in found.steps if step.slowest == rank]
+        yield (
+            f"  rank {rank}: {times} of {len(found.steps)} steps, later than the others by "
+            f"{milliseconds(median(late))} (median), {milliseconds(max(late))} at most"
+        )
+    nobody = len(found.steps) - sum(counts.values())
+    if nobody:
+        yield f"  nobody late: {nobody} of {len(found.steps)} steps"
+
+
+def _overlap(found: Analysis) -> Iterator[str]:
+    achieved, possible = found.overlap_achieved, found.overlap_possible
+    if achieved is None:
+        return
+    told = "unknown (no backward pass was recorded)"
+    if possible is not None:
+        told = f"up to {100 * possible:.0f} %, by the length of backward"
+    yield ""
+    hidden = f"{100 * achieved:.0f} % of the reductions hidden behind compute"
+    yield f"Overlap: {hidden}; possible: {told}"
+    yield (
+        f"In a step: {found.collectives_per_step:.1f} collectives, "
+        f"{size_of(found.bytes_per_step)}, over {', '.join(found.transports) or 'nothing'}"
+    )
+
+
+def _awaited_table(found: Analysis) -> Iterator[str]:
+    rows = [row for row in found.awaited if row.waited > 0][:MOST_ROWS]
+    if not rows:
+        return
+    yield ""
+    yield "Waited for longest (first to last rank, mean)"
+    for row in rows:
+        tensors = (
+            f"; {_count(len(row.tensors), 'tensor')}: {shortened(row.tensors)}"
+            if row.tensors
+            else ""
+        )
+        last = f", last: rank {row.last_rank} ({100 * row.last_share:.0f} %)"
+        yield from _wrapped(
+            f"{milliseconds(row.spread):>9}  {row.name} ({size_of(row.nbytes)}, {row.count} times)"
+            f"{last if row.last_rank is not None else ''}{tensors}",
+            "  ",
+            " " * 13,
+        )
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False
+    )
