@@ -29,14 +29,16 @@ from horovod.runner.ssh import Ssh
 from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import Supervisor
 from horovod.runner.tunables import settings, settings_environment
+from horovod.runner.watcher import JobWatcher
 
 
 def run_elastic_job(
     options: argparse.Namespace,
     command: Sequence[str],
     env: Mapping[str, str],
-    store: MemoryStore | None,
+    store: MemoryStore,
     console: Console,
+    watcher: JobWatcher,
 ) -> Outcome:
     """Run ``command`` as an elastic job until the end; the outcome tells what went wrong."""
     config = settings(options, env)
@@ -51,7 +53,7 @@ def run_elastic_job(
     )
     request = WorkerRequest(
         command=command,
-        env={**env, **settings_environment(options, env)},
+        env={**env, **settings_environment(options, env), **watcher.variables()},
         cwd=os.getcwd(),
         ssh=Ssh(options.ssh_port, options.ssh_identity_file, config.start_timeout),
         nics=options.network_interfaces or (),
@@ -65,8 +67,8 @@ def run_elastic_job(
         options.max_worker_failures,
     )
     with ExitStack() as stack:
-        status = stack.enter_context(Status(console, options.status_file))
-        outputs = Outputs(console, options.output_ranks)
+        status = stack.enter_context(Status(console, options.status_file, watcher))
+        outputs = Outputs(console, options.output_ranks, watcher=watcher)
         workers = WorkerLogs(outputs, options.output_filename, stack)
         place = StoreEndpoints(new_key(), store)
         stack.callback(place.close)
@@ -81,6 +83,7 @@ def run_elastic_job(
     if blamed is not None:
         log = workers.path(blamed.worker, "stderr")
         outcome.account = describe_failure(outcome, outputs.tail(blamed.worker), log)
+    watcher.ended(outcome)
     return outcome
 
 

@@ -15,13 +15,17 @@ from typing import Any
 
 from horovod.runner.console import Console
 from horovod.runner.report import LaunchError
+from horovod.runner.watcher import JobWatcher
 
 
 class Status:
     """The console and, where asked for, the file."""
 
-    def __init__(self, console: Console, path: str | None = None) -> None:
+    def __init__(
+        self, console: Console, path: str | None = None, watcher: JobWatcher | None = None
+    ) -> None:
         self._console = console
+        self._watcher = watcher
         self._file = None
         if path is not None:
             try:
@@ -32,7 +36,9 @@ class Status:
                 ) from None
 
     def note(self, event: str, **details: Any) -> None:
-        """Only for the file."""
+        """For the file, and for who watches the job."""
+        if self._watcher is not None:
+            self._watcher.note(event, **details)
         if self._file is not None:
             entry = {"time": time.time(), "event": event, **details}
             try:
