@@ -195,6 +195,13 @@ class Config:
         "File whose first line is the token of that page. Unset: a new token for every job, in the "
         "link that is printed.",
     )
+    stats_interval: float | None = _knob(
+        None,
+        _WATCH,
+        "Seconds between reports of each rank's numbers (`hvd.stats()`) to the launcher's store. "
+        "Unset: no reports. `--dashboard` sets it.",
+        minimum=0.01,
+    )
     log_level: str = _knob(
         "warning",
         _WATCH,
@@ -417,7 +424,7 @@ def _row(knob: Knob) -> str:
         kind = {bool: "yes or no", int: "integer", float: "number", str: "text"}[knob.type]
     if knob.type is bool and knob.default is not None:
         default = "1" if knob.default else "0"
-    elif knob.type is float:
+    elif knob.type is float and knob.default is not None:
         default = f"{knob.default:g}"
     else:
         default = "unset" if knob.default is None else str(knob.default)

@@ -6,6 +6,7 @@ One `HorovodBasics` wraps the process's engine; a binding exports its methods as
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,50 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.membership import membership
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.runtime import runtime
+
+
+class Stats:
+    """The numbers of this process: `hvd.stats()`, and the script's own: `hvd.stats.log(...)`."""
+
+    def __call__(self) -> dict[str, Any]:
+        """What this rank has done since `init`, as a plain dict: see docs/stats.md.
+
+        Seconds, bytes and counts are running totals. Costs some tens of microseconds.
+
+        Raises:
+            ValueError: Before `init`.
+
+        Examples:
+            >>> numbers = hvd.stats()
+            >>> print(f"{numbers['steps']} steps, {numbers['wait_seconds']:.1f} s waiting")
+        """
+        return runtime.stats()
+
+    def log(
+        self, metrics: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any
+    ) -> None:
+        """Show numbers of the script, such as its loss, on the dashboard of the job.
+
+        Args:
+            metrics: Names and numbers, for names that are no Python words, such as "val/acc".
+            step: The step that they belong to; by default the last one of the optimizer.
+            **named: More of them, such as ``loss=loss``. A tensor of one element is read, which
+                on a GPU waits for it.
+
+        Raises:
+            ValueError: Before `init`; for something else than a number, a name of more than 200
+                characters, or more than 100 different names.
+
+        Examples:
+            >>> hvd.stats.log(loss=0.3)
+            >>> hvd.stats.log({"val/acc": 0.9}, step=12)
+        """
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise ValueError(
+                f"hvd.stats.log() takes a dict or names, as in log(loss=0.3), not "
+                f"{type(metrics).__name__}"
+            )
+        runtime.log_metrics({**(metrics or {}), **named}, step)
 
 
 class HorovodBasics:
@@ -167,6 +212,10 @@ class HorovodBasics:
     def rocm_built(self) -> bool:
         """Whether PyTorch was built for ROCm."""
         return torch.version.hip is not None
+
+    # -- numbers ---------------------------------------------------------------------------
+
+    stats = Stats()
 
     # -- timeline --------------------------------------------------------------------------
 

@@ -30,8 +30,9 @@ from horovod.engine.batches import Batch, before_join, plan
 from horovod.engine.executor import Executor, Trace, reduce_
 from horovod.engine.negotiation import JoinState, negotiate
 from horovod.engine.prepared import InlineReduction, PreparedAllreduce
-from horovod.engine.ranges import Ranges, profiler_records, waiting
-from horovod.engine.request import Kind, Request, signature_of
+from horovod.engine.ranges import Ranges, profiler_records, size_of, waiting
+from horovod.engine.request import Kind, Request, bytes_on_wire, signature_of
+from horovod.engine.statistics import Counters
 from horovod.engine.timeline import Timeline
 from horovod.transport.base import MAX_TENSORS, MAX_WORDS, Group
 
@@ -67,10 +68,12 @@ class Channel:
         change_process_sets: Callable[[Request], Any],
         on_loss: Callable[[Sequence[int]], None],
         background_core: int | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self.set_id = set_id
         self.group = group
         self.failure: HorovodInternalError | None = None
+        self.counters = counters  # None: nobody counts
         self.num_joins = 0  # times that ranks had joined, and all have gone on
         self.tuned: tuple[float, str | None] | None = None  # what autotuning has settled on
         self._executor = executor
@@ -133,6 +136,11 @@ class Channel:
         return request
 
     @property
+    def queue_length(self) -> int:
+        """Requests that have not run."""
+        return len(self._queue)
+
+    @property
     def crosses_hosts(self) -> bool:
         """Whether reducing means waiting for a network."""
         return self._transport.crosses_hosts
@@ -178,12 +186,27 @@ class Channel:
             return False
         request = None
         try:
-            self._inline = prepared.name, time.monotonic(), sys._getframe(2)
+            began = time.monotonic()
+            self._inline = prepared.name, began, sys._getframe(2)
             if self._transport.agree(prepared.signature, vector):
+                counters = self.counters
+                if counters is None:
+                    self._transport.allreduce_vector(
+                        vector, prepared.plain, prepared.scale, prepared.wire
+                    )
+                    return True
+                met = time.monotonic()
                 self._transport.allreduce_vector(
                     vector, prepared.plain, prepared.scale, prepared.wire
                 )
+                counters.reduce += time.monotonic() - met
+                counters.wait += met - began
+                counters.operations += 1
+                counters.bytes_inline += prepared.nbytes
+                if prepared.saved:
+                    counters.save(prepared.saved)
                 return True
+            self._waited(began)
             self._inline = None
             request = prepared.request(vector)
             with self._queue_lock:
@@ -220,7 +243,7 @@ class Channel:
 
     def _await(self, request: Request) -> None:
         """While another thread runs rounds: until it has finished `request`, or has stopped."""
-        with self._waiting():
+        with self._waiting(), self._awaiting():
             while not request.finished and self._drive_lock.locked():
                 self._progress.wait()
 
@@ -229,7 +252,7 @@ class Channel:
 
         For `seconds` at most. Whoever drives runs all that the ranks agree on.
         """
-        with self._waiting():
+        with self._waiting(), self._awaiting():
             if not request.finished:
                 self._progress.wait(seconds)
 
@@ -241,6 +264,22 @@ class Channel:
                 yield
             finally:
                 self._waiters -= 1
+
+    @contextmanager
+    def _awaiting(self) -> Iterator[None]:
+        """What the background thread does meanwhile is waited for, not hidden."""
+        counters = self.counters
+        before = 0.0 if counters is None else counters.in_background()
+        try:
+            yield
+        finally:
+            if counters is not None:
+                counters.awaited += counters.in_background() - before
+
+    def _waited(self, since: float) -> None:
+        """The time since then went by until all ranks were there."""
+        if self.counters is not None:
+            self.counters.wait += time.monotonic() - since
 
     def _tell_waiters(self) -> None:
         """A request is finished, or nobody runs rounds: whoever waits for that looks again."""
@@ -268,8 +307,21 @@ class Channel:
             while self._queue and not self._is_closed():
                 with self._drive_lock:
                     if self._queue:
-                        self._guarded_round()
+                        self._background_round()
                 self._tell_waiters()
+
+    def _background_round(self) -> None:
+        """A round that the program does not wait for, unless it says so (`_awaiting`)."""
+        counters = self.counters
+        if counters is None:
+            self._guarded_round()
+            return
+        began = counters.background_since = time.monotonic()
+        try:
+            self._guarded_round()
+        finally:
+            counters.background += time.monotonic() - began
+            counters.background_since = 0.0
 
     def _is_closed(self) -> bool:
         return self._closed
@@ -313,7 +365,9 @@ class Channel:
         batches = plan(before_join(pending), self._threshold, self._fuse_groups)
         preload = self._executor.preload(batches[0]) if batches else None
         words = b"".join([request.signature for request in pending])
+        began = time.monotonic()
         common = self._executor.transport.agree(words, preload)
+        self._waited(began)
         if common < len(pending):
             pending = pending[:common]
             batches = plan(before_join(pending), self._threshold, self._fuse_groups)
@@ -329,10 +383,19 @@ class Channel:
         if request.tensors[0] is not output:
             output.copy_(request.tensors[0])
         vector = request.outputs if output.dim() == 1 else [output.view(-1)]
+        began = time.monotonic()
         if transport.agree(request.signature, vector) == 0:
+            self._waited(began)
             self._settle()
             return
+        met = time.monotonic()
         reduce_(vector, request.op, request.postscale, transport, request.wire)
+        counters = self.counters
+        if counters is not None:
+            counters.reduce += time.monotonic() - met
+            counters.wait += met - began
+            counters.operations += 1
+            self._count(request, output.nbytes)
         with self._queue_lock:
             if self._queue:  # empty if another thread aborted meanwhile
                 del self._queue[0]  # nobody else removes, so it is still the first
@@ -346,6 +409,10 @@ class Channel:
         with self._queue_lock:
             queue = list(self._queue)
         outcome = negotiate(queue, self.group, self._executor.transport, self._join_state)
+        self._waited(began)
+        if self.counters is not None:
+            num_settled = len(outcome.ready) + len(outcome.failed) + len(outcome.completed)
+            self.counters.misses += num_settled
         if outcome.join_ended:
             # Ranks that had joined have used fewer automatic names than the others: all begin anew.
             with self._queue_lock:
@@ -362,12 +429,15 @@ class Channel:
             self._run(ready, plan(ready, self._threshold, self._fuse_groups))
         if outcome.ready or outcome.failed or outcome.completed:
             self._pause = self._cycle
-        elif self._pausing.wait(self._pause):
-            self._pause = self._cycle
-            # Somebody is submitting. The longer the queues, the longer we let them grow.
-            time.sleep(min(time.monotonic() - began, _LONGEST_PAUSE))
         else:
-            self._pause = min(max(2 * self._pause, 0.001), _LONGEST_PAUSE)
+            since = time.monotonic()
+            if self._pausing.wait(self._pause):
+                self._pause = self._cycle
+                # Somebody is submitting. The longer the queues, the longer we let them grow.
+                time.sleep(min(time.monotonic() - began, _LONGEST_PAUSE))
+            else:
+                self._pause = min(max(2 * self._pause, 0.001), _LONGEST_PAUSE)
+            self._waited(since)
 
     def _adopt(self, request: Request) -> Request:
         request.channel = self
@@ -382,11 +452,15 @@ class Channel:
                 timeline.start(request.name, request.label)
         left = {request: len(request.tensors) for request in requests}
         for batch in batches:
+            began = time.monotonic()
             if self._ranges.wanted():
                 with self._ranges.around(batch, self._transport.name):
                     result = self._run_batch(batch)
             else:
                 result = self._run_batch(batch)
+            if self.counters is not None:
+                self.counters.reduce += time.monotonic() - began
+                self._count(batch.request, batch.nbytes or size_of(batch.request))
             done = []
             for request, count in batch.requests.items() or ((batch.request, 0),):
                 left[request] -= count
@@ -394,6 +468,8 @@ class Channel:
                     done.append(request)
                     if timeline is not None:
                         _end_in(timeline, request)
+            if self.counters is not None:
+                self.counters.operations += len(done)
             self._forget(done)
             for request in done:
                 request.complete(request.outputs if batch.requests else result)
@@ -416,6 +492,17 @@ class Channel:
                 f"{me} failed in {request.name!r} ({request.source}): "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+    def _count(self, request: Request, nbytes: int) -> None:
+        """So many bytes were moved for this request and others like it."""
+        if self.counters is not None and nbytes:
+            tensor = request.tensors[0]
+            self.counters.count(
+                nbytes,
+                self._executor.media(tensor),
+                request.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER),
+                bytes_on_wire(nbytes, tensor.dtype, request.wire),
+            )
 
     def _forget(self, requests: Sequence[Request]) -> None:
         with self._queue_lock:

@@ -57,6 +57,13 @@ class Executor:
         for transport in (*self._device_transports.values(), self.transport):
             transport.after_fork_in_child()
 
+    def media(self, tensor: torch.Tensor) -> tuple[str, ...]:
+        """What carries such tensors, once one has been reduced."""
+        if tensor.is_cpu:
+            return self.transport.media
+        transport = self._device_transports.get(tensor.device)
+        return () if transport is None else transport.media
+
     # -- packing ---------------------------------------------------------------------------
 
     def pack(self, batch: Batch, transport: Transport) -> list[torch.Tensor]:

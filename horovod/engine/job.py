@@ -5,6 +5,8 @@ Made by the runtime once this process knows its place.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +14,15 @@ from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger
 from horovod.common.loss_note import leave_note, take_note_back
+from horovod.common.membership import Generation
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
 from horovod.engine.channel import Channel
 from horovod.engine.executor import Executor, Trace
+from horovod.engine.reporter import Reporter
 from horovod.engine.request import Request
 from horovod.engine.stall import StallInspector
+from horovod.engine.statistics import Statistics, resident_bytes
 from horovod.engine.timeline import Timeline
 from horovod.transport import select
 from horovod.transport.base import Group
@@ -38,6 +43,7 @@ class Job:
         store: Store,
         identities: Sequence[str],
         change_process_sets: Callable[[Request], Any],
+        statistics: Statistics,
         launched_ranks: Sequence[int] | None = None,
     ) -> None:
         self.topology = topology
@@ -49,11 +55,19 @@ class Job:
         self.trace = Trace()
         self._identities = list(identities)
         self._change_process_sets = change_process_sets
+        self.statistics = statistics
         self._launched_ranks = launched_ranks  # what the launcher calls our ranks, if otherwise
         self._free_ids: list[int] = []
         self._next_id = WORLD
         self._generation = 0  # of process sets: makes their keys in the store unique
         self._inspector: StallInspector | None = None
+        self._reporter: Reporter | None = None
+
+    @property
+    def generation(self) -> int:
+        """That of an elastic job; 0 in others, which have but one."""
+        connection = self.connection
+        return connection.decision.number if isinstance(connection, Generation) else 0
 
     # -- life ------------------------------------------------------------------------------
 
@@ -71,6 +85,8 @@ class Job:
                 config.stall_check_time_seconds,
                 config.stall_shutdown_time_seconds,
             )
+        if config.stats_interval is not None:
+            self._reporter = Reporter(self, config.stats_interval)
         take_note_back()
 
     def abort(self, reason: str) -> None:
@@ -81,13 +97,16 @@ class Job:
 
     def close(self) -> None:
         """Stop. Operations in flight fail, here and where other ranks wait for us."""
+        if self._reporter is not None:
+            self._reporter.stop()
         if self._inspector is not None:
             self._inspector.stop()
         error = HorovodInternalError("Horovod has been shut down")
         for channel in reversed(list(self.channels.values())):
             channel.close(error)
+            self.statistics.close(channel.counters)
         self.channels.clear()  # the inspector's hold on the job is a cycle: let go of memory now
-        self._inspector = None
+        self._inspector = self._reporter = None
         self.connection.close()
         if self.trace.timeline is not None:
             self.trace.timeline.close()
@@ -95,6 +114,48 @@ class Job:
     def after_fork_in_child(self) -> None:
         for channel in self.channels.values():
             channel.after_fork_in_child()
+
+    # -- numbers ---------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """What `hvd.stats()` returns."""
+        statistics, totals, topology = self.statistics, self.statistics.totals(), self.topology
+        recent = statistics.recent()
+        return {
+            "rank": topology.rank,
+            "size": topology.size,
+            "local_rank": topology.local_rank,
+            "cross_rank": topology.cross_rank,
+            "host": self.host,
+            "generation": self.generation,
+            "steps": statistics.steps,
+            "step_seconds": statistics.step_seconds,
+            "backward_seconds": statistics.backward_seconds,
+            "wait_seconds": totals.wait,
+            "reduce_seconds": totals.reduce,
+            "hidden_seconds": totals.hidden,
+            "last_step_seconds": recent[-1].seconds if recent else 0.0,
+            "steps_per_second": statistics.steps_per_second(),
+            "bytes_reduced": totals.reduced,
+            "bytes_shared_memory": totals.shared_memory,
+            "bytes_network": totals.network,
+            "bytes_device": totals.device,
+            "buckets": statistics.buckets,
+            "operations": totals.operations,
+            "negotiation_misses": totals.misses,
+            "queue_length": sum(c.queue_length for c in list(self.channels.values())),
+            "memory_bytes": resident_bytes(),
+            "gpu_memory_bytes": statistics.gpu_memory,
+        }
+
+    def summary(self) -> str | None:
+        """One line about the job, from rank 0."""
+        return None if self.topology.rank else self.statistics.summary()
+
+    @property
+    def host(self) -> str:
+        """This host's name, as the launcher knows it."""
+        return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
     # -- process sets ----------------------------------------------------------------------
 
@@ -118,6 +179,7 @@ class Job:
         channel = self.channels.pop(set_id, None)
         if channel is not None:
             channel.close(HorovodInternalError(f"process set {set_id} has been removed"))
+            self.statistics.close(channel.counters)
         return ranks
 
     def ranks_of(self, set_id: int) -> tuple[int, ...]:
@@ -150,7 +212,14 @@ class Job:
         )
         core = _core_of_background(self.config, self.topology)
         return Channel(
-            set_id, group, executor, self.trace, self._change_process_sets, self._note_loss, core
+            set_id,
+            group,
+            executor,
+            self.trace,
+            self._change_process_sets,
+            self._note_loss,
+            core,
+            self.statistics.open(transport.media),
         )
 
     def _note_loss(self, ranks: Sequence[int]) -> None:

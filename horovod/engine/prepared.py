@@ -13,7 +13,7 @@ import torch
 
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.executor import sum_and_scale
-from horovod.engine.request import Kind, Request, caller
+from horovod.engine.request import Kind, Request, bytes_on_wire, caller
 
 
 class InlineReduction(NamedTuple):
@@ -45,6 +45,7 @@ class PreparedAllreduce:
         "op",
         "plain",
         "postscale",
+        "saved",
         "scale",
         "set_id",
         "shapes",
@@ -63,6 +64,7 @@ class PreparedAllreduce:
         self.op = request.op
         self.postscale = request.postscale
         self.wire = request.wire
+        self.saved = self.nbytes - bytes_on_wire(self.nbytes, self.dtype, self.wire)
         self.alone = request.alone
         self.plain, self.scale = sum_and_scale(
             request.op, request.postscale, request.channel.group.size

@@ -222,6 +222,11 @@ def signature_of(
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
+def bytes_on_wire(nbytes: int, dtype: torch.dtype, wire: torch.dtype | None) -> int:
+    """What is left of tensors that travel between hosts as `wire`."""
+    return nbytes if wire is None else nbytes // dtype.itemsize * min(dtype.itemsize, wire.itemsize)
+
+
 def caller(frame: FrameType) -> tuple[str, int]:
     """File and line of the innermost frame outside this package."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):

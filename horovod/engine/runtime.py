@@ -12,7 +12,7 @@ import importlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from horovod.common import mpi
@@ -30,6 +30,7 @@ from horovod.engine.channel import Channel, finish_threads
 from horovod.engine.heap import keep_heap
 from horovod.engine.job import WORLD, Job
 from horovod.engine.request import Kind, Request, signature_of
+from horovod.engine.statistics import Statistics
 from horovod.engine.submission import Submission
 from horovod.engine.timeline import Timeline, path_of_rank
 
@@ -45,9 +46,11 @@ class Runtime(Submission):
         super().__init__()
         self._job: Job | None = None
         self.is_mpi_job = False  # whether MPI started the ranks
+        self.statistics = Statistics()  # optimizers tell it about their steps
         self._inits = 0
         self._parents_job: Job | None = None  # in a forked child: facts, but no operations
         self._ending = threading.Lock()  # held while a job is aborted from another thread
+        self._summary: str | None = None  # of the last job
         self._wanted_sets: list[tuple[int, ...]] = []  # to be made again in the next generation
 
     # -- life ------------------------------------------------------------------------------
@@ -90,8 +93,19 @@ class Runtime(Submission):
         if not cross_is_known:
             topology = identity.with_cross(topology, identities)
         launched = list(comm) if isinstance(comm, Iterable) else []
+        if isinstance(connection, Generation):  # the numbers go on
+            self.statistics.reform()
+        else:
+            self.statistics.restart()
         job = Job(
-            topology, config, connection, store, identities, self._apply_change, launched or None
+            topology,
+            config,
+            connection,
+            store,
+            identities,
+            self._apply_change,
+            self.statistics,
+            launched or None,
         )
         self._parents_job = None
         self._job = job
@@ -125,8 +139,17 @@ class Runtime(Submission):
             return
         unmark_process()
         job.close()
+        self._summary = job.summary()
+        if not isinstance(job.connection, Generation):  # else others may come: see `_end`
+            self.log_summary()
         self._signatures.clear()
         self.prepared.clear()
+
+    def log_summary(self) -> None:
+        """What rank 0 says at the end of a job, once."""
+        summary, self._summary = self._summary, None
+        if summary is not None:
+            logger.info("%s", summary)
 
     def is_initialized(self) -> bool:
         return self._job is not None or self._parents_job is not None
@@ -134,6 +157,7 @@ class Runtime(Submission):
     def _after_fork_in_child(self) -> None:
         job, self._job = self._job, None
         self._ending = threading.Lock()  # another thread may have held it
+        self.statistics.after_fork_in_child()
         self.prepared.clear()
         if job is not None:
             self._parents_job = job
@@ -246,6 +270,19 @@ class Runtime(Submission):
             if ranks[-1] < job.topology.size:
                 job.open_set(ranks)
 
+    # -- numbers ---------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """The numbers of this rank: see docs/stats.md."""
+        job = self._running()
+        self.statistics.sample_gpu()
+        return job.stats()
+
+    def log_metrics(self, values: Mapping[str, Any], step: Any) -> None:
+        """Keep a script's own numbers for the next report."""
+        self._running()
+        self.statistics.log(values, step)
+
     # -- timeline --------------------------------------------------------------------------
 
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
@@ -277,6 +314,7 @@ runtime = Runtime()
 def _end() -> None:
     try:
         runtime.shutdown()
+        runtime.log_summary()
     finally:
         finish_threads()
         let_others_end()

@@ -46,6 +46,7 @@ from horovod.jax.basics import (  # noqa: E402
     shutdown,
     size,
     start_timeline,
+    stats,
     stop_timeline,
 )
 from horovod.jax.compression import Compression  # noqa: E402
@@ -137,6 +138,7 @@ __all__ = [
     "shutdown",
     "size",
     "start_timeline",
+    "stats",
     "stop_timeline",
     "synchronize",
     "value_and_grad",

@@ -17,6 +17,7 @@ from horovod.torch import handles
 _basics = HorovodBasics()
 
 is_initialized = _basics.is_initialized
+stats = _basics.stats
 start_timeline = _basics.start_timeline
 stop_timeline = _basics.stop_timeline
 size = _basics.size

@@ -70,6 +70,7 @@ __all__ = [
     "shutdown",
     "size",
     "start_timeline",
+    "stats",
     "stop_timeline",
 ]
 
@@ -78,6 +79,7 @@ _basics = HorovodBasics()
 init = _basics.init
 shutdown = _basics.shutdown
 is_initialized = _basics.is_initialized
+stats = _basics.stats
 start_timeline = _basics.start_timeline
 stop_timeline = _basics.stop_timeline
 size = _basics.size

@@ -59,6 +59,7 @@ from horovod.mxnet.mpi_ops import (
     shutdown,
     size,
     start_timeline,
+    stats,
     stop_timeline,
 )
 from horovod.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
@@ -111,5 +112,6 @@ __all__ = [
     "shutdown",
     "size",
     "start_timeline",
+    "stats",
     "stop_timeline",
 ]

@@ -70,6 +70,7 @@ from horovod.tensorflow.mpi_ops import (
     size,
     size_op,
     start_timeline,
+    stats,
     stop_timeline,
 )
 from horovod.tensorflow.optimizer import DistributedOptimizer
@@ -146,6 +147,7 @@ __all__ = [
     "size_op",
     "split_list",
     "start_timeline",
+    "stats",
     "stop_timeline",
     "vars_to_refs",
 ]

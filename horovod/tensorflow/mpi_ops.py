@@ -33,6 +33,7 @@ _basics = HorovodBasics()
 
 shutdown = _basics.shutdown
 is_initialized = _basics.is_initialized
+stats = _basics.stats
 start_timeline = _basics.start_timeline
 stop_timeline = _basics.stop_timeline
 size = _basics.size
@@ -137,5 +138,6 @@ __all__ = [
     "size",
     "size_op",
     "start_timeline",
+    "stats",
     "stop_timeline",
 ]

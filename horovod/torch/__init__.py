@@ -73,6 +73,7 @@ from horovod.torch.mpi_ops import (
     size,
     sparse_allreduce_async,
     start_timeline,
+    stats,
     stop_timeline,
     synchronize,
 )
@@ -144,6 +145,7 @@ __all__ = [
     "size",
     "sparse_allreduce_async",
     "start_timeline",
+    "stats",
     "stop_timeline",
     "synchronize",
 ]

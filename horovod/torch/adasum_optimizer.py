@@ -74,6 +74,7 @@ class AdasumOptimizer(ReducingOptimizer):
                 runtime.allreduce(tensors, tensors, name, Adasum, background=False).wait()
             for param, start, (tensor, context) in zip(params, starts, sent, strict=True):
                 param.copy_(start + self._compression.decompress(tensor, context))
+        runtime.statistics.end_step(buckets=len(alike))
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch need not: it hooks the base's step

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from horovod.engine.runtime import runtime
 from horovod.torch.delayed_update import DelayedUpdates, Options
 from horovod.torch.gradients import GradientReducer, Named
 from horovod.torch.pending import is_pending, lock
@@ -75,7 +76,9 @@ class DelayingOptimizer(ReducingOptimizer):
         if not self._can_delay():
             return super().step()
         notify_scheduler(self)
-        return self._begin()
+        self._begin()
+        runtime.statistics.end_step()
+        return None
 
     step.hooked = True  # type: ignore[attr-defined]  # torch need not: it hooks the base's step
 

@@ -103,7 +103,7 @@ class GradientReducer:
         """The gradient of this parameter, by its place among all, is complete on this rank."""
         if not self._any_arrived:
             self._any_arrived = True
-            self._first_arrival = time.perf_counter()
+            self._first_arrival = time.monotonic()
         if self._agreed_in is not runtime.topology:
             self._arrivals.append(index)
             return
@@ -139,7 +139,8 @@ class GradientReducer:
         if self._agreed_in is not runtime.topology:
             self._agree()
         failure: Exception | None = None
-        began = time.perf_counter()
+        began = time.monotonic()
+        self._tell_backward(began)
         try:
             for bucket in self._by_need():
                 if not bucket.started:
@@ -152,10 +153,15 @@ class GradientReducer:
         self._steps += 1
         if self._trial is not None:
             hidden = began - self._first_arrival if self._first_arrival else 0.0
-            self._try(self._trial, time.perf_counter() - began, hidden)
+            self._try(self._trial, time.monotonic() - began, hidden)
         self._join_pages()
         if self._tuner is not None:
             self._tune(self._tuner)
+
+    def _tell_backward(self, now: float) -> None:
+        """The gradients are wanted: what came before was backward, from the first of them on."""
+        seconds = now - self._first_arrival if self._any_arrived else 0.0
+        runtime.statistics.add_backward(seconds, len(self._buckets))
 
     def _by_need(self) -> list[Bucket]:
         """In the order in which to start them: of those held, the last is needed first."""
@@ -178,6 +184,7 @@ class GradientReducer:
 
         The caller does so with all of them before it comes here again.
         """
+        self._tell_backward(time.monotonic())
         try:
             for bucket in self._by_need():
                 if not bucket.started:

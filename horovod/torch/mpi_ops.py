@@ -57,6 +57,7 @@ from horovod.torch.sparse import sparse_allreduce_async
 _basics = HorovodBasics()
 
 is_initialized = _basics.is_initialized
+stats = _basics.stats
 start_timeline = _basics.start_timeline
 stop_timeline = _basics.stop_timeline
 size = _basics.size
@@ -213,6 +214,7 @@ __all__ = [
     "size",
     "sparse_allreduce_async",
     "start_timeline",
+    "stats",
     "stop_timeline",
     "synchronize",
 ]

@@ -193,7 +193,9 @@ class ReducingOptimizer(torch.optim.Optimizer):
         """Update the parameters with the gradients of all ranks."""
         notify_scheduler(self)
         if closure is not None:
-            return self._base_step(self._synchronizing(closure))
+            loss = self._base_step(self._synchronizing(closure))
+            runtime.statistics.end_step()
+            return loss
         if self._should_synchronize:
             if self._synchronized and self._reducer is not None:
                 if not self._seen_by_scaler:
@@ -207,7 +209,9 @@ class ReducingOptimizer(torch.optim.Optimizer):
             else:
                 self.synchronize()
         self._check_gradients()
-        return self._base_step()
+        result = self._base_step()
+        runtime.statistics.end_step()
+        return result
 
     step.hooked = True  # type: ignore[attr-defined]  # torch need not: it hooks the base's step
 

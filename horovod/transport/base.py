@@ -24,6 +24,8 @@ WORD = 8  # bytes of one word of `agree`
 MAX_WORDS = 512  # the most words one call of `agree` takes
 MAX_TENSORS = 1024  # the most tensors one call of `allreduce_vector` takes
 
+SHARED_MEMORY, NETWORK, DEVICE = "shared_memory", "network", "device"  # what carries bytes
+
 
 @dataclass(frozen=True)
 class Group:
@@ -58,6 +60,7 @@ class Transport(ABC):
     vectored: bool = False  # whether `allreduce_vector` takes more than one tensor
     crosses_hosts: bool = False  # whether a collective waits for a network more than it computes
     algorithms: tuple[str, ...] = ()  # ways to reduce, if `use` has a choice; the default first
+    media: tuple[str, ...] = (NETWORK,)  # what a tensor passes on its way, for statistics
     name: ClassVar[str]  # for people, and the timeline's phases: "SHM", "GLOO", "NCCL", "MPI", ...
 
     def __init__(self, group: Group) -> None:

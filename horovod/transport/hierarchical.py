@@ -22,7 +22,7 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.base import WORD, Group, Transport
+from horovod.transport.base import NETWORK, SHARED_MEMORY, WORD, Group, Transport
 from horovod.transport.breakable import BreakableTransport
 from horovod.transport.pairwise import as_bytes, cut, offsets_of, split_evenly
 from horovod.transport.shared_memory import SharedMemoryTransport
@@ -45,6 +45,7 @@ class HierarchicalTransport(BreakableTransport):
     """
 
     name = "HIERARCHICAL"
+    media = (SHARED_MEMORY, NETWORK)
     crosses_hosts = True
 
     def __init__(

@@ -28,6 +28,7 @@ class HostCopyTransport(Transport):
         if (host.rank, host.size) != (group.rank, group.size):
             raise ValueError("the host transport joins other ranks than the group has")
         self.host = host
+        self.media = host.media
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._closed = False
 

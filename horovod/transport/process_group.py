@@ -22,7 +22,7 @@ import torch.distributed
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.base import Group
+from horovod.transport.base import DEVICE, Group
 from horovod.transport.breakable import BreakableTransport
 from horovod.transport.pairwise import as_bytes, cut
 from horovod.transport.store_adapter import StoreForTorch
@@ -52,6 +52,7 @@ class DeviceTransport(BreakableTransport):
     """The transport of ranks with a device each. Tensors of other devices pass through ours."""
 
     vectored = True
+    media = (DEVICE,)
     backend: ClassVar[str]  # the class in torch.distributed
     settings: ClassVar[Mapping[str, str]] = {}  # environment while the process group is made
 

@@ -29,7 +29,7 @@ import torch
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport import address_arrays
 from horovod.transport.arithmetic import as_blocks, reduce_into
-from horovod.transport.base import MAX_TENSORS, MAX_WORDS, WORD, Group
+from horovod.transport.base import MAX_TENSORS, MAX_WORDS, SHARED_MEMORY, WORD, Group
 from horovod.transport.peer_memory import PeerMemory, allow_peers
 from horovod.transport.peer_reduction import Others, PeerReducer
 from horovod.transport.staging import AreaReducer
@@ -65,6 +65,7 @@ class SharedMemoryTransport(SteppedTransport):
     """The transport of ranks on one host. Raises `SharedMemoryUnavailable` when it cannot be."""
 
     name = "SHM"
+    media = (SHARED_MEMORY,)
 
     def __init__(self, group: Group) -> None:
         super().__init__(group, _SEGMENT)

@@ -15,6 +15,7 @@ class SingleTransport(Transport):
     """Copies where a result is another tensor than the input; works for any device."""
 
     name = "SINGLE"
+    media = ()
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)

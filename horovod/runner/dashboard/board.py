@@ -249,14 +249,17 @@ class Board:
             if rank.report is not None and not rank.ended
         }
         findings = find_stragglers(views, self.interval)
+        new: dict[str, dict[int, Finding]] = {}
         for number, rank in self.ranks.items():
             finding = findings.get(number)
             before = rank.finding
             rank.finding = finding
             if finding is not None and (before is None or before.kind != finding.kind):
-                self.events.straggler(number, rank.host, finding, now)
+                new.setdefault(finding.kind, {})[number] = finding
             elif finding is None and before is not None and before.kind != AWAITED:
-                self.events.recovered(number, rank.host, before, now)
+                self.events.recovered(number, before, now)
+        for kind, of_kind in new.items():
+            self.events.stragglers(kind, of_kind, now)
 
     def _describe(self) -> dict[str, Any]:
         running = [rank for rank in self.ranks.values() if rank.report is not None]

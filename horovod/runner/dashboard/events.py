@@ -12,11 +12,13 @@ from typing import Any
 
 from horovod.runner.dashboard.reports import text
 from horovod.runner.dashboard.stragglers import Finding
+from horovod.runner.report import ranges
 
 _MOST = 400
 _QUIET = 20.0
 """Seconds within which the same straggler is not told again: some come and go with every step."""
 
+_TOLD_TOGETHER = 4
 _TOLD = {"host failed": "lost", "blacklisted": "host", "waiting": "host", "starting": "host"}
 
 
@@ -52,19 +54,28 @@ class EventLog:
 
     # -- stragglers ------------------------------------------------------------------------
 
-    def straggler(self, rank: int, host: str, finding: Finding, now: float) -> None:
-        key = rank, finding.kind
-        if now - self._told.get(key, -_QUIET) >= _QUIET:
-            self._told[key] = now
-            self.add("slow", f"rank {rank} on {host}: {finding.text}", now)
+    def stragglers(self, kind: str, findings: Mapping[int, Finding], now: float) -> None:
+        """Ranks that hold the others up since now, all for the same kind of reason."""
+        new = {
+            rank: finding
+            for rank, finding in findings.items()
+            if now - self._told.get((rank, kind), -_QUIET) >= _QUIET
+        }
+        self._told |= dict.fromkeys(((rank, kind) for rank in new), now)
+        if len(new) > _TOLD_TOGETHER:  # such as all of a host, or of the job
+            first = next(iter(new.values()))
+            self.add("slow", f"{len(new)} ranks ({ranges(list(new))}): {first.text}", now)
+        else:
+            for rank, finding in new.items():
+                self.add("slow", f"rank {rank}: {finding.text}", now)
         if len(self._told) > 4 * _MOST:
             self._told = {k: at for k, at in self._told.items() if now - at < _QUIET}
 
-    def recovered(self, rank: int, host: str, finding: Finding, now: float) -> None:
+    def recovered(self, rank: int, finding: Finding, now: float) -> None:
         key = rank, f"not {finding.kind}"
         if now - self._told.get(key, -_QUIET) >= _QUIET:
             self._told[key] = now
-            self.add("well", f"rank {rank} on {host}: keeps up again", now)
+            self.add("well", f"rank {rank} keeps up again", now)
 
     # -- what the launcher tells -----------------------------------------------------------
 

@@ -514,7 +514,7 @@
       const last = points[points.length - 1];
       const chart = make("div", { class: "chart" });
       charts.push([chart, name, points]);
-      byId("metrics").append(make("figure", { style: null },
+      byId("metrics").append(make("figure", {},
         make("h3", {}, make("span", { text: `${name} (rank ${rank})` }), make("b", { text: short(last[1]) })),
         chart));
     }

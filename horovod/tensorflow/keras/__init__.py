@@ -48,6 +48,7 @@ from horovod.tensorflow.mpi_ops import (
     shutdown,
     size,
     start_timeline,
+    stats,
     stop_timeline,
 )
 
@@ -88,6 +89,7 @@ __all__ = [
     "shutdown",
     "size",
     "start_timeline",
+    "stats",
     "stop_timeline",
 ]
 
