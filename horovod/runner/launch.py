@@ -201,6 +201,9 @@ def _run_elsewhere(controller: str, options: argparse.Namespace, console: Consol
     """Let mpirun or jsrun start the processes; does not return unless this is a dry run."""
     request = make_request(options, options.command, os.environ)
     plan = controllers.plan(controller, options, request, dry=options.dry_run)
+    if settings(options, os.environ).dashboard is not None:
+        program = os.path.basename(plan.command[0])
+        console.say(f"no dashboard: {program} takes horovodrun's place; --gloo keeps it")
     if options.dry_run:
         return console.answer(controllers.describe(plan))
     if not (options.use_mpi or options.use_jsrun):

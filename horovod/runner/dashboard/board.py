@@ -6,6 +6,7 @@ however long the job runs. Every change has a version; `changes` gives what is n
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Rank:
     report: Report | None = None
     heard: float = 0.0  # when its last report came
     reported_since: float = 0.0  # when the launcher last had reason to expect reports
-    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    steps: deque[Step] = field(default_factory=functools.partial(deque, maxlen=_WINDOW))
     process_state: str = ""
     finding: Finding | None = None
     version: int = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 KEY_PREFIX = "stats/"
 STATES = ("starting", "training", "waiting", "ended")
@@ -21,6 +21,7 @@ _MOST_VALUES = 200
 _MOST_METRICS = 32
 _MOST_TENSORS = 8
 _MOST_RANK = 1 << 20
+_FOR_EVER = 1e15  # no number of steps or seconds is larger
 _LONGEST = 300  # characters of a text
 
 NUMBERS = (
@@ -46,8 +47,7 @@ NUMBERS = (
 """What of ``hvd.stats()`` is kept."""
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """How long one step took on one rank, in seconds."""
 
     number: int
@@ -173,11 +173,10 @@ def _items(value: Any, most: int) -> list[Any]:
 def _step(entry: Any) -> Step | None:
     if not isinstance(entry, list) or len(entry) < 7:
         return None
-    numbers = [_number(value) for value in entry[:7]]
-    if any(number is None or number < 0 for number in numbers):
-        return None
-    number, *rest = [number or 0.0 for number in numbers]
-    return Step(int(number), *rest)
+    for value in entry:  # there are many steps: a plain loop, and the likely case first
+        if not (type(value) is float or type(value) is int) or not 0 <= value < _FOR_EVER:
+            return None
+    return Step._make(entry[:7])
 
 
 def _waiting(value: Any) -> Waiting | None:
