@@ -271,7 +271,11 @@ def test_an_elastic_job_loses_a_rank_and_gets_another():
     board.place(2, after, now + 1)
     board.update(now + 1)
     page.ask(board)
-    assert {rank: each["worker"] for rank, each in page.ranks.items()} == {0: "w0", 1: "w2", 2: "w3"}
+    assert {rank: each["worker"] for rank, each in page.ranks.items()} == {
+        0: "w0",
+        1: "w2",
+        2: "w3",
+    }
     assert page.ranks[1]["pid"] == 102
 
     # What is left of the old generation does not disturb the new one.
@@ -297,8 +301,11 @@ def test_ranks_that_nobody_announced_place_themselves():
     job = SimulatedJob(4, per_host=2)
     job.run(3)
     report_all(board, job, ranks=[2])
-    assert [rank.state for rank in board.ranks.values()] == ["starting", "starting", "training"] + [
-        "starting"
+    assert [rank.state for rank in board.ranks.values()] == [
+        "starting",
+        "starting",
+        "training",
+        "starting",
     ]
     assert board.ranks[2].host == "node01"
     report_all(board, job, ranks=[0, 1, 3])

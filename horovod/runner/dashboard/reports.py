@@ -173,10 +173,11 @@ def _items(value: Any, most: int) -> list[Any]:
 def _step(entry: Any) -> Step | None:
     if not isinstance(entry, list) or len(entry) < 7:
         return None
-    for value in entry:  # there are many steps: a plain loop, and the likely case first
+    row = entry[:7]
+    for value in row:  # there are many steps: a plain loop, and the likely case first
         if not (type(value) is float or type(value) is int) or not 0 <= value < _FOR_EVER:
             return None
-    return Step._make(entry[:7])
+    return Step._make(row)
 
 
 def _waiting(value: Any) -> Waiting | None:
