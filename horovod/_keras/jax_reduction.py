@@ -20,8 +20,13 @@ class JaxReduction(HostReduction):
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         results = list(gradients)
         runtime.channel(WORLD)  # says if Horovod is not initialised, before a step is compiled
+        traced = any(is_tracer(gradient) for gradient in results)
         if is_alone(self._terms.process_set) and not runtime.is_elastic():
-            return results
+            if not traced:
+                runtime.statistics.end_step()
+                return results
+            if runtime.config.stats_interval is None:
+                return results  # the program is faster without a call that tells of its steps
         places = [place for place, gradient in enumerate(results) if gradient is not None]
         given = [results[place] for place in places]
         present = [variables[place] for place in places]
@@ -29,7 +34,7 @@ class JaxReduction(HostReduction):
         def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             return self.reduce(tensors, present)
 
-        if any(is_tracer(gradient) for gradient in given):
+        if traced:
             reduced = call_function(on_host, given)
         else:
             wait_for_programs(self._name)

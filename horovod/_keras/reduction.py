@@ -129,6 +129,7 @@ class HostReduction:
     def reduce(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         terms = self._terms
         if is_alone(terms.process_set):
+            runtime.statistics.end_step()
             return gradients
         places = []
         for place, gradient in enumerate(gradients):
@@ -145,6 +146,7 @@ class HostReduction:
             for place, (tensor, context) in zip(group, pairs, strict=True):
                 if tensor is not gradients[place]:
                     gradients[place] = terms.compression.decompress(tensor, context)
+        runtime.statistics.end_step(len(groups))
         return gradients
 
     def _compressed(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -316,11 +316,12 @@ class Channel:
         if counters is None:
             self._guarded_round()
             return
-        began = counters.background_since = time.monotonic()
+        before = counters.wait + counters.reduce
+        counters.background_since = time.monotonic()
         try:
             self._guarded_round()
         finally:
-            counters.background += time.monotonic() - began
+            counters.background += counters.wait + counters.reduce - before
             counters.background_since = 0.0
 
     def _is_closed(self) -> bool:

@@ -14,8 +14,9 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.engine.adasum import adasum_
 from horovod.engine.batches import Batch, finish_, scale_
 from horovod.engine.request import Kind, Request
+from horovod.engine.statistics import Counters, DeviceTiming
 from horovod.engine.timeline import Timeline
-from horovod.transport.base import MAX_TENSORS, Transport
+from horovod.transport.base import DEVICE, MAX_TENSORS, Transport
 
 DeviceTransports = Callable[[torch.device], Transport]
 
@@ -35,7 +36,9 @@ class Executor:
         transport: Transport,
         for_device: DeviceTransports,
         trace: Trace,
+        counters: Counters | None = None,
     ) -> None:
+        self.counters = counters  # None: nobody counts
         self.transport = transport
         self._for_device = for_device
         self._device_transports: dict[torch.device, Transport] = {}
@@ -244,14 +247,22 @@ class Executor:
             for request in requests:
                 if request.event is not None:
                     stream.wait_event(request.event)
+            if not all(request.deferred for request in requests):
+                yield transport
+                stream.synchronize()
+                return
+            # A transport that takes host memory's way does all of it here, in the host's time.
+            counted = self.counters is not None and DEVICE in transport.media
+            timing = DeviceTiming(device, stream) if counted else None
             yield transport
-            if all(request.deferred for request in requests):
+            if self.counters is not None and timing is not None:
+                ready = timing.end(stream)
+                self.counters.timings.append(timing)
+            else:
                 ready = module.Event()
                 ready.record(stream)
-                for request in requests:
-                    request.ready = ready
-            else:
-                stream.synchronize()
+            for request in requests:
+                request.ready, request.timing = ready, timing
 
     # -- timeline --------------------------------------------------------------------------
 

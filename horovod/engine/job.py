@@ -205,10 +205,12 @@ class Job:
         if group.rank == 0:
             where = "all ranks" if set_id == WORLD else f"process set {set_id}"
             logger.info("%s: CPU tensors through %s (%s)", where, transport.name, reason)
+        counters = self.statistics.open(transport.media)
         executor = Executor(
             transport,
             lambda device: select.for_device(group, transport, device),
             self.trace,
+            counters,
         )
         core = _core_of_background(self.config, self.topology)
         return Channel(
@@ -219,7 +221,7 @@ class Job:
             self._change_process_sets,
             self._note_loss,
             core,
-            self.statistics.open(transport.media),
+            counters,
         )
 
     def _note_loss(self, ranks: Sequence[int]) -> None:

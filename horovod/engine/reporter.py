@@ -81,7 +81,7 @@ class Reporter:
 
     def stop(self) -> None:
         """Send the last report, unless that takes too long."""
-        self._job.statistics.sample_gpu()
+        self._job.statistics.sample_devices()
         self._stop.set()
         self._thread.join(_GOODBYE)
         if self._thread.is_alive() and self._store is not None:

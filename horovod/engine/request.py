@@ -20,6 +20,7 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.statistics import DeviceTiming
 
 if TYPE_CHECKING:
     from horovod.engine.channel import Channel
@@ -74,6 +75,7 @@ class Request:
         "submitted",
         "tensors",
         "thread",
+        "timing",
         "waiting",
     )
 
@@ -116,6 +118,7 @@ class Request:
         self.event: Any = None  # and what of it must be done before ours may start
         self.deferred = False  # finished as soon as the device knows what to do,
         self.ready: Any = None  # and then this event tells when it has done so
+        self.timing: DeviceTiming | None = None  # of the device's work, for statistics
         self.finished = False
         self.waiting = False
         self.failure: HorovodInternalError | None = None
@@ -149,6 +152,8 @@ class Request:
         if self.failure is not None:
             raise self.failure
         if self.ready is not None:
+            if self.timing is not None:
+                self.timing.ask()
             self.ready.wait()  # not this thread, but the work that it gives to the device from now
         return self.result
 

@@ -275,7 +275,7 @@ class Runtime(Submission):
     def stats(self) -> dict[str, Any]:
         """The numbers of this rank: see docs/stats.md."""
         job = self._running()
-        self.statistics.sample_gpu()
+        self.statistics.sample_devices()
         return job.stats()
 
     def log_metrics(self, values: Mapping[str, Any], step: Any) -> None:

@@ -29,6 +29,7 @@ MOST_VALUES = 200  # of a metric that are kept between two reports
 MOST_STEPS = 50  # that are kept for a report
 
 _RATE_STEPS = 20  # steps over which their number per second is taken
+_MOST_TIMINGS = 4096  # of operations that a device has not completed
 _SAMPLE_SECONDS = 1.0  # between looks at the memory of the GPU, which take tens of microseconds
 
 
@@ -42,10 +43,13 @@ class Counters:
         "bytes_inline",
         "bytes_moved",
         "bytes_reduced",
+        "device_hidden",
+        "device_reduce",
         "media",
         "misses",
         "operations",
         "reduce",
+        "timings",
         "wait",
     )
 
@@ -58,11 +62,22 @@ class Counters:
         self.bytes_inline = 0  # reduced in host memory by the shortest way: in none of the others
         self.bytes_reduced = 0
         self.bytes_moved = {SHARED_MEMORY: 0, NETWORK: 0, DEVICE: 0}
-        # Rounds of the background thread: their seconds, when the present one began (0: there is
-        # none), and how many of these seconds somebody waited for.
+        # Rounds of the background thread: their seconds of waiting and reducing, when the present
+        # one began (0: there is none), and how many of these seconds somebody waited for.
         self.background = 0.0
         self.background_since = 0.0
         self.awaited = 0.0
+        # What devices complete later than this process goes on. Emptied by `settle`.
+        self.timings: deque[DeviceTiming] = deque(maxlen=_MOST_TIMINGS)
+        self.device_reduce = 0.0
+        self.device_hidden = 0.0
+
+    def settle(self) -> None:
+        """Count what devices have completed. In threads of the program, one at a time."""
+        while self.timings and self.timings[0].is_over():
+            took, hidden = self.timings.popleft().seconds()
+            self.device_reduce += took
+            self.device_hidden += hidden
 
     def count(self, nbytes: int, media: tuple[str, ...], reduces: bool, on_wire: int) -> None:
         """Bytes of an operation, and what is left of them on a network."""
@@ -86,6 +101,49 @@ class Counters:
         return max(0.0, min(self.in_background() - self.awaited, self.wait + self.reduce))
 
 
+class DeviceTiming:
+    """Events of a device around work that it does later than it was given it.
+
+    `asked` is where the program's own work on the device has come when it needs the result: what
+    was done before that is hidden.
+    """
+
+    __slots__ = ("_device", "asked", "ended", "started")
+
+    def __init__(self, device: torch.device, stream: Any = None) -> None:
+        self._device = device
+        self.started = self._event(stream)
+        self.ended: Any = None
+        self.asked: Any = None
+
+    def end(self, stream: Any = None) -> Any:
+        """The work ends here. An event that others may wait for."""
+        self.ended = self._event(stream)
+        return self.ended
+
+    def ask(self) -> None:
+        """The program needs the result from here on."""
+        if self.asked is None:
+            self.asked = self._event(None)
+
+    def _event(self, stream: Any) -> Any:
+        module = torch.get_device_module(self._device)
+        event = module.Event(enable_timing=True)
+        event.record(module.current_stream(self._device) if stream is None else stream)
+        return event
+
+    def is_over(self) -> bool:
+        """Whether the device has done all of it."""
+        return bool(self.ended.query()) and (self.asked is None or bool(self.asked.query()))
+
+    def seconds(self) -> tuple[float, float]:
+        """How long it took, and how much of that was before it was needed."""
+        took = self.started.elapsed_time(self.ended) / 1000
+        if self.asked is None:
+            return took, 0.0
+        return took, min(took, max(0.0, self.started.elapsed_time(self.asked) / 1000))
+
+
 class Totals(NamedTuple):
     """The sum over the channels of a process."""
 
@@ -106,8 +164,8 @@ class Totals(NamedTuple):
             moved[medium] += counters.bytes_inline
         return cls(
             counters.wait,
-            counters.reduce,
-            counters.hidden(),
+            counters.reduce + counters.device_reduce,
+            counters.hidden() + counters.device_hidden,
             counters.operations,
             counters.misses,
             counters.bytes_reduced + counters.bytes_inline,
@@ -156,6 +214,7 @@ class Statistics:
         self._last = Totals()  # at the end of the last step
         self._last_end = 0.0  # when that was; 0: nothing is known of the step that goes on
         self._backward = 0.0  # seconds of the step that goes on
+        self._device_backward: deque[DeviceTiming] = deque(maxlen=_MOST_TIMINGS)
         self.metrics: dict[str, deque[tuple[int, float]]] = {}
 
     def after_fork_in_child(self) -> None:
@@ -184,6 +243,10 @@ class Statistics:
         with self._lock:
             return self._sum()
 
+    def _settle(self) -> None:
+        for counters in self._counters:
+            counters.settle()
+
     def _sum(self) -> Totals:
         totals = self._past
         for counters in self._counters:
@@ -196,10 +259,18 @@ class Statistics:
         """The next step begins among other ranks: what was before it does not belong to it."""
         self._last_end = self._backward = 0.0
 
-    def add_backward(self, seconds: float, buckets: int) -> None:
-        """Gradients came for so many seconds until now; they are reduced in so many buckets."""
+    def add_backward(
+        self, seconds: float, buckets: int, on_device: DeviceTiming | None = None
+    ) -> None:
+        """Gradients came for so many seconds until now; they are reduced in so many buckets.
+
+        A device computes them later, and takes the time `on_device`.
+        """
         if self.enabled:
-            self._backward += seconds
+            if on_device is None:
+                self._backward += seconds
+            else:
+                self._device_backward.append(on_device)
             self.buckets += buckets
             if not self._last_end:
                 with self._lock:
@@ -214,11 +285,16 @@ class Statistics:
         with self._lock:
             if len(self._counters) == 1:  # nearly always: without the sum of everything
                 counters, past = self._counters[0], self._past
+                if counters.timings:
+                    counters.settle()
                 wait = past.wait + counters.wait
-                reduce = past.reduce + counters.reduce
-                hidden = past.hidden + counters.hidden()
+                reduce = past.reduce + counters.reduce + counters.device_reduce
+                hidden = past.hidden + counters.hidden() + counters.device_hidden
             else:
+                self._settle()
                 wait, reduce, hidden = self._sum()[:3]
+            while self._device_backward and self._device_backward[0].is_over():
+                self._backward += self._device_backward.popleft().seconds()[0]
             last_end, last = self._last_end, self._last
             if not last_end:  # a first step without a beginning: nothing can be said of it
                 last_end, last = now, Totals(wait, reduce, hidden)
@@ -240,7 +316,7 @@ class Statistics:
             self.buckets += buckets
             self._backward = 0.0
         if now - self._sampled > _SAMPLE_SECONDS:
-            self.sample_gpu()
+            self.sample_devices()
 
     def recent(self) -> list[Step]:
         """The last steps, oldest first."""
@@ -269,9 +345,14 @@ class Statistics:
 
     # -- memory ----------------------------------------------------------------------------
 
-    def sample_gpu(self) -> None:
-        """Look at the GPU's memory. In threads of the program only: it calls torch."""
+    def sample_devices(self) -> None:
+        """Look at what GPUs have done, and at their memory.
+
+        In threads of the program only: it calls torch.
+        """
         self._sampled = time.monotonic()
+        with self._lock:
+            self._settle()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self.gpu_memory = int(torch.cuda.memory_allocated())
 

@@ -56,6 +56,7 @@ class Call:
     splits: tuple[int, ...] | None = None
     labels: tuple[str, ...] = ()  # the paths of a tree's leaves
     size: int | None = None  # of the process set, where a compiled program depends on it
+    ends_step: bool = False  # whether it reduces the gradients of a step
     source: tuple[str, int] = ("", 0)  # file and line of the user's call, for messages
 
     @classmethod
@@ -93,6 +94,11 @@ class Call:
         """
         return _START[self.kind](self, tensors, background)
 
+    def tell_step(self) -> None:
+        """It has run: if that was a step of an optimizer, count it."""
+        if self.ends_step:
+            runtime.statistics.end_step(buckets=1)
+
     # -- compiled ----------------------------------------------------------------------------
 
     def to_text(self) -> str:
@@ -107,6 +113,7 @@ class Call:
             )
         if self.kind == "allreduce":
             _reduce_compiled(self, sources, targets)
+            self.tell_step()
             return
         request, finish = self.start(sources, background=False)
         request.source_line = self.source

@@ -15,7 +15,7 @@ from horovod.jax.call import Call
 def backward(call: Call) -> Call:
     """The call that carries the gradients of this one."""
     name = None if call.name is None else f"{call.name}.grad"
-    return dataclasses.replace(call, name=name, labels=(), size=None)
+    return dataclasses.replace(call, name=name, labels=(), size=None, ends_step=False)
 
 
 def for_floats(function: Callable[[list[Any]], list[Any]], gradients: list[Any]) -> list[Any]:

@@ -61,7 +61,9 @@ def run_now(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The results, when they are there."""
     primitive.wait_for_programs(call.name)
     request, finish = call.start(_tensors(arrays), background=False)
-    return _finished(finish, request.wait(), arrays)
+    made = request.wait()
+    call.tell_step()
+    return _finished(finish, made, arrays)
 
 
 @primitive.collective.def_impl

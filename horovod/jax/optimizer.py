@@ -17,7 +17,7 @@ from horovod.common.reduce_op import Adasum, Average, ReduceOp, Sum
 from horovod.common.util import resolve_reduce_op
 from horovod.jax.arrays import is_tracer
 from horovod.jax.compression import Compression, Compressor
-from horovod.jax.reductions import allreduce
+from horovod.jax.reductions import reduce_gradients
 
 
 class AccumulationState(NamedTuple):
@@ -168,14 +168,6 @@ def _reduction(
     def reduce(gradients: Any) -> Any:
         if process_set is not global_process_set and process_set.included() is False:
             return gradients
-        return allreduce(
-            gradients,
-            name=name,
-            compression=compression,
-            op=op,
-            prescale_factor=1.0 / predivide,
-            postscale_factor=predivide,
-            process_set=process_set,
-        )
+        return reduce_gradients(gradients, name, compression, op, predivide, process_set)
 
     return reduce

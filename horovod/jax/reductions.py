@@ -39,12 +39,21 @@ def allreduce(
     """Reduce an array, or all leaves of a tree as one operation, over all ranks. Differentiable."""
     leaves = flatten(tensor)
     call = _call(leaves, name, op, average, prescale_factor, postscale_factor, process_set)
-    pairs = [compression.compress(array) for array in leaves.arrays]
-    reduced = _reduced(call, [array for array, _ in pairs])
-    return leaves.rebuilt(
-        compression.decompress(array, context)
-        for array, (_, context) in zip(reduced, pairs, strict=True)
-    )
+    return _reduced_tree(call, leaves, compression)
+
+
+def reduce_gradients(
+    gradients: Any,
+    name: str | None,
+    compression: type[Compressor],
+    op: ReduceOp,
+    predivide: float,
+    process_set: ProcessSet,
+) -> Any:
+    """Reduce the tree of a step's gradients."""
+    leaves = flatten(gradients)
+    call = _call(leaves, name, op, None, 1.0 / predivide, predivide, process_set)
+    return _reduced_tree(dataclasses.replace(call, ends_step=True), leaves, compression)
 
 
 def allreduce_async(
@@ -223,12 +232,22 @@ def _check_types(call: Call, arrays: Sequence[Any]) -> None:
         reduction_input(torch.empty(0, dtype=dtype), call.reduction, call.is_scaled)
 
 
+def _reduced_tree(call: Call, leaves: Leaves, compression: type[Compressor]) -> Any:
+    pairs = [compression.compress(array) for array in leaves.arrays]
+    reduced = _reduced(call, [array for array, _ in pairs])
+    return leaves.rebuilt(
+        compression.decompress(array, context)
+        for array, (_, context) in zip(reduced, pairs, strict=True)
+    )
+
+
 def _reduced(call: Call, arrays: list[Any]) -> list[Any]:
     if not arrays:
         return []
     if not dispatch.is_traced(arrays):
         return dispatch.run_now(call, arrays)
-    if not runtime.is_elastic() and runtime.channel(call.set_id).group.size == 1:
+    is_alone = not runtime.is_elastic() and runtime.channel(call.set_id).group.size == 1
+    if is_alone and not (call.ends_step and runtime.config.stats_interval is not None):
         factor = call.prescale * call.postscale
         return arrays if factor == 1.0 else [(a * factor).astype(a.dtype) for a in arrays]
     return list(_traced_reduction(call, arrays))

@@ -14,6 +14,7 @@ import mxnet as mx
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
 from horovod.common.util import split_list
+from horovod.engine.runtime import runtime
 from horovod.mxnet.arrays import mxnet_errors
 from horovod.mxnet.compression import Compression, Compressor
 from horovod.mxnet.mpi_ops import start_allreduce
@@ -72,6 +73,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         self._factors = _check_terms(gradient_predivide_factor, num_groups)
         self._num_groups = num_groups
         self._process_set = process_set
+        self._counted = optimizer.num_update  # updates that have been told as steps
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer":  # while it is being unpickled
@@ -87,10 +89,12 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         self._reduce(index, grad)
         self._optimizer.update(index, weight, grad, state)
+        self._tell_step()
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         self._reduce(index, grad)
         self._optimizer.update_multi_precision(index, weight, grad, state)
+        self._tell_step()
 
     def set_learning_rate(self, lr: float) -> None:
         self._optimizer.set_learning_rate(lr)
@@ -100,6 +104,13 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
 
     def set_wd_mult(self, args_wd_mult: Any) -> None:
         self._optimizer.set_wd_mult(args_wd_mult)
+
+    def _tell_step(self) -> None:
+        """MXNet calls for each parameter; its count of updates grows with the first of a step."""
+        count = self._optimizer.num_update
+        if count != self._counted:
+            self._counted = count
+            runtime.statistics.end_step()
 
     def _reduce(self, index: Any, grad: Any) -> None:
         if not isinstance(index, (tuple, list)):
@@ -159,10 +170,12 @@ class DistributedTrainer(mx.gluon.Trainer):
                 continue
             (gradient,) = _one_device(parameter.list_grad(), parameter.name)
             sent.append((place, gradient, *self._compression.compress(gradient)))
-        _average(self._groups(sent), self._factors, self._process_set)
+        groups = self._groups(sent)
+        _average(groups, self._factors, self._process_set)
         for _, gradient, array, context in sent:
             if array is not gradient:
                 self._compression.decompress(array, context).copyto(gradient)
+        runtime.statistics.end_step(len(groups))
 
     def _groups(self, sent: Sequence[tuple[int, Any, Any, Any]]) -> list[tuple[str, list[Any]]]:
         if not self._num_groups:

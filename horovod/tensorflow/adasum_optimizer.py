@@ -10,11 +10,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod.common.process_sets import global_process_set
 from horovod.common.reduce_op import Adasum
-from horovod.tensorflow.allreduce_ops import grouped_allreduce
+from horovod.tensorflow.allreduce_ops import reduce_group
 from horovod.tensorflow.bridge import unconverted
+from horovod.tensorflow.call import Call
 from horovod.tensorflow.gradient_aggregation import after, as_op, new_variable
 from horovod.tensorflow.gradients import wire_name
+from horovod.tensorflow.reduction import Reduction
 
 _START = "delta_start"  # the slot that remembers where a variable was
 
@@ -78,15 +81,15 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):
 
     def _combine(self, variables: Sequence[Any], starts: Sequence[Any]) -> Any:
         begun = [start.read_value() for start in starts]
-        deltas = grouped_allreduce(
+        call = Call("HorovodGroupedAllreduce", self._wire_name, True, global_process_set, buckets=1)
+        deltas = reduce_group(
+            call,
             [
                 variable.read_value() - start
                 for variable, start in zip(variables, begun, strict=True)
             ],
-            op=Adasum,
-            compression=self._compression,
-            ignore_name_scope=True,
-            name=self._wire_name,
+            Reduction(Adasum),
+            self._compression,
         )
         return as_op(
             [

@@ -63,7 +63,7 @@ def allreduce(
     call = Call("HorovodAllreduce", name, ignore_name_scope, process_set)
     if isinstance(tensor, tf.IndexedSlices):
         with placed(device_sparse):
-            return _reduce_slices(call, tensor, reduction)
+            return reduce_slices(call, tensor, reduction)
     with placed(device_dense):
         compressed, context = compression.compress(as_tensor(tensor))
         return compression.decompress(reduce(call, [compressed], reduction)[0], context)
@@ -114,19 +114,33 @@ def grouped_allreduce(
         with placed(device_sparse):
             own_name = None if name is None else f"{name}.{index}"
             call = Call("HorovodAllreduce", own_name, ignore_name_scope, process_set)
-            group[index] = _reduce_slices(call, group[index], reduction)
+            group[index] = reduce_slices(call, group[index], reduction)
     dense = [i for i in range(len(group)) if i not in sparse]
     if dense:
         with placed(device_dense):
             call = Call("HorovodGroupedAllreduce", name, ignore_name_scope, process_set)
-            pairs = [compression.compress(group[index]) for index in dense]
-            reduced = reduce(call, [tensor for tensor, _ in pairs], reduction)
-            for index, tensor, (_, context) in zip(dense, reduced, pairs, strict=True):
-                group[index] = compression.decompress(tensor, context)
+            reduced = reduce_group(call, [group[index] for index in dense], reduction, compression)
+            for index, tensor in zip(dense, reduced, strict=True):
+                group[index] = tensor
     return group
 
 
-def _reduce_slices(call: Call, slices: tf.IndexedSlices, reduction: Reduction) -> tf.IndexedSlices:
+def reduce_group(
+    call: Call,
+    tensors: Sequence[tf.Tensor],
+    reduction: Reduction,
+    compression: type[Compressor],
+) -> list[tf.Tensor]:
+    """Reduce dense tensors as one operation."""
+    pairs = [compression.compress(as_tensor(tensor)) for tensor in tensors]
+    reduced = reduce(call, [tensor for tensor, _ in pairs], reduction)
+    return [
+        compression.decompress(tensor, context)
+        for tensor, (_, context) in zip(reduced, pairs, strict=True)
+    ]
+
+
+def reduce_slices(call: Call, slices: tf.IndexedSlices, reduction: Reduction) -> tf.IndexedSlices:
     """All ranks' slices; an index that several ranks have comes several times, which sums them."""
     if reduction.op not in (Sum, Average):
         raise NotImplementedError(

@@ -141,6 +141,11 @@ def _computable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def is_compiled_by_xla() -> bool:
+    """Whether what is being built will be: no op of ours can be part of that."""
+    return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+
+
 def placed(device: str) -> contextlib.AbstractContextManager[Any]:
     """The scope for ops that the user wants on `device`; an empty string means anywhere."""
     return tf.device(device) if device else contextlib.nullcontext()
@@ -205,7 +210,7 @@ def _add_op(
     ignore_name_scope: bool,
     known_as: str | None,
 ) -> list[tf.Tensor]:
-    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+    if is_compiled_by_xla():
         raise InvalidArgumentError.because(
             "Horovod's collectives cannot be compiled by XLA: set jit_compile=False, in "
             "model.compile() or tf.function(), for the step that calls them."

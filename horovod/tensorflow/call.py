@@ -17,6 +17,7 @@ from tensorflow.python.eager.record import could_possibly_record
 
 from horovod.common.process_sets import ProcessSet
 from horovod.engine.arguments import movement_input, set_id
+from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
 from horovod.tensorflow.errors import InvalidArgumentError
 
@@ -38,6 +39,7 @@ class Call:
     process_set: ProcessSet
     wire_name: str | None = None  # what the ranks know it by, once it is in a graph
     num_gradients: int = 0
+    buckets: int = 0  # of the step that is complete with this call; 0: it completes none
 
     @property
     def set_id(self) -> int:
@@ -54,7 +56,7 @@ class Call:
         if not eager:
             set_id(self.process_set)
         outputs = bridge.run(
-            function,
+            self._completing(function) if self.buckets else function,
             tensors,
             [spec.dtype for spec in like],
             [spec.shape for spec in like],
@@ -65,6 +67,14 @@ class Call:
         if not eager and self.wire_name is None:
             self.wire_name = bridge.wire_name(outputs[0].op, self.ignore_name_scope)
         return outputs
+
+    def _completing(self, function: bridge.Function) -> bridge.Function:
+        def run(sources: list[torch.Tensor], name: str | None) -> Sequence[torch.Tensor]:
+            results = function(sources, name)
+            runtime.statistics.end_step(self.buckets)
+            return results
+
+        return run
 
     def backward(self) -> Call:
         """The call that carries a gradient of this one.

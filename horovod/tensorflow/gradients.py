@@ -18,9 +18,11 @@ from horovod.common.reduce_op import Average, ReduceOp
 from horovod.common.util import resolve_reduce_op, split_list
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
-from horovod.tensorflow.allreduce_ops import allreduce, grouped_allreduce
+from horovod.tensorflow.allreduce_ops import reduce_group, reduce_slices
+from horovod.tensorflow.call import Call
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.info_ops import set_size
+from horovod.tensorflow.reduction import Reduction
 
 
 class GradientReduction:
@@ -64,7 +66,8 @@ class GradientReduction:
         self._groups = _checked_groups(groups, num_groups)
         self._scale_local = scale_local_gradients
         self._name = name
-        self._devices = {"device_dense": device_dense, "device_sparse": device_sparse}
+        self._device_dense = device_dense
+        self._device_sparse = device_sparse
         self._local: dict[int, Any] = {}
 
     def register_local(self, variable: Any) -> None:
@@ -81,9 +84,24 @@ class GradientReduction:
         is_fixed = runtime.is_initialized() and not runtime.is_elastic()
         if not tf.executing_eagerly() and not is_fixed:
             return self._unless_alone(gradients, variables)
-        if self._is_alone():
+        if self._is_alone() and not self._counts_alone():
+            if gradients and tf.executing_eagerly():
+                runtime.statistics.end_step()
             return gradients
         return self._reduced(gradients, variables)
+
+    def _counts_alone(self) -> bool:
+        """Whether a graph has to tell us of its steps, though there is nobody to reduce with.
+
+        An op of the graph that calls us takes long, so only if somebody wants reports.
+        """
+        return (
+            runtime.config.stats_interval is not None
+            and not tf.executing_eagerly()
+            and self.process_set.size() == 1
+            and self.process_set.included() is True
+            and not bridge.is_compiled_by_xla()
+        )
 
     def _is_alone(self) -> bool:
         """Whether there is nobody to reduce with. Where that is unknown, reducing will say so."""
@@ -98,7 +116,11 @@ class GradientReduction:
             return gradients
         given = [self._as_dense(gradients[index]) for index in present]
         (is_alone,) = bridge.run(
-            lambda *_: [torch.tensor(self._is_alone())], [], [tf.bool], [()], "HorovodIsAlone"
+            lambda *_: [torch.tensor(self._is_alone_in_step())],
+            [],
+            [tf.bool],
+            [()],
+            "HorovodIsAlone",
         )
         results = tf.cond(
             is_alone,
@@ -108,6 +130,13 @@ class GradientReduction:
         for index, result in zip(present, as_list(results), strict=True):
             gradients[index] = result
         return gradients
+
+    def _is_alone_in_step(self) -> bool:
+        """`_is_alone`, in a graph that runs: nobody else will tell that this was a step."""
+        is_alone = self._is_alone()
+        if is_alone:
+            runtime.statistics.end_step()
+        return is_alone
 
     def _reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         results = [self._as_dense(gradient) for gradient in gradients]
@@ -122,29 +151,24 @@ class GradientReduction:
                 sparse.append(index)
             else:
                 dense.append(index)
-        for number, group in enumerate(self._grouped(dense, variables)):
-            reduced = grouped_allreduce(
-                [results[index] for index in group],
-                op=self.op,
-                compression=self._compression,
-                prescale_factor=1.0 / self._predivide,
-                postscale_factor=self._predivide,
-                process_set=self.process_set,
-                ignore_name_scope=True,
-                name=f"{self._name}.{number}",
-                **self._devices,
-            )
+        groups = self._grouped(dense, variables)
+        calls = [
+            *(("HorovodGroupedAllreduce", f"{self._name}.{n}") for n in range(len(groups))),
+            *(("HorovodAllreduce", f"{self._name}.sparse.{n}") for n in range(len(sparse))),
+        ]
+        made = [Call(kind, name, True, self.process_set) for kind, name in calls]
+        if made:
+            made[-1].buckets = len(made)  # the step is complete with it
+        reduction = Reduction(self.op, 1.0 / self._predivide, self._predivide)
+        for call, group in zip(made, groups, strict=False):
+            with bridge.placed(self._device_dense):
+                given = [results[index] for index in group]
+                reduced = reduce_group(call, given, reduction, self._compression)
             for index, result in zip(group, reduced, strict=True):
                 results[index] = result
-        for number, index in enumerate(sparse):
-            results[index] = allreduce(
-                results[index],
-                op=self.op,
-                process_set=self.process_set,
-                ignore_name_scope=True,
-                name=f"{self._name}.sparse.{number}",
-                **self._devices,
-            )
+        for call, index in zip(made[len(groups) :], sparse, strict=True):
+            with bridge.placed(self._device_sparse):
+                results[index] = reduce_slices(call, results[index], Reduction(self.op))
         return results
 
     def _as_dense(self, gradient: Any) -> Any:

@@ -23,6 +23,7 @@ from horovod.engine.channel import Channel
 from horovod.engine.heap import join_pages
 from horovod.engine.prepared import PreparedAllreduce
 from horovod.engine.runtime import runtime
+from horovod.engine.statistics import DeviceTiming
 from horovod.torch.autotune import (
     NUM_PREFERENCES,
     AgreedTuning,
@@ -93,6 +94,7 @@ class GradientReducer:
         self._sparse_dims: dict[int, int] = {}  # of parameters with sparse gradients, by index
         self._any_arrived = False
         self._first_arrival = 0.0  # when the first gradient of this step was there
+        self._backward: DeviceTiming | None = None  # of this step, on a device
         self._steps = 0
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}  # by the places of parameters
@@ -104,6 +106,9 @@ class GradientReducer:
         if not self._any_arrived:
             self._any_arrived = True
             self._first_arrival = time.monotonic()
+            param = self._params[index][1]
+            if not param.is_cpu and runtime.statistics.enabled:
+                self._backward = DeviceTiming(param.device)
         if self._agreed_in is not runtime.topology:
             self._arrivals.append(index)
             return
@@ -161,7 +166,10 @@ class GradientReducer:
     def _tell_backward(self, now: float) -> None:
         """The gradients are wanted: what came before was backward, from the first of them on."""
         seconds = now - self._first_arrival if self._any_arrived else 0.0
-        runtime.statistics.add_backward(seconds, len(self._buckets))
+        timing, self._backward = self._backward, None
+        if timing is not None:
+            timing.end()
+        runtime.statistics.add_backward(seconds, len(self._buckets), timing)
 
     def _by_need(self) -> list[Bucket]:
         """In the order in which to start them: of those held, the last is needed first."""

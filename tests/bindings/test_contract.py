@@ -18,7 +18,7 @@ BASICS = [
     *("local_size", "local_rank", "cross_size", "cross_rank"),
     *("mpi_built", "mpi_enabled", "gloo_built", "gloo_enabled", "nccl_built", "cuda_built"),
     *("ddl_built", "ccl_built", "rocm_built", "mpi_threads_supported"),
-    *("start_timeline", "stop_timeline"),
+    *("start_timeline", "stop_timeline", "stats"),
     *("ProcessSet", "global_process_set", "add_process_set", "remove_process_set"),
     *("Average", "Sum", "Adasum", "Min", "Max", "Product", "Compression"),
     *("allreduce", "grouped_allreduce", "allgather", "grouped_allgather", "broadcast"),
@@ -53,6 +53,35 @@ def _basics(framework: Framework) -> list[Any]:
 
 def test_basics(shared_ranks: RankPool, framework: Framework):
     assert check(shared_ranks, framework, _basics) == [[0, 2, 0, 2, 1], [1, 2, 1, 2, 1]]
+
+
+def _stats(framework: Framework) -> list[Any]:
+    hvd = framework.hvd
+    hvd.shutdown()
+    for call in (hvd.stats, lambda: hvd.stats.log(loss=0.5)):
+        with pytest.raises(ValueError, match="not initialised"):
+            call()
+    hvd.init()
+    first = hvd.stats()
+    hvd.allreduce(framework.array([1.0] * 100))
+    hvd.allgather(framework.array([[1, 2]], "int32"))
+    hvd.stats.log(loss=framework.array([0.5]), accuracy=1)
+    hvd.stats.log({"val/acc": framework.array([float("nan")])}, step=12)
+    for wrong, message in (
+        ({"loss": "low"}, "must be a number or a tensor of one element, not str"),
+        ({"loss": framework.array([1.0, 2.0])}, "loss"),
+        ({"x" * 201: 1.0}, "200 characters"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hvd.stats.log(wrong)
+    second = hvd.stats()
+    changed = ("operations", "bytes_reduced", "bytes_shared_memory")
+    assert (second["rank"], second["size"]) == (hvd.rank(), hvd.size())
+    return [first["steps"], *(second[key] - first[key] for key in changed), second["steps"]]
+
+
+def test_stats(shared_ranks: RankPool, framework: Framework):
+    assert check(shared_ranks, framework, _stats) == [[0, 2, 400, 408, 0]] * 2
 
 
 def _reductions(framework: Framework) -> list[Any]:

@@ -9,7 +9,7 @@ from tests.keras.flavours import front_end
 from tests.ranks import RankPool
 
 COMMON = """
-    init shutdown is_initialized start_timeline stop_timeline size local_size cross_size rank
+    init shutdown is_initialized start_timeline stop_timeline stats size local_size cross_size rank
     local_rank cross_rank mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built
     nccl_built ddl_built ccl_built cuda_built rocm_built
     Average Sum Compression callbacks elastic DistributedOptimizer broadcast_global_variables

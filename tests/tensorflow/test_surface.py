@@ -27,7 +27,7 @@ BASICS = {
     "start_timeline": "file_path, mark_cycles=False",
     **dict.fromkeys(
         [
-            *("shutdown", "is_initialized", "stop_timeline", "is_homogeneous"),
+            *("shutdown", "is_initialized", "stop_timeline", "is_homogeneous", "stats"),
             *("size", "rank", "local_size", "local_rank", "cross_size", "cross_rank"),
             *("mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built"),
             *("nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built"),

@@ -50,6 +50,7 @@ SIGNATURES = {
     "cuda_built": "",
     "rocm_built": "",
     "start_timeline": "file_path, mark_cycles=False",
+    "stats": "",
     "stop_timeline": "",
     "allreduce": f"tensor, {_REDUCE_COMPRESSED}, process_set=GPS",
     "allreduce_async": f"tensor, {_REDUCE}, process_set=GPS",
