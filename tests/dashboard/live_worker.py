@@ -19,7 +19,7 @@ import horovod.torch as hvd
 FOLDER = Path(sys.argv[1])
 
 
-class Delay(torch.autograd.Function):
+class Slow(torch.autograd.Function):
     """Takes its time in backward."""
 
     @staticmethod
@@ -36,9 +36,16 @@ class Delay(torch.autograd.Function):
         return gradient
 
 
+class Delay(torch.nn.Module):
+    """Between two layers, so that the gradient of one is there before, and of the other after."""
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        return Slow.apply(tensor)
+
+
 hvd.init()
 torch.manual_seed(0)
-model = torch.nn.Linear(16, 2)
+model = torch.nn.Sequential(torch.nn.Linear(16, 8), Delay(), torch.nn.Linear(8, 2))
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
 )
@@ -54,9 +61,7 @@ def train(state: Any) -> None:
     while not ended.item():
         inputs = torch.randn(32, 16)
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(
-            Delay.apply(model(inputs)), (inputs.sum(1) > 0).long()
-        )
+        loss = torch.nn.functional.cross_entropy(model(inputs), (inputs.sum(1) > 0).long())
         loss.backward()
         optimizer.step()
         hvd.stats.log(loss=loss.item())

@@ -50,7 +50,7 @@ def test_late_elsewhere_is_told_apart():
     job.run(10)
     found = find_stragglers(views(job), 1.0)
     assert kinds(found) == {2: "compute"}
-    assert "outside of backward" in found[2].text
+    assert "late before backward (input, forward)" in found[2].text
 
 
 def test_a_slow_link_of_a_rank_and_of_a_host():

@@ -100,7 +100,7 @@ def _slow_steps(
         excess = compute[rank] - usual_compute
         if _is_slow(compute[rank], usual_compute, total[rank]):
             in_backward = backward[rank] - usual_backward > excess / 2
-            where = "late in backward" if in_backward else "late outside of backward (input?)"
+            where = "late in backward" if in_backward else "late before backward (input, forward)"
             kind = BACKWARD if in_backward else COMPUTE
             found[rank] = Finding(
                 kind,
@@ -137,4 +137,4 @@ def _others_wait(view: RankView) -> str:
 def _seconds(value: float) -> str:
     if value < 0.0995:
         return f"{value * 1000:.1f} ms" if value < 0.00995 else f"{value * 1000:.0f} ms"
-    return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
+    return f"{value:.2g} s" if value < 9.95 else f"{value:.0f} s"
