@@ -85,7 +85,7 @@ class Tunable:
 _TUNE = "tuning"
 _AUTOTUNE = "autotuning"
 _TIMELINE = "timeline (a trace to open in chrome://tracing or ui.perfetto.dev)"
-_PAGE = "dashboard (needs horovod[dashboard])"
+_PAGE = "dashboard (a live page about the job)"
 _CHECK = "checks"
 _TIME = "time limits"
 ELASTIC = "elastic jobs (made so by --min-np or --host-discovery-script)"

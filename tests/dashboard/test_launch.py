@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import os
 import re
 import select
@@ -28,6 +27,7 @@ import horovod
 from horovod.runner.arguments import parse_args
 from horovod.runner.dashboard.address import DEFAULT_PORT, Address, listen, parse_address
 from horovod.runner.watching import title_of
+from tests.dashboard.training import saved
 from tests.runner.jobs import HANG, command, environment, run, run_python
 
 # A worker that reports as a real rank does, without torch.
@@ -111,12 +111,6 @@ def running(*arguments: str, **env: str) -> Iterator[Running]:
         if job.process.poll() is None:
             job.process.terminate()
         job.finish()
-
-
-def saved(path: Path) -> dict[str, Any]:
-    found = re.search(r'id="saved">(.*?)</script>', path.read_text(), re.DOTALL)
-    content: dict[str, Any] = json.loads(found[1])
-    return content
 
 
 # -- arguments -------------------------------------------------------------------------------

@@ -251,6 +251,7 @@ class Board:
         }
         findings = find_stragglers(views, self.interval)
         new: dict[str, dict[int, Finding]] = {}
+        well: list[int] = []
         for number, rank in self.ranks.items():
             finding = findings.get(number)
             before = rank.finding
@@ -258,9 +259,10 @@ class Board:
             if finding is not None and (before is None or before.kind != finding.kind):
                 new.setdefault(finding.kind, {})[number] = finding
             elif finding is None and before is not None and before.kind != AWAITED:
-                self.events.recovered(number, before, now)
+                well.append(number)
         for kind, of_kind in new.items():
             self.events.stragglers(kind, of_kind, now)
+        self.events.recovered(well, now)
 
     def _describe(self) -> dict[str, Any]:
         running = [rank for rank in self.ranks.values() if rank.report is not None]

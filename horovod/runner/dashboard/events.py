@@ -7,7 +7,7 @@ Bounded: the oldest events go first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from horovod.runner.dashboard.reports import text
@@ -71,11 +71,15 @@ class EventLog:
         if len(self._told) > 4 * _MOST:
             self._told = {k: at for k, at in self._told.items() if now - at < _QUIET}
 
-    def recovered(self, rank: int, finding: Finding, now: float) -> None:
-        key = rank, f"not {finding.kind}"
-        if now - self._told.get(key, -_QUIET) >= _QUIET:
-            self._told[key] = now
-            self.add("well", f"rank {rank} keeps up again", now)
+    def recovered(self, ranks: Sequence[int], now: float) -> None:
+        """Ranks that do not hold the others up any more."""
+        new = [rank for rank in ranks if now - self._told.get((rank, ""), -_QUIET) >= _QUIET]
+        self._told |= dict.fromkeys(((rank, "") for rank in new), now)
+        if len(new) > _TOLD_TOGETHER:
+            self.add("well", f"{len(new)} ranks ({ranges(new)}) keep up again", now)
+        else:
+            for rank in new:
+                self.add("well", f"rank {rank} keeps up again", now)
 
     # -- what the launcher tells -----------------------------------------------------------
 
