@@ -33,7 +33,7 @@ from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import Supervisor
 from horovod.runner.tunables import settings, settings_environment
 from horovod.runner.watcher import JobWatcher
-from horovod.runner.watching import open_watcher, title_of
+from horovod.runner.watching import open_watcher, title_of, watched
 from horovod.runner.worker_env import terminal_variables
 
 
@@ -116,7 +116,7 @@ def run_job(
     if any(is_local(name) for name in request.hosts):
         find_command(command[0], request.env.get("PATH"))
     with watch() as watcher:
-        request = replace(request, env={**request.env, **watcher.variables()})
+        request = replace(request, env=watched(request.env, watcher))
         return _run_request(options, request, store, console, watcher)
 
 

@@ -70,6 +70,12 @@ def open_watcher(
     return Dashboard(board, store, listener, token, say, save)
 
 
+def watched(env: Mapping[str, str], watcher: JobWatcher) -> dict[str, str]:
+    """The environment of a watched job's workers: a job that one of them starts is another one."""
+    own = {name: text for name, text in env.items() if not name.startswith("HOROVOD_DASHBOARD")}
+    return {**own, **watcher.variables()}
+
+
 def title_of(command: Sequence[str]) -> str:
     """What a job is called: its script or module, without arguments, which may be private."""
     for before, word in itertools.pairwise(command):

@@ -96,6 +96,16 @@ def test_only_what_changed_is_sent():
     assert page.ranks[8]["step"] == 20
 
 
+def test_an_event_is_a_change():
+    board, job = make(2)
+    board.update(START)
+    version = board.version
+    board.events.add("host", "something", START)
+    board.update(START)
+    assert board.version == version + 1
+    assert [event["text"] for event in board.changes(version, 0)["events"]] == ["something"]
+
+
 def test_a_page_that_knows_nothing_right_gets_everything():
     board, job = make(2)
     job.run(5)

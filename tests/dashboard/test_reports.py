@@ -84,6 +84,11 @@ def test_numbers_that_are_not_finite_are_dropped():
     assert parse_report(0, 0, content).pid == 0
 
 
+def test_a_difference_of_clocks_may_be_a_little_below_zero():
+    report = parse(steps=[[1, 2.0, 0.5, 0.1, -1e-18, 0.1, 0.0]])
+    assert report.steps[0].wait == 0
+
+
 def test_sizes_are_bounded():
     report = parse(
         host="h" * 10_000,

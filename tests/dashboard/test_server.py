@@ -6,6 +6,7 @@ import json
 import re
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -158,6 +159,22 @@ def test_changes_are_awaited_and_are_only_what_is_new():
         found = job.ask(f"/changes?since={version}")
         assert found["version"] > version
         assert not found["full"]
+
+
+def test_a_question_is_held_until_there_is_news():
+    with served() as job:
+        job.dashboard.note("blacklisted", message="an event")  # which nobody has asked for
+        version = job.wait_for(lambda board: board.get("events"))["version"]
+        answers = []
+        asking = threading.Thread(
+            target=lambda: answers.append(job.ask(f"/changes?since={version}"))
+        )
+        asking.start()
+        asking.join(1.5)  # three times as long as the board takes to be brought up to date
+        assert answers == []
+        job.train()
+        asking.join(HANG)
+        assert answers[0]["version"] > version
 
 
 def test_output_of_a_worker():

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horovod.runner.dashboard.events import EventLog
-from horovod.runner.dashboard.reports import Report, Step, Waiting, text
+from horovod.runner.dashboard.reports import Report, ReportedStep, Waiting, text
 from horovod.runner.dashboard.series import MetricSeries, StepSeries
 from horovod.runner.dashboard.stragglers import (
     AWAITED,
     SILENT,
     STOPPED,
-    Finding,
     RankView,
+    Straggler,
     find_stragglers,
 )
 
@@ -43,9 +43,9 @@ class Rank:
     report: Report | None = None
     heard: float = 0.0  # when its last report came
     reported_since: float = 0.0  # when the launcher last had reason to expect reports
-    steps: deque[Step] = field(default_factory=functools.partial(deque, maxlen=_WINDOW))
+    steps: deque[ReportedStep] = field(default_factory=functools.partial(deque, maxlen=_WINDOW))
     process_state: str = ""
-    finding: Finding | None = None
+    finding: Straggler | None = None
     version: int = 0
     shown: dict[str, Any] = field(default_factory=dict)
 
@@ -121,6 +121,7 @@ class Board:
         self._stalls: list[dict[str, Any]] = []
         self._stalls_version = 1
         self._updated = now
+        self._events_seen = 0  # number of the newest that has a version
         self._pids: dict[str, int] = {}  # of the workers that run, as the launcher started them
 
     # -- what becomes known ----------------------------------------------------------------
@@ -223,6 +224,9 @@ class Board:
             if picture != rank.shown:
                 rank.shown = picture
                 rank.version = self.version = self.version + 1
+        if self._events_seen != self.events.number:
+            self._events_seen = self.events.number
+            self.version += 1
         job = self._describe()
         if job != self._job:
             self._job = job
@@ -250,7 +254,7 @@ class Board:
             if rank.report is not None and not rank.ended
         }
         findings = find_stragglers(views, self.interval)
-        new: dict[str, dict[int, Finding]] = {}
+        new: dict[str, dict[int, Straggler]] = {}
         well: list[int] = []
         for number, rank in self.ranks.items():
             finding = findings.get(number)

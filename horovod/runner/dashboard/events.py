@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from horovod.runner.dashboard.reports import text
-from horovod.runner.dashboard.stragglers import Finding
+from horovod.runner.dashboard.stragglers import Straggler
 from horovod.runner.report import ranges
 
 _MOST = 400
@@ -54,7 +54,7 @@ class EventLog:
 
     # -- stragglers ------------------------------------------------------------------------
 
-    def stragglers(self, kind: str, findings: Mapping[int, Finding], now: float) -> None:
+    def stragglers(self, kind: str, findings: Mapping[int, Straggler], now: float) -> None:
         """Ranks that hold the others up since now, all for the same kind of reason."""
         new = {
             rank: finding

@@ -551,7 +551,7 @@
   function showEvents() {
     if (eventsShown === state.event || !state.events.length) return;
     eventsShown = state.event;
-    const words = { well: "well", formed: "formed", lost: "lost", joined: "joined", slow: "slow",
+    const words = { well: "ok", formed: "formed", lost: "lost", joined: "joined", slow: "slow",
       decision: "change", host: "host" };
     byId("events").replaceChildren(...[...state.events].reverse().map((event) => make("li", {},
       make("time", { text: clock(event.time) }),

@@ -22,6 +22,7 @@ _MOST_METRICS = 32
 _MOST_TENSORS = 8
 _MOST_RANK = 1 << 20
 _FOR_EVER = 1e15  # no number of steps or seconds is larger
+_ROUNDING = 1e-3  # seconds below 0 that a difference of two clocks may come to
 _LONGEST = 300  # characters of a text
 
 NUMBERS = (
@@ -47,7 +48,7 @@ NUMBERS = (
 """What of ``hvd.stats()`` is kept."""
 
 
-class Step(NamedTuple):
+class ReportedStep(NamedTuple):
     """How long one step took on one rank, in seconds."""
 
     number: int
@@ -91,7 +92,7 @@ class Report:
     time: float
     state: str
     stats: dict[str, float] = field(default_factory=dict)
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ReportedStep, ...] = ()
     waiting: Waiting | None = None
     metrics: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 
@@ -170,14 +171,16 @@ def _items(value: Any, most: int) -> list[Any]:
     return value[-most:] if isinstance(value, list) else []
 
 
-def _step(entry: Any) -> Step | None:
+def _step(entry: Any) -> ReportedStep | None:
     if not isinstance(entry, list) or len(entry) < 7:
         return None
     row = entry[:7]
-    for value in row:  # there are many steps: a plain loop, and the likely case first
-        if not (type(value) is float or type(value) is int) or not 0 <= value < _FOR_EVER:
+    for place, value in enumerate(row):  # there are many steps: the likely case first
+        if not (type(value) is float or type(value) is int) or not -_ROUNDING < value < _FOR_EVER:
             return None
-    return Step._make(row)
+        if value < 0:
+            row[place] = 0.0
+    return ReportedStep._make(row)
 
 
 def _waiting(value: Any) -> Waiting | None:

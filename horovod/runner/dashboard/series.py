@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from horovod.runner.dashboard.reports import Step
+from horovod.runner.dashboard.reports import ReportedStep
 
 _MOST_BUCKETS = 480
 _MOST_POINTS = 800
@@ -24,7 +24,7 @@ class StepSeries:
         self._buckets: dict[int, list[float]] = {}  # count, total, compute, wait, exposed, version
         self._reset = 0
 
-    def add(self, steps: Iterable[Step], offset: float, version: int) -> None:
+    def add(self, steps: Iterable[ReportedStep], offset: float, version: int) -> None:
         """Steps of one rank, whose clock is behind ours by ``offset`` seconds."""
         for step in steps:
             index = int((step.end + offset) // self.width)

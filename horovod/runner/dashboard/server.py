@@ -155,15 +155,15 @@ class Server:
         since, event = _number(request, "since"), _number(request, "event")
         self._asking += 1
         try:
-            await self._news(since, event)
+            await self._news(since)
             return self._answer(since, event)
         finally:
             self._asking -= 1
 
-    async def _news(self, since: int, event: int) -> None:
+    async def _news(self, since: int) -> None:
         board = self._board
         deadline = time.monotonic() + _HOLD
-        while board.version == since and board.events.number == event and board.ended is None:
+        while board.version == since and board.ended is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 return

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from horovod.runner.dashboard.reports import Step
+from horovod.runner.dashboard.reports import ReportedStep
 
 STOPPED, SILENT, AWAITED = "stopped", "silent", "awaited"
 BACKWARD, COMPUTE, LINK = "backward", "compute", "link"
@@ -34,7 +34,7 @@ class RankView:
     """What is known of a rank when stragglers are looked for."""
 
     host: str
-    steps: Sequence[Step]  # the last ones, oldest first
+    steps: Sequence[ReportedStep]  # the last ones, oldest first
     silent: float  # seconds since its last report
     process_state: str  # letter of /proc/<pid>/stat; empty where that cannot be read
     awaited: float = 0.0  # seconds that others have waited for it
@@ -42,16 +42,16 @@ class RankView:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Straggler:
     """Why a rank holds the others up."""
 
     kind: str
     text: str
 
 
-def find_stragglers(ranks: Mapping[int, RankView], interval: float) -> dict[int, Finding]:
+def find_stragglers(ranks: Mapping[int, RankView], interval: float) -> dict[int, Straggler]:
     """The ranks that hold others up, by rank. ``interval``: seconds between two reports."""
-    found: dict[int, Finding] = {}
+    found: dict[int, Straggler] = {}
     for rank, view in ranks.items():
         finding = _is_not_running(view, interval)
         if finding is not None:
@@ -65,15 +65,15 @@ def find_stragglers(ranks: Mapping[int, RankView], interval: float) -> dict[int,
         found |= _slow_steps(steps, {rank: ranks[rank].host for rank in steps})
     for rank, view in ranks.items():
         if rank not in found and view.waiting:
-            found[rank] = Finding(AWAITED, f"late in this step: {_others_wait(view)}")
+            found[rank] = Straggler(AWAITED, f"late in this step: {_others_wait(view)}")
     return found
 
 
-def _is_not_running(view: RankView, interval: float) -> Finding | None:
+def _is_not_running(view: RankView, interval: float) -> Straggler | None:
     others = f"; {_others_wait(view)}" if view.waiting else ""
     if view.process_state in ("T", "t"):
         how = "by a debugger" if view.process_state == "t" else "by a signal (state T)"
-        return Finding(STOPPED, f"stopped {how}{others}")
+        return Straggler(STOPPED, f"stopped {how}{others}")
     if view.silent <= max(SILENT_SECONDS, SILENT_INTERVALS * interval):
         return None
     guess = {
@@ -81,13 +81,13 @@ def _is_not_running(view: RankView, interval: float) -> Finding | None:
         "Z": "has ended",
         "": "stopped, too busy, or its host cannot be reached",
     }.get(view.process_state, "its Python does not get to run")
-    return Finding(SILENT, f"no report for {_seconds(view.silent)}: {guess}{others}")
+    return Straggler(SILENT, f"no report for {_seconds(view.silent)}: {guess}{others}")
 
 
 def _slow_steps(
-    steps: Mapping[int, Sequence[Step]], hosts: Mapping[int, str]
-) -> dict[int, Finding]:
-    found: dict[int, Finding] = {}
+    steps: Mapping[int, Sequence[ReportedStep]], hosts: Mapping[int, str]
+) -> dict[int, Straggler]:
+    found: dict[int, Straggler] = {}
     total = _means(steps, lambda step: step.total)
     compute = _means(steps, lambda step: step.compute)
     backward = _means(steps, lambda step: step.backward)
@@ -102,7 +102,7 @@ def _slow_steps(
             in_backward = backward[rank] - usual_backward > excess / 2
             where = "late in backward" if in_backward else "late before backward (input, forward)"
             kind = BACKWARD if in_backward else COMPUTE
-            found[rank] = Finding(
+            found[rank] = Straggler(
                 kind,
                 f"{where}: computes {_seconds(compute[rank])} a step, others "
                 f"{_seconds(usual_compute)}",
@@ -113,7 +113,7 @@ def _slow_steps(
         peers = [other for other in steps if hosts[other] == hosts[rank]]
         several = len(set(hosts.values())) > 1
         whose = f" of {hosts[rank]}" if several and slow_links >= set(peers) else ""
-        found[rank] = Finding(
+        found[rank] = Straggler(
             LINK,
             f"slow link{whose}: reduces for {_seconds(reduce[rank])} a step, others "
             f"{_seconds(usual_reduce)}",
@@ -121,7 +121,9 @@ def _slow_steps(
     return found
 
 
-def _means(steps: Mapping[int, Sequence[Step]], part: Callable[[Step], float]) -> dict[int, float]:
+def _means(
+    steps: Mapping[int, Sequence[ReportedStep]], part: Callable[[ReportedStep], float]
+) -> dict[int, float]:
     return {rank: statistics.fmean(map(part, each)) for rank, each in steps.items()}
 
 

@@ -30,6 +30,7 @@ from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import Supervisor
 from horovod.runner.tunables import settings, settings_environment
 from horovod.runner.watcher import JobWatcher
+from horovod.runner.watching import watched
 
 
 def run_elastic_job(
@@ -53,7 +54,7 @@ def run_elastic_job(
     )
     request = WorkerRequest(
         command=command,
-        env={**env, **settings_environment(options, env), **watcher.variables()},
+        env=watched({**env, **settings_environment(options, env)}, watcher),
         cwd=os.getcwd(),
         ssh=Ssh(options.ssh_port, options.ssh_identity_file, config.start_timeout),
         nics=options.network_interfaces or (),
