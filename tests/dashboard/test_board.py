@@ -97,7 +97,7 @@ def test_only_what_changed_is_sent():
 
 
 def test_an_event_is_a_change():
-    board, job = make(2)
+    board, _ = make(2)
     board.update(START)
     version = board.version
     board.events.add("host", "something", START)
