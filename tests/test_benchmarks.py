@@ -6,6 +6,7 @@ import csv
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -175,3 +176,15 @@ def test_hosts_are_compared(tmp_path: Path):
         (size, contender) for size in ("4", "65536") for contender in ("ours", "gloo")
     ]
     assert all(float(row["median_ms"]) > 0 and int(row["samples"]) >= 8 for row in rows)
+
+
+def test_the_cost_of_statistics_is_measured():
+    program = [sys.executable, str(ROOT / "benchmarks" / "stats.py"), "--np", "1"]
+    options = ["--seconds", "0.2", "--models", "mlp"]
+    done = subprocess.run([*program, *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in ("allreduce of 1 KiB", "MLP 784-1024-1024-10"):
+        assert re.search(
+            rf"{line} +[\d.]+ [um]s +[\d.]+ +\S+ to \S+ +[\d.]+ us +[\d.]+ %", done.stdout
+        )
+    assert "counting takes under 0.5 % of a step" in done.stdout

@@ -216,6 +216,7 @@ class HorovodBasics:
     # -- numbers ---------------------------------------------------------------------------
 
     stats = Stats()
+    """The numbers of this process: called, and with a method `log`. See `Stats`."""
 
     # -- timeline --------------------------------------------------------------------------
 

@@ -149,8 +149,9 @@ class Job:
         }
 
     def summary(self) -> str | None:
-        """One line about the job, from rank 0."""
-        return None if self.topology.rank else self.statistics.summary()
+        """One line about the job, from rank 0, if anything has been done in it."""
+        done = self.statistics.steps or self.statistics.totals().operations
+        return self.statistics.summary() if done and self.topology.rank == 0 else None
 
     @property
     def host(self) -> str:

@@ -332,7 +332,7 @@ class Statistics:
     def summary(self) -> str:
         """One line for the end of a job."""
         totals = self.totals()
-        seconds, parts = time.monotonic() - self.began, list(totals[:3])
+        seconds, parts = max(time.monotonic() - self.began, 1e-9), list(totals[:3])
         what = f"{totals.operations} operations in {seconds:.1f} s"
         if self.steps and self.step_seconds:
             seconds, parts = self.step_seconds, self._in_steps

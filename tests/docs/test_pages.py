@@ -26,6 +26,7 @@ PAGES = [
     "process_sets",
     "fusion",
     "timeline",
+    "stats",
     "adasum",
     "compression",
     "mixed_precision",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 from tests.examples.programs import PYTORCH, run_example, run_with_checksums
 
@@ -126,6 +128,51 @@ def test_both_ways_to_accumulate_give_the_same_model(tmp_path: Path):
     assert checksums[0] == checksums[1]
 
 
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "mlflow"])
+def test_numbers_in_a_tracker(tmp_path: Path, tracker: str):
+    script = f"pytorch_stats_{tracker}.py"
+    done = run_example(script, "--epochs", "2", cwd=tmp_path)
+    if importlib.util.find_spec(tracker) is None:
+        assert done.returncode != 0
+        assert re.search(f"this example needs .*: pip install {tracker}", done.stdout + done.stderr)
+        pytest.skip(f"{tracker} is not installed: the example says so")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = _numbers(r"epoch \d: loss ([\d.]+)", done.stdout)
+    assert second < first
+    if tracker == "tensorboard":
+        for rank in range(2):
+            _check_events(tmp_path / "runs" / f"rank{rank}", second)
+    elif tracker == "wandb":
+        assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 2
+    else:
+        _check_runs(tmp_path / "mlflow.db", second)
+
+
+def _check_events(folder: Path, loss: float) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    assert scalars["loss"][-1].value == pytest.approx(loss, abs=1e-3)
+    steps = -(-len(load_digits().images) // 2 // 32)  # of a rank in an epoch
+    assert [event.step for event in scalars["loss"]] == [steps, 2 * steps]
+    for name in ("share_of_waiting", "share_of_reducing"):
+        assert 0 < scalars[name][-1].value < 1
+    assert scalars["steps_per_second"][-1].value > 0
+    assert scalars["memory_bytes"][-1].value > 1e7
+
+
+def _check_runs(database: Path, loss: float) -> None:
+    import mlflow
+
+    mlflow.set_tracking_uri(f"sqlite:///{database}")
+    runs = mlflow.search_runs(experiment_names=["horovod"])
+    assert len(runs) == 2
+    assert runs["metrics.loss"].tolist() == pytest.approx([loss] * 2, abs=1e-3)
+    assert (runs["metrics.share_of_waiting"] > 0).all()
+
+
 # -- all of them ---------------------------------------------------------------------------------
 
 
@@ -137,8 +184,9 @@ def _functions(script: str) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["choose_device", "shows_progress"])
 def test_what_scripts_repeat_is_the_same_in_all(name: str):
     """Each is one file to copy, so they share no module for these few lines."""
-    alike = [script for script in SCRIPTS if "lightning" not in script]  # whose Trainer does that
-    assert len({_functions(script)[name] for script in alike}) == 1
+    found = [functions[name] for functions in map(_functions, SCRIPTS) if name in functions]
+    assert len(found) >= 6  # the others draw no bar, or have a Trainer that does all of it
+    assert len(set(found)) == 1
 
 
 def test_the_readme_has_a_command_for_each():
