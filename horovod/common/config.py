@@ -183,6 +183,21 @@ class Config:
         "Before every optimizer step, look for NaN and infinity in each rank's own gradients; if "
         "there are any, all ranks raise an error that names the ranks and parameters.",
     )
+    dashboard: str | None = _knob(
+        None,
+        _WATCH,
+        "Where the launcher serves a page about the job: `ADDRESS:PORT`, or `on` for "
+        "127.0.0.1:8470; see docs/dashboard.md.",
+    )
+    dashboard_save: str | None = _knob(
+        None, _WATCH, "HTML file to which that page is saved when the job ends."
+    )
+    dashboard_token_file: str | None = _knob(
+        None,
+        _WATCH,
+        "File whose first line is the token of that page. Unset: a new token for every job, in the "
+        "link that is printed.",
+    )
     stats_interval: float | None = _knob(
         None,
         _WATCH,

@@ -6,16 +6,22 @@ its worker group. Ranks belong together by Ray's node id: several nodes may be o
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from horovod.common.addresses import LOOPBACK, is_loopback
+from horovod.common.config import Config
 from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
+from horovod.common.store import MemoryStore
 from horovod.common.wire import encode_key
 from horovod.ray.settings import key_of, nics_of
 from horovod.ray.worker import WorkerInfo, own_versions
 from horovod.runner.hosts import Slot
 from horovod.runner.store_endpoints import StoreEndpoints, addresses_towards
+from horovod.runner.watcher import JobWatcher
+from horovod.runner.watching import open_watcher
 from horovod.runner.worker_env import slot_variables
 
 
@@ -28,6 +34,7 @@ class Coordinator:
         self._nodes: dict[str, list[int]] = {}  # the ranks of each, by node id
         self._hostnames: dict[str, str] = {}
         self._addresses: list[str] = []
+        self._watcher = JobWatcher()
 
     @property
     def world_size(self) -> int:
@@ -89,6 +96,7 @@ class Coordinator:
     def join(self, infos: Sequence[WorkerInfo], extra: Mapping[str, str]) -> list[dict[str, str]]:
         """Register workers, by rank, and serve the store: the variables of each."""
         check_versions(infos)
+        self._watcher = watch(self.place.store)
         for rank, info in enumerate(infos):
             self.register(info.hostname, info.node_id, rank, info.address)
         common = {
@@ -96,6 +104,7 @@ class Coordinator:
             "MASTER_PORT": str(infos[0].free_port),
             "PYTHONUNBUFFERED": "1",
             **extra,
+            **self._watcher.variables(),
             **self.establish_rendezvous(),
         }
         return [{**common, **own} for own in self.finalize_registration().values()]
@@ -106,7 +115,19 @@ class Coordinator:
 
     def close(self) -> None:
         """The job is over: nobody can reach the store any more."""
+        self._watcher.close()
         self.place.close()
+
+
+def watch(store: MemoryStore, elastic: bool = False) -> JobWatcher:
+    """Who watches a job, as the environment of this process says."""
+
+    def say(text: str) -> None:
+        print(f"horovod.ray: {text}", file=sys.stderr, flush=True)
+
+    return open_watcher(
+        Config.from_env(), os.environ, store, title="horovod.ray", say=say, elastic=elastic
+    )
 
 
 def open_doors(place: StoreEndpoints, addresses: Iterable[str], nics: Sequence[str]) -> None:

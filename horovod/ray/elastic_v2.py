@@ -17,6 +17,7 @@ import ray
 from horovod.common.config import Config
 from horovod.ray.adapter import Adapter, Call, Callback
 from horovod.ray.cluster import require_ray
+from horovod.ray.coordinator import watch
 from horovod.ray.discovery import RayHostDiscovery, TestDiscovery
 from horovod.ray.logs import Messages
 from horovod.ray.node_set import ActorRequest, NodeSet
@@ -97,11 +98,16 @@ class ElasticAdapter(Adapter):
             console = _Console(self.settings.verbose)
             place = StoreEndpoints(key_of(self.settings))
             stack.callback(place.close)
+            watcher = stack.enter_context(watch(place.store, elastic=True))
             messages = Messages(place.store)
             supervisor = Supervisor(console, Outputs(console))
             stack.callback(supervisor.close)
             request = ActorRequest(
-                self.settings, params, self._variables(), self._executable, ray.put(fn)
+                self.settings,
+                params,
+                {**self._variables(), **watcher.variables()},
+                self._executable,
+                ray.put(fn),
             )
             nodes = NodeSet(request, names.node_of, place, supervisor)
             stack.callback(nodes.close, 0.0)
@@ -116,13 +122,14 @@ class ElasticAdapter(Adapter):
                 place,
                 supervisor,
                 _NoOutputs(),
-                Status(console),
+                Status(console, watcher=watcher),
             )
             nodes.report_to(driver)
             with messages.deliver(callbacks):
                 outcome = driver.run()
                 ended_badly = outcome.problem or outcome.first_failure
                 nodes.close(FAILURE_GRACE if ended_badly else 0.0)
+                watcher.ended(outcome)
         self._raise(outcome, nodes)
         finished = [end for end in nodes.ends if end.finished]
         if any(end.rank is None for end in finished):

@@ -28,11 +28,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from horovod.runner.config_file import CONTROLLER, read_config_file
 from horovod.runner.hosts import Host, is_local, lsf_hosts, parse_hostfile, plan_slots
-from horovod.runner.option_parser import DEFAULT_WORKER_FAILURES, make_parser
+from horovod.runner.option_parser import DEFAULT_WORKER_FAILURES, complete, make_parser
 from horovod.runner.tunables import TUNABLES, chosen, settings, without_effect
 
 _NEEDS_ELASTIC = (
@@ -68,6 +69,7 @@ def make_options(
 def _read(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, environ: Mapping[str, str]
 ) -> argparse.Namespace:
+    argv = complete(parser, sys.argv[1:] if argv is None else argv)
     options, unknown = parser.parse_known_args(argv, argparse.Namespace(notices=[]))
     if unknown:
         raise ValueError(_unrecognised(parser, unknown[0]))

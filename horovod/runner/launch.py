@@ -8,11 +8,13 @@ to import (no framework): workers start within a fraction of a second.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import BinaryIO
 
 import horovod
@@ -31,6 +33,8 @@ from horovod.runner.static_job import JobRequest, StaticJob
 from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import Supervisor
 from horovod.runner.tunables import settings, settings_environment
+from horovod.runner.watcher import JobWatcher
+from horovod.runner.watching import open_watcher, title_of, watched
 from horovod.runner.worker_env import terminal_variables
 
 
@@ -85,27 +89,52 @@ def run_job(
     env: Mapping[str, str] | None = None,
     store: MemoryStore | None = None,
     console: Console | None = None,
+    title: str = "",
 ) -> Outcome:
     """Run ``command`` as the options say, until the end; the outcome tells what went wrong.
 
     ``env`` is what the workers' environment is made from (by default this process's own). ``store``
     is what the workers reach as the job's store: put something in before, or look into it after.
+    ``title`` is what the job is called on its dashboard, by default after the command.
     `LaunchError` when the job cannot even begin.
     """
     console = console or Console(timestamps=options.prefix_timestamp)
+    environ = os.environ if env is None else env
+    store = MemoryStore() if store is None else store
+    watch = functools.partial(
+        open_watcher,
+        settings(options, environ),
+        environ,
+        store,
+        title=title or title_of(command),
+        say=console.say,
+        elastic=options.elastic,
+    )
     if options.elastic:
         from horovod.runner.elastic.job import run_elastic_job
 
-        environ = os.environ if env is None else env
         if any(is_local(host.name) for host in options.hosts):
             find_command(command[0], environ.get("PATH"))
-        return run_elastic_job(options, command, environ, store, console)
-    request = make_request(options, command, os.environ if env is None else env)
+        with watch() as watcher:
+            return run_elastic_job(options, command, environ, store, console, watcher)
+    request = make_request(options, command, environ)
     if any(is_local(name) for name in request.hosts):
         find_command(command[0], request.env.get("PATH"))
+    with watch() as watcher:
+        request = replace(request, env=watched(request.env, watcher))
+        return _run_request(options, request, store, console, watcher)
+
+
+def _run_request(
+    options: argparse.Namespace,
+    request: JobRequest,
+    store: MemoryStore,
+    console: Console,
+    watcher: JobWatcher,
+) -> Outcome:
     with ExitStack() as stack:
         copies = _open_copies(options.output_filename, request.slots, stack)
-        outputs = Outputs(console, options.output_ranks, options.attach)
+        outputs = Outputs(console, options.output_ranks, options.attach, watcher)
         if options.attach is not None:
             console.without_bars()
         for slot in request.slots:
@@ -115,10 +144,10 @@ def run_job(
         supervisor = Supervisor(console, outputs, pass_interrupts_on=True)
         stack.callback(supervisor.close)
         if options.verbose:
-            console.say(f"running {list(command)!r} as {len(request.slots)} processes")
+            console.say(f"running {list(request.command)!r} as {len(request.slots)} processes")
             for slot in request.slots:
                 console.say(f"rank {slot.rank}: {slot.hostname}, local rank {slot.local_rank}")
-        outcome = StaticJob(request, place, supervisor).run()
+        outcome = StaticJob(request, place, supervisor, watcher=watcher).run()
     first = outcome.first_failure
     if first is None:
         outcome.account = describe_failure(outcome, [])
@@ -126,7 +155,8 @@ def run_job(
         log = copies[first.rank]["stderr"].name if copies else None
         tail = outputs.tail(first.rank)
         outcome.account = describe_failure(outcome, tail, log)
-        outcome.account += _other_python(command[0], request.env.get("PATH"), tail)
+        outcome.account += _other_python(request.command[0], request.env.get("PATH"), tail)
+    watcher.ended(outcome)
     return outcome
 
 
@@ -176,6 +206,9 @@ def _run_elsewhere(controller: str, options: argparse.Namespace, console: Consol
     """Let mpirun or jsrun start the processes; does not return unless this is a dry run."""
     request = make_request(options, options.command, os.environ)
     plan = controllers.plan(controller, options, request, dry=options.dry_run)
+    if settings(options, os.environ).dashboard is not None:
+        program = os.path.basename(plan.command[0])
+        console.say(f"no dashboard: {program} takes horovodrun's place; --gloo keeps it")
     if options.dry_run:
         return console.answer(controllers.describe(plan))
     if not (options.use_mpi or options.use_jsrun):

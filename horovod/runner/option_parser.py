@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from horovod.runner import option_values as values
+from horovod.runner.dashboard.address import looks_like_address
 from horovod.runner.tunables import ELASTIC, LIBRARIES, TUNABLES, Tunable, help_text
 
 _DESCRIPTION = """\
@@ -409,6 +410,30 @@ def _add_tunable(group: argparse._ArgumentGroup, row: Tunable) -> None:
     for flag, value in row.deprecated:
         instead = row.flag if value else row.opposite
         pair.add_argument(flag, dest=row.dest, const=value, action=_Deprecated, instead=instead)
+
+
+def complete(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """The arguments with ``=on`` behind an option whose value may be left out, and is.
+
+    argparse would take the command for its value. Everything from the command on stays as it is.
+    """
+    optional = {row.flag for row in TUNABLES if row.value_optional}
+    known = parser._option_string_actions
+    found = list(argv)
+    index = 0
+    while index < len(found) and found[index].startswith("-") and found[index] != "--":
+        flag, given, _ = found[index].partition("=")
+        longer = [name for name in known if name.startswith(flag)] if flag[:2] == "--" else []
+        flag = longer[0] if flag not in known and len(longer) == 1 else flag
+        if flag in optional and not given:
+            following = found[index + 1 : index + 2]
+            value = following[0] if following and looks_like_address(following[0]) else ""
+            found[index : index + 1 + bool(value)] = [f"{flag}={value or 'on'}"]
+        elif flag in known and not given:
+            number = known[flag].nargs
+            index += 1 if number is None else int(number)
+        index += 1
+    return found
 
 
 def _type_of(row: Tunable) -> Callable[[str], Any]:

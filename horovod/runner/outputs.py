@@ -11,6 +11,7 @@ from typing import BinaryIO
 from horovod.runner.console import Console, Source
 from horovod.runner.lines import Line, LineSplitter
 from horovod.runner.report import Tail
+from horovod.runner.watcher import JobWatcher
 
 STREAMS = ("stdout", "stderr")
 
@@ -18,7 +19,8 @@ STREAMS = ("stdout", "stderr")
 class _Stream:
     """One stream of one worker."""
 
-    def __init__(self, rank: int, stream: str, copy: BinaryIO | None) -> None:
+    def __init__(self, worker: int, rank: int, stream: str, copy: BinaryIO | None) -> None:
+        self.worker = worker
         self.source = Source(rank, stream)
         self.splitter = LineSplitter()
         self.tail = Tail()
@@ -36,8 +38,10 @@ class Outputs:
         console: Console,
         shown: Container[int] | None = None,
         attached: int | None = None,
+        watcher: JobWatcher | None = None,
     ) -> None:
         self._console = console
+        self._watcher = watcher
         self._attached = attached
         self._shown = shown
         self._streams: dict[tuple[int, str], _Stream] = {}
@@ -45,7 +49,7 @@ class Outputs:
     def open(self, worker: int, rank: int, copies: Mapping[str, BinaryIO]) -> None:
         """Expect output of a worker, which the console shows as that of ``rank``."""
         for stream in STREAMS:
-            self._streams[worker, stream] = _Stream(rank, stream, copies.get(stream))
+            self._streams[worker, stream] = _Stream(worker, rank, stream, copies.get(stream))
 
     def rename(self, worker: int, rank: int) -> None:
         """From now on a worker is that rank."""
@@ -72,6 +76,9 @@ class Outputs:
 
     def _show(self, stream: _Stream, lines: list[Line]) -> None:
         stream.tail.add(lines)
+        if lines and self._watcher is not None:
+            source = stream.source
+            self._watcher.output(stream.worker, source.rank, source.stream, lines)
         if stream.source.rank == self._attached:
             return
         if self._shown is None or stream.source.rank in self._shown:

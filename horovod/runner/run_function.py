@@ -185,7 +185,8 @@ def _call(
     try:
         controller = controllers.choose(options, env)
         if controller == controllers.GLOO:
-            outcome = run_job(options, options.command, env=env, store=store)
+            name = getattr(func, "__qualname__", "") or type(func).__name__
+            outcome = run_job(options, options.command, env=env, store=store, title=name)
             raise_failures(store, outcome)
         else:
             _run_elsewhere(controller, options, env, store)

@@ -35,6 +35,7 @@ from horovod.runner.store_endpoints import (
     own_interfaces,
 )
 from horovod.runner.supervise import FAILURE_GRACE, Supervisor, raise_descriptor_limit
+from horovod.runner.watcher import JobWatcher
 from horovod.runner.worker_env import (
     KEY,
     WorkerRendezvous,
@@ -97,8 +98,10 @@ class StaticJob:
         place: StoreEndpoints,
         supervisor: Supervisor,
         agents: Sequence[HostAgent] = (),
+        watcher: JobWatcher | None = None,
     ) -> None:
         """``agents`` are those that somebody else has started, for all hosts of the request."""
+        self._watcher = watcher or JobWatcher()
         self.outcome = Outcome()
         self._request = request
         self._place = place
@@ -119,6 +122,8 @@ class StaticJob:
 
     def run(self) -> Outcome:
         """Start everything and see it to its end."""
+        places = {str(slot.rank): [slot.hostname, slot.rank] for slot in self._request.slots}
+        self._watcher.note("decision", number=0, workers=places)
         if self._agents:
             for agent in self._agents.values():
                 self._supervisor.add(agent)
@@ -366,6 +371,7 @@ class StaticJob:
         self._pids[worker] = pid
         self._start.started.add(worker)
         self._running.add(worker)
+        self._watcher.note("started", worker=str(worker), host=agent.name, pid=pid)
         if self._request.verbose:
             self._console.say(f"rank {worker} started{self._on(agent)}, pid {pid}")
 
@@ -387,6 +393,8 @@ class StaticJob:
         self.outcome.exits += batch
         self._running -= {one.rank for one in batch}
         self._start.ended |= {one.rank for one in batch}
+        for one in batch:
+            self._watcher.note("exited", worker=str(one.rank), host=one.host, code=one.code)
         for one in batch if self._request.verbose else ():
             self._console.say(f"rank {one.rank} ended: {one.describe()}")
         failures = [one for one in batch if one.code != 0]

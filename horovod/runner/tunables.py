@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod.common.config import KNOBS, Config, Knob
+from horovod.runner.dashboard.address import PATTERN
 
 _KNOBS = {knob.env: knob for knob in KNOBS}
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
@@ -46,6 +47,7 @@ class Tunable:
     deprecated: tuple[tuple[str, bool], ...] = ()  # older spellings of a switch
     choices: tuple[str, ...] = ()
     pattern: str = ""  # that text must match
+    value_optional: bool = False  # given without a value it is "on"
     only_with: str = ""  # the variable without which this one has no effect
     inert: str = ""  # why the option changes nothing
 
@@ -83,6 +85,7 @@ class Tunable:
 _TUNE = "tuning"
 _AUTOTUNE = "autotuning"
 _TIMELINE = "timeline (a trace to open in chrome://tracing or ui.perfetto.dev)"
+_PAGE = "dashboard (a live page about the job)"
 _CHECK = "checks"
 _TIME = "time limits"
 ELASTIC = "elastic jobs (made so by --min-np or --host-discovery-script)"
@@ -205,6 +208,26 @@ TUNABLES = (
         opposite="--no-timeline-mark-cycles",
         hide_opposite=True,
         only_with="HOROVOD_TIMELINE",
+    ),
+    Tunable(
+        _PAGE,
+        "--dashboard",
+        "HOROVOD_DASHBOARD",
+        "dashboard.address",
+        metavar="[ADDRESS:PORT]",
+        pattern=PATTERN,
+        value_optional=True,
+        help="Serve a page about the job: which rank is slow and why, what a step is made of, what "
+        "happened (default: none; without ADDRESS:PORT 127.0.0.1:8470, or the next free port).",
+    ),
+    Tunable(
+        _PAGE,
+        "--dashboard-save",
+        "HOROVOD_DASHBOARD_SAVE",
+        "dashboard.save",
+        metavar="FILE",
+        only_with="HOROVOD_DASHBOARD",
+        help="Save that page, as one HTML file, when the job ends (default: do not).",
     ),
     Tunable(
         _CHECK,

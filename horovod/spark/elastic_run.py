@@ -26,6 +26,7 @@ from horovod.runner.run_function import collect_results, raise_failures
 from horovod.runner.ssh import Ssh
 from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import Supervisor
+from horovod.runner.watcher import JobWatcher
 from horovod.spark.gathering import check_slots, check_versions, spark_error, too_few
 from horovod.spark.job_setup import JobSetup
 from horovod.spark.spark_job import SparkJob
@@ -78,10 +79,18 @@ def _wait_for_the_first(setup: JobSetup, server: TaskServer, job: SparkJob, coun
 
 
 def _drive(setup: JobSetup, server: TaskServer, job: SparkJob, limits: Limits) -> Outcome:
-    discovery = TaskDiscovery(server, job)
+    with setup.open_watcher(elastic=True) as watcher:
+        outcome = _drive_watched(setup, TaskDiscovery(server, job), limits, watcher)
+        watcher.ended(outcome)
+    return outcome
+
+
+def _drive_watched(
+    setup: JobSetup, discovery: TaskDiscovery, limits: Limits, watcher: JobWatcher
+) -> Outcome:
     request = WorkerRequest(
         command=setup.command,
-        env={},
+        env=watcher.variables(),
         cwd=".",
         ssh=Ssh(),
         nics=setup.nics,
@@ -89,9 +98,9 @@ def _drive(setup: JobSetup, server: TaskServer, job: SparkJob, limits: Limits) -
         verbose=setup.verbose,
     )
     with ExitStack() as stack:
-        outputs = Outputs(setup.console)
+        outputs = Outputs(setup.console, watcher=watcher)
         logs = WorkerLogs(outputs, None, stack)
-        status = stack.enter_context(Status(setup.console))
+        status = stack.enter_context(Status(setup.console, watcher=watcher))
         place = StoreEndpoints(setup.ticket.key, setup.store)
         stack.callback(place.close)
         supervisor = Supervisor(setup.console, outputs)

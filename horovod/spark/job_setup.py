@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
 from horovod.runner.console import Console
 from horovod.runner.function_call import CALL, SEARCH_PATH, put, search_path
+from horovod.runner.watcher import JobWatcher
+from horovod.runner.watching import open_watcher
 from horovod.spark.cluster import Cluster
 from horovod.spark.task_server import TaskServer
 from horovod.spark.ticket import Ticket
@@ -36,6 +39,17 @@ class JobSetup:
     def command(self) -> list[str]:
         """Of a worker; without an `executable` the Python of its executor runs it."""
         return [self.ticket.executable or "", "-m", "horovod.runner.run_task"]
+
+    def open_watcher(self, elastic: bool = False) -> JobWatcher:
+        """Who watches the job, as the driver's environment says."""
+        return open_watcher(
+            Config.from_env(),
+            os.environ,
+            self.store,
+            title="horovod.spark.run",
+            say=self.console.say,
+            elastic=elastic,
+        )
 
     def ticket_for(self, server: TaskServer) -> Ticket:
         return dataclasses.replace(self.ticket, port=server.port)

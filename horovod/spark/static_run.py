@@ -12,6 +12,7 @@ from horovod.runner.ssh import Ssh
 from horovod.runner.static_job import JobRequest, StaticJob
 from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import Supervisor
+from horovod.runner.watcher import JobWatcher
 from horovod.spark.gathering import assign_ranks, check_slots, check_versions, gather
 from horovod.spark.job_setup import JobSetup
 from horovod.spark.spark_job import SparkJob
@@ -53,11 +54,18 @@ def run_static(setup: JobSetup, num_proc: int) -> list[Any]:
 
 
 def _run_workers(setup: JobSetup, links: Sequence[TaskLink]) -> Outcome:
+    with setup.open_watcher() as watcher:
+        outcome = _run_ranks(setup, links, watcher)
+        watcher.ended(outcome)
+    return outcome
+
+
+def _run_ranks(setup: JobSetup, links: Sequence[TaskLink], watcher: JobWatcher) -> Outcome:
     ranks = assign_ranks(links)
     request = JobRequest(
         command=setup.command,
         slots=[each.slot for each in ranks],
-        env={},
+        env=watcher.variables(),
         cwd=".",
         ssh=Ssh(),
         nics=setup.nics,
@@ -65,14 +73,14 @@ def _run_workers(setup: JobSetup, links: Sequence[TaskLink]) -> Outcome:
         verbose=setup.verbose,
         agent_names=[each.name for each in ranks],
     )
-    outputs = Outputs(setup.console)
+    outputs = Outputs(setup.console, watcher=watcher)
     for each in ranks:
         outputs.open(each.slot.rank, each.slot.rank, {})
     place = StoreEndpoints(setup.ticket.key, setup.store)
     supervisor = Supervisor(setup.console, outputs)
     try:
         agents = [each.link.start_agent(each.name) for each in ranks]
-        outcome = StaticJob(request, place, supervisor, agents).run()
+        outcome = StaticJob(request, place, supervisor, agents, watcher).run()
     finally:
         supervisor.close()
         place.close()

@@ -33,6 +33,9 @@ autotune:
 timeline:
   filename: /tmp/timeline.json
   mark_cycles: on
+dashboard:
+  address: 0.0.0.0:9000
+  save: page.html
 stall_check:
   enabled: false
   warning_time_seconds: 120
@@ -76,6 +79,8 @@ def test_every_key(config):
         "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "0.2",
         "HOROVOD_TIMELINE": "/tmp/timeline.json",
         "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        "HOROVOD_DASHBOARD": "0.0.0.0:9000",
+        "HOROVOD_DASHBOARD_SAVE": "page.html",
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "120",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "240",

@@ -29,14 +29,17 @@ from horovod.runner.ssh import Ssh
 from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import Supervisor
 from horovod.runner.tunables import settings, settings_environment
+from horovod.runner.watcher import JobWatcher
+from horovod.runner.watching import watched
 
 
 def run_elastic_job(
     options: argparse.Namespace,
     command: Sequence[str],
     env: Mapping[str, str],
-    store: MemoryStore | None,
+    store: MemoryStore,
     console: Console,
+    watcher: JobWatcher,
 ) -> Outcome:
     """Run ``command`` as an elastic job until the end; the outcome tells what went wrong."""
     config = settings(options, env)
@@ -51,7 +54,7 @@ def run_elastic_job(
     )
     request = WorkerRequest(
         command=command,
-        env={**env, **settings_environment(options, env)},
+        env=watched({**env, **settings_environment(options, env)}, watcher),
         cwd=os.getcwd(),
         ssh=Ssh(options.ssh_port, options.ssh_identity_file, config.start_timeout),
         nics=options.network_interfaces or (),
@@ -66,9 +69,9 @@ def run_elastic_job(
     )
     with ExitStack() as stack:
         status = stack.enter_context(
-            Status(console, options.status_file, every=options.verbose > 1)
+            Status(console, options.status_file, watcher, every=options.verbose > 1)
         )
-        outputs = Outputs(console, options.output_ranks)
+        outputs = Outputs(console, options.output_ranks, watcher=watcher)
         workers = WorkerLogs(outputs, options.output_filename, stack)
         place = StoreEndpoints(new_key(), store)
         stack.callback(place.close)
@@ -83,6 +86,7 @@ def run_elastic_job(
     if blamed is not None:
         log = workers.path(blamed.worker, "stderr")
         outcome.account = describe_failure(outcome, outputs.tail(blamed.worker), log)
+    watcher.ended(outcome)
     return outcome
 
 

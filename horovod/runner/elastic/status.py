@@ -16,6 +16,7 @@ from typing import Any
 from horovod.runner.colours import Colour
 from horovod.runner.console import Console
 from horovod.runner.report import LaunchError
+from horovod.runner.watcher import JobWatcher
 
 _COLOURS = {
     "host failed": Colour.FAILURE,
@@ -28,8 +29,16 @@ _COLOURS = {
 class Status:
     """The console and, where asked for, the file; with ``every`` all events are for the console."""
 
-    def __init__(self, console: Console, path: str | None = None, *, every: bool = False) -> None:
+    def __init__(
+        self,
+        console: Console,
+        path: str | None = None,
+        watcher: JobWatcher | None = None,
+        *,
+        every: bool = False,
+    ) -> None:
         self._console = console
+        self._watcher = watcher
         self._every = every
         self._file = None
         if path is not None:
@@ -41,13 +50,15 @@ class Status:
                 ) from None
 
     def note(self, event: str, **details: Any) -> None:
-        """Only for the file."""
+        """For the file, and for who watches the job."""
         if self._every:
             facts = ", ".join(f"{name} {value}" for name, value in details.items())
             self._console.say(f"event: {event}{': ' if facts else ''}{facts}", Colour.FAINT)
         self._record(event, details)
 
     def _record(self, event: str, details: Mapping[str, Any]) -> None:
+        if self._watcher is not None:
+            self._watcher.note(event, **details)
         if self._file is not None:
             entry = {"time": time.time(), "event": event, **details}
             try:

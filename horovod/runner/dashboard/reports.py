@@ -1,0 +1,212 @@
+"""A rank's report, as it lies in the job's store: JSON that is checked before anything uses it.
+
+Workers write it under ``stats/<generation>/<rank>`` (see docs/stats.md). The store is
+authenticated, but a training script may log anything: types are checked, numbers are finite, texts
+and lists are cut. What is wrong with a report costs that part of it, never the page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+KEY_PREFIX = "stats/"
+STATES = ("starting", "training", "waiting", "ended")
+
+_MOST_BYTES = 1 << 20
+_MOST_STEPS = 50
+_MOST_VALUES = 200
+_MOST_METRICS = 32
+_MOST_TENSORS = 8
+_MOST_RANK = 1 << 20
+_FOR_EVER = 1e15  # no number of steps or seconds is larger
+_ROUNDING = 1e-3  # seconds below 0 that a difference of two clocks may come to
+_LONGEST = 300  # characters of a text
+
+NUMBERS = (
+    "steps",
+    "step_seconds",
+    "backward_seconds",
+    "wait_seconds",
+    "reduce_seconds",
+    "hidden_seconds",
+    "bytes_reduced",
+    "bytes_shared_memory",
+    "bytes_network",
+    "bytes_device",
+    "buckets",
+    "operations",
+    "negotiation_misses",
+    "queue_length",
+    "memory_bytes",
+    "gpu_memory_bytes",
+    "last_step_seconds",
+    "steps_per_second",
+)
+"""What of ``hvd.stats()`` is kept."""
+
+
+class ReportedStep(NamedTuple):
+    """How long one step took on one rank, in seconds."""
+
+    number: int
+    end: float  # since the epoch
+    total: float
+    backward: float
+    wait: float
+    reduce: float
+    hidden: float  # part of `reduce` that ran while backward went on
+
+    @property
+    def exposed(self) -> float:
+        """The part of the reduction that the step waited for."""
+        return min(max(self.reduce - self.hidden, 0.0), max(self.total - self.wait, 0.0))
+
+    @property
+    def compute(self) -> float:
+        return max(self.total - self.wait - self.exposed, 0.0)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """An operation that a rank waits in, and for whom."""
+
+    since: float
+    tensors: tuple[str, ...]
+    missing: tuple[int, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """One report of one rank."""
+
+    rank: int
+    generation: int
+    size: int
+    local_rank: int
+    host: str
+    pid: int
+    time: float
+    state: str
+    stats: dict[str, float] = field(default_factory=dict)
+    steps: tuple[ReportedStep, ...] = ()
+    waiting: Waiting | None = None
+    metrics: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+
+
+def parse_key(key: str) -> tuple[int, int] | None:
+    """Generation and rank of a report's key; None for any other key."""
+    parts = key.split("/")
+    if len(parts) != 3 or parts[0] != "stats":
+        return None
+    if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts[1:]):
+        return None
+    generation, rank = int(parts[1]), int(parts[2])
+    return (generation, rank) if rank < _MOST_RANK else None
+
+
+def parse_report(generation: int, rank: int, content: bytes) -> Report | None:
+    """The report that a rank wrote; None where it cannot be used at all.
+
+    Rank and generation are those of the key: the page does not depend on what the text claims.
+    """
+    if len(content) > _MOST_BYTES:
+        return None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or found.get("version") != 1:
+        return None
+    state = found.get("state")
+    stats = found.get("stats")
+    return Report(
+        rank=rank,
+        generation=generation,
+        size=_whole(found.get("size")),
+        local_rank=_whole(found.get("local_rank")),
+        host=text(found.get("host")),
+        pid=_whole(found.get("pid")),
+        time=_number(found.get("time")) or 0.0,
+        state=state if isinstance(state, str) and state in STATES else "training",
+        stats=_numbers(stats) if isinstance(stats, dict) else {},
+        steps=tuple(filter(None, map(_step, _items(found.get("steps"), _MOST_STEPS)))),
+        waiting=_waiting(found.get("waiting")),
+        metrics=_metrics(found.get("metrics")),
+    )
+
+
+def text(value: Any, longest: int = _LONGEST) -> str:
+    """A text without control characters, cut; empty for anything else."""
+    if not isinstance(value, str):
+        return ""
+    cut = value[:longest]
+    return "".join(c if c.isprintable() else " " for c in cut)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _whole(value: Any) -> int:
+    number = _number(value)
+    return int(number) if number is not None and 0 <= number < 1 << 31 else 0
+
+
+def _numbers(stats: dict[Any, Any]) -> dict[str, float]:
+    found = {name: _number(stats.get(name)) for name in NUMBERS}
+    return {name: value for name, value in found.items() if value is not None and value >= 0}
+
+
+def _items(value: Any, most: int) -> list[Any]:
+    return value[-most:] if isinstance(value, list) else []
+
+
+def _step(entry: Any) -> ReportedStep | None:
+    if not isinstance(entry, list) or len(entry) < 7:
+        return None
+    row = entry[:7]
+    for place, value in enumerate(row):  # there are many steps: the likely case first
+        if not (type(value) is float or type(value) is int) or not -_ROUNDING < value < _FOR_EVER:
+            return None
+        if value < 0:
+            row[place] = 0.0
+    return ReportedStep._make(row)
+
+
+def _waiting(value: Any) -> Waiting | None:
+    if not isinstance(value, dict):
+        return None
+    missing = {_whole(rank) for rank in _items(value.get("missing_ranks"), 4096)}
+    tensors = [text(name) for name in _items(value.get("tensors"), _MOST_TENSORS)]
+    return Waiting(
+        _number(value.get("since")) or 0.0,
+        tuple(filter(None, tensors)),
+        tuple(sorted(missing)),
+        text(value.get("source")),
+    )
+
+
+def _metrics(value: Any) -> dict[str, tuple[tuple[float, float], ...]]:
+    if not isinstance(value, dict):
+        return {}
+    found = {}
+    for name, entries in list(value.items())[:_MOST_METRICS]:
+        points = []
+        for entry in _items(entries, _MOST_VALUES):
+            if isinstance(entry, list) and len(entry) == 2:
+                step, number = _number(entry[0]), _number(entry[1])
+                if step is not None and number is not None:
+                    points.append((step, number))
+        if points and text(name, 80):
+            found[text(name, 80)] = tuple(points)
+    return found

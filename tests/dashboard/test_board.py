@@ -1,0 +1,362 @@
+"""The model of the page, fed by simulated ranks."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+from horovod.runner.dashboard.board import Board
+from horovod.runner.dashboard.reports import parse_report
+from tests.dashboard.simulated import START, SimulatedJob
+
+
+class Page:
+    """Puts changes together as page.js does."""
+
+    def __init__(self) -> None:
+        self.version = self.event = 0
+        self.ranks: dict[int, dict[str, Any]] = {}
+        self.job: dict[str, Any] = {}
+        self.stalls: list[Any] = []
+        self.rows: dict[float, list[float]] = {}
+        self.metrics: dict[str, list[list[float]]] = {}
+        self.events: list[dict[str, Any]] = []
+
+    def ask(self, board: Board) -> int:
+        news = json.loads(json.dumps(board.changes(self.version, self.event), allow_nan=False))
+        self.version = news["version"]
+        self.job = news.get("job", self.job)
+        if news.get("everybody"):
+            self.ranks = {}
+        self.ranks |= {rank["rank"]: rank for rank in news.get("ranks", ())}
+        self.stalls = news.get("stalls", self.stalls)
+        if "steps" in news:
+            if news["steps"]["reset"]:
+                self.rows = {}
+            self.rows |= {row[0]: row for row in news["steps"]["rows"]}
+        for name, change in news.get("metrics", {}).items():
+            before = [] if change["reset"] else self.metrics.get(name, [])
+            self.metrics[name] = before + change["points"]
+        for event in news.get("events", ()):
+            self.events.append(event)
+            self.event = event["number"]
+        return len(json.dumps(news))
+
+
+def report_all(board: Board, job: SimulatedJob, ranks=None, **changes: Any) -> None:
+    for rank in range(job.size) if ranks is None else ranks:
+        report = parse_report(job.generation, rank, job.encoded(rank, **changes))
+        board.take_report(report, job.now)
+    board.update(job.now)
+
+
+def make(size: int, **how: Any) -> tuple[Board, SimulatedJob]:
+    job = SimulatedJob(size, **how)
+    board = Board("train.py", START, 1.0)
+    board.place(0, job.places(), START)
+    return board, job
+
+
+def test_ranks_start_and_train():
+    board, job = make(4, per_host=2)
+    board.update(START)
+    page = Page()
+    page.ask(board)
+    assert [rank["state"] for rank in page.ranks.values()] == ["starting"] * 4
+    assert page.ranks[3]["host"] == "node01"
+    assert page.ranks[3]["local_rank"] == 1
+    job.run(20)
+    report_all(board, job)
+    page.ask(board)
+    assert [rank["state"] for rank in page.ranks.values()] == ["training"] * 4
+    assert page.job["step"] == 20
+    assert page.job["hosts"] == 2
+    assert 15 < page.job["rate"] < 17
+    compute, wait, reduce = page.ranks[0]["split"]
+    assert 0.045 < compute < 0.055
+    assert wait < 0.01
+    assert 0.005 < reduce < 0.011
+
+
+def test_only_what_changed_is_sent():
+    board, job = make(64)
+    job.run(20)
+    report_all(board, job)
+    page = Page()
+    everything = page.ask(board)
+    version = page.version
+    board.update(job.now)
+    assert board.version == version, "nothing happened"
+    assert page.ask(board) < 100
+    job.run(1)
+    report_all(board, job, ranks=[7])
+    assert page.ask(board) < everything / 10
+    assert page.ranks[7]["step"] == 21
+    assert page.ranks[8]["step"] == 20
+
+
+def test_an_event_is_a_change():
+    board, _ = make(2)
+    board.update(START)
+    version = board.version
+    board.events.add("host", "something", START)
+    board.update(START)
+    assert board.version == version + 1
+    assert [event["text"] for event in board.changes(version, 0)["events"]] == ["something"]
+
+
+def test_a_page_that_knows_nothing_right_gets_everything():
+    board, job = make(2)
+    job.run(5)
+    report_all(board, job)
+    assert board.changes(0)["full"]
+    assert board.changes(10**9)["full"]
+    assert not board.changes(board.version)["full"]
+
+
+def test_changes_add_up_to_everything():
+    board, job = make(16)
+    often, once = Page(), Page()
+    for second in range(40):
+        job.run(12)
+        if second == 20:
+            job.slow[3] = 0.05
+        report_all(board, job)
+        often.ask(board)
+    once.ask(board)
+    assert (often.ranks, often.rows, often.metrics) == (once.ranks, once.rows, once.metrics)
+    assert (often.events, often.stalls, often.job) == (once.events, once.stalls, once.job)
+
+
+def test_256_ranks_for_an_hour_in_bounded_memory():
+    board, job = make(256, per_host=8, compute=0.4)
+    page = Page()
+    page.ask(board)
+    largest = 0
+    for turn in range(60):
+        job.run(2)
+        job.now += 60.0  # as if reports were rare
+        job.slow = {200: 0.3} if turn > 30 else {}
+        report_all(board, job)
+        largest = max(largest, page.ask(board))
+        if turn == 40:
+            before = len(pickle.dumps(board))
+    grown = len(pickle.dumps(board)) - before
+    assert job.now - START > 3600
+    assert page.ranks[200]["state"] == "slow"
+    assert "late in backward" in page.ranks[200]["why"]
+    assert sum(rank["state"] != "training" for rank in page.ranks.values()) == 1
+    assert len(page.rows) <= 480
+    assert len(page.metrics["loss"]) <= 801
+    assert largest < 300_000
+    assert grown < 0.05 * before
+    assert len(json.dumps(board.changes())) < 400_000
+
+
+def test_charts_of_long_jobs_get_coarser_and_keep_their_means():
+    board, job = make(2, compute=1.0)
+    for _ in range(60):
+        job.run(20)
+        report_all(board, job)
+    page = Page()
+    page.ask(board)
+    assert len(page.rows) <= 480
+    assert board.steps.width > 1
+    times = sorted(page.rows)
+    assert times[-1] - times[0] > 1300
+    for row in page.rows.values():
+        assert 1.1 < row[1] < 1.3
+        assert abs(row[1] - sum(row[2:5])) < 0.01
+
+
+def test_metrics_are_those_of_the_lowest_rank():
+    board, job = make(3)
+    job.run(3)
+    report_all(board, job, ranks=[2], metrics={"accuracy": [[1, 0.5]]})
+    page = Page()
+    page.ask(board)
+    assert page.metrics["accuracy"] == [[1, 0.5]]
+    report_all(board, job, ranks=[1], metrics={"accuracy": [[1, 0.7]]})
+    report_all(board, job, ranks=[2], metrics={"accuracy": [[2, 0.6]]})
+    page.ask(board)
+    assert page.metrics["accuracy"] == [[1, 0.7]]
+
+
+def test_a_stall_names_who_waits_for_whom_and_where():
+    board, job = make(3)
+    job.run(5)
+    report_all(board, job)
+    waiting = {
+        "since": job.now - 3,
+        "tensors": ["grad.weight"],
+        "missing_ranks": [1],
+        "source": "train.py:12",
+    }
+    report_all(board, job, ranks=[0, 2], state="waiting", waiting=waiting)
+    page = Page()
+    page.ask(board)
+    (stall,) = page.stalls
+    assert stall["ranks"] == [0, 2]
+    assert stall["missing"] == [1]
+    assert stall["tensors"] == ["grad.weight"]
+    assert stall["sources"] == ["train.py:12"]
+    assert abs(stall["since"] - (job.now - 3)) <= 1
+    assert page.ranks[1]["reason"] == "awaited"
+    assert page.ranks[0]["state"] == "waiting"
+    assert "2 ranks have waited 3 s" in page.ranks[1]["why"]
+    job.run(5)
+    report_all(board, job)
+    page.ask(board)
+    assert page.stalls == []
+    assert page.ranks[1]["state"] == "training"
+
+
+def test_a_stopped_process_and_its_recovery():
+    board, job = make(3)
+    job.run(5)
+    report_all(board, job)
+    board.ranks[1].process_state = "T"
+    board.update(job.now + 1)
+    page = Page()
+    page.ask(board)
+    assert page.ranks[1]["state"] == "stopped"
+    board.ranks[1].process_state = "S"
+    board.update(job.now + 2)
+    page.ask(board)
+    assert page.ranks[1]["state"] == "training"
+    assert [event["kind"] for event in page.events] == ["slow", "well"]
+
+
+def test_silence():
+    board, job = make(3)
+    job.run(5)
+    report_all(board, job)
+    board.update(job.now + 4)
+    assert board.ranks[0].state == "training"
+    board.update(job.now + 9)
+    page = Page()
+    page.ask(board)
+    assert {rank["state"] for rank in page.ranks.values()} == {"silent"}
+
+
+def test_a_host_that_goes_silent_is_one_event():
+    board, job = make(32, per_host=8)
+    job.run(5)
+    report_all(board, job)
+    job.run(200)
+    report_all(board, job, ranks=range(8, 32))
+    page = Page()
+    page.ask(board)
+    (event,) = page.events
+    assert event["text"].startswith("8 ranks (0-7): no report for ")
+
+
+def test_an_elastic_job_loses_a_rank_and_gets_another():
+    board = Board("train.py", START, 1.0, elastic=True)
+    workers = {"w0": ("a", 0), "w1": ("a", 1), "w2": ("b", 2)}
+    for name in workers:
+        board.started_worker(name, 100 + int(name[1:]))
+    board.events.decision(1, workers, "3 workers: the job begins", START)
+    board.place(1, workers, START)
+    board.events.formed(1, START + 2.5)
+    job = SimulatedJob(3)
+    job.generation = 1
+    job.run(5)
+    report_all(board, job)
+    page = Page()
+    page.ask(board)
+    assert page.events[-1]["text"] == "formed with 3 workers in 2.5 s"
+    assert page.ranks[2]["pid"] == 10_002
+
+    now = job.now
+    board.exited_worker("w1", -9)
+    board.events.lost("w1", "a", "killed by SIGKILL", now)
+    board.update(now)
+    page.ask(board)
+    assert page.ranks[1]["state"] == "failed"
+    assert page.ranks[1]["code"] == -9
+    after = {"w0": ("a", 0), "w2": ("b", 1), "w3": ("b", 2)}
+    board.events.decision(2, after, "3 workers: w1 failed; w3 on b joins", now + 1)
+    board.place(2, after, now + 1)
+    board.update(now + 1)
+    page.ask(board)
+    assert {rank: each["worker"] for rank, each in page.ranks.items()} == {
+        0: "w0",
+        1: "w2",
+        2: "w3",
+    }
+    assert page.ranks[1]["pid"] == 102
+
+    # What is left of the old generation does not disturb the new one.
+    late = parse_report(1, 1, job.encoded(1))
+    board.take_report(late, now + 1.1)
+    board.update(now + 1.1)
+    assert board.ranks[1].state == "starting"
+    board.events.formed(2, now + 3.2)
+    job.generation = 2
+    job.run(5)
+    report_all(board, job)
+    page.ask(board)
+    texts = [event["text"] for event in page.events]
+    assert "rank 1 (w1) on a lost: killed by SIGKILL" in texts
+    assert "w3 on b joins as rank 2" in texts
+    assert "re-formed with 3 workers in 3.2 s" in texts
+    assert page.job["generation"] == 2
+    assert {rank["state"] for rank in page.ranks.values()} == {"training"}
+
+
+def test_ranks_that_nobody_announced_place_themselves():
+    board = Board("", START, 1.0)
+    job = SimulatedJob(4, per_host=2)
+    job.run(3)
+    report_all(board, job, ranks=[2])
+    assert [rank.state for rank in board.ranks.values()] == [
+        "starting",
+        "starting",
+        "training",
+        "starting",
+    ]
+    assert board.ranks[2].host == "node01"
+    report_all(board, job, ranks=[0, 1, 3])
+    assert [rank.host for rank in board.ranks.values()] == ["node00"] * 2 + ["node01"] * 2
+
+
+def test_a_report_cannot_claim_a_huge_job():
+    board = Board("", START, 1.0)
+    job = SimulatedJob(1)
+    job.run(3)
+    report_all(board, job, size=2**30)
+    assert len(board.ranks) == 4096
+
+
+def test_the_end():
+    board, job = make(2)
+    job.run(5)
+    report_all(board, job)
+    board.exited_worker("1", -9)
+    board.exited_worker("0", 1)
+    board.end(137, "rank 1 on node00: killed by SIGKILL", "line\n<b>line</b>\n", job.now + 1)
+    board.update(job.now + 100)
+    page = Page()
+    page.ask(board)
+    assert page.job["ended"]["status"] == 137
+    assert page.job["ended"]["account"] == ["line", "<b>line</b>"]
+    assert page.ranks[1]["state"] == "failed"
+    assert page.ranks[1]["why"] == ""
+
+
+def test_clocks_of_other_hosts_do_not_matter():
+    board, job = make(2)
+    job.run(5)
+    content = json.loads(job.encoded(1))
+    content["time"] += 5000
+    for step in content["steps"]:
+        step[1] += 5000
+    report = parse_report(0, 1, json.dumps(content).encode())
+    board.take_report(report, job.now)
+    board.update(job.now)
+    page = Page()
+    page.ask(board)
+    assert all(START - 2 < start <= job.now for start in page.rows)
+    assert page.ranks[1]["state"] == "training"
