@@ -32,6 +32,7 @@ from benchmarks.training_models import WORKLOADS  # noqa: E402
 from benchmarks.turns import HEAD_START, Samples, interval, race, ratios  # noqa: E402
 
 MOST = 0.01  # of a step: less cannot be told from nothing
+WIDEST = 0.04  # of the interval, to say anything
 PAIRS = [("on", "off")]
 MODELS = ["mlp", "cnn"]
 TURN = 1.5  # seconds on an idle machine: long enough for a report to fall into each
@@ -149,7 +150,9 @@ def requirements(found: dict[str, tuple[Samples, int]]) -> Iterator[Requirement]
         low, high = interval(ratios(samples, "on", "off"))
         text = f"an open page costs no more than {100 * MOST:g} % of a step that can be told"
         spread = f"{100 * (low - 1):+.2f} to {100 * (high - 1):+.2f} %"
-        yield Requirement(f"{text} ({WORKLOADS[name].title})", low < 1 + MOST, spread)
+        met = low < 1 + MOST
+        known = not met or high - low < WIDEST  # on a busy machine nothing can be told at all
+        yield Requirement(f"{text} ({WORKLOADS[name].title})", met if known else None, spread)
         yield Requirement(f"the page was alive ({WORKLOADS[name].title})", seen > 2, f"{seen} news")
 
 
