@@ -8,15 +8,12 @@ ranks (`benchmarks/jax_rank.py`), tells them whose turn it is, and reports; see 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
-from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 # Measure this checkout, whatever else is installed; and not this folder, whose jax.py (we) would be
@@ -26,12 +23,12 @@ sys.path[:] = [
     *(path for path in sys.path if Path(path).resolve() != ROOT / "benchmarks"),
 ]
 
+from benchmarks import framework_steps  # noqa: E402
 from benchmarks.processes import (  # noqa: E402
     Commands,
     Progress,
     environment,
     free_port,
-    group,
     limit,
     positive,
     torchrun_environments,
@@ -39,13 +36,11 @@ from benchmarks.processes import (  # noqa: E402
 from benchmarks.promises import (  # noqa: E402
     Requirement,
     add_options,
-    aligned,
     all_met,
-    figure,
     warn_if_busy,
     write_files,
 )
-from benchmarks.turns import Samples, interval, race, ratios  # noqa: E402
+from benchmarks.turns import Samples  # noqa: E402
 
 RANKS = 2
 MODELS = {"mlp": "MLP, 1.9 M parameters", "transformer": "transformer, 4 layers, 0.8 M parameters"}
@@ -56,7 +51,6 @@ CONTENDERS = {
 }
 PAIRS = [("distributed", "ours"), ("plain", "ours")]
 WANTED = 1.2  # times as fast as jax.distributed
-CLOSE = 1e-3  # the most that losses may differ, relatively
 
 DESCRIPTION = """\
 Compare a compiled training step with hvd.DistributedOptimizer to one of jax.distributed, whose two
@@ -107,40 +101,6 @@ def commands(model: str, contender: str, steps: int) -> Commands:
     ]
 
 
-def measure(
-    model: str, options: argparse.Namespace, progress: Progress
-) -> tuple[Samples, dict[str, float]]:
-    """Seconds per step of every contender's turns, and the loss after its first turn."""
-    with ExitStack() as running:
-        folder = running.enter_context(tempfile.TemporaryDirectory(prefix="horovod-benchmark-"))
-        groups, losses = {}, {}
-        for name in CONTENDERS:
-            progress.show(f"{model}: starting {CONTENDERS[name]}")
-            made = commands(model, name, options.steps)
-            groups[name] = running.enter_context(group(made, Path(folder, name)))
-            answers = groups[name].ask("train")  # compiles
-            losses[name] = sum(answer["loss"] for answer in answers) / RANKS
-        turns = {
-            name: (lambda members=members: max(a["seconds"] for a in members.ask("train")))
-            for name, members in groups.items()
-        }
-        progress.show(f"{model}: taking turns")
-        return race(turns, PAIRS, options.seconds), losses
-
-
-def table(model: str, samples: Samples) -> str:
-    rows = [("", "ms/step", "steps/s", "horovod.jax is")]
-    for name, title in CONTENDERS.items():
-        step = median(samples[name])
-        ratio = "" if name == "ours" else f"{median(ratios(samples, name, 'ours')):.2f}x"
-        if ratio:
-            low, high = interval(ratios(samples, name, "ours"))
-            ratio = f"{ratio} as fast ({low:.2f} to {high:.2f})"
-        rows.append((title, f"{1000 * step:.2f}", f"{1 / step:.1f}", ratio))
-    rounds = len(samples["ours"])
-    return "\n".join([f"{MODELS[model]}, {RANKS} ranks, {rounds} rounds", *aligned(rows)])
-
-
 def requirements(
     found: dict[str, Samples], losses: dict[str, dict[str, float]]
 ) -> Iterator[Requirement]:
@@ -148,30 +108,10 @@ def requirements(
         text = f"{model}: {WANTED}x jax.distributed"
         if model not in found:
             yield Requirement(text, None, "not measured")
-            continue
-        ratio = median(ratios(found[model], "distributed", "ours"))
-        yield Requirement(text, ratio >= WANTED, f"{ratio:.2f}x")
-        ours, theirs = losses[model]["ours"], losses[model]["distributed"]
-        same = abs(ours - theirs) <= CLOSE * abs(theirs)
-        yield Requirement(f"{model}: the same loss", same, f"{ours:.6f} and {theirs:.6f}")
-
-
-def write_csv(found: dict[str, Samples], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["model", "contender", "round", "seconds_per_step"])
-        for model, samples in found.items():
-            for name, seconds in samples.items():
-                rows.writerows([model, name, number, each] for number, each in enumerate(seconds))
-
-
-def write_plot(found: dict[str, Samples], path: Path) -> None:
-    with figure(path, 1, len(found)) as panels:
-        for panel, (model, samples) in zip(panels[0], found.items(), strict=True):
-            rates = [1 / median(samples[name]) for name in CONTENDERS]
-            panel.bar(list(CONTENDERS), rates)
-            panel.set_title(MODELS[model])
-            panel.set_ylabel("steps per second")
+        else:
+            yield from framework_steps.requirements(
+                text, "distributed", WANTED, found[model], losses[model]
+            )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -183,16 +123,23 @@ def main(arguments: list[str] | None = None) -> int:
     losses: dict[str, dict[str, float]] = {}
     with limit(options.timeout):
         for model in options.models:
-            found[model], losses[model] = measure(model, options, progress)
+            progress.show(f"{model}: compiling, and taking turns")
+            found[model], losses[model] = framework_steps.measure(
+                list(CONTENDERS),
+                lambda name, _, model=model: nullcontext(commands(model, name, options.steps)),
+                PAIRS,
+                options.seconds,
+            )
             progress.clear()
-            print(f"\n{table(model, found[model])}\n", flush=True)
+            title = f"{MODELS[model]}, {RANKS} ranks"
+            print(f"\n{framework_steps.table(title, CONTENDERS, found[model])}\n", flush=True)
             progress.advance(f"{model} done")
     progress.clear()
     write_files(
         "jax",
         options.output,
-        lambda path: write_csv(found, path),
-        lambda path: write_plot(found, path),
+        lambda path: framework_steps.write_csv(found, path),
+        lambda path: framework_steps.write_plot(found, MODELS, path),
     )
     met = all_met(requirements(found, losses))
     return 1 if options.check and not met else 0

@@ -8,15 +8,12 @@ ranks (`benchmarks/mxnet_rank.py`), tells them whose turn it is, and reports; se
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 # Measure this checkout, whatever else is installed; and not this folder, whose mxnet.py (we) would
@@ -26,27 +23,18 @@ sys.path[:] = [
     *(path for path in sys.path if Path(path).resolve() != ROOT / "benchmarks"),
 ]
 
+from benchmarks import framework_steps  # noqa: E402
 from benchmarks.processes import (  # noqa: E402
     Commands,
     Progress,
     environment,
     free_port,
-    group,
     limit,
     positive,
     processes,
     torchrun_environments,
 )
-from benchmarks.promises import (  # noqa: E402
-    Requirement,
-    add_options,
-    aligned,
-    all_met,
-    figure,
-    warn_if_busy,
-    write_files,
-)
-from benchmarks.turns import Samples, interval, race, ratios  # noqa: E402
+from benchmarks.promises import add_options, all_met, warn_if_busy, write_files  # noqa: E402
 
 RANKS = 2
 CONTENDERS = {
@@ -56,7 +44,7 @@ CONTENDERS = {
 }
 PAIRS = [("dist_sync", "ours"), ("plain", "ours")]
 WANTED = 1.0  # times as fast as dist_sync
-CLOSE = 1e-3  # the most that losses may differ, relatively
+TITLES = {"mlp": "MLP, 1.9 M parameters"}
 
 DESCRIPTION = """\
 Compare a Gluon training step with hvd.DistributedTrainer to one with MXNet's own parameter server
@@ -106,66 +94,18 @@ def parameter_server(steps: int) -> tuple[Commands, Commands]:
     return servers, [of_role("worker", rank) for rank in range(RANKS)]
 
 
-def measure(options: argparse.Namespace, progress: Progress) -> tuple[Samples, dict[str, float]]:
-    """Seconds per step of every contender's turns, and the loss after its first turn."""
-    with ExitStack() as running:
-        folder = running.enter_context(tempfile.TemporaryDirectory(prefix="horovod-benchmark-"))
-        groups, losses = {}, {}
-        for name in CONTENDERS:
-            progress.show(f"starting {CONTENDERS[name]}")
-            if name == "dist_sync":
-                servers, made = parameter_server(options.steps)
-                files = [Path(folder, role) for role in ("scheduler", "server")]
-                running.enter_context(processes(servers, files, stdout=2))
-            else:
-                made = [
-                    (command(name, rank, options.steps), environ)
-                    for rank, environ in enumerate(torchrun_environments(RANKS))
-                ]
-            groups[name] = running.enter_context(group(made, Path(folder, name)))
-            losses[name] = sum(a["loss"] for a in groups[name].ask("train")) / RANKS
-        turns = {
-            name: (lambda members=members: max(a["seconds"] for a in members.ask("train")))
-            for name, members in groups.items()
-        }
-        progress.show("taking turns")
-        return race(turns, PAIRS, options.seconds), losses
-
-
-def table(samples: Samples) -> str:
-    rows = [("", "ms/step", "steps/s", "horovod.mxnet is")]
-    for name, title in CONTENDERS.items():
-        step, ratio = median(samples[name]), ""
-        if name != "ours":
-            found = ratios(samples, name, "ours")
-            low, high = interval(found)
-            ratio = f"{median(found):.2f}x as fast ({low:.2f} to {high:.2f})"
-        rows.append((title, f"{1000 * step:.2f}", f"{1 / step:.1f}", ratio))
-    rounds = len(samples["ours"])
-    return "\n".join([f"MLP, 1.9 M parameters, {RANKS} ranks, {rounds} rounds", *aligned(rows)])
-
-
-def requirements(samples: Samples, losses: dict[str, float]) -> Iterator[Requirement]:
-    ratio = median(ratios(samples, "dist_sync", "ours"))
-    yield Requirement("faster than dist_sync", ratio > WANTED, f"{ratio:.2f}x")
-    ours, theirs = losses["ours"], losses["dist_sync"]
-    same = abs(ours - theirs) <= CLOSE * abs(theirs)
-    yield Requirement("the same loss", same, f"{ours:.6f} and {theirs:.6f}")
-
-
-def write_csv(samples: Samples, path: Path) -> None:
-    with path.open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["contender", "round", "seconds_per_step"])
-        for name, seconds in samples.items():
-            rows.writerows([name, number, each] for number, each in enumerate(seconds))
-
-
-def write_plot(samples: Samples, path: Path) -> None:
-    with figure(path, 1, 1) as panels:
-        panels[0][0].bar(list(CONTENDERS), [1 / median(samples[name]) for name in CONTENDERS])
-        panels[0][0].set_title("MLP, 1.9 M parameters, two ranks")
-        panels[0][0].set_ylabel("steps per second")
+@contextmanager
+def started(contender: str, folder: Path, steps: int) -> Iterator[Commands]:
+    """The commands of a contender's ranks; with them, for as long, what serves them."""
+    if contender == "dist_sync":
+        servers, workers = parameter_server(steps)
+        with processes(servers, [folder / "scheduler", folder / "server"], stdout=2):
+            yield workers
+        return
+    yield [
+        (command(contender, rank, steps), environ)
+        for rank, environ in enumerate(torchrun_environments(RANKS))
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -173,18 +113,27 @@ def main(arguments: list[str] | None = None) -> int:
     warn_if_busy()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end with us
     progress = Progress(1)
+    progress.show("starting, and taking turns")
     with limit(options.timeout):
-        samples, losses = measure(options, progress)
+        samples, losses = framework_steps.measure(
+            list(CONTENDERS),
+            lambda name, folder: started(name, folder, options.steps),
+            PAIRS,
+            options.seconds,
+        )
     progress.clear()
-    print(f"\n{table(samples)}\n", flush=True)
+    title = f"{TITLES['mlp']}, {RANKS} ranks"
+    print(f"\n{framework_steps.table(title, CONTENDERS, samples)}\n", flush=True)
     write_files(
         "mxnet",
         options.output,
-        lambda path: write_csv(samples, path),
-        lambda path: write_plot(samples, path),
+        lambda path: framework_steps.write_csv({"mlp": samples}, path),
+        lambda path: framework_steps.write_plot({"mlp": samples}, TITLES, path),
     )
-    met = all_met(requirements(samples, losses))
-    return 1 if options.check and not met else 0
+    found = framework_steps.requirements(
+        "faster than dist_sync", "dist_sync", WANTED, samples, losses
+    )
+    return 1 if options.check and not all_met(found) else 0
 
 
 if __name__ == "__main__":
