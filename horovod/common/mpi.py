@@ -1,8 +1,12 @@
-"""MPI in this process, through mpi4py: whether it started the job, and initialising it.
+"""MPI in this process, through mpi4py: whether it started the job, initialising and finalising it.
 
 Used by `init`, by the capability queries and by what talks over MPI. mpi4py initialises MPI when it
 is imported, and finalises it, unless a program tells it not to (`mpi4py.rc.initialize = False`).
 Such a program expects `init` to do it, so we do, and finalise it after the engine has stopped.
+
+Where we are the first to import mpi4py, finalising is ours as well. Finalising waits for all ranks:
+a rank that ends while the others wait for it in a collective would never end, and mpirun never see
+its exit code. So what talks over MPI says whether to do it (`finalise_if`).
 """
 
 from __future__ import annotations
@@ -10,12 +14,13 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from horovod.common import environments
 
-_is_ours = False  # whether we initialised it
+_is_ours = False  # whether we are to finalise it
+_may_finalise: Callable[[], bool] | None = None
 
 
 def runs_the_job(comm: Any) -> bool:
@@ -37,8 +42,12 @@ def initialised(threads: bool = True) -> Any:
     global _is_ours
     import mpi4py
 
-    if not threads and "mpi4py.MPI" not in sys.modules:
-        mpi4py.rc.threads = False
+    if "mpi4py.MPI" not in sys.modules:
+        if not threads:
+            mpi4py.rc.threads = False
+        if mpi4py.rc.finalize is None:  # not said
+            mpi4py.rc.finalize = False
+            _is_ours = True
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
@@ -47,13 +56,22 @@ def initialised(threads: bool = True) -> Any:
     return MPI
 
 
+def finalise_if(question: Callable[[], bool]) -> None:
+    """At the end of the process, finalise MPI if the answer is True; it may take its time."""
+    global _may_finalise
+    _may_finalise = question
+
+
 def _finalise() -> None:
     # After an uncaught exception the other ranks may never finalise; mpirun ends them instead.
-    if _is_ours and not hasattr(sys, "last_value"):
-        from mpi4py import MPI
+    if not _is_ours or hasattr(sys, "last_value"):
+        return
+    from mpi4py import MPI
 
-        if not MPI.Is_finalized():
-            MPI.Finalize()
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        return
+    if _may_finalise is None or _may_finalise():
+        MPI.Finalize()
 
 
 def _after_fork_in_child() -> None:

@@ -4,8 +4,8 @@ launch -> arguments, hosts, worker_env (what to start) -> static_job (when, and 
 means) -> supervise (the loop) -> host_agent, ssh (one agent for each host) -> report (what went
 wrong first). agent, agent_output, bootstrap, cores, frames, probe and processes run on the hosts.
 controllers hands a job over to mpirun or jsrun. run_function is ``horovod.run``, run_task and
-function_call belong to it. gloo_run, mpi_run, js_run, util, http and common.util are names of
-Horovod 0.28.1 (docs/old_names.md).
+function_call belong to it. gloo_run, mpi_run, js_run, upstream_launch, util, http and common.util
+have names of Horovod 0.28.1 (docs/old_names.md).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from horovod.runner.run_function import run
+    from horovod.runner.upstream_launch import _HorovodArgs
 
-__all__ = ["run"]
+__all__ = ["_HorovodArgs", "run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from horovod.runner.run_function import run
 
         return run
+    if name == "_HorovodArgs":
+        from horovod.runner.upstream_launch import _HorovodArgs
+
+        return _HorovodArgs
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

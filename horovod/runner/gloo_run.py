@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -84,6 +85,17 @@ def launch_gloo_elastic(*arguments: Any, **named: Any) -> None:
     raise unavailable("launch_gloo_elastic", *RENDEZVOUS)
 
 
+def run_here(
+    options: argparse.Namespace, env: Mapping[str, str] | None, command: Sequence[str]
+) -> None:
+    """Run the job of these options to its end; RuntimeError if it fails."""
+    try:
+        outcome = run_job(options, command, env=os.environ if env is None else env)
+    except LaunchError as error:
+        raise RuntimeError(str(error)) from None
+    _raise_failure(outcome)
+
+
 def _run(
     arguments: Sequence[str],
     env: Mapping[str, str] | None,
@@ -93,11 +105,7 @@ def _run(
     words = shlex.split(command) if isinstance(command, str) else list(command)
     options = make_options([*arguments, "--", *words])
     options.discovery = discovery
-    try:
-        outcome = run_job(options, words, env=os.environ if env is None else env)
-    except LaunchError as error:
-        raise RuntimeError(str(error)) from None
-    _raise_failure(outcome)
+    run_here(options, env, words)
 
 
 def _raise_failure(outcome: Outcome) -> None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import horovod
 from horovod.common.logging import LEVELS, get_logger
@@ -37,6 +37,37 @@ from horovod.runner.watcher import JobWatcher
 from horovod.runner.watching import open_watcher, title_of, watched
 from horovod.runner.worker_env import terminal_variables
 
+if TYPE_CHECKING:
+    from horovod.runner.upstream_launch import (
+        _run,
+        _run_elastic,
+        check_build,
+        is_gloo_used,
+        run_controller,
+    )
+
+__all__ = [
+    "_run",
+    "_run_elastic",
+    "check_build",
+    "find_command",
+    "is_gloo_used",
+    "make_request",
+    "parse_args",
+    "run_commandline",
+    "run_controller",
+    "run_job",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Names of Horovod 0.28.1 (docs/old_names.md), which a launch does not need."""
+    if name in __all__:
+        from horovod.runner import upstream_launch
+
+        return getattr(upstream_launch, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 def run_commandline(argv: Sequence[str] | None = None) -> int:
     """Run ``horovodrun`` with these arguments (the process's own by default)."""
@@ -46,9 +77,9 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
     if options.version:
         return console.answer(horovod.__version__)
     if options.check_build:
-        from horovod.runner.check_build import check_build  # rarely needed, so not at every start
+        from horovod.runner import check_build as build  # rarely needed, so not at every start
 
-        return console.answer(check_build(verbose=options.verbose))
+        return console.answer(build.check_build(verbose=options.verbose))
     get_logger().setLevel(LEVELS[settings(options, os.environ).log_level])
     for notice in options.notices:
         console.say(notice, Colour.ATTENTION)

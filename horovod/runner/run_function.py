@@ -157,7 +157,7 @@ def run(
     options = make_options([*argv, "--", *command])
     for notice in options.notices:
         warnings.warn(f"horovod.run: {notice}", stacklevel=2)
-    return _call(options, func, args, kwargs or {})
+    return call_function(options, func, args, kwargs or {})
 
 
 def _newer(old: str, value: Any, new: str) -> Any:
@@ -166,12 +166,13 @@ def _newer(old: str, value: Any, new: str) -> Any:
     return value
 
 
-def _call(
+def call_function(
     options: argparse.Namespace,
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> list[Any]:
+    """Call the function on all ranks of the job of these options, whose command is `run_task`."""
     try:
         call = cloudpickle.dumps((func, tuple(args), dict(kwargs)))
     except Exception as error:

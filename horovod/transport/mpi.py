@@ -12,26 +12,33 @@ there a rank can be woken by `abort`, its own or another's (seen in the group's 
 ranks of its host that died. Only what then runs at once is left to MPI. (`mpirun` itself usually
 ends the whole job when a rank dies.) A rank that was woken leaves its barrier unfinished; MPI
 cannot take it back, so nothing but ending the process is left to do with that communicator.
+
+A rank that closes tells the others in how many collectives it has taken part: who waits for it in a
+later one knows that it will not come. It is told so in turn, and then ends without finalising MPI,
+which would wait for all ranks: mpirun gets to see its exit code, and names it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 import torch
 from mpi4py import MPI
 
-from horovod.common.exceptions import PeerLostError
+from horovod.common import mpi
+from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import Group, agree_by_minimum
 from horovod.transport.endpoints import RankLocation
 from horovod.transport.pairwise import MESSAGE, PairwiseTransport, as_bytes, offsets_of
 
 _TAG = 1
+_LEFT = 2  # tag of a message to all: the sender has closed, after this many collectives
+_LOST = 3  # tag of a message to all: the sender has failed because of others
 _SPIN_SECONDS = 200e-6  # polled without a break for this long: the usual wait is shorter
 _LONGEST_NAP = 0.002
 _LOOK_SECONDS = 0.5  # how often a long wait looks whether the others are well
@@ -71,10 +78,12 @@ def communicator_of(group: Group) -> MPI.Intracomm:
 class MpiTransport(PairwiseTransport):
     """The transport of ranks in one MPI job. `comm` has exactly the group's ranks, in order.
 
-    The communicator is handed over: nobody else uses it, and `close` frees it.
+    The communicator is handed over: nobody else uses it, and `close` frees it; that of all ranks
+    is kept until they have all closed.
     """
 
     name = "MPI"
+    _kept: Any = None  # the communicator of all ranks that was closed last
 
     def __init__(self, group: Group, comm: MPI.Intracomm) -> None:
         super().__init__(group)
@@ -93,6 +102,15 @@ class MpiTransport(PairwiseTransport):
         here = RankLocation.here()
         places = self._comm.allgather((here.pids, here.pid))
         self._pids = {r: pid for r, (where, pid) in enumerate(places) if where == here.pids}
+        self._collectives = 0  # that this rank has begun
+        self._left: dict[int, int] = {}  # ranks that have closed, after how many collectives
+        self._told: list[Any] = []  # messages to the others, which may be under way
+        self._because_of_others = False
+        if group.size == MPI.COMM_WORLD.Get_size():
+            if MpiTransport._kept is not None:  # everybody has closed that one, and is here
+                MpiTransport._kept.Free()
+                MpiTransport._kept = None
+            mpi.finalise_if(self._all_have_left)
 
     # -- collectives of MPI ----------------------------------------------------------------
 
@@ -161,6 +179,7 @@ class MpiTransport(PairwiseTransport):
     @contextmanager
     def _guard(self) -> Iterator[None]:
         with super()._guard():
+            self._collectives += 1
             self._finish([self._comm.Ibarrier()])
             yield
 
@@ -175,10 +194,59 @@ class MpiTransport(PairwiseTransport):
                 who = self.group.describe(rank)
                 raise PeerLostError(f"{who} (pid {pid} on this host) has died", [rank])
 
+        self._take_goodbyes()
+        for rank, collectives in self._left.items():
+            if collectives < self._collectives:
+                raise PeerLostError(f"{self.group.describe(rank)} has shut down Horovod", [rank])
+
+    def _announce(self, failure: HorovodInternalError) -> None:
+        super()._announce(failure)
+        self._because_of_others = bool(set(failure.ranks) - {self.rank})
+        if self._because_of_others and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            self._tell_all(_LOST)
+
     def close(self) -> None:
-        if self._shut():
+        if self._closed:
+            return
+        whole = self._shut()
+        if whole:
             self._board.say_goodbye()
+        if not self._because_of_others:
+            self._tell_all(_LEFT)
+        if self.size == MPI.COMM_WORLD.Get_size():
+            MpiTransport._kept = self._comm
+        elif whole:
             self._comm.Free()  # after a failure it may have unfinished business, and is left
+
+    def _tell_all(self, tag: int) -> None:
+        number = torch.tensor([self._collectives])
+        content = [_buffer(number), number.nbytes, MPI.BYTE]
+        with suppress(MPI.Exception):  # somebody may be gone already
+            self._told += [(self._comm.Isend(content, r, tag), number) for r in self._peers]
+
+    def _take_goodbyes(self) -> None:
+        number = torch.zeros(1, dtype=torch.int64)
+        status = MPI.Status()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, _LEFT, status):
+            rank = status.Get_source()
+            self._comm.Recv([_buffer(number), number.nbytes, MPI.BYTE], rank, _LEFT)
+            self._left[rank] = int(number)
+
+    def _all_have_left(self) -> bool:
+        """For the end of the process: wait until all have closed; False where some have failed."""
+        if not self._closed or self._because_of_others:
+            return False
+        nap = 0.0
+        with suppress(MPI.Exception):
+            while True:
+                self._take_goodbyes()
+                if len(self._left) == self.size - 1:
+                    return True
+                if self._comm.Iprobe(MPI.ANY_SOURCE, _LOST):
+                    return False
+                time.sleep(nap)
+                nap = min(max(2 * nap, 20e-6), _LONGEST_NAP)
+        return False
 
 
 def _buffer(tensor: torch.Tensor) -> Any:

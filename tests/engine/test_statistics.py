@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,14 +43,20 @@ def change(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 # -- waiting and reducing ------------------------------------------------------------------------
 
 
-def sleepy(late: int, seconds: float, repeats: int, way: str) -> dict[str, Any]:
+def sleepy(folder: str, late: int, seconds: float, repeats: int, way: str) -> dict[str, Any]:
+    """A rank begins to sleep once the others have come to their calls, however slow they are."""
     tensor = torch.ones(500)
     hvd.allreduce_(tensor, name="sleepy")
     hvd.barrier()
     before = hvd.stats()
-    for _ in range(repeats):
+    for turn in range(repeats):
         if hvd.rank() == late:
+            others = [Path(folder, f"{turn}.{rank}") for rank in range(hvd.size()) if rank != late]
+            while not all(file.exists() for file in others):
+                time.sleep(0.001)  # between looks at the file system
             time.sleep(seconds)
+        else:
+            Path(folder, f"{turn}.{hvd.rank()}").touch()
         if way == "inline":
             hvd.allreduce_(tensor, name="sleepy")
         elif way == "request":
@@ -60,8 +68,10 @@ def sleepy(late: int, seconds: float, repeats: int, way: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", ["inline", "request", "background"])
 @pytest.mark.parametrize("late", [0, 1])
-def test_the_time_of_a_late_rank_is_the_waiting_of_the_others(pool3: RankPool, late: int, way: str):
-    found = pool3.run(sleepy, late, 0.3, 2, way)
+def test_the_time_of_a_late_rank_is_the_waiting_of_the_others(
+    pool3: RankPool, tmp_path: Path, late: int, way: str
+):
+    found = pool3.run(sleepy, str(tmp_path), late, 0.3, 2, way)
     for rank, numbers in enumerate(found):
         assert numbers["operations"] == 2
         if rank != late:
@@ -74,9 +84,10 @@ def test_the_time_of_a_late_rank_is_the_waiting_of_the_others(pool3: RankPool, l
 def test_others_wait_as_long_as_the_late_one_sleeps(
     pool2: RankPool, late: int, seconds: float, repeats: int
 ):
-    found = pool2.run(sleepy, late, seconds, repeats, "inline")
+    with tempfile.TemporaryDirectory() as folder:
+        found = pool2.run(sleepy, folder, late, seconds, repeats, "inline")
     waited = [numbers["wait_seconds"] for numbers in found]
-    assert waited[1 - late] > 0.5 * seconds * repeats  # a busy machine makes the other late, too
+    assert waited[1 - late] > 0.5 * seconds * repeats
     assert waited[1 - late] > waited[late]
 
 

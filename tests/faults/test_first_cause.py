@@ -4,87 +4,112 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import horovod
-from tests.runner.jobs import environment, run_python
+from tests.faults.losing_rank import FILE, WAYS
+from tests.runner.jobs import run
 
 BIN = Path(sys.executable).parent
+ALONE = [sys.executable, FILE]
+MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMP_NUM_THREADS": "1",
+}
+CODES = {"raise": 1, "3": 3, "0": 1}
 
-LOSING_RANK_1 = """
-import atexit, sys, time
-
-if sys.argv[2:] == ["late"]:
-    # Runs after Horovod was shut down, when the others have failed and begin to end.
-    atexit.register(time.sleep, 1.0)
-
-import torch
-import horovod.torch as hvd
-
-hvd.init()
-for _ in range(3):
-    hvd.allreduce(torch.ones(4), name="together")
-if hvd.rank() == 1:
-    if sys.argv[1] == "raise":
-        raise ValueError("the reason of it all")
-    sys.exit(int(sys.argv[1]))
-atexit.unregister(time.sleep)
-hvd.allreduce(torch.ones(4), name="without rank 1")
-"""
+needs_mpirun = pytest.mark.skipif(
+    shutil.which("mpirun", path=str(BIN)) is None, reason="there is no mpirun"
+)
 
 
-def test_over_shared_memory():
-    done = run_python(3, LOSING_RANK_1, "raise", "late")
-    assert done.returncode == 1, done.stderr
-    assert re.search(r"first to fail was:\n\n.*\n  1  ", done.stderr), done.stderr
-    assert "  ValueError: the reason of it all\n" in done.stderr
-    assert "failed because of it (0,2)." in done.stderr
+def check(code: int, stderr: str, way: str, *, late: bool) -> None:
+    """The table names rank 1, and the exit code is its own; `late`: rank 0 has ended before it."""
+    assert code == CODES[way], stderr
+    if way == "0":
+        assert re.search(r"The cause was:\n\n.*\n  1  .*exit code 0, while", stderr), stderr
+        assert re.search("PeerLostError: rank 1.* has shut down Horovod", stderr), stderr
+        return
+    assert re.search(rf"first to fail was:\n\n.*\n  1  .*exit code {code}\n", stderr), stderr
+    assert ("  ValueError: the reason of it all\n" in stderr) == (way == "raise")
+    if late:  # how many others have come to their end by then depends on the machine
+        assert re.search(r"other ranks? failed because of it \(0", stderr), stderr
 
 
-def test_over_tcp():
+def test_over_shared_memory(tmp_path: Path):
+    done = run("-np", "3", *ALONE, "raise", str(tmp_path))
+    check(done.returncode, done.stderr, "raise", late=True)
+
+
+def test_over_tcp(tmp_path: Path):
     env = {"HOROVOD_CPU_OPERATIONS": "gloo"}
-    done = run_python(2, LOSING_RANK_1, "3", "late", env=env)
-    assert done.returncode == 3, done.stderr
-    assert re.search(r"first to fail was:\n\n.*\n  1  .*exit code 3\n", done.stderr), done.stderr
+    done = run("-np", "3", *ALONE, "3", str(tmp_path), env=env)
+    check(done.returncode, done.stderr, "3", late=True)
 
 
 def test_a_rank_that_ends_well_too_early():
-    done = run_python(2, LOSING_RANK_1, "0")
-    assert done.returncode == 1, done.stderr
-    assert re.search(r"The cause was:\n\n.*\n  1  .*exit code 0, while", done.stderr), done.stderr
-    assert "PeerLostError: rank 1 has shut down Horovod" in done.stderr
+    done = run("-np", "2", *ALONE, "0")
+    check(done.returncode, done.stderr, "0", late=False)
 
 
-def test_in_an_elastic_job_that_does_not_recover():
-    options = ["-H", "localhost:2", "--min-np", "2"]
-    done = run_python(2, LOSING_RANK_1, "raise", "late", options=options)
+@pytest.mark.parametrize("way", WAYS)
+def test_over_shared_memory_inside_hosts_and_tcp_between_them(way: str, tmp_path: Path):
+    hosts = ["-H", "localhost:2,127.0.0.1:2", "--log-level", "INFO"]
+    done = run("-np", "4", *hosts, *ALONE, way, str(tmp_path))
+    assert "HIERARCHICAL (2 hosts, SHM inside" in done.stdout
+    check(done.returncode, done.stderr, way, late=True)
+
+
+def test_in_an_elastic_job_that_does_not_recover(tmp_path: Path):
+    done = run("-np", "2", "-H", "localhost:2", "--min-np", "2", *ALONE, "raise", str(tmp_path))
     assert done.returncode == 1, done.stderr
     assert re.search(r"first to fail was:\n\n.*\n  1  ", done.stderr), done.stderr
     assert "  ValueError: the reason of it all\n" in done.stderr
 
 
-@pytest.mark.skipif(shutil.which("mpirun", path=str(BIN)) is None, reason="there is no mpirun")
+@needs_mpirun
 def test_under_mpirun():
-    done = subprocess.run(
-        [str(BIN / "mpirun"), "-np", "2", sys.executable, "-c", LOSING_RANK_1, "3", "late"],
-        env=environment(
-            {
-                "OMPI_ALLOW_RUN_AS_ROOT": "1",
-                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-            }
-        ),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run("-np", "2", "--mpi", *ALONE, "3", env={**MPI, "PATH": f"{BIN}:/usr/bin:/bin"})
     assert done.returncode == 3, done.stderr
     assert re.search(r"Process name: \[.*,1\]", done.stdout + done.stderr)
+
+
+@needs_mpirun
+@pytest.mark.parametrize("way", WAYS)
+def test_over_mpi(way: str):
+    """mpirun makes the report here. A rank in MPI_Finalize would wait for the others for ever."""
+    env = {**MPI, "PATH": f"{BIN}:/usr/bin:/bin", "HOROVOD_CPU_OPERATIONS": "mpi"}
+    done = run("-np", "3", "--mpi", *ALONE, way, env=env)
+    assert done.returncode == CODES[way], done.stderr
+    said = done.stdout + done.stderr
+    named = r"due to process rank 1 " if way == "0" else r"Process name: \[.*,1\]"
+    assert re.search(named, said), said
+    assert ("ValueError: the reason of it all" in said) == (way == "raise")
+    if way != "raise":  # mpirun may have ended the others before they could say it
+        assert "PeerLostError: rank 1 has shut down Horovod" in said
+
+
+@needs_mpirun
+def test_over_mpi_rank_0_may_fail_too():
+    env = {**MPI, "PATH": f"{BIN}:/usr/bin:/bin", "HOROVOD_CPU_OPERATIONS": "mpi"}
+    program = """
+import sys, torch, horovod.torch as hvd
+for _ in range(2):
+    hvd.shutdown()
+    hvd.init()
+    hvd.allreduce(torch.ones(4), name="together")
+if hvd.rank() == 0:
+    sys.exit(4)
+hvd.allreduce(torch.ones(4), name="without rank 0")
+"""
+    done = run("-np", "2", "--mpi", sys.executable, "-c", program, env=env)
+    assert done.returncode == 4, done.stderr
+    assert re.search(r"Process name: \[.*,0\]", done.stdout + done.stderr)
 
 
 def _lose_rank_1() -> None:

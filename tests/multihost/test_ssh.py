@@ -10,9 +10,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.faults.losing_rank import FILE, WAYS
+from tests.faults.test_first_cause import check
 from tests.hosts import host_address
 from tests.multihost.ssh_hosts import INTERFACES, ROOT, SshHosts, available
 
@@ -53,6 +56,13 @@ place = [hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()]
 print({"host": socket.gethostname(), "place": place, "cwd": os.getcwd()})
 hvd.shutdown()
 """
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_cause_of_a_failure_is_named(cluster: SshHosts, way: str, tmp_path: Path):
+    command = (sys.executable, FILE, way, str(tmp_path))
+    code, _, stderr = cluster.run("-np", "3", "-H", "host0:1,host1:1,host2:1", *command)
+    check(code, stderr, way, late=True)
 
 
 def test_collectives_are_right_on_hosts_of_different_sizes(cluster: SshHosts):

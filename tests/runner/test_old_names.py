@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import io
 import os
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from horovod.common.util import env
-from horovod.runner import gloo_run, js_run, mpi_run
+from horovod.runner import _HorovodArgs, gloo_run, js_run, launch, mpi_run
 from horovod.runner.arguments import make_options
 from horovod.runner.common.util import (
     codec,
@@ -36,6 +37,7 @@ from horovod.runner.elastic.settings import ElasticSettings
 from horovod.runner.elastic.worker import WorkerNotificationManager
 from horovod.runner.remote_error import FAILED
 from horovod.runner.util import network, streams, threads
+from horovod.runner.util.cache import Cache, use_cache
 from horovod.runner.util.lsf import LSFUtils
 
 PAGE = (Path(__file__).parents[2] / "docs" / "old_names.md").read_text()
@@ -59,6 +61,12 @@ SIGNATURES = {
     "create_run_env_vars": "server_ip nics port elastic=False",
     "mpi_run": "settings nics env command stdout=None stderr=None",
     "js_run": "settings nics env command stdout=None stderr=None",
+    "run_controller": "use_gloo gloo_run use_mpi mpi_run use_jsrun js_run verbosity",
+    "is_gloo_used": "use_gloo=None use_mpi=None use_jsrun=None",
+    "check_build": "verbose",
+    "_run": "args",
+    "_run_elastic": "args",
+    "Cache": "cache_folder cache_staleness_threshold_in_minutes parameters_hash",
     "RendezvousServer": "verbose=0",
     "ElasticDriver": "rendezvous discovery min_num_proc max_num_proc timeout=None reset_limit=None "
     "cooldown_range=None verbose=0",
@@ -84,7 +92,7 @@ def test_every_module_of_the_page_has_its_names(module: str, names: str):
 
 
 def test_the_page_names_all_that_the_issue_names():
-    assert len(ROWS) == 26
+    assert len(ROWS) == 29
     assert set(SIGNATURES) <= {name for _, names in ROWS for name in re.findall(r"`(\w+)`", names)}
 
 
@@ -151,6 +159,75 @@ def test_mpi_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert not js_run.is_jsrun_installed()
     with pytest.raises(ValueError, match="no LSF job"):
         js_run.js_run(settings, None, {}, ["x"])
+
+
+def _place() -> tuple[str, str]:
+    return os.environ["HOROVOD_RANK"], os.environ["HOROVOD_CACHE_CAPACITY"]
+
+
+def test_a_job_described_by_attributes(capfd: pytest.CaptureFixture[str]):
+    args: Any = _HorovodArgs()
+    assert (args.num_proc, args.hosts, args.run_func, args.use_mpi) == (1, None, None, None)
+    args.num_proc, args.cache_capacity, args.start_timeout = 2, 12, 60
+    args.hierarchical_allreduce, args.nics, args.verbose = False, {"lo"}, 0
+    args.command = [sys.executable, "-c", WORKER, "0"]
+    assert launch._run(args) is None
+    assert "[1]<stdout>:rank 1\n" in capfd.readouterr().out
+    args.command[-1] = "3"
+    with pytest.raises(RuntimeError, match=FAILED):
+        launch._run(args)
+    args.run_func = _place
+    assert launch._run(args) == [("0", "12"), ("1", "12")]
+    with pytest.raises(ValueError, match=r"not elastic: give min_num_proc \(--min-np\)"):
+        launch._run_elastic(args)
+    args.min_num_proc = args.max_num_proc = 2
+    args.reset_limit, args.cooldown_range = 1, (1, 2)
+    assert launch._run_elastic(args) == [("0", "12"), ("1", "12")]
+    args.cache_capacity = -1
+    with pytest.raises(ValueError, match="--cache-capacity"):
+        launch._run(args)
+
+
+def test_a_job_described_by_options(capfd: pytest.CaptureFixture[str]):
+    worker = [sys.executable, "-c", WORKER]
+    launch._run(launch.parse_args(["-np", "2", *worker, "0"]))
+    assert "[0]<stdout>:rank 0\n" in capfd.readouterr().out
+    with pytest.raises(RuntimeError, match="'no-such-program'"):
+        launch._run(launch.parse_args(["-np", "2", "no-such-program"]))
+    with pytest.raises(ValueError, match="not elastic"):
+        launch._run_elastic(launch.parse_args(["-np", "2", *worker, "0"]))
+
+
+def test_who_starts_the_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    called: list[str] = []
+
+    def choose(**how: bool) -> None:
+        given = {"use_gloo": None, "use_mpi": None, "use_jsrun": None, **how}
+        functions = {f"{name}_run": lambda name=name: called.append(name) for name in _STARTERS}
+        launch.run_controller(**given, **functions, verbosity=None)
+        assert launch.is_gloo_used(**how) == (called[-1] == "gloo")
+
+    monkeypatch.delenv("LSB_JOBID", raising=False)
+    choose()
+    choose(use_gloo=True)
+    assert called == ["gloo", "gloo"]
+    with pytest.raises(ValueError, match=r"this is no LSF job|needs mpi4py"):
+        choose(use_jsrun=True)
+    assert not launch.is_gloo_used(use_mpi=True)
+    if not importlib.util.find_spec("mpi4py"):
+        pytest.skip("there is no mpi4py")
+    choose(use_mpi=True)
+    monkeypatch.setenv("LSB_JOBID", "1")
+    choose(use_jsrun=True)
+    choose()
+    (tmp_path / "jsrun").write_text("#!/bin/sh\n")
+    (tmp_path / "jsrun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    choose()
+    assert called[2:] == ["mpi", "js", "gloo", "js"]
+
+
+_STARTERS = ("gloo", "mpi", "js")
 
 
 def test_variables_of_workers():
@@ -266,6 +343,38 @@ def test_small_things(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LSB_MCPU_HOSTS", "a 2 b 3")
     assert (LSFUtils.using_lsf(), LSFUtils.get_num_processes()) == (True, 5)
     assert LSFUtils.get_compute_hosts() == ["a", "b"]
+
+
+def test_a_cache(tmp_path: Path):
+    folder, calls = str(tmp_path / "new"), []
+
+    @use_cache()
+    def interfaces(*hosts: str, port: int = 22) -> set[str]:
+        calls.append(hosts)
+        return {"eth0", *hosts}
+
+    cache = Cache(folder, 60, "these")
+    assert cache.get("key") is None
+    for _ in range(2):
+        assert interfaces("a", port=1, fn_cache=cache) == {"eth0", "a"}
+    assert interfaces("a", port=2, fn_cache=Cache(folder, 60, "these")) == {"eth0", "a"}
+    assert interfaces("a", port=1, fn_cache=Cache(folder, 60, "these")) == {"eth0", "a"}
+    assert len(calls) == 2, "the last one is from the file"
+    assert interfaces("b") == interfaces("b") == {"eth0", "b"}
+    assert len(calls) == 4, "without a cache"
+    key, lock = ("any", 1), threading.Lock()
+    cache.put(key, lock)
+    assert cache.get(key) is lock
+    assert Cache(folder, 60, "these").get(key) is None, "not a literal"
+    cache.put("plain", [1, (2.5, None)])
+    assert Cache(folder, 60, "these").get("plain") == [1, (2.5, None)]
+    assert Cache(folder, 60, "others").get("plain") is None
+    assert Cache(folder, 0, "these").get("plain") is None
+    (file,) = Path(folder).iterdir()
+    assert file.stat().st_mode & 0o077 == 0
+    for damage in ("[", "__import__('os').abort()", "('these', 3)", "('these', {1: 2})", "\0"):
+        file.write_text(damage)
+        assert Cache(folder, 60, "these").get("plain") is None
 
 
 # -- processes and threads -------------------------------------------------------------------------

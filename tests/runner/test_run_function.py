@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -308,14 +310,25 @@ def test_a_function_that_always_fails_ends_an_elastic_job_with_its_exception():
         horovod.run(lambda: 1 / 0, num_proc=2, min_num_proc=1)
 
 
-def _place_before_init() -> tuple[int, int, int]:
+def _place_before_init(go: Path) -> tuple[int, int, int]:
     """Without init; rank 0 returns before the others have got anywhere."""
     place = [int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE", "LOCAL_RANK")]
-    if place[0] > 0:
-        time.sleep(1)  # whoever is ended because rank 0 has finished does not return
+    while place[0] > 0 and not go.exists():
+        time.sleep(0.01)  # between looks at the file system
     return place[0], place[1], place[2]
 
 
-def test_an_elastic_function_need_not_call_init():
-    found = horovod.run(_place_before_init, num_proc=3, min_num_proc=3)
-    assert found == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
+def test_an_elastic_function_need_not_call_init(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Whoever is ended because rank 0 has finished does not return."""
+    go, said = tmp_path / "go", ""
+    with ThreadPoolExecutor() as pool:
+        how = {"num_proc": 3, "min_num_proc": 3, "verbose": 2}
+        found = pool.submit(horovod.run, _place_before_init, (go,), **how)
+        try:
+            while not re.search(r"event: exited: .*code 0", said):
+                assert not found.done(), said
+                time.sleep(0.01)  # between looks at the output
+                said += capfd.readouterr().err
+        finally:
+            go.touch()
+        assert found.result() == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]

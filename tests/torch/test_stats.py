@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,14 +154,18 @@ def test_backward_and_what_it_hides(overlap: bool):
             assert numbers["hidden_seconds"] < busy
 
 
-def late_backward(rank: int, size: int) -> list[dict[str, Any]]:
-    """Rank 1 is late in backward; what the steps say."""
+def late_backward(rank: int, size: int, folder: Path) -> list[dict[str, Any]]:
+    """Rank 1 is late in backward, once rank 0 has ended the step before; what the steps say."""
     hvd.init()
     net = model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.01))
-    for _ in range(STEPS):
+    for number in range(STEPS):
         loss = net(torch.ones(2, 8)).sum()
-        if rank == 1:
+        if rank == 0:
+            (folder / str(number)).touch()
+        else:
+            while not (folder / str(number)).exists():
+                time.sleep(0.001)  # between looks at the file system
             time.sleep(0.2)
         loss.backward()
         optimizer.step()
@@ -170,8 +175,8 @@ def late_backward(rank: int, size: int) -> list[dict[str, Any]]:
     return [step._asdict() for step in runtime.statistics.recent()]
 
 
-def test_steps_say_who_is_late():
-    on_time, late = run_ranks(late_backward, 2)
+def test_steps_say_who_is_late(tmp_path: Path):
+    on_time, late = run_ranks(late_backward, 2, tmp_path)
     assert [step["number"] for step in on_time] == list(range(1, STEPS + 1))
     for mine, other in zip(on_time[1:], late[1:], strict=True):
         assert mine["seconds"] > 0.19
