@@ -1,8 +1,12 @@
-"""Imports point down only: clusters > bindings > jobs > engine > timeline > transport > common."""
+"""Imports point down only.
+
+Clusters > bindings > jobs > engine > timeline > transport > common. And never in a circle.
+"""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,16 +16,24 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "horovod"
 
-# Each layer may import itself and what comes after it.
-LAYERS = [
-    {"spark", "ray"},
-    {"torch", "tensorflow", "keras", "_keras", "jax", "mxnet", "lightning"},
-    {"runner", "elastic", "data"},
-    {"engine"},
-    {"timeline"},  # reads files only; the engine, which writes them, shares their format
-    {"transport"},
-    {"common"},
+# Each part may import itself and what comes in later layers, but not its neighbours. Where a part
+# of a folder has another layer than the folder it is named: upstream keeps its fronts of Keras for
+# TensorFlow inside of `tensorflow`.
+CLUSTERS = [{"spark", "ray"}]
+BINDINGS = [
+    {"tensorflow.optimizer"},
+    {"keras", "tensorflow.keras"},
+    {"tensorflow.elastic"},
+    {"_keras"},
+    {"tensorflow", "jax", "mxnet", "lightning"},
+    {"torch"},
 ]
+REST = [{"runner", "elastic", "data"}, {"engine"}, {"timeline"}, {"transport"}, {"common"}]
+LAYERS = [*CLUSTERS, *BINDINGS, *REST]
+
+# Importing horovod.torch makes its name known to Lightning, as users expect; `registration` then
+# waits for Lightning and imports nothing before.
+REGISTRATION = ("horovod.torch", "horovod.lightning.registration")
 
 
 def _modules() -> list[Path]:
@@ -33,48 +45,66 @@ def _name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
-    """Line and absolute name of everything the file imports, at any depth of the code."""
+def _statements(node: ast.AST, *, at_import: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """All import statements, or only those that run when the module is imported."""
+    for child in ast.iter_child_nodes(node):
+        if at_import and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if at_import and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child
+        yield from _statements(child, at_import=at_import)
+
+
+def _imports(path: Path, module: str, *, at_import: bool = False) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of everything the file imports."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in _statements(tree, at_import=at_import):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")
-                parents = parents[: len(parents) - (node.level - 1)]
-                base = ".".join([*parents, base] if base else parents)
-            for alias in node.names:
-                yield node.lineno, f"{base}.{alias.name}"
+            continue
+        base = node.module or ""
+        if node.level:
+            parents = package.split(".")
+            parents = parents[: len(parents) - (node.level - 1)]
+            base = ".".join([*parents, base] if base else parents)
+        for alias in node.names:
+            yield node.lineno, f"{base}.{alias.name}"
 
 
-def _layer(module: str) -> int | None:
-    """The index of a module's layer; None for `horovod` itself and for other packages."""
+def _part(module: str) -> tuple[int, str] | None:
+    """A module's layer and part; None for `horovod` itself and for other packages."""
     parts = module.split(".")
-    if parts[0] != "horovod" or len(parts) == 1:
+    if parts[0] != "horovod":
         return None
-    for index, names in enumerate(LAYERS):
-        if parts[1] in names:
-            return index
+    for name in (".".join(parts[1:3]), ".".join(parts[1:2])):
+        for index, names in enumerate(LAYERS):
+            if name in names:
+                return index, name
     return None
 
 
 def _violations(path: Path, module: str) -> list[str]:
-    mine = _layer(module)
+    mine = _part(module)
     if mine is None:  # `horovod` itself stands above all layers
         return []
     found = []
     for line, imported in _imports(path, module):
-        theirs = _layer(imported)
-        if theirs is not None and theirs < mine:
+        theirs = _part(imported)
+        if theirs is None or theirs == mine or theirs[0] > mine[0]:
+            continue
+        if path.name == "__init__.py" and imported.startswith(f"{module}."):
+            continue  # a package offers what is inside of it
+        if (module, imported) != REGISTRATION:
             found.append(f"{path.name}:{line}: {module} imports {imported}")
     return found
 
 
 def test_every_part_of_the_package_has_a_layer():
-    known = set().union(*LAYERS)
+    known = {name.partition(".")[0] for name in set().union(*LAYERS)}
     parts = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert parts <= known, f"say in LAYERS where {sorted(parts - known)} belong"
 
@@ -82,6 +112,56 @@ def test_every_part_of_the_package_has_a_layer():
 @pytest.mark.parametrize("path", _modules(), ids=_name)
 def test_imports_point_down(path: Path):
     assert not _violations(path, _name(path))
+
+
+def _circle(modules: dict[str, Path]) -> list[str]:
+    """Modules that cannot be imported because each needs the next; empty if there are none."""
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        needed = graph.setdefault(module, set())
+        for _, imported in _imports(path, module, at_import=True):
+            name = imported if imported in modules else imported.rpartition(".")[0]
+            if name in modules and name != module:
+                needed.add(name)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    assert not _circle({_name(path): path for path in _modules()})
+
+
+def test_a_circle_is_seen(tmp_path: Path):
+    modules = {f"horovod.engine.{name}": tmp_path / f"{name}.py" for name in "abc"}
+    sources = ["from horovod.engine import b", "import horovod.engine.c", "from .a import thing"]
+    for path, source in zip(modules.values(), sources, strict=True):
+        path.write_text(source)
+    assert set(_circle(modules)) == set(modules)
+    modules["horovod.engine.c"].write_text("def f():\n    from .a import thing")
+    assert not _circle(modules)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "allowed"),
+    [
+        ("horovod.torch.optimizer", "import horovod.tensorflow", False),
+        ("horovod.tensorflow.variables", "from horovod._keras import arrays", False),
+        ("horovod.tensorflow.variables", "from horovod.tensorflow import keras", False),
+        ("horovod._keras.elastic", "from horovod.tensorflow.elastic import x", False),
+        ("horovod._keras.elastic", "from horovod.tensorflow.variables import x", True),
+        ("horovod.tensorflow.keras.elastic", "from horovod._keras import elastic", True),
+        ("horovod.jax.arrays", "import horovod.tensorflow", False),
+        ("horovod.lightning.base", "import horovod.torch as hvd", True),
+        ("horovod.torch.hooks.base", "from horovod.lightning import registration", False),
+    ],
+)
+def test_the_order_of_the_bindings(tmp_path: Path, module: str, source: str, allowed: bool):
+    path = tmp_path / f"{module.rpartition('.')[2]}.py"
+    path.write_text(source)
+    assert (not _violations(path, module)) == allowed
 
 
 @pytest.mark.parametrize(
@@ -130,17 +210,19 @@ def test_what_the_launcher_needs_does_not_import_torch(layer: str):
     assert done.returncode == 0, done.stderr
 
 
-# Names of Horovod's public API: the same in every binding, and one that means two things.
-BINDINGS = LAYERS[1]
 UPSTREAMS = {"Store"}  # horovod.spark.common.store; the job's own is horovod.common.store
 
 
 def test_a_class_name_means_one_thing():
-    """In a layer a file may say more precisely what it means; two layers never share a name."""
+    """In a layer a file may say more precisely what it means; two layers never share a name.
+
+    Names of Horovod's public API are the same in every binding.
+    """
+    bindings = set().union(*BINDINGS)
     where: dict[str, set[str]] = {}
     for path in _modules():
         layer = path.relative_to(PACKAGE).parts[0]
-        if layer in BINDINGS or layer.endswith(".py"):
+        if layer in bindings or layer.endswith(".py"):
             continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):

@@ -232,7 +232,7 @@ class KerasStateBase(VariablesState):
     def _read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
         backend = backend_of(self.model)
         if backend == "tensorflow":
-            from horovod.tensorflow.elastic import read_variables
+            from horovod.tensorflow.variables import read_variables
 
             return read_variables(variables)
         if backend == "torch":
@@ -245,7 +245,7 @@ class KerasStateBase(VariablesState):
     def _write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
         backend = backend_of(self.model)
         if backend == "tensorflow":
-            from horovod.tensorflow.elastic import write_variables
+            from horovod.tensorflow.variables import write_variables
 
             write_variables(variables, values)
             return

@@ -17,47 +17,54 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.torch import mpi_ops
 
 
-def allreduce(
-    backend: str,
-    value: Any,
-    name: str | None,
-    op: ReduceOp,
-    prescale_factor: float,
-    postscale_factor: float,
-    compression: Any,
-) -> Any:
-    arguments = {
-        "name": name,
-        "op": op,
-        "prescale_factor": prescale_factor,
-        "postscale_factor": postscale_factor,
-        "compression": compression,
-    }
-    return _run(backend, "allreduce", value, **arguments)
+class Values:
+    """The collectives for one backend."""
 
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
 
-def allgather(backend: str, value: Any, name: str | None) -> Any:
-    return _run(backend, "allgather", value, name=name)
+    def allreduce(self, value: Any, **arguments: Any) -> Any:
+        """Reduce a value over all ranks; the packages have the arguments, with their defaults."""
+        return _run(self._backend, "allreduce", value, **arguments)
 
+    def allgather(self, value: Any, name: str | None = None) -> Any:
+        """All ranks' `value`, concatenated along the first dimension.
 
-def broadcast(backend: str, value: Any, root_rank: int, name: str | None) -> Any:
-    return _run(backend, "broadcast", value, root_rank=root_rank, name=name)
+        `name` is for the ranks to match operations by; left out, they match by order.
+        """
+        return _run(self._backend, "allgather", value, name=name)
 
+    def broadcast(self, value: Any, root_rank: int, name: str | None = None) -> Any:
+        """The `value` that `root_rank` has, on every rank.
 
-def reducescatter(backend: str, value: Any, name: str | None, op: ReduceOp) -> Any:
-    return _run(backend, "reducescatter", value, name=name, op=op)
+        `name` is for the ranks to match operations by; left out, they match by order.
+        """
+        return _run(self._backend, "broadcast", value, root_rank=root_rank, name=name)
 
+    def reducescatter(
+        self, value: Any, name: str | None = None, op: ReduceOp = ReduceOp.AVERAGE
+    ) -> Any:
+        """This rank's share of the reduced `value`.
 
-def broadcast_global_variables(backend: str, root_rank: int) -> Any:
-    """In a v1 graph of TensorFlow: give all global variables the root's values."""
-    if backend == "tensorflow":
-        from horovod.tensorflow.functions import broadcast_global_variables as broadcast_all
+        `op` is `Average` or `Sum`. `name` is for the ranks to match operations by; left out, they
+        match by order.
+        """
+        return _run(self._backend, "reducescatter", value, name=name, op=op)
 
-        return _evaluated(broadcast_all(root_rank))
-    raise RuntimeError(
-        f"Keras on {backend} has no list of all variables: pass "
-        "BroadcastGlobalVariablesCallback(root_rank) to fit()"
-    )
+    def broadcast_global_variables(self, root_rank: int) -> Any:
+        """In a v1 graph of TensorFlow: give every rank the values that `root_rank` has of all
+        global variables.
+
+        RuntimeError elsewhere: there is no list of all variables.
+        """
+        if self._backend == "tensorflow":
+            from horovod.tensorflow.functions import broadcast_global_variables as broadcast_all
+
+            return _evaluated(broadcast_all(root_rank))
+        raise RuntimeError(
+            f"Keras on {self._backend} has no list of all variables: pass "
+            "BroadcastGlobalVariablesCallback(root_rank) to fit()"
+        )
 
 
 def _run(backend: str, name_of_function: str, value: Any, **arguments: Any) -> Any:

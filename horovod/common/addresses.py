@@ -77,9 +77,9 @@ def routable_address(iface: str | None, others: Iterable[str] = ()) -> str:
     known = [address for name in others if name for address in resolve(name)]
     known = [address for address in known if not is_loopback(address)]
     candidates = [address for address in known if is_local(address)]
-    candidates += [source for address in known if (source := _source_towards(address))]
+    candidates += [source for address in known if (source := source_towards(address))]
     candidates += [address for address in resolve(socket.gethostname()) if is_local(address)]
-    candidates += [source for source in (_source_towards(_ANYBODY),) if source]
+    candidates += [source for source in (source_towards(_ANYBODY),) if source]
     for address in candidates:
         if not is_loopback(address):
             return address
@@ -90,7 +90,8 @@ def routable_address(iface: str | None, others: Iterable[str] = ()) -> str:
     )
 
 
-def _source_towards(address: str) -> str | None:
+def source_towards(address: str) -> str | None:
+    """The address that packets to `address` would carry as their source; sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

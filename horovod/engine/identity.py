@@ -13,6 +13,7 @@ from typing import Any
 from horovod.common import communicator, environments, rendezvous
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.host import host_identity
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
 from horovod.transport import select
@@ -43,7 +44,7 @@ def meet(comm: Any, config: Config) -> tuple[Topology, Store, bool]:
 def _chosen(topology: Topology, ranks: list[int], store: Store) -> Topology:
     """The topology among some of the launched ranks: local places come from who is where."""
     prefix = PrefixStore(store, f"chosen{ranks}/")
-    prefix.set(f"{topology.rank}", select.host_identity().encode())
+    prefix.set(f"{topology.rank}", host_identity().encode())
     identities = [prefix.get(f"{rank}", 60).decode() for rank in ranks]
     hosts = select.by_host(identities)
     rank = ranks.index(topology.rank)
@@ -66,9 +67,9 @@ def with_cross(topology: Topology, identities: Sequence[str]) -> Topology:
 def exchange_identities(topology: Topology, store: Store, config: Config) -> list[str]:
     """Every rank's host identity. Rank 0 collects, so the store serves one large value to each."""
     if topology.size == 1:
-        return [select.host_identity()]
+        return [host_identity()]
     timeout = config.start_timeout
-    store.set(f"identity/{topology.rank}", select.host_identity().encode())
+    store.set(f"identity/{topology.rank}", host_identity().encode())
     if topology.rank == 0:
         identities = []
         for rank in range(topology.size):

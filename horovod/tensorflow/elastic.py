@@ -15,7 +15,7 @@ import torch
 
 from horovod._keras.arrays import to_numpy, to_torch
 from horovod._keras.elastic import KerasStateBase, VariablesState, run
-from horovod.tensorflow import bridge
+from horovod.tensorflow.variables import read_variables, write_variables
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -100,21 +100,6 @@ class TensorFlowState(VariablesState):
         if session is None:
             raise ValueError("the variables belong to a v1 graph: pass the session that has them")
         return session
-
-
-# -- variables as torch tensors; also for horovod._keras.elastic -----------------------------------
-
-
-def read_variables(variables: Sequence[Any]) -> list[torch.Tensor]:
-    """Views of the memory of variables, those of Keras included."""
-    with tf.device("CPU:0"):  # copies only what is elsewhere
-        return [bridge.to_torch(tf.identity(variable)) for variable in variables]
-
-
-def write_variables(variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
-    """Assign values, whose memory the variables take over."""
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(bridge.to_tensorflow(value))
 
 
 def _read_in_session(variables: Sequence[Any], session: Any) -> list[torch.Tensor]:

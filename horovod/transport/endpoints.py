@@ -8,7 +8,6 @@ overrides all this. Called by the TCP and MPI transports.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import socket
@@ -16,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from horovod.common.addresses import LOOPBACK
+from horovod.common.addresses import LOOPBACK, is_loopback, source_towards
+from horovod.common.host import boot_id, namespace
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class RankLocation:
         host = socket.gethostname()
         return cls(
             host=host,
-            network=f"{host} {_boot_id()} {_namespace('net')}",
-            pids=f"{host} {_boot_id()} {_namespace('pid')}",
+            network=f"{host} {boot_id()} {namespace('net')}",
+            pids=f"{host} {boot_id()} {namespace('pid')}",
             pid=os.getpid(),
         )
 
@@ -60,8 +60,8 @@ def choose_address(mine: RankLocation, everyone: Sequence[RankLocation]) -> str:
             return str(candidate.ip)
     for info in elsewhere:
         for text in info.networks:
-            source = _source_towards(str(ipaddress.ip_interface(text).ip))
-            if source is not None and text not in mine.networks:
+            source = source_towards(str(ipaddress.ip_interface(text).ip))
+            if source is not None and not is_loopback(source) and text not in mine.networks:
                 return source
     if own:
         return str(own[0].ip)
@@ -79,45 +79,3 @@ def _neighbours(
     return any(t.network == candidate.network and t.ip != candidate.ip for t in theirs) and not any(
         t.ip == candidate.ip for t in theirs
     )
-
-
-def _source_towards(address: str) -> str | None:
-    """The address that packets to `address` would carry as their source; sends nothing."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))
-        source = str(probe.getsockname()[0])
-        return None if ipaddress.ip_address(source).is_loopback else source
-    return None
-
-
-def own_networks() -> list[str]:
-    """This host's, IPv4 first: it is what clusters route."""
-    import psutil  # takes longer than all the rest of connecting, where it is not needed
-
-    found: dict[int, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
-    states = psutil.net_if_stats()
-    for name, addresses in psutil.net_if_addrs().items():
-        if name in states and not states[name].isup:
-            continue
-        for entry in addresses:
-            if entry.family not in found or not entry.netmask:
-                continue
-            bits = int(ipaddress.ip_address(entry.netmask.partition("/")[0])).bit_count()
-            with contextlib.suppress(ValueError):
-                network = ipaddress.ip_interface(f"{entry.address}/{bits}")
-                if not network.ip.is_loopback and not network.ip.is_link_local:
-                    found[entry.family].append(str(network))
-    return found[socket.AF_INET] + found[socket.AF_INET6]
-
-
-def _boot_id() -> str:
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-    return ""
-
-
-def _namespace(kind: str) -> str:
-    with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/self/ns/{kind}")
-    return ""

@@ -26,9 +26,10 @@ from typing import Any
 
 from horovod.common.addresses import interface_address
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.host import own_networks
 from horovod.common.wire import Session
 from horovod.transport.base import Group
-from horovod.transport.endpoints import RankLocation, choose_address, own_networks
+from horovod.transport.endpoints import RankLocation, choose_address
 
 LOOK_SECONDS = 0.2  # between looks whether the ranks will all come, while they connect
 _HANDSHAKE_SECONDS = 10.0

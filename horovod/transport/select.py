@@ -18,14 +18,12 @@ same everywhere.
 from __future__ import annotations
 
 import dataclasses
-import os
-import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from horovod.common import mpi
+from horovod.common.host import host_identity
 from horovod.common.logging import get_logger
 from horovod.common.store import PrefixStore
 from horovod.transport.base import Group, Transport
@@ -33,21 +31,6 @@ from horovod.transport.segments import SharedMemoryUnavailable
 from horovod.transport.shared_memory import SharedMemoryTransport
 
 logger = get_logger(__name__)
-
-
-def host_identity() -> str:
-    """Equal for two processes exactly if they may try to share memory.
-
-    The launcher's name for the host (or the system's), the boot that the kernel is in, and the
-    network name space, inside which abstract sockets, over which descriptors travel, are visible.
-    """
-    name = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        network = str(os.stat("/proc/self/ns/net").st_ino)
-    except OSError:
-        boot = network = "unknown"
-    return f"{name}/{boot}/{network}"
 
 
 def by_host(identities: Sequence[str]) -> list[list[int]]:

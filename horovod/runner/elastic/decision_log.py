@@ -14,7 +14,7 @@ from horovod.runner.elastic import policy
 from horovod.runner.elastic.roster import name_of, names
 from horovod.runner.elastic.status import listing
 
-_KEPT_WORLDS = 3
+_KEPT_GENERATIONS = 3
 
 
 class DecisionLog:
@@ -69,7 +69,7 @@ class DecisionLog:
         if number != self.number:
             return False
         self.formed = True
-        for old in range(self._forgotten + 1, number - _KEPT_WORLDS):
+        for old in range(self._forgotten + 1, number - _KEPT_GENERATIONS):
             for key in self._store.keys(f"generation/{old}/"):
                 self._store.delete(key)
             self._forgotten = old

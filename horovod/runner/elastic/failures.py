@@ -28,16 +28,16 @@ class Failures:
         roster: Roster,
         agents: HostSet,
         manager: HostManager,
-        endings: Termination,
-        announcer: DecisionLog,
+        termination: Termination,
+        decisions: DecisionLog,
         status: Status,
     ) -> None:
         self.fenced_until = 0.0  # workers that we cannot kill may live until then
         self._roster = roster
         self._agents = agents
         self._manager = manager
-        self._termination = endings
-        self._log_of_decisions = announcer
+        self._termination = termination
+        self._log_of_decisions = decisions
         self._status = status
 
     def failed(self, process: Process, code: int) -> None:

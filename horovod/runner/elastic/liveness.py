@@ -22,24 +22,24 @@ _ABSENCE_SECONDS = 5.0
 
 
 class Liveness:
-    """Minds the answers. `later(seconds, do)` is the loop's timer, `settle` the driver's."""
+    """Minds the answers. `later(seconds, do)` is a timer, `reconcile` wakes the driver."""
 
     def __init__(
         self,
         limits: Limits,
         roster: Roster,
-        announcer: DecisionLog,
-        losses: Failures,
+        decisions: DecisionLog,
+        failures: Failures,
         later: Callable[[float, Callable[[], None]], None],
-        settle: Callable[[], None],
+        reconcile: Callable[[], None],
     ) -> None:
         self.asked = False  # workers cannot go on without a new decision
         self._limits = limits
         self._roster = roster
-        self._log_of_decisions = announcer
-        self._failures = losses
+        self._log_of_decisions = decisions
+        self._failures = failures
         self._later = later
-        self._reconcile = settle
+        self._reconcile = reconcile
 
     def begin(self, decision: Decision) -> None:
         """A decision has been made: from now on its workers have time to answer."""

@@ -13,8 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod._keras import loading, old_compile, values
+from horovod._keras import loading, old_compile
 from horovod._keras import optimizer as optimizer_module
+from horovod._keras.values import Values
 from horovod.common.process_sets import (
     ProcessSet,
     add_process_set,
@@ -92,6 +93,12 @@ __all__ = [
     "stats",
     "stop_timeline",
 ]
+
+_values = Values("tensorflow")
+allgather = _values.allgather
+broadcast = _values.broadcast
+broadcast_global_variables = _values.broadcast_global_variables
+reducescatter = _values.reducescatter
 
 if typing.TYPE_CHECKING:
     from horovod.tensorflow.keras import elastic as elastic
@@ -212,15 +219,6 @@ def PartialDistributedOptimizer(
     return optimizer_module.register_local_layers(distributed, local_layers)
 
 
-def broadcast_global_variables(root_rank: int) -> Any:
-    """In a v1 graph of TensorFlow: give every rank the values that `root_rank` has of all global
-    variables.
-
-    RuntimeError elsewhere: there is no list of all variables.
-    """
-    return values.broadcast_global_variables("tensorflow", root_rank)
-
-
 def allreduce(
     value: Any,
     name: str | None = None,
@@ -241,35 +239,14 @@ def allreduce(
         op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
         compression: What travels in place of a tensor, such as `Compression.fp16`.
     """
-    op = resolve_reduce_op(op, average)
-    return values.allreduce(
-        "tensorflow", value, name, op, prescale_factor, postscale_factor, compression
+    return _values.allreduce(
+        value,
+        name=name,
+        op=resolve_reduce_op(op, average),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
     )
-
-
-def allgather(value: Any, name: str | None = None) -> Any:
-    """All ranks' `value`, concatenated along the first dimension.
-
-    `name` is for the ranks to match operations by; left out, they match by order.
-    """
-    return values.allgather("tensorflow", value, name)
-
-
-def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """The `value` that `root_rank` has, on every rank.
-
-    `name` is for the ranks to match operations by; left out, they match by order.
-    """
-    return values.broadcast("tensorflow", value, root_rank, name)
-
-
-def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> Any:
-    """This rank's share of the reduced `value`.
-
-    `op` is `Average` or `Sum`. `name` is for the ranks to match operations by; left out, they match
-    by order.
-    """
-    return values.reducescatter("tensorflow", value, name, op)
 
 
 def load_model(

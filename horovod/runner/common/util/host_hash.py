@@ -6,8 +6,9 @@ Spark tasks tell it to the driver, which gives neighbouring ranks to those with 
 from __future__ import annotations
 
 import hashlib
-import os
 import socket
+
+from horovod.common.host import namespace
 
 
 def host_hash(salt: str | None = None) -> str:
@@ -15,9 +16,6 @@ def host_hash(salt: str | None = None) -> str:
     hostname = socket.gethostname()
     digest = hashlib.sha256(hostname.encode())
     for kind in ("ipc", "mnt", "net", "pid", "user", "uts"):
-        try:
-            digest.update(f"{kind} {os.readlink(f'/proc/self/ns/{kind}')}\n".encode())
-        except OSError:
-            pass  # not Linux, or no /proc: the name alone has to do
+        digest.update(f"{kind} {namespace(kind)}\n".encode())
     digest.update((salt or "").encode())
     return f"{hostname.partition('.')[0]}-{digest.hexdigest()[:32]}"

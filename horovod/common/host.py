@@ -1,0 +1,62 @@
+"""Facts about the host that this process runs on: its name, what it shares, its networks.
+
+The engine groups ranks by `host_identity`, transports compare the other facts, Spark tasks tell
+theirs to the driver. Which address others should use is in `addresses`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from pathlib import Path
+
+
+def host_name() -> str:
+    """As the launcher calls this host, or else the system."""
+    return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+
+
+def boot_id() -> str:
+    """Another one each time that a kernel starts, the same in all its containers."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def namespace(kind: str) -> str:
+    """Which namespace of a kind ("net", "pid", ...) this process is in; empty if unknown."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/ns/{kind}")
+    return ""
+
+
+def host_identity() -> str:
+    """Equal for two processes exactly if they may try to share memory.
+
+    The network namespace is part of it: inside of one, abstract sockets, over which descriptors
+    travel, are visible.
+    """
+    return f"{host_name()}/{boot_id()}/{namespace('net')}"
+
+
+def own_networks() -> list[str]:
+    """This host's addresses with their prefix length, without loopback; IPv4 first: it is what
+    clusters route."""
+    import psutil  # takes longer than all the rest of connecting, where it is not needed
+
+    found: dict[int, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
+    states = psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in states and not states[name].isup:
+            continue
+        for entry in addresses:
+            if entry.family not in found or not entry.netmask:
+                continue
+            bits = int(ipaddress.ip_address(entry.netmask.partition("/")[0])).bit_count()
+            with contextlib.suppress(ValueError):
+                network = ipaddress.ip_interface(f"{entry.address}/{bits}")
+                if not network.ip.is_loopback and not network.ip.is_link_local:
+                    found[entry.family].append(str(network))
+    return found[socket.AF_INET] + found[socket.AF_INET6]

@@ -1,0 +1,149 @@
+"""The parts of an elastic driver, put together as the driver does, for tests of one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from horovod.common.decisions import Assignment, Decision
+from horovod.common.store import MemoryStore
+from horovod.runner.console import Console
+from horovod.runner.elastic.decision_log import DecisionLog
+from horovod.runner.elastic.discovery import FixedHosts, HostManager
+from horovod.runner.elastic.failures import Failures
+from horovod.runner.elastic.host_set import HostSet
+from horovod.runner.elastic.liveness import Liveness
+from horovod.runner.elastic.policy import Limits, Proposal, View, WorkerView
+from horovod.runner.elastic.roster import Process, Roster
+from horovod.runner.elastic.status import Status
+from horovod.runner.elastic.termination import Termination
+
+
+class Hosts(HostSet):
+    """Hosts that start nothing, and remember whom they were told to stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped: list[tuple[str, int]] = []
+        self.disobedient: set[str] = set()
+
+    def want(self, names: Sequence[str]) -> dict[str, str]:
+        return {}
+
+    def let_go(self, name: str) -> None: ...
+
+    def names(self) -> list[str]:
+        return []
+
+    def is_ready(self, name: str) -> bool:
+        return True
+
+    def is_connecting(self, name: str) -> bool:
+        return False
+
+    def met(self, host: Any) -> str:
+        return ""
+
+    def start(
+        self, name: str, worker: int, index: int, slots: int, place: Assignment | None
+    ) -> None: ...
+
+    def stop(self, name: str, worker: int, grace: float) -> None:
+        self.stopped.append((name, worker))
+
+    def obeys(self, name: str) -> bool:
+        return name not in self.disobedient
+
+
+class Parts:
+    """A job of the given hosts and slots. Timers run when a test says so."""
+
+    def __init__(
+        self,
+        console: Console,
+        events: Path,
+        slots: Mapping[str, int],
+        limits: Limits,
+        max_failures: int,
+    ) -> None:
+        self.limits = limits
+        self.roster = Roster()
+        self.hosts = Hosts()
+        self.manager = HostManager(FixedHosts(slots), max_failures=max_failures)
+        self.manager.update_available_hosts()
+        self.termination = Termination(limits, self.roster, self.manager)
+        self.log = DecisionLog(MemoryStore())
+        self.status = Status(console, str(events))
+        self.failures = Failures(
+            self.roster, self.hosts, self.manager, self.termination, self.log, self.status
+        )
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.reconciled = 0
+        self.liveness = Liveness(
+            limits,
+            self.roster,
+            self.log,
+            self.failures,
+            lambda seconds, do: self.timers.append((seconds, do)),
+            self._reconcile,
+        )
+        self._events = events
+
+    def _reconcile(self) -> None:
+        self.reconciled += 1
+
+    def start(self, *hosts: str) -> list[Process]:
+        """Workers that have a process on these hosts."""
+        processes = [self.roster.new(host) for host in hosts]
+        for process in processes:
+            process.pid = 1 << 30  # no process can have that number
+        return processes
+
+    def decide(self, *workers: int, kind: str = "start", min_np: int = 1) -> Decision:
+        """A decision with places for these workers."""
+        members = tuple(
+            WorkerView(w, self.roster.alive[w].host, joined=1, seat=seat, placed=True)
+            for seat, w in enumerate(workers)
+        )
+        decision = self.log.announce(Proposal(members, kind, min_np=min_np))
+        ranks = {w: decision.slots[f"w{w}"].rank for w in workers}
+        self.roster.place(decision.number, members, ranks)
+        return decision
+
+    def view(self, now: float = 0.0, **details: Any) -> View:
+        hosts = self.manager.current_hosts
+        facts: dict[str, Any] = {
+            "number": self.log.number,
+            "hosts": hosts.host_slots,
+            "blacklisted": hosts.blacklisted,
+            "workers": self.roster.view(),
+        }
+        return View(now, **{**facts, **details})
+
+    def run_timer(self, seconds: float) -> None:
+        """Let that much time pass, as far as timers are concerned."""
+        due = [do for after, do in self.timers if after == seconds]
+        self.timers = [timer for timer in self.timers if timer[0] != seconds]
+        assert due, f"nobody waits {seconds} s"
+        for do in due:
+            do()
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._events.read_text().splitlines()]
+
+
+@contextmanager
+def parts(
+    directory: Path, slots: Mapping[str, int], limits: Limits, max_failures: int = 1
+) -> Iterator[Parts]:
+    fd = os.open(directory / "console", os.O_WRONLY | os.O_CREAT)
+    try:
+        made = Parts(Console(fd, fd), directory / "events", slots, limits, max_failures)
+        with made.status:
+            yield made
+    finally:
+        os.close(fd)
