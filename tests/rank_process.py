@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, reduction
@@ -109,6 +110,10 @@ def _main(
     os.environ.update(environ)
     multiprocessing.set_start_method(None, force=True)  # a script's default, not the fork server
     tempfile.tempdir = None  # the fork server may have looked it up already
+    # As in the test process; but frameworks warn each other of what users can do nothing about.
+    warnings.filterwarnings("error", module=r"(horovod|tests|examples)\b")
+    # What numpy thinks of the variables of Keras and JAX, and says of whoever reads one.
+    warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy keyword")
 
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)

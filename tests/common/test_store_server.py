@@ -301,6 +301,7 @@ def test_closing_the_server_wakes_waiting_clients(server: StoreServer) -> None:
     thread.start()
     server.close()
     thread.join(LONG)
+    client.close()
     assert [type(failure) for failure in failures] == [ConnectionError]
 
 
