@@ -188,6 +188,8 @@ def test_the_lowest_waiting_rank_says_who_waits_where_and_who_is_missing(
         assert f"\n{rank}: allreduce.x (" in text
     assert "test_stall.py:" in text, "the line that asked"
     assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in text, "what one can do"
+    inspector(inspectors)._inspect(channels[1])
+    assert len(warnings) == 2, "now it is not"
 
 
 def test_it_is_said_once_in_a_while_and_not_every_time(
@@ -212,6 +214,9 @@ def test_what_was_posted_is_taken_back_when_the_rank_goes_on(
     channel.close(HorovodInternalError("over"))
     watching._inspect(channel)
     assert store.keys("stall/") == []
+    store.set("stall/0", b"")
+    watching._inspect(channel)
+    assert store.keys("stall/") == ["stall/0"], "the store is not asked again"
 
 
 def test_after_the_time_to_shut_down_the_request_fails_and_says_why(
