@@ -74,7 +74,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, dict[s
     def environment(rank: int) -> dict[str, str]:
         # As horovodrun sets them, for the page that uses torch.distributed as well.
         torch_names = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        return {"HOROVOD_TIMELINE": "DYNAMIC", "MASTER_PORT": str(port), **torch_names}
+        ours = {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_GLOO_TIMEOUT_SECONDS": "200"}
+        return {"MASTER_PORT": str(port), **ours, **torch_names}
 
     return run_ranks(_run_pages, 2, str(folder), env=environment, timeout=240), folder
 
