@@ -273,8 +273,11 @@ def campaign(options: argparse.Namespace) -> int:
                 if problem:
                     found.append(f"job {number}, {case}: {problem}")
                     print(f"{found[-1]}\n{done.stderr}", flush=True)
-                if number % 50 == 49:
-                    print(f"{number + 1} jobs, {len(found)} with problems", flush=True)
+                if number % 10 == 9:
+                    took = time.monotonic() - began
+                    print(
+                        f"{number + 1} jobs in {took:.0f} s, {len(found)} with problems", flush=True
+                    )
         finally:
             for process in (*busy, *([warm] if warm else [])):
                 process.kill()
@@ -299,6 +302,7 @@ def main() -> object:
     parser.add_argument("--fresh", action="store_true", help="a new Python for every rank")
     parser.add_argument("--verbose", action="store_true", help="a line for every job")
     parser.add_argument("--seed", type=int, default=0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left running
     sys.exit(campaign(parser.parse_args()))
 
 
