@@ -114,6 +114,8 @@ def _main(
     warnings.filterwarnings("error", module=r"(horovod|tests|examples)\b")
     # What numpy thinks of the variables of Keras and JAX, and says of whoever reads one.
     warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy keyword")
+    # What torch says to whoever calls a compiled module where there are hooks.
+    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when")
 
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)

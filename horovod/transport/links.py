@@ -248,8 +248,9 @@ class Links:
             for rank, link in list(self.open.items()):
                 if rank not in known:
                     known.add(rank)
-                    watched[link.fileno()] = rank
-                    poll.register(link, _CLOSED)
+                    if link.fileno() >= 0:  # else reset before anybody watched it
+                        watched[link.fileno()] = rank
+                        poll.register(link, _CLOSED)
             for descriptor, _ in poll.poll(self._patience(bool(watched))):
                 if descriptor == self._wakes.fileno():
                     self._wakes.recv(4096)

@@ -357,6 +357,16 @@ def test_a_reset_is_seen_at_once_behind_megabytes_that_nobody_reads():
         assert ranks.links[1].is_dead(0)
 
 
+def test_a_connection_that_is_reset_before_anybody_watches_it():
+    closed = socket.socket()
+    closed.close()
+    with linked(2) as ranks:  # an error in its thread fails the test
+        ranks.join(0, 1)
+        ranks.links[0].open[7] = closed  # seen when the thread wakes up for the reset
+        ranks.links[0].reset()
+        assert ranks.ended[1].get(timeout=SECONDS) == 0
+
+
 def test_closing_after_a_reset_that_came_before_the_shut_down():
     with linked(2) as ranks:
         ranks.join(0, 1)
