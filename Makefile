@@ -17,7 +17,7 @@ SHELL   := /bin/bash
 BIN     := $(VENV)/bin
 FW_BIN  := $(VENV)-frameworks/bin
 DOCS_BIN := $(VENV)-docs/bin
-PYTEST  ?= -n 2 --dist loadfile
+PYTEST  ?= -n 2 --dist loadfile --no-loadscope-reorder
 VERSIONS := 2.4.1 2.7.1 2.13.0
 # The build for CPUs is a third of the size, and there is none for other processors than x86-64.
 TF      := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)

@@ -22,6 +22,16 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# These take long, file by file. They begin first, so that no worker of pytest-xdist is left alone
+# with one of them in the end.
+_LONG = ("multihost/", "faults/", "examples/", "elastic/", "docs/", "dashboard/", "transport/")
+_LONG += ("test_benchmarks.py", "test_scaling_model.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(tuple(f"tests/{d}" for d in _LONG)))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Before pytest lists what was skipped."""
     for line in summarise(terminalreporter.stats):
