@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.bindings.frameworks import Framework
-from tests.ranks import RankPool, run_ranks
+from tests.ranks import RankPool, clean_environment, run_ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
 
 
@@ -160,20 +164,26 @@ def test_one_rank_of_which_reports_are_wanted(framework: Framework):
     assert found["steps"] == STEPS
 
 
-def one_keras_rank(rank: int, size: int) -> tuple[str, int]:
-    import keras
-
-    return keras.backend.backend(), keras_training("horovod.keras", False)["steps"]
+ONE_KERAS_RANK = """
+import keras
+from tests.bindings.test_steps import keras_training
+print(keras.backend.backend(), keras_training("horovod.keras", False)["steps"])
+"""
 
 
 @pytest.mark.skipif(keras_missing(), reason="keras or tensorflow is not installed")
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_one_rank_of_keras(backend: str):
+    """In a process of its own: the fork server of tests may have Keras with another backend."""
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed")
-    env = {
+    env = clean_environment() | {
         "HOROVOD_STATS_INTERVAL": "60",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "KERAS_BACKEND": backend,
+        "PYTHONPATH": str(ROOT),
     }
-    assert run_ranks(one_keras_rank, 1, env=env, timeout=240) == [(backend, STEPS)]
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_KERAS_RANK], env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.split() == [backend, str(STEPS)], done.stderr
