@@ -162,8 +162,8 @@ class _Finite:
     def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
         if not torch.isfinite(loss).all():
             raise ValueError(
-                f"rank {hvd.rank()}: the loss is {float(loss.detach())} in epoch {trainer.current_epoch}, "
-                f"step {trainer.global_step}, and terminate_on_nan is set"
+                f"rank {hvd.rank()}: the loss is {float(loss.detach())} in epoch "
+                f"{trainer.current_epoch}, step {trainer.global_step}, and terminate_on_nan is set"
             )
 
 
