@@ -12,6 +12,7 @@ its exit code. So what talks over MPI says whether to do it (`finalise_if`).
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -42,18 +43,43 @@ def initialised(threads: bool = True) -> Any:
     global _is_ours
     import mpi4py
 
+    rc = mpi4py.rc
+    deferred = not rc.initialize
     if "mpi4py.MPI" not in sys.modules:
-        if not threads:
-            mpi4py.rc.threads = False
-        if mpi4py.rc.finalize is None:  # not said
-            mpi4py.rc.finalize = False
-            _is_ours = True
-    from mpi4py import MPI
+        if rc.finalize is None:  # not said: ours
+            rc.finalize = False
+            deferred = True
+        initialise, rc.initialize = rc.initialize, False
+        try:
+            from mpi4py import MPI
+        finally:
+            rc.initialize = initialise
+    else:
+        from mpi4py import MPI
 
     if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE if threads else MPI.THREAD_SINGLE)
-        _is_ours = True
+        level = rc.thread_level.upper() if threads and rc.threads else "SINGLE"
+        _init_thread(MPI, getattr(MPI, f"THREAD_{level}"))
+        _is_ours = deferred or bool(rc.finalize)
     return MPI
+
+
+def _init_thread(module: Any, level: int) -> None:
+    """MPI_Init_thread, which waits for the other ranks, without Python's lock.
+
+    mpi4py keeps the lock: other threads of this process could not run meanwhile. One of them may
+    serve the store, which a rank is still asking on its way to MPI_Init_thread: neither would
+    ever get on.
+    """
+    library = ctypes.CDLL(module.__file__)  # its dependencies are searched as well
+    try:
+        init_thread = library.MPI_Init_thread
+    except AttributeError:  # an MPI that names its symbols otherwise
+        module.Init_thread(level)
+        return
+    error = init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+    if error != module.SUCCESS:
+        raise module.Exception(error)
 
 
 def finalise_if(question: Callable[[], bool]) -> None:
