@@ -88,6 +88,7 @@ def test_hosts_with_gpus_are_found(node: str):
 
 
 def test_more_than_there_are(node: str):
-    with pytest.raises(TimeoutError, match="1 GPU.*The cluster has"):
-        settings = RayExecutor.create_settings(timeout_s=120, placement_group_timeout_s=3)
-        RayExecutor(settings, num_workers=5, use_gpu=True).start()
+    settings = RayExecutor.create_settings(timeout_s=120, placement_group_timeout_s=3)
+    executor = RayExecutor(settings, num_workers=5, use_gpu=True)
+    with pytest.raises(TimeoutError, match=r"1 GPU.*The cluster has"):
+        executor.start()
