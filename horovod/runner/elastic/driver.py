@@ -25,7 +25,7 @@ from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.mailbox import Mailbox
 from horovod.runner.elastic.polling import DISCOVER_HOSTS_FREQUENCY_SECS, HostPoller
 from horovod.runner.elastic.status import Status, count
-from horovod.runner.elastic.upstream_driver import ElasticDriver
+from horovod.runner.elastic.upstream_driver import ElasticDriver, Results
 from horovod.runner.elastic.view import Limits, View, WorkerFailure
 from horovod.runner.host_agent import HostAgent
 from horovod.runner.progress import Progress
@@ -33,7 +33,7 @@ from horovod.runner.report import Outcome, exit_status
 from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import FAILURE_GRACE, Supervisor
 
-__all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver", "ElasticDriver", "WorkerOutputs"]
+__all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver", "ElasticDriver", "Results", "WorkerOutputs"]
 
 _TICK = 0.5
 """Seconds after which the loop looks at the clock, if nothing else happens."""
