@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -43,6 +44,14 @@ def seen_key(number: int, worker: str) -> str:
     return f"elastic/seen/{number}/{worker}"
 
 
+def broken_key(number: int, worker: str) -> str:
+    """Set by a worker whose generation of decision `number` broke, or did not come about.
+
+    The value is the reason, for people.
+    """
+    return f"elastic/broken/{number}/{worker}"
+
+
 def formed_key(number: int) -> str:
     """Set once the workers of decision `number` have met."""
     return f"elastic/formed/{number}"
@@ -56,6 +65,17 @@ def leaving_key(worker: str) -> str:
 def done_key(worker: str) -> str:
     """Set by a worker whose training function has returned."""
     return f"elastic/done/{worker}"
+
+
+_ANSWER = re.compile(
+    r"elastic/(ready|heard|seen|broken|formed|leaving|done)(?:/(\d+))?(?:/(w\d+))?"
+)
+
+
+def parse_answer(key: str) -> tuple[str, int, str] | None:
+    """Kind, decision (or 0) and worker (or "") of a key of the above; None for other keys."""
+    found = _ANSWER.fullmatch(key)
+    return found and (found[1], int(found[2] or 0), found[3] or "")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from horovod.common.decisions import (
     LATEST,
     Assignment,
     Decision,
+    broken_key,
     decision_key,
     done_key,
     formed_key,
@@ -63,8 +64,8 @@ def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
 class Generation(Store):
     """The workers of one decision in one attempt to work together: their part of the store.
 
-    Until all have met (`stand`), whoever waits for another worker gives up when a newer decision
-    appears or somebody else has given up. Afterwards only a broken generation ends a wait.
+    Until all have met (`mark_formed`), whoever waits for another worker gives up when a newer
+    decision appears or somebody else has given up. Afterwards only a broken generation ends a wait.
     """
 
     def __init__(
@@ -213,6 +214,7 @@ class Membership:
                 return
             except (HorovodInternalError, TimeoutError) as error:
                 generation.close()
+                self.report_broken(generation, error)
                 if self.unrecoverable is None and time.monotonic() > deadline:
                     self.unrecoverable = (
                         f"the workers of decision {number} did not meet within {patience:g} s"
@@ -286,6 +288,12 @@ class Membership:
             if times >= _MOST_FRUITLESS and self.unrecoverable is None:
                 self.unrecoverable = f"failed {times} times before anything was committed"
         return self.unrecoverable is None
+
+    def report_broken(self, generation: Generation, error: Exception) -> None:
+        """Tell the driver why this worker cannot go on in a generation; for its status file."""
+        with contextlib.suppress(OSError):
+            key = broken_key(generation.decision.number, self.worker_id)
+            self.store.set(key, str(error).encode())
 
     # -- the end -----------------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ class Worker:
         generation = self._member.generation
         if generation is not None:  # nobody may wait for what is still in flight
             runtime.abort(f"rank {generation.topology.rank} goes back: {error}", generation)
+            self._member.report_broken(generation, error)
         return hopeful
 
     def finish(self) -> None:

@@ -65,7 +65,18 @@ class Stats:
 
 
 class HorovodBasics:
-    """Questions about, and control of, the engine of this process."""
+    """Questions about, and control of, the engine of this process.
+
+    Upstream's arguments say where its C library is; they are taken and mean nothing.
+    """
+
+    # What upstream's C library returns; here these are exceptions.
+    HOROVOD_PROCESS_SET_ERROR_INIT = -1
+    HOROVOD_PROCESS_SET_ERROR_DYNAMIC = -2
+    HOROVOD_PROCESS_SET_ERROR_UNKNOWN_SET = -3
+    HOROVOD_PROCESS_SET_ERROR_FOREIGN_SET = -4
+    HOROVOD_PROCESS_SET_ERROR_SHUTDOWN = -5
+    HOROVOD_PROCESS_SET_ERROR_EXISTING_SET = -6
 
     Average = ReduceOp.AVERAGE
     Sum = ReduceOp.SUM
@@ -73,6 +84,8 @@ class HorovodBasics:
     Min = ReduceOp.MIN
     Max = ReduceOp.MAX
     Product = ReduceOp.PRODUCT
+
+    def __init__(self, pkg_path: str | None = None, *args: Any) -> None: ...
 
     # -- life ------------------------------------------------------------------------------
 

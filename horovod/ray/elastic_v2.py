@@ -27,9 +27,9 @@ from horovod.runner.colours import Colour
 from horovod.runner.console import Console
 from horovod.runner.elastic.discovery import HostDiscovery, HostManager
 from horovod.runner.elastic.driver import Driver
-from horovod.runner.elastic.policy import Limits
-from horovod.runner.elastic.roster import Process
+from horovod.runner.elastic.job_state import Process
 from horovod.runner.elastic.status import Status
+from horovod.runner.elastic.view import Limits
 from horovod.runner.option_parser import DEFAULT_WORKER_FAILURES
 from horovod.runner.outputs import Outputs
 from horovod.runner.remote_error import RemoteError

@@ -17,8 +17,8 @@ from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.discovery import HostDiscovery, HostManager, NoMoreHosts
 from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.job import WorkerLogs
-from horovod.runner.elastic.policy import Limits
 from horovod.runner.elastic.status import Status
+from horovod.runner.elastic.view import Limits
 from horovod.runner.host_agent import HostAgent
 from horovod.runner.outputs import Outputs
 from horovod.runner.report import Outcome, describe_failure

@@ -125,6 +125,8 @@ class Job:
 
     def can_recover(self, error: HorovodInternalError) -> bool:
         assert member is not None
+        if member.generation is not None:
+            member.report_broken(member.generation, error)
         return member.can_recover()
 
     @contextmanager

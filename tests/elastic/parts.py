@@ -16,11 +16,11 @@ from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import FixedHosts, HostManager
 from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.host_set import HostSet
+from horovod.runner.elastic.job_state import JobState, Process
 from horovod.runner.elastic.liveness import Liveness
-from horovod.runner.elastic.policy import Limits, Proposal, View, WorkerView
-from horovod.runner.elastic.roster import Process, Roster
+from horovod.runner.elastic.policy import Proposal
 from horovod.runner.elastic.status import Status
-from horovod.runner.elastic.termination import Termination
+from horovod.runner.elastic.view import Limits, WorkerView
 
 
 class Hosts(HostSet):
@@ -71,22 +71,18 @@ class Parts:
         max_failures: int,
     ) -> None:
         self.limits = limits
-        self.roster = Roster()
+        self.state = JobState()
         self.hosts = Hosts()
         self.manager = HostManager(FixedHosts(slots), max_failures=max_failures)
         self.manager.update_available_hosts()
-        self.termination = Termination(limits, self.roster, self.manager)
-        self.log = DecisionLog(MemoryStore())
+        self.log = DecisionLog(self.state, MemoryStore())
         self.status = Status(console, str(events))
-        self.failures = Failures(
-            self.roster, self.hosts, self.manager, self.termination, self.log, self.status
-        )
+        self.failures = Failures(self.state, self.hosts, self.manager, self.status)
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.reconciled = 0
         self.liveness = Liveness(
             limits,
-            self.roster,
-            self.log,
+            self.state,
             self.failures,
             lambda seconds, do: self.timers.append((seconds, do)),
             self._reconcile,
@@ -98,7 +94,7 @@ class Parts:
 
     def start(self, *hosts: str) -> list[Process]:
         """Workers that have a process on these hosts."""
-        processes = [self.roster.new(host) for host in hosts]
+        processes = [self.state.new(host) for host in hosts]
         for process in processes:
             process.pid = 1 << 30  # no process can have that number
         return processes
@@ -106,23 +102,13 @@ class Parts:
     def decide(self, *workers: int, kind: str = "start", min_np: int = 1) -> Decision:
         """A decision with places for these workers."""
         members = tuple(
-            WorkerView(w, self.roster.alive[w].host, joined=1, seat=seat, placed=True)
+            WorkerView(w, self.state.alive[w].host, joined=1, seat=seat, placed=True)
             for seat, w in enumerate(workers)
         )
         decision = self.log.announce(Proposal(members, kind, min_np=min_np))
         ranks = {w: decision.slots[f"w{w}"].rank for w in workers}
-        self.roster.place(decision.number, members, ranks)
+        self.state.place(members, ranks)
         return decision
-
-    def view(self, now: float = 0.0, **details: Any) -> View:
-        hosts = self.manager.current_hosts
-        facts: dict[str, Any] = {
-            "number": self.log.number,
-            "hosts": hosts.host_slots,
-            "blacklisted": hosts.blacklisted,
-            "workers": self.roster.view(),
-        }
-        return View(now, **{**facts, **details})
 
     def run_timer(self, seconds: float) -> None:
         """Let that much time pass, as far as timers are concerned."""

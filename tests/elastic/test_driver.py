@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import blocks
 from tests.elastic.launched import Launched
 
+PAGE = Path(__file__).parents[2] / "docs" / "elastic.md"
 LOCAL = ["-H", "localhost:3", "--min-np", "2", "--max-np", "3", "-np", "3"]
 PATIENT = {"HOROVOD_ELASTIC_ANSWER_TIMEOUT": "2"}
 
@@ -98,19 +103,56 @@ def test_all_are_lost(tmp_path: Path):
         assert set(job.ends()) == {"w2", "w3"}
 
 
-def test_a_stopped_worker_is_given_up(tmp_path: Path):
+def test_a_stopped_worker_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     plan = {"steps": 30, "size": 3, "silence": 2, "faults": {"w1": ["step", 7, "SIGSTOP"]}}
     with Launched(tmp_path, LOCAL, plan, env=PATIENT) as job:
         job.check_success(size=3)
         assert "w1 (rank 1, localhost) failed: did not react within 2 s" in job.errors
+        before = list(itertools.takewhile(lambda e: e["event"] != "failed", job.events()))
+    called = [event["number"] for event in before if event["event"] == "decision"]
+    heard = {e["worker"] for e in before if e["event"] == "heard" and e["decision"] == called[-1]}
+    assert "w1" not in heard
+    # What docs/elastic.md says to run while a job waits.
+    (code,) = [code for code, _ in blocks(PAGE, "python") if "status.jsonl" in code]
+    (tmp_path / "status.jsonl").write_text("".join(json.dumps(event) + "\n" for event in before))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, str(PAGE), "exec"), {})
+    missing = f"w1 (rank 1 on localhost) has not come to decision {called[-1]}"
+    assert missing in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("how", ["slow 3", "hold 3"])
 def test_a_slow_worker_is_waited_for(tmp_path: Path, how: str):
     plan = {"steps": 10, "silence": 1, "faults": {"w1": ["step", 5, how]}}
+    begun = time.monotonic()
     with Launched(tmp_path, LOCAL, plan, env=PATIENT) as job:
         job.check_success(size=3)
         assert not job.events("failed")
+        took = [event["seconds"] for event in job.events("formed") if "seconds" in event]
+        assert sum(took) <= time.monotonic() - begun, "also where they met again by themselves"
+
+
+def test_the_status_file_has_what_workers_answered(tmp_path: Path):
+    plan = {"steps": 30, "size": 3, "faults": {"w1": ["step", 7, "SIGKILL"]}}
+    with Launched(tmp_path, LOCAL, plan) as job:
+        job.check_success(size=3)
+
+        def who(event: str, **details: int) -> set[str]:
+            return {e["worker"] for e in job.events(event) if details.items() <= e.items()}
+
+        places = {event["number"]: set(event["workers"]) for event in job.events("decision")}
+        formed = [event["decision"] for event in job.events("formed")]
+        assert formed[0] == 1
+        for number in formed:
+            assert who("entered", decision=number) == places[number]
+        survivors = {"w0", "w2"}
+        assert who("heard", decision=2) == who("broken", decision=1) == survivors
+        why = [event["why"] for event in job.events("broken") if event["decision"] == 1]
+        assert all("w1 (rank 1, localhost) failed: killed by SIGKILL" in text for text in why)
+        assert who("done") == {*survivors, "w3"}
+        assert not job.events("leaving")
 
 
 def test_who_ends_early_has_finished_and_the_others_go_on(tmp_path: Path):
@@ -140,6 +182,7 @@ def test_sigterm_is_a_leave(tmp_path: Path):
         job.check_success(size=2)
         assert job.sizes() == [3, 2], "it is not replaced"
         assert not job.events("failed")
+        assert [event["worker"] for event in job.events("leaving")] == ["w1"]
 
 
 def test_an_error_of_all_workers_ends_the_job(tmp_path: Path):

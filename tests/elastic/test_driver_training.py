@@ -23,4 +23,7 @@ def test_the_example_survives_a_kill_and_learns(tmp_path: Path):
         assert sorted(set(epochs)) == list(range(1, 11)), "none is left out"
         assert job.output.count("final test accuracy") == 1
         assert [len(event["workers"]) for event in job.events("decision")][:2] == [2, 1]
+        (broken,) = [event for event in job.events("broken") if event["decision"] == 1]
+        assert broken["worker"] == "w1"
+        assert broken["why"], "what the survivor's collective said"
         job.check_nothing_left()

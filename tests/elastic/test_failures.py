@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from horovod.runner.elastic.policy import Limits
-from horovod.runner.elastic.roster import now
+from horovod.runner.elastic.job_state import now
+from horovod.runner.elastic.view import Limits
 from horovod.runner.host_agent import HostAgent
 from tests.elastic.parts import Parts, parts
 
@@ -38,9 +38,9 @@ class DeadLink:
 
 
 def test_a_failure_is_noted_everywhere(job: Parts):
-    job.failures.failed(job.roster.alive[1], 3)
-    assert job.roster.failed == [1]
-    assert job.log.causes == ["w1 (rank 1, a) failed: exit code 3"]
+    job.failures.failed(job.state.alive[1], 3)
+    assert job.state.failed == [1]
+    assert job.state.causes == ["w1 (rank 1, a) failed: exit code 3"]
     (event,) = job.events()
     del event["time"]
     assert event == {"event": "failed", "worker": "w1", "host": "a", "how": "exit code 3"}
@@ -48,9 +48,15 @@ def test_a_failure_is_noted_everywhere(job: Parts):
     assert not job.manager.is_blacklisted("a")
 
 
+def test_the_ranks_that_a_worker_blamed_are_in_the_status_file(job: Parts):
+    job.state.alive[0].because_of = (1, 2)
+    job.failures.failed(job.state.alive[0], 1)
+    assert job.events()[0]["because_of"] == [1, 2]
+
+
 def test_a_host_is_blacklisted_after_its_last_allowed_failure(job: Parts):
-    job.failures.failed(job.roster.alive[0], -signal.SIGSEGV)
-    job.failures.failed(job.roster.alive[1], 1)
+    job.failures.failed(job.state.alive[0], -signal.SIGSEGV)
+    job.failures.failed(job.state.alive[1], 1)
     assert job.manager.is_blacklisted("a")
     assert not job.manager.is_blacklisted("b")
     assert job.events()[-1]["message"] == "a gets no new workers after 2 failures"
@@ -60,39 +66,39 @@ def test_a_worker_that_could_not_be_started_says_why(job: Parts):
     (process,) = job.start("b")
     process.pid = 0
     job.failures.could_not_start(process, "python: no such file")
-    assert process.number not in job.roster.alive
-    assert job.roster.failed == [], "it had no place"
-    assert job.termination.host_problem == "cannot start a worker on b: python: no such file"
+    assert process.number not in job.state.alive
+    assert job.state.failed == [], "it had no place"
+    assert job.state.host_problem == "cannot start a worker on b: python: no such file"
     assert job.events()[-1]["event"] == "host failed"
 
 
 def test_who_is_given_up_is_killed(job: Parts):
-    job.failures.give_up(job.roster.alive[2], "did not react within 30 s")
+    job.failures.give_up(job.state.alive[2], "did not react within 30 s")
     assert job.hosts.stopped == [("b", 2)]
-    assert job.roster.last_failure is not None
-    assert job.roster.last_failure.exit.code == -signal.SIGKILL
-    assert job.failures.fenced_until == 0.0
+    assert job.state.last_failure is not None
+    assert job.state.last_failure.exit.code == -signal.SIGKILL
+    assert job.state.fenced_until == 0.0
 
 
 def test_where_killing_is_not_certain_nobody_begins_before_the_worker_has_ended_itself(job: Parts):
     job.hosts.disobedient.add("b")
-    job.failures.give_up(job.roster.alive[2], "did not react within 30 s")
-    assert job.failures.fenced_until > now()
+    job.failures.give_up(job.state.alive[2], "did not react within 30 s")
+    assert job.state.fenced_until > now()
 
 
 def test_with_a_host_its_workers_are_lost_and_those_told_to_end_are_not_missed(job: Parts):
-    job.roster.alive[0].dismissed = True
+    job.state.alive[0].dismissed = True
     job.failures.lost_host(HostAgent("a", link=DeadLink()), "ssh: connection reset")  # type: ignore[arg-type]
-    assert list(job.roster.alive) == [2]
-    assert job.roster.failed == [1]
-    assert job.log.causes == ["w1 (rank 1, a) failed: lost with its host"]
-    assert job.termination.host_problem == "ssh: connection reset"
-    assert job.failures.fenced_until > now(), "they may still run there"
+    assert list(job.state.alive) == [2]
+    assert job.state.failed == [1]
+    assert job.state.causes == ["w1 (rank 1, a) failed: lost with its host"]
+    assert job.state.host_problem == "ssh: connection reset"
+    assert job.state.fenced_until > now(), "they may still run there"
     assert job.manager.blacklisting.failures("a") == 1, "one failure, however many workers"
 
 
 def test_the_status_file_is_whole_lines(job: Parts, tmp_path: Path):
-    job.failures.failed(job.roster.alive[1], 3)
+    job.failures.failed(job.state.alive[1], 3)
     job.failures.blame("a", "it burns")
     text = (tmp_path / "events").read_text()
     assert text.endswith("\n")

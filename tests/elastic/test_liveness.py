@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod.runner.elastic.policy import Limits
+from horovod.runner.elastic.view import Limits
 from tests.elastic.parts import Parts, parts
 
 LIMITS = Limits(num_proc=3, min_np=2, elastic_timeout=600.0, answer_timeout=30.0)
@@ -24,28 +24,28 @@ def job(tmp_path: Path) -> Iterator[Parts]:
 
 
 def test_who_does_not_hear_of_a_decision_is_given_up(job: Parts):
-    job.roster.alive[0].heard = job.roster.alive[2].heard = 1
+    job.state.alive[0].heard = job.state.alive[2].heard = 1
     job.run_timer(LIMITS.answer_timeout)
-    assert list(job.roster.alive) == [0, 2]
+    assert list(job.state.alive) == [0, 2]
     assert job.hosts.stopped == [("a", 1)]
-    assert job.log.causes == ["w1 (rank 1, a) failed: did not react within 30 s"]
+    assert job.state.causes == ["w1 (rank 1, a) failed: did not react within 30 s"]
     assert job.reconciled == 1
 
 
 def test_nobody_is_disturbed_if_all_have_heard(job: Parts):
-    for process in job.roster.alive.values():
+    for process in job.state.alive.values():
         process.heard = 1
     job.run_timer(LIMITS.answer_timeout)
-    assert (len(job.roster.alive), job.reconciled) == (3, 0)
+    assert (len(job.state.alive), job.reconciled) == (3, 0)
 
 
 def test_who_hears_but_does_not_come_is_given_up_later(job: Parts):
-    for process in job.roster.alive.values():
+    for process in job.state.alive.values():
         process.heard = 1
-    job.roster.alive[0].entered = job.roster.alive[1].entered = (1, 0)
+    job.state.alive[0].entered = job.state.alive[1].entered = (1, 0)
     job.run_timer(LIMITS.elastic_timeout)
-    assert list(job.roster.alive) == [0, 1]
-    assert "did not come back to training within 600 s" in job.log.causes[0]
+    assert list(job.state.alive) == [0, 1]
+    assert "did not come back to training within 600 s" in job.state.causes[0]
 
 
 @pytest.mark.parametrize("kind", ["added", "removed", "mixed"])
@@ -53,42 +53,42 @@ def test_after_a_change_of_hosts_workers_may_come_when_they_like(job: Parts, kin
     job.timers.clear()
     job.liveness.begin(job.decide(0, 1, kind=kind))
     job.run_timer(LIMITS.elastic_timeout)
-    assert len(job.roster.alive) == 3
+    assert len(job.state.alive) == 3
 
 
 def test_a_timer_of_an_older_decision_ends_nobody(job: Parts):
     job.decide(0, 1, 2, kind="failure")
     job.run_timer(LIMITS.elastic_timeout)
-    assert len(job.roster.alive) == 3
+    assert len(job.state.alive) == 3
 
 
 def test_workers_that_wait_for_more_are_not_expected_to_meet(job: Parts):
     job.timers.clear()
     job.liveness.begin(job.decide(0, 1, kind="failure", min_np=3))
     job.run_timer(LIMITS.elastic_timeout)
-    assert len(job.roster.alive) == 3
+    assert len(job.state.alive) == 3
 
 
 def test_who_meets_again_while_another_is_missing_calls_all(job: Parts):
-    for process in job.roster.alive.values():
+    for process in job.state.alive.values():
         process.entered = (1, 0)
-    job.roster.alive[0].entered = job.roster.alive[1].entered = (1, 1)
+    job.state.alive[0].entered = job.state.alive[1].entered = (1, 1)
     job.liveness.entered(1, 1)
-    assert not job.liveness.asked, "the other may be on its way"
+    assert not job.state.asked, "the other may be on its way"
     job.run_timer(ABSENCE)
-    assert job.liveness.asked
-    assert job.log.causes == ["the others have lost w2 (rank 2, b)"]
+    assert job.state.asked
+    assert job.state.causes == ["the others have lost w2 (rank 2, b)"]
     assert job.reconciled == 1
     job.liveness.begin(job.decide(0, 1, 2, kind="failure"))
-    assert not job.liveness.asked
+    assert not job.state.asked
 
 
 def test_who_meets_again_together_needs_nobody(job: Parts):
-    for process in job.roster.alive.values():
+    for process in job.state.alive.values():
         process.entered = (1, 1)
     job.liveness.entered(1, 1)
     job.run_timer(ABSENCE)
-    assert (job.liveness.asked, job.reconciled) == (False, 0)
+    assert (job.state.asked, job.reconciled) == (False, 0)
 
 
 def test_the_first_meeting_and_old_news_are_nothing_to_mind(job: Parts):
@@ -96,21 +96,21 @@ def test_the_first_meeting_and_old_news_are_nothing_to_mind(job: Parts):
     job.liveness.entered(1, 0)
     job.liveness.entered(0, 3)
     assert job.timers == []
-    assert not job.liveness.asked
+    assert not job.state.asked
 
 
 def test_nobody_waits_for_a_worker_that_has_finished(job: Parts):
-    job.roster.alive[0].entered = (1, 0)
+    job.state.alive[0].entered = (1, 0)
     job.liveness.finished()
-    assert job.liveness.asked
+    assert job.state.asked
 
 
 def test_a_generation_that_has_met_does_not_miss_who_has_finished(job: Parts):
-    assert job.log.take_formed(1)
-    job.roster.alive[0].entered = (1, 0)
+    job.state.mark_formed()
+    job.state.alive[0].entered = (1, 0)
     job.liveness.finished()
-    assert not job.liveness.asked
+    assert not job.state.asked
     # But if the others meet again, that one will not come.
-    job.roster.finished.append(1)
+    job.state.finished.append(1)
     job.liveness.entered(1, 1)
-    assert job.liveness.asked
+    assert job.state.asked

@@ -9,17 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.runner.elastic.blacklist import Blacklist
-from horovod.runner.elastic.policy import (
-    ElasticPlan,
-    Limits,
-    View,
-    WorkerView,
-    arrange,
-    expect,
-    make_plan,
-)
+from horovod.runner.elastic.policy import ElasticPlan, arrange, expect, make_plan
+from horovod.runner.elastic.termination import Ending
+from horovod.runner.elastic.view import Limits, View, WorkerFailure, WorkerView
+from horovod.runner.report import Exit
 
 LIMITS = Limits(num_proc=2, min_np=2, max_np=4)
+FAILURE = WorkerFailure(0, Exit(rank=0, pid=7, code=-9, host="a"))
 
 
 def member(number: int, host: str = "a", joined: int = 1) -> WorkerView:
@@ -40,7 +36,8 @@ def running(*workers: WorkerView, **details: object) -> View:
 
 
 def test_nothing_starts_without_enough_slots():
-    assert make_plan(View(now=0.0, hosts={"a": 1}), LIMITS) == ElasticPlan()
+    plan = make_plan(View(now=5.0, hosts={"a": 1}), LIMITS)
+    assert plan == ElasticPlan(short_since=5.0)
 
 
 def test_all_slots_are_used_up_to_the_maximum():
@@ -66,7 +63,7 @@ def test_places_follow_the_order_of_hosts_not_of_starting():
 
 
 def test_replacements_wait_until_it_is_clear_whether_all_fail():
-    view = View(now=3.0, hosts={"a": 3}, workers=[new(1)], troubled=True)
+    view = View(now=3.0, hosts={"a": 3}, workers=[new(1)], failures=(FAILURE,))
     assert make_plan(view, LIMITS).start == ()
     ready = dataclasses.replace(view, workers=[new(1, ready_at=2.0)])
     assert make_plan(ready, LIMITS).start == ("a", "a")
@@ -109,9 +106,33 @@ def test_when_all_are_lost_others_begin_anew_but_not_before_the_old_are_surely_g
 
 def test_the_reset_limit():
     limits = dataclasses.replace(LIMITS, reset_limit=0)
-    assert make_plan(running(member(0), member(1), failed=(2,)), limits).exhausted
+    lost = running(member(0), member(1), failed=(2,), last_failure=FAILURE)
+    ending = make_plan(lost, limits).ending
+    assert ending is not None
+    assert "exceeded limit: 0 (--reset-limit)" in ending.problem
+    assert ending.failure == FAILURE
     grown = running(member(0), member(1), new(2, ready_at=1.0))
     assert make_plan(grown, limits) == ElasticPlan(start=("a",)), "growing is only left out"
+
+
+def test_when_all_are_lost_what_went_wrong_is_forgotten_and_others_start():
+    view = running(failed=(0, 1), failures=(FAILURE,), met=True)
+    plan = make_plan(view, LIMITS)
+    assert plan == ElasticPlan(start=("a",) * 4, begin_anew=True, short_since=100.0)
+    assert not make_plan(running(member(1), failed=(0,), failures=(FAILURE,)), LIMITS).begin_anew
+
+
+def test_nobody_comes_to_those_who_wait_when_the_launcher_is_told_to_end():
+    view = running(member(0), too_few=True, interrupted=True)
+    assert make_plan(view, LIMITS) == ElasticPlan(release=True)
+    training = running(member(0), member(1), interrupted=True)
+    assert make_plan(training, LIMITS) == ElasticPlan()
+
+
+def test_the_end_comes_before_any_plan():
+    """`test_termination` has the reasons."""
+    plan = make_plan(running(running=False, anybody_finished=True, failed=(0,)), LIMITS)
+    assert plan == ElasticPlan(ending=Ending())
 
 
 def test_a_leaver_is_not_a_failure():
@@ -197,8 +218,15 @@ def views(draw: st.DrawFn) -> tuple[View, Limits]:
         blacklisted=frozenset(draw(st.sets(st.sampled_from(HOSTS), max_size=1))),
         workers=workers,
         failed=lost,
-        troubled=draw(st.booleans()),
+        failures=(FAILURE,) * draw(st.integers(0, 1)),
+        met=draw(st.booleans()),
+        fruitless=draw(st.integers(0, 1)),
+        short_since=draw(st.none() | st.floats(-1000, 100)),
+        no_hosts=draw(st.sampled_from(["", "", "", "they are gone"])),
+        running=bool(workers),
+        anybody_finished=draw(st.booleans()),
         finishing=draw(st.booleans()),
+        interrupted=draw(st.booleans()),
     )
     return view, limits
 
@@ -212,7 +240,10 @@ def test_rules_that_always_hold(case: tuple[View, Limits]):
     alive = {worker.id: worker for worker in view.workers}
     assert set(plan.stop) <= {w.id for w in view.workers if w.joined is None}
     assert all(host in view.usable for host in plan.start)
-    if view.finishing:
+    if plan.ending is not None:
+        assert plan == ElasticPlan(ending=plan.ending), "nothing else is to be done"
+        return
+    if view.over and (view.number or view.interrupted):
         assert not plan.start
     placed = Counter(w.host for w in view.workers if w.id not in plan.stop)
     for host, extra in Counter(plan.start).items():
@@ -232,7 +263,7 @@ def test_rules_that_always_hold(case: tuple[View, Limits]):
         assert arrange(proposal.members)[oldest.id].rank == 0
     if limits.max_np is not None and proposal.added:
         assert len(proposal.members) <= max(limits.max_np, len(survivors))
-    if limits.reset_limit is not None and not view.finishing:
+    if limits.reset_limit is not None and not view.over:
         assert view.number <= limits.reset_limit
 
 

@@ -1,216 +1,259 @@
-"""When an elastic job is over, and with which words; without processes or clocks."""
+"""When an elastic job is over, and with which words: views in, endings out."""
 
 from __future__ import annotations
 
+import dataclasses
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.runner.elastic.policy import Limits
-from horovod.runner.elastic.termination import Ending
+from horovod.runner.elastic import policy
+from horovod.runner.elastic.termination import Ending, all_lost, find_ending, short_since, shortage
+from horovod.runner.elastic.view import Limits, View, WorkerFailure, WorkerView
 from horovod.runner.report import Exit
 from tests.elastic.parts import Parts, parts
 
 LIMITS = Limits(num_proc=2, min_np=2, reset_limit=3, elastic_timeout=600.0)
+TRAINING = View(
+    now=100.0,
+    number=1,
+    formed=True,
+    met=True,
+    hosts={"a": 1, "b": 1},
+    workers=[WorkerView(0, "a", 1, 0, placed=True), WorkerView(1, "b", 1, 1, placed=True)],
+)
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Parts]:
-    """Two workers that train."""
-    with parts(tmp_path, {"a": 1, "b": 1}, LIMITS) as job:
-        job.termination.discovered = True
-        job.start("a", "b")
-        job.decide(0, 1)
-        job.termination.formed()
-        yield job
+def view(**details: object) -> View:
+    """Two workers that train, but for these details."""
+    return dataclasses.replace(TRAINING, **details)  # type: ignore[arg-type]
 
 
-def finish(job: Parts, worker: int) -> None:
-    process = job.roster.alive[worker]
-    job.termination.finished(process.exit(0))
-    job.roster.remove(process)
-    job.roster.finished.append(worker)
+def failure(worker: int, code: int, *, pid: int = 7, because_of: tuple[int, ...] | None = None):
+    host = "ab"[worker % 2]
+    return WorkerFailure(worker, Exit(worker, pid, code, host, because_of))
 
 
-def lose(job: Parts, worker: int, code: int) -> None:
-    job.failures.failed(job.roster.alive[worker], code)
+def lost(*failures: WorkerFailure, **details: object) -> View:
+    """Nobody is left."""
+    last = failures[-1]
+    facts = {"workers": [], "failures": failures, "last_failure": last, "running": False}
+    return view(**{**facts, **details})
 
 
-def find(job: Parts, now: float = 0.0, **details: object) -> Ending:
-    ending = job.termination.find(job.view(now, **details))
+def find(seen: View, limits: Limits = LIMITS) -> Ending:
+    ending = find_ending(seen, limits)
     assert ending is not None
+    assert policy.make_plan(seen, limits).ending == ending, "the plan has it"
     return ending
 
 
 # -- well ----------------------------------------------------------------------------------------
 
 
-def test_a_job_that_trains_goes_on(job: Parts):
-    assert job.termination.find(job.view(1e9)) is None
+@given(st.floats(0.0, 1e9), st.none() | st.floats(0.0, 1e9))
+def test_a_job_with_enough_workers_never_ends_by_the_clock(now: float, since: float | None):
+    seen = view(now=now, short_since=since)
+    assert find_ending(seen, LIMITS) is None
+    assert short_since(seen, LIMITS) is None
 
 
-def test_it_is_over_when_all_have_finished(job: Parts):
-    finish(job, 0)
-    assert job.termination.find(job.view(finishing=True)) is None
-    finish(job, 1)
-    assert find(job) == Ending()
+def test_it_is_over_when_all_have_finished():
+    some = view(finishing=True, anybody_finished=True, workers=TRAINING.workers[1:])
+    assert find_ending(some, LIMITS) is None
+    assert find(view(workers=[], running=False, anybody_finished=True)) == Ending()
 
 
-def test_workers_that_were_told_to_end_are_not_waited_for(job: Parts):
-    finish(job, 0)
-    job.roster.alive[1].dismissed = True
-    assert find(job) == Ending()
+def test_a_failure_that_is_not_forgiven_is_the_end_of_those_who_finished():
+    bad = failure(1, 7)
+    ending = find(view(workers=[], running=False, anybody_finished=True, unforgiven=bad))
+    assert ending == Ending(failure=bad)
 
 
-def test_a_failure_after_which_somebody_finished_is_forgiven(job: Parts):
-    lose(job, 1, -signal.SIGKILL)
-    finish(job, 0)
-    assert find(job) == Ending()
+@pytest.mark.parametrize("why", ["finishing", "interrupted"])
+def test_near_the_end_nothing_but_the_last_exit_ends_the_job(why: str):
+    seen = lost(failure(0, 1), failure(1, 1), running=True, **{why: True})
+    assert find_ending(seen, LIMITS) is None
+    assert not all_lost(seen)
 
 
-def test_one_after_which_nobody_did_is_not(job: Parts):
-    finish(job, 0)
-    lose(job, 1, 3)
-    ending = find(job, finishing=True)
-    assert ending.failure is not None
-    assert ending.failure.exit.code == 3
+# -- hosts ---------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_fails_after_its_training_returned_fails_the_job(job: Parts):
-    job.roster.alive[1].done = True
-    lose(job, 1, 7)
-    finish(job, 0)
-    ending = find(job)
-    assert ending.failure is not None
-    assert ending.failure.exit.code == 7
+def test_without_hosts_there_is_no_job():
+    died = failure(0, -9)
+    seen = view(no_hosts="the cluster is gone", last_failure=died)
+    assert find(seen) == Ending("the cluster is gone", died)
+    assert find(view(no_hosts="gone", finishing=True)).problem == "gone"
 
 
-# -- badly ---------------------------------------------------------------------------------------
+def test_every_host_blacklisted():
+    died = failure(1, -signal.SIGKILL)
+    both = frozenset("ab")
+    seen = view(
+        workers=TRAINING.workers[:1],
+        blacklisted=both,
+        for_good=both,
+        last_failure=died,
+        failed=(1,),
+    )
+    assert find(seen) == Ending(
+        "every host has failed too often (--max-worker-failures), and 1 is left; the last: rank 1 "
+        "on b, killed by SIGKILL (exit code 137)",
+        died,
+    )
+    assert find_ending(view(for_good=both, blacklisted=both), LIMITS) is None, "enough are left"
+    one = dataclasses.replace(seen, for_good=frozenset("a"))
+    assert find_ending(one, LIMITS) is None, "the other host may come back"
+    unreachable = view(
+        number=0, workers=[], blacklisted=both, for_good=both, host_problem="no route to b"
+    )
+    assert find(unreachable).problem.endswith("and 0 are left; the last: no route to b")
 
 
-def test_when_all_fail_by_themselves_the_cause_is_told_and_not_those_who_followed(job: Parts):
-    job.roster.alive[0].because_of = (1,)
-    lose(job, 0, 1)
-    lose(job, 1, 5)
-    ending = find(job)
-    assert ending.failure is not None
-    assert ending.failure.exit.code == 5
-    job.termination.settle(ending)
-    outcome = job.termination.outcome
-    assert outcome.first_failure == ending.failure.exit
-    assert [exit.rank for exit in outcome.exits] == [0, 1]
-    assert job.termination.blamed == ending.failure
+def test_all_have_left_as_they_were_told_to():
+    seen = view(workers=[], hosts={"a": 0, "b": 0}, left=(0, 1))
+    assert find(seen) == Ending("all workers have left, as they were told to", status=143)
+    assert find_ending(dataclasses.replace(seen, number=0), LIMITS) is None, "they never came"
 
 
-def test_who_left_early_is_named_when_others_failed_because_of_it(job: Parts):
-    job.roster.alive[1].because_of = (0,)
-    finish(job, 0)
-    lose(job, 1, 1)
-    job.termination.settle(find(job))
-    assert job.termination.outcome.gone_early == [Exit(0, 1 << 30, 0, "a")]
+# -- all are lost --------------------------------------------------------------------------------
 
 
-def test_workers_killed_with_their_hosts_are_tried_again_twice(tmp_path: Path):
-    with parts(tmp_path, {"a": 1, "b": 1}, LIMITS, max_failures=100) as job:
-        for attempt in range(2):
-            for process in job.start("a", "b"):
-                job.decide(*job.roster.alive)
-                job.failures.failed(process, -signal.SIGKILL)
-            ending = job.termination.find(job.view())
-            assert (ending is None) == (attempt == 0)
-        assert ending is not None
-        assert ending.problem == "all workers were lost again before they could begin"
+def test_when_all_fail_by_themselves_the_cause_is_told_and_not_those_who_followed():
+    cause = failure(1, 5)
+    assert find(lost(failure(0, 1, because_of=(1,)), cause)) == Ending(failure=cause)
 
 
-def test_meeting_in_between_starts_the_count_again(tmp_path: Path):
-    with parts(tmp_path, {"a": 1, "b": 1}, LIMITS, max_failures=100) as job:
-        for _ in range(5):
-            processes = job.start("a", "b")
-            job.decide(*job.roster.alive)
-            job.termination.formed()
-            for process in processes:
-                job.failures.failed(process, -signal.SIGKILL)
-            assert job.termination.find(job.view()) is None
+def test_a_survivor_is_reason_enough_to_go_on():
+    seen = lost(failure(0, 1), workers=TRAINING.workers[1:])
+    assert not all_lost(seen)
+    assert find_ending(seen, LIMITS) is None
+    newcomer = [WorkerView(2, "a")]
+    assert all_lost(lost(failure(0, 1), workers=newcomer)), "it has nothing of the training"
+    assert not all_lost(lost(failure(0, 1), workers=newcomer, number=0)), "nobody has"
 
 
-def test_when_none_could_be_started_the_host_says_why(tmp_path: Path):
-    with parts(tmp_path, {"a": 1}, LIMITS) as job:
-        (process,) = job.start("a")
-        process.pid = 0
-        job.failures.could_not_start(process, "python: no such file")
-        assert find(job) == Ending("cannot start a worker on a: python: no such file", status=127)
+def test_workers_killed_with_their_hosts_are_tried_again_twice():
+    killed = failure(0, -9), failure(1, -9)
+    assert find_ending(lost(*killed), LIMITS) is None
+    assert find_ending(lost(*killed, met=False), LIMITS) is None
+    again = find(lost(*killed, met=False, fruitless=1))
+    assert again == Ending("all workers were lost again before they could begin", killed[0])
+    assert find_ending(lost(*killed, fruitless=1), LIMITS) is None, "they had begun"
 
 
-def test_every_host_blacklisted(job: Parts):
-    for worker in (0, 1):
-        lose(job, worker, -signal.SIGKILL)
-    ending = find(job)
-    assert ending.problem.startswith("every host has failed too often (--max-worker-failures)")
-    assert "the last: rank 1 on b, killed by SIGKILL" in ending.problem
+def test_when_none_could_be_started_the_host_says_why():
+    seen = lost(failure(0, 127, pid=0), number=0, host_problem="cannot start: no such file")
+    assert find(seen) == Ending("cannot start: no such file", status=127)
 
 
-def test_all_have_left_as_they_were_told_to(job: Parts):
-    for worker, host in enumerate("ab"):
-        job.roster.remove(job.roster.alive[worker])
-        job.manager.give_back(host)
-    assert find(job) == Ending("all workers have left, as they were told to", status=143)
-
-
-def test_the_reset_limit_names_itself_and_the_last_failure(job: Parts):
-    lose(job, 1, 1)
-    ending = job.termination.exhausted()
-    assert "exceeded limit: 3 (--reset-limit)" in ending.problem
-    assert ending.failure == job.roster.last_failure
+def test_those_who_were_lost_do_not_hide_that_the_others_have_left():
+    seen = lost(failure(0, -9), hosts={"a": 0, "b": 0})
+    assert find(seen).problem == "all workers have left, as they were told to"
 
 
 # -- too few -------------------------------------------------------------------------------------
 
 
-def test_too_few_workers_are_waited_for_as_long_as_the_timeout_and_not_longer(job: Parts):
-    lose(job, 1, -signal.SIGKILL)
-    assert job.termination.find(job.view(100.0)) is None
-    assert job.termination.find(job.view(699.9)) is None
-    ending = find(job, 700.0)
-    assert ending.problem == (
+def one_is_left(**details: object) -> View:
+    return view(**{"workers": TRAINING.workers[:1], "blacklisted": frozenset("b"), **details})
+
+
+def test_too_few_workers_are_waited_for_as_long_as_the_timeout_and_not_longer():
+    seen = one_is_left()
+    assert find_ending(seen, LIMITS) is None
+    assert short_since(seen, LIMITS) == 100.0
+    assert policy.make_plan(seen, LIMITS).short_since == 100.0
+    waiting = one_is_left(now=699.9, short_since=100.0)
+    assert find_ending(waiting, LIMITS) is None
+    assert short_since(waiting, LIMITS) == 100.0
+    assert find(one_is_left(now=700.0, short_since=100.0)).problem == (
         "gave up after 600 s (--elastic-timeout): the job needs 2 workers, and 1 is left "
         "(a:1; not used after failures: b)"
     )
 
 
-def test_the_wait_begins_anew_each_time(job: Parts):
-    lose(job, 1, -signal.SIGKILL)
-    assert job.termination.find(job.view(100.0)) is None
-    job.manager.take({"a": 1, "b": 1, "c": 1})
-    job.start("c")
-    job.decide(0, 2)
-    assert job.termination.find(job.view(650.0)) is None
-    lose(job, 2, -signal.SIGKILL)
-    assert job.termination.find(job.view(1000.0)) is None
-    assert job.termination.find(job.view(1599.0)) is None
-    assert find(job, 1600.0).problem
+def test_before_the_first_decision_only_those_who_wait_get_impatient():
+    starting = view(number=0, workers=[WorkerView(0, "a"), WorkerView(1, "b")])
+    assert short_since(starting, LIMITS) is None, "imports may take their time"
+    one_ready = view(number=0, workers=[WorkerView(0, "a", ready_at=1.0), WorkerView(1, "b")])
+    assert short_since(one_ready, LIMITS) == 100.0
+    assert short_since(view(number=0, workers=[]), LIMITS) == 100.0
+    problem = find(dataclasses.replace(one_ready, short_since=-500.0)).problem
+    assert "the job needs 2 workers, and 0 are left (1 ready, 1 starting)" in problem
 
 
-def test_what_is_waited_for_is_said_once_and_forgotten_when_it_has_come(job: Parts):
-    lose(job, 1, -signal.SIGKILL)
-    assert job.termination.find(job.view(100.0)) is None
-    said = job.termination.waiting_for(job.view(100.0))
-    assert said == (
+def test_what_is_waited_for():
+    seen = one_is_left(short_since=100.0)
+    assert shortage(seen, LIMITS) == (
         "waiting up to 600 s for hosts: the job needs 2 workers, and 1 is left "
         "(a:1; not used after failures: b)"
     )
-    assert job.termination.waiting_for(job.view(101.0)) == ""
-    assert job.termination.lacking == said
-    job.manager.take({"a": 1, "b": 1, "c": 1})
-    assert job.termination.waiting_for(job.view(102.0)) == ""
-    assert job.termination.lacking == ""
+    assert shortage(one_is_left(), LIMITS) == "", "it is not short yet"
+    assert shortage(dataclasses.replace(seen, blacklisted=frozenset()), LIMITS) == "", "only slow"
+    assert shortage(dataclasses.replace(seen, interrupted=True), LIMITS) == ""
+    empty = View(now=0.0, hosts={"a": 1}, short_since=0.0)
+    assert shortage(empty, LIMITS) == (
+        "waiting up to 600 s for hosts: the job needs 2 slots to begin, and 1 is offered (a:1)"
+    )
+    assert shortage(dataclasses.replace(empty, discovered=False), LIMITS) == ""
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=20))
-def test_a_job_with_enough_workers_never_ends_by_the_clock(job: Parts, times: list[float]):
-    for now in sorted(times):
-        assert job.termination.find(job.view(now)) is None
+# -- with the state that the driver keeps --------------------------------------------------------
+
+
+def look(job: Parts, now: float) -> policy.ElasticPlan:
+    """What the driver does with a plan, as far as time and endings are concerned."""
+    record, hosts = job.manager.blacklisting, job.manager.current_hosts
+    for_good = frozenset(filter(record.is_for_good, hosts.host_slots))
+    plan = policy.make_plan(job.state.view(now, hosts, for_good=for_good), job.limits)
+    if plan.begin_anew:
+        job.state.begin_anew()
+    job.state.short_since = plan.short_since
+    return plan
+
+
+def test_the_wait_begins_anew_each_time(tmp_path: Path):
+    limits = dataclasses.replace(LIMITS, reset_limit=None)
+    with parts(tmp_path, {"a": 1, "b": 1}, limits) as job:
+        job.start("a", "b")
+        job.decide(0, 1)
+        job.failures.failed(job.state.alive[1], -signal.SIGKILL)
+        assert look(job, 100.0).ending is None
+        job.manager.take({"a": 1, "b": 1, "c": 1})
+        job.start("c")
+        job.decide(0, 2)
+        assert look(job, 650.0).ending is None
+        job.failures.failed(job.state.alive[2], -signal.SIGKILL)
+        assert look(job, 1000.0).ending is None
+        assert look(job, 1599.0).ending is None
+        assert look(job, 1600.0).ending is not None
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_workers_lost_again_and_again(tmp_path: Path, meets: bool):
+    with parts(tmp_path, {"a": 1, "b": 1}, LIMITS, max_failures=100) as job:
+        endings = []
+        for _ in range(2):
+            processes = job.start("a", "b")
+            job.decide(*job.state.alive)
+            if meets:
+                job.state.mark_formed()
+            for process in processes:
+                job.failures.failed(process, -signal.SIGKILL)
+            endings.append(look(job, 0.0).ending)
+        assert endings[0] is None
+        assert (endings[1] is None) == meets
+
+
+def test_none_could_be_started(tmp_path: Path):
+    with parts(tmp_path, {"a": 1}, LIMITS) as job:
+        (process,) = job.start("a")
+        process.pid = 0
+        job.failures.could_not_start(process, "python: no such file")
+        ending = look(job, 0.0).ending
+        assert ending == Ending("cannot start a worker on a: python: no such file", status=127)

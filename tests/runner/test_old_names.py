@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import horovod.torch as hvd
 from horovod.common.util import env
 from horovod.runner import _HorovodArgs, gloo_run, js_run, launch, mpi_run
 from horovod.runner.arguments import make_options
@@ -70,6 +71,10 @@ SIGNATURES = {
     "RendezvousServer": "verbose=0",
     "ElasticDriver": "rendezvous discovery min_num_proc max_num_proc timeout=None reset_limit=None "
     "cooldown_range=None verbose=0",
+    "Results": "error_message worker_results",
+    "HostsUpdatedRequest": "timestamp res=0",
+    "HorovodBasics": "pkg_path=None args",
+    "_task_fn": "index num_hosts driver_addresses settings",
     "HostDiscoveryScript": "discovery_script slots",
     "HostManager": "discovery cooldown_range=None",
 }
@@ -92,12 +97,12 @@ def test_every_module_of_the_page_has_its_names(module: str, names: str):
 
 
 def test_the_page_names_all_that_the_issue_names():
-    assert len(ROWS) == 29
+    assert len(ROWS) == 31
     assert set(SIGNATURES) <= {name for _, names in ROWS for name in re.findall(r"`(\w+)`", names)}
 
 
 def test_what_is_not_safe_raises_with_the_reason_and_the_new_way():
-    assert len(REFUSED) == 11
+    assert len(REFUSED) == 12
     for module, names in ROWS:
         for name in REFUSED & set(re.findall(r"`(\w+)`", names)):
             thing = getattr(importlib.import_module(module), name)
@@ -437,6 +442,29 @@ def test_a_pipe():
     assert pipe.read() is None
     with pytest.raises(RuntimeError, match="closed"):
         pipe.write("x")
+
+
+# -- the basics ----------------------------------------------------------------------------------
+
+
+def test_the_basics_of_a_c_library_that_is_not_there():
+    basics = importlib.import_module("horovod.common.basics")
+    made = basics.HorovodBasics("/somewhere/mpi_lib_v2.so", "mpi_lib_v2")
+    assert isinstance(made.is_initialized(), bool)
+    assert (made.Average, made.Sum) == (hvd.Average, hvd.Sum)
+    names = ["INIT", "DYNAMIC", "UNKNOWN_SET", "FOREIGN_SET", "SHUTDOWN", "EXISTING_SET"]
+    codes = [getattr(made, f"HOROVOD_PROCESS_SET_ERROR_{name}") for name in names]
+    assert codes == [-1, -2, -3, -4, -5, -6]
+    with pytest.raises(AttributeError, match="no attribute 'MPI_LIB'"):
+        basics.MPI_LIB  # noqa: B018
+
+
+def test_the_task_of_every_host_says_what_is_there_instead():
+    done = subprocess.run(
+        [sys.executable, "-m", "horovod.runner.task_fn"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "is not offered: it unpickles what it gets from a socket" in done.stderr
 
 
 # -- elastic -------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """The driver of an elastic job: executes what `policy` decides, and tells the workers.
 
 It is the `Handler` of the launcher's loop. What happens (agents' events, discovered hosts, what
-workers write to the store) changes the book in `roster`; then `_reconcile` asks the policy what
-follows. Everything runs in the loop's thread; the store's and the poller's threads only leave
-messages. Workers learn of decisions through the store, see `horovod.common.decisions`; `liveness`
-minds their answers, and `failures` what becomes of those who fail.
+workers answer in the store) is noted in `job_state` and in the status file; then `_reconcile` asks
+the policy what follows. Everything runs in the loop's thread; the store's and the poller's threads
+only leave messages. Workers learn of decisions through the store, see `horovod.common.decisions`;
+`liveness` minds their answers, and `failures` what becomes of those who fail.
 """
 
 from __future__ import annotations
@@ -13,33 +13,30 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from horovod.common.decisions import broken_key, parse_answer, seen_key
 from horovod.common.loss_note import read_note
-from horovod.runner.elastic import policy
+from horovod.runner.elastic import policy, termination
 from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import HostManager, NoMoreHosts
 from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.host_set import Host, HostSet
+from horovod.runner.elastic.job_state import JobState, Process, name_of, now, number_of
 from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.mailbox import Mailbox
 from horovod.runner.elastic.polling import DISCOVER_HOSTS_FREQUENCY_SECS, HostPoller
-from horovod.runner.elastic.roster import Process, Roster, WorkerFailure, name_of, now, number_of
 from horovod.runner.elastic.status import Status, count
-from horovod.runner.elastic.termination import Ending, Termination
-from horovod.runner.elastic.upstream_driver import ElasticDriver
+from horovod.runner.elastic.upstream_driver import ElasticDriver, Results
+from horovod.runner.elastic.view import Limits, View, WorkerFailure
 from horovod.runner.host_agent import HostAgent
-from horovod.runner.progress import Progress, some
+from horovod.runner.progress import Progress
 from horovod.runner.report import Outcome, exit_status
 from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import FAILURE_GRACE, Supervisor
 
-__all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver", "ElasticDriver", "WorkerOutputs"]
+__all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver", "ElasticDriver", "Results", "WorkerOutputs"]
 
 _TICK = 0.5
 """Seconds after which the loop looks at the clock, if nothing else happens."""
-
-_WORDS_OF_WORKERS = tuple(
-    f"elastic/{word}/" for word in ("ready", "heard", "seen", "formed", "done", "leaving")
-)
 
 
 class WorkerOutputs(Protocol):
@@ -58,7 +55,7 @@ class Driver:
     def __init__(
         self,
         hosts: HostSet,
-        limits: policy.Limits,
+        limits: Limits,
         manager: HostManager,
         place: StoreEndpoints,
         supervisor: Supervisor,
@@ -66,39 +63,30 @@ class Driver:
         status: Status,
         verbose: int = 0,
     ) -> None:
+        self.last_failure: WorkerFailure | None = None  # the one that the outcome tells of
+        self._hosts = hosts
         self._limits = limits
         self._manager = manager
-        self._place = place
+        self._store = place.store
         self._supervisor = supervisor
         self._outputs = outputs
         self._status = status
         self._verbose = verbose
-        self._hosts = hosts
-        self._roster = Roster()
-        self._termination = Termination(limits, self._roster, manager)
-        self._log_of_decisions = DecisionLog(place.store)
-        self._failures = Failures(
-            self._roster, self._hosts, manager, self._termination, self._log_of_decisions, status
-        )
+        self._state = JobState()
+        self._decisions = DecisionLog(self._state, self._store)
+        self._failures = Failures(self._state, hosts, manager, status)
         self._liveness = Liveness(
-            limits,
-            self._roster,
-            self._log_of_decisions,
-            self._failures,
-            supervisor.call_later,
-            self._reconcile,
+            limits, self._state, self._failures, supervisor.call_later, self._reconcile
         )
-        self._finishing = False
         self._mailbox = Mailbox()
-        self._last_problem = ""
+        self._last_problem = ""  # of discovery
         self._progress = Progress(supervisor.console)
-        self._forming_since = 0.0  # when the first decision since workers last met was made
-        self._forms_anew = False  # workers have met before
+        self._outcome = Outcome()
 
     def run(self) -> Outcome:
         """From discovery to the end."""
         self._supervisor.watch(self._mailbox.descriptor, self._take_messages)
-        self._place.store.watch(self._on_key)
+        self._store.watch(self._on_key)
         self._supervisor.held = True
         self._tick()
         poller = HostPoller(
@@ -110,22 +98,18 @@ class Driver:
             poller.close()
             self._supervisor.unwatch(self._mailbox.descriptor)
             self._mailbox.close()
-        outcome = self._termination.outcome
+        outcome = self._outcome
         outcome.interrupted = next(iter(self._supervisor.signals), None)
         outcome.note_lost_output(self._supervisor.console)
         self._status.note("end", status=exit_status(outcome), problem=outcome.problem)
         return outcome
 
-    @property
-    def last_failure(self) -> WorkerFailure | None:
-        """The one that `run`'s outcome tells of."""
-        return self._termination.blamed
-
     # -- messages of other threads ---------------------------------------------------------
 
     def _on_key(self, key: str) -> None:
-        if key.startswith(_WORDS_OF_WORKERS):
-            self._mailbox.post("key", key)
+        answer = parse_answer(key)
+        if answer is not None:
+            self._mailbox.post("answer", answer)
 
     def _take_messages(self) -> None:
         if self._take_all():
@@ -134,71 +118,79 @@ class Driver:
     def _take_all(self) -> bool:
         changed = False
         for kind, content in self._mailbox.take_all():
-            changed |= self._take_hosts(content) if kind == "hosts" else self._take_key(content)
+            changed |= self._take_hosts(content) if kind == "hosts" else self._take_answer(*content)
         return changed
 
     def _take_hosts(self, answer: dict[str, int] | Exception) -> bool:
+        state = self._state
         if isinstance(answer, Exception):
             self._status.note("discovery failed", reason=str(answer))
             if isinstance(answer, NoMoreHosts):
-                self._end(Ending(str(answer), self._roster.last_failure))
-            elif not self._termination.discovered:
-                self._end(Ending(f"cannot find out which hosts there are: {answer}"))
+                state.no_hosts = str(answer)
+            elif not state.discovered:
+                state.no_hosts = f"cannot find out which hosts there are: {answer}"
             elif str(answer) != self._last_problem:
                 self._last_problem = str(answer)
                 self._supervisor.console.say(f"going on with the known hosts: {answer}")
-            return False
+            return bool(state.no_hosts)
         before = self._manager.current_hosts
         changed = self._manager.take(answer)
-        if not changed and self._termination.discovered:
+        if not changed and state.discovered:
             return False
-        self._termination.discovered = True
+        state.discovered = True
         self._last_problem = ""
         for host in before.host_slots:
-            if host not in answer and self._roster.on(host):
-                self._log_of_decisions.causes.append(f"{host} is not available any more")
+            if host not in answer and state.on(host):
+                state.causes.append(f"{host} is not available any more")
         self._status.note("hosts", hosts=answer)
         return True
 
-    def _take_key(self, key: str) -> bool:
-        what, *rest = key.split("/")[1:]
-        if what == "formed":
-            self._take_formed(int(rest[0]))
+    def _take_answer(self, kind: str, number: int, worker: str) -> bool:
+        """What a worker has written to the store; whether something may follow from it."""
+        if kind == "formed":
+            self._take_formed(number)
             return True
-        process = self._roster.get(rest[-1])
+        process, status = self._state.get(worker), self._status
         if process is None:
             return False
-        if what == "ready":
+        if kind == "ready":
             process.ready_at = process.ready_at or now()
-            self._status.note("ready", worker=process.name, host=process.host)
-        elif what == "heard":
-            process.heard = max(process.heard, int(rest[0]))
-        elif what == "seen":
-            attempt = int(self._place.store.try_get(key) or 0)
-            process.entered = max(process.entered, (int(rest[0]), attempt))
+            status.note("ready", worker=worker, host=process.host)
+        elif kind == "heard":
+            process.heard = max(process.heard, number)
+            status.note("heard", worker=worker, decision=number)
+        elif kind == "seen":
+            attempt = int(self._store.try_get(seen_key(number, worker)) or 0)
+            status.note("entered", worker=worker, decision=number, attempt=attempt)
+            self._state.entered(process, number, attempt)
             self._liveness.entered(*process.entered)
-        elif what == "done" and not process.done:
+        elif kind == "broken":
+            why = self._store.try_get(broken_key(number, worker)) or b""
+            status.note("broken", worker=worker, decision=number, why=why.decode(errors="replace"))
+        elif kind == "done" and not process.done:
+            status.note("done", worker=worker)
             process.done = True
             self._finish(process)
-        elif what == "leaving" and not process.leaving:
+        elif kind == "leaving" and not process.leaving:
+            status.note("leaving", worker=worker)
             process.leaving = True
-            if process.number in self._roster.placed:
-                self._roster.left.append(process.number)
+            if process.number in self._state.placed:
+                self._state.left.append(process.number)
             self._manager.give_back(process.host)
-            self._log_of_decisions.causes.append(f"{process} leaves, as it was told to")
-        return what not in ("heard", "seen")
+            self._state.causes.append(f"{process} leaves, as it was told to")
+        return kind not in ("heard", "seen", "broken")
 
     def _take_formed(self, number: int) -> None:
-        newest = self._log_of_decisions.take_formed(number)
-        seconds, ranks = now() - self._forming_since, len(self._roster.placed)
-        if newest and self._forms_anew:
+        state = self._state
+        if number != state.number or not state.formed_before:
+            self._status.note("formed", decision=number)
+        else:
+            seconds, ranks = now() - (state.forming_since or now()), len(state.placed)
             text = f"re-formed with {count(ranks, 'rank')} in {seconds:.1f} s"
             self._status.tell(text, "formed", decision=number, ranks=ranks, seconds=seconds)
-        else:
-            self._status.note("formed", decision=number)
-        if newest:
-            self._forming_since, self._forms_anew = 0.0, True
-            self._termination.formed()
+        if number == state.number:
+            state.mark_formed()
+            self._decisions.forget_old()
 
     # -- what the hosts say ----------------------------------------------------------------
 
@@ -216,7 +208,7 @@ class Driver:
         self._reconcile()
 
     def started(self, agent: Host, worker: int, pid: int) -> None:
-        process = self._roster.alive.get(worker)
+        process = self._state.alive.get(worker)
         if process is not None:
             process.pid = pid
             if self._verbose:
@@ -230,8 +222,8 @@ class Driver:
 
     def could_not_start(self, worker: int, why: str) -> None:
         """A worker will never run."""
-        process = self._roster.alive.get(worker)
-        if process is None or self._supervisor.stopping or self._supervisor.signals:
+        process = self._state.alive.get(worker)
+        if process is None or self._ending:
             return
         self._failures.could_not_start(process, why)
         self._reconcile()
@@ -239,27 +231,24 @@ class Driver:
     def exited(self, agent: Host, exits: Sequence[tuple[int, int]]) -> None:
         self._take_all()  # what they said before they ended
         for worker, code in exits:
-            process = self._roster.alive.get(worker)
+            process = self._state.alive.get(worker)
             self._status.note("exited", worker=name_of(worker), host=agent.name, code=code)
             if process is not None:
                 self._take_exit(process, code)
         self._reconcile()
 
     def _take_exit(self, process: Process, code: int) -> None:
-        roster = self._roster
+        state = self._state
         if code != 0:
-            process.because_of = read_note(self._place.store, process.name)
-        had_place = process.number in roster.placed
-        removed = process.joined is not None and not had_place
-        if process.dismissed or removed or (process.leaving and code == 0):
-            del roster.alive[process.number]
+            process.because_of = read_note(self._store, process.name)
+        removed = process.joined is not None and process.number not in state.placed
+        expected = process.dismissed or removed or (process.leaving and code == 0)
+        if expected or (code != 0 and self._ending):
+            del state.alive[process.number]
         elif code == 0:
-            roster.remove(process)
-            self._termination.finished(process.exit(code))
+            state.end_well(process)
             if not process.done:
                 self._finish(process)
-        elif self._supervisor.stopping or self._supervisor.signals:
-            del roster.alive[process.number]
         else:
             self._failures.failed(process, code)
 
@@ -275,143 +264,107 @@ class Driver:
 
     # -- the next step ---------------------------------------------------------------------
 
+    @property
+    def _ending(self) -> bool:
+        return self._supervisor.stopping or bool(self._supervisor.signals)
+
     def _tick(self) -> None:
         if not self._supervisor.stopping:
             self._reconcile()
-            over = self._supervisor.stopping or self._supervisor.signals
-            self._progress.update("" if over else self._awaited())
+            connecting = [name for name in self._hosts.names() if self._hosts.is_connecting(name)]
+            self._progress.update("" if self._ending else self._state.awaited(connecting))
             self._supervisor.call_later(_TICK, self._tick)
-
-    def _awaited(self) -> str:
-        """Who or what is awaited, for people; empty while the workers train."""
-        log, roster = self._log_of_decisions, self._roster
-        if self._finishing or (log.formed and not self._termination.lacking):
-            return ""
-        if self._termination.lacking:
-            return self._termination.lacking
-        connecting = [name for name in self._hosts.names() if self._hosts.is_connecting(name)]
-        if log.number == 0 and connecting:
-            return f"starting, waiting for {some(connecting)}"
-        members = roster.members() if log.number else list(roster.alive.values())
-        absent = [
-            member
-            for member in members
-            if (member.entered[0] < log.number if log.number else member.ready_at is None)
-        ]
-        if not absent:
-            return ""
-        what = f"{'re-' * self._forms_anew}forming with {count(len(members), 'rank')}"
-        return f"{what if log.number else 'starting'}, waiting for {some(list(map(str, absent)))}"
 
     def _reconcile(self) -> None:
         """Do what follows from what is known."""
         if self._supervisor.stopping:
             return
-        ending = self._termination.find(self._view())
-        if ending is not None:
-            self._end(ending)
-            return
-        if self._supervisor.signals and self._log_of_decisions.newest.too_few:
-            self._log_of_decisions.announce_the_end(
-                self._roster.placed
-            )  # nobody will come any more
-            return
+        state = self._state
         plan = policy.make_plan(self._view(), self._limits)
-        if plan.exhausted:
-            self._end(self._termination.exhausted())
+        if plan.ending is not None:
+            self._end(plan.ending)
             return
+        if plan.release:
+            self._decisions.announce_the_end()
+            return
+        if plan.begin_anew:
+            state.begin_anew()
+        state.short_since = plan.short_since
         for worker in plan.stop:
-            self._dismiss(self._roster.alive[worker], FAILURE_GRACE)
+            self._dismiss(state.alive[worker])
         if plan.proposal is not None:
             self._decide(plan.proposal)
         for host in plan.start:
             self._start(host)
         self._mind_hosts()
-        waiting = self._termination.waiting_for(self._view())
-        if waiting:
-            self._status.tell(waiting, "waiting")
+        told, state.shortage = state.shortage, termination.shortage(self._view(), self._limits)
+        if state.shortage and state.shortage != told:
+            self._status.tell(state.shortage, "waiting")
 
-    def _view(self) -> policy.View:
-        hosts = self._manager.current_hosts
-        resting = frozenset(h for h in hosts.host_slots if not self._hosts.is_ready(h))
-        return policy.View(
-            now=now(),
-            number=self._log_of_decisions.number,
-            formed=self._log_of_decisions.formed,
-            hosts=hosts.host_slots,
-            blacklisted=hosts.blacklisted,
+    def _view(self) -> View:
+        offered = self._manager.current_hosts
+        resting = frozenset(h for h in offered.host_slots if not self._hosts.is_ready(h))
+        return self._state.view(
+            now(),
+            offered,
+            for_good=frozenset(filter(self._manager.blacklisting.is_for_good, offered.host_slots)),
             resting=resting,
             connecting=any(map(self._hosts.is_connecting, resting)),
-            workers=self._roster.view(),
-            failed=tuple(self._roster.failed),
-            left=tuple(self._roster.left),
-            finished=tuple(self._roster.finished),
-            asked=self._liveness.asked,
-            troubled=bool(self._roster.failures),
-            finishing=self._finishing or bool(self._supervisor.signals),
-            ended_early=self._ended_early(),
-            fenced_until=self._failures.fenced_until,
+            interrupted=bool(self._supervisor.signals),
         )
-
-    def _ended_early(self) -> tuple[str, ...] | None:
-        begun = self._log_of_decisions.number or self._supervisor.signals
-        return tuple(self._roster.ended_early) if self._finishing and not begun else None
 
     def _mind_hosts(self) -> None:
         """Agents where workers may start, none where they may not and nobody is left."""
         view = self._view()
-        if self._supervisor.signals or self._finishing:
+        if view.over:
             return
         if view.number or view.workers or view.slots >= self._limits.num_proc:
             wanted = self._hosts.first(view.usable, self._limits.max_np)
             for host, problem in self._hosts.want(wanted).items():
                 self._failures.blame(host, f"cannot start on {host}: {problem}")
         for host in self._hosts.names():
-            if host not in view.usable and not self._roster.on(host):
+            if host not in view.usable and not self._state.on(host):
                 self._hosts.let_go(host)
 
     def _start(self, host: str) -> None:
-        process = self._roster.new(host)
+        process = self._state.new(host)
         place = policy.expect(self._view(), self._limits).get(process.number)
         process.rank = process.rank if place is None else place.rank
         self._outputs.open(process)
         slots = self._manager.current_hosts.get_slots(host)
         self._hosts.start(host, process.number, process.index, max(slots, process.index + 1), place)
-        if self._log_of_decisions.number:
+        if self._state.number:
             self._status.tell(f"starting {process.name} on {host}", "starting", worker=process.name)
 
-    def _dismiss(self, process: Process, grace: float) -> None:
+    def _dismiss(self, process: Process) -> None:
         process.dismissed = True
-        self._hosts.stop(process.host, process.number, grace)
+        self._hosts.stop(process.host, process.number, FAILURE_GRACE)
 
     def _finish(self, process: Process) -> None:
         """Somebody has finished: nobody new is needed."""
-        roster, number = self._roster, self._log_of_decisions.number
-        if process.number in roster.placed:
-            roster.finished.append(process.number)
-        if not self._finishing:
-            self._finishing = True
-            for newcomer in roster.newcomers() if number else ():
-                self._dismiss(newcomer, FAILURE_GRACE)
-        if self._log_of_decisions.formed or not number:
+        state = self._state
+        if process.number in state.placed:
+            state.finished.append(process.number)
+        if not state.finishing:
+            state.finishing = True
+            for newcomer in state.newcomers() if state.number else ():
+                self._dismiss(newcomer)
+        if state.formed or not state.number:
             return
         # The newest generation has not come about. Those who train on in an older one will finish
         # as well; who wanted to join them is too late.
-        members = roster.members()
-        if any(member.joined != number for member in members):
+        members = state.members()
+        if any(member.joined != state.number for member in members):
             for member in members:
-                if member.joined == number:
-                    self._dismiss(member, FAILURE_GRACE)
+                if member.joined == state.number:
+                    self._dismiss(member)
         self._liveness.finished()
 
-    # -- decisions -------------------------------------------------------------------------
-
     def _decide(self, proposal: policy.Proposal) -> None:
-        self._forming_since = self._forming_since or now()
-        decision = self._log_of_decisions.announce(proposal)
+        decision = self._decisions.announce(proposal)
         slots = decision.slots
         ranks = {number_of(name): slot.rank for name, slot in slots.items()}
-        self._roster.place(decision.number, proposal.members, ranks)
+        self._state.place(proposal.members, ranks)
         for worker, rank in ranks.items():
             self._outputs.rename(worker, rank)
         self._liveness.begin(decision)
@@ -427,8 +380,8 @@ class Driver:
             lost=decision.lost,
         )
 
-    def _end(self, ending: Ending) -> None:
-        self._termination.settle(ending)
+    def _end(self, ending: termination.Ending) -> None:
+        self._outcome, self.last_failure = self._state.outcome(ending), ending.failure
         if ending.problem or ending.failure:
-            self._log_of_decisions.announce_the_end(self._roster.placed)
+            self._decisions.announce_the_end()
         self._supervisor.stop(FAILURE_GRACE)

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import signal
 
-from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.host_set import HostSet
-from horovod.runner.elastic.roster import Process, Roster, now
+from horovod.runner.elastic.job_state import JobState, Process, now
 from horovod.runner.elastic.status import Status, count
-from horovod.runner.elastic.termination import Termination
 from horovod.runner.host_agent import HostAgent
 from horovod.runner.processes import signal_groups
 
@@ -24,20 +22,11 @@ class Failures:
     """What the job has lost."""
 
     def __init__(
-        self,
-        roster: Roster,
-        agents: HostSet,
-        manager: HostManager,
-        termination: Termination,
-        decisions: DecisionLog,
-        status: Status,
+        self, state: JobState, hosts: HostSet, manager: HostManager, status: Status
     ) -> None:
-        self.fenced_until = 0.0  # workers that we cannot kill may live until then
-        self._roster = roster
-        self._agents = agents
+        self._state = state
+        self._hosts = hosts
         self._manager = manager
-        self._termination = termination
-        self._log_of_decisions = decisions
         self._status = status
 
     def failed(self, process: Process, code: int) -> None:
@@ -46,7 +35,7 @@ class Failures:
         self.blame(process.host)
 
     def could_not_start(self, process: Process, why: str) -> None:
-        self._roster.fail(process, 127)
+        self._state.fail(process, 127)
         self.blame(process.host, f"cannot start a worker on {process.host}: {why}")
 
     def give_up(self, process: Process, why: str) -> None:
@@ -55,22 +44,22 @@ class Failures:
         It is killed where that is possible. Where it is not it may wake up later: then it finds
         that it has no place any more, or cannot reach us, and ends itself.
         """
-        self._agents.stop(process.host, process.number, 0.0)
-        if not self._agents.obeys(process.host):
+        self._hosts.stop(process.host, process.number, 0.0)
+        if not self._hosts.obeys(process.host):
             self._fence()
         self._note(process, -signal.SIGKILL, why)
         self.blame(process.host)
 
     def lost_host(self, agent: HostAgent, why: str) -> None:
         """The connection to a host is gone, and with it the workers there."""
-        workers = self._roster.on(agent.name)
+        workers = self._state.on(agent.name)
         if not agent.remote:
             signal_groups([p.pid for p in workers if p.pid], signal.SIGKILL)
         else:
             self._fence()
         for process in workers:
             if process.dismissed:
-                del self._roster.alive[process.number]
+                del self._state.alive[process.number]
             else:
                 self._note(process, -signal.SIGKILL, "lost with its host")
         self.blame(agent.name, why)
@@ -78,7 +67,7 @@ class Failures:
     def blame(self, host: str, why: str = "") -> None:
         """One more failure on a host; `why` if it is the host itself that failed."""
         if why:
-            self._termination.host_problem = why
+            self._state.host_problem = why
             self._status.tell(why, "host failed", host=host)
         if self._manager.record_failure(host):
             failures = self._manager.blacklisting.failures(host)
@@ -90,10 +79,9 @@ class Failures:
             )
 
     def _note(self, process: Process, code: int, how: str) -> None:
-        failure = self._roster.fail(process, code)
-        self._termination.failed(failure, after_done=process.done)
-        self._log_of_decisions.causes.append(f"{process} failed: {how}")
-        self._status.note("failed", worker=process.name, host=process.host, how=how)
+        self._state.lose(process, code, how)
+        said = {} if process.because_of is None else {"because_of": process.because_of}
+        self._status.note("failed", worker=process.name, host=process.host, how=how, **said)
 
     def _fence(self) -> None:
-        self.fenced_until = now() + _FENCE_SECONDS
+        self._state.fenced_until = now() + _FENCE_SECONDS

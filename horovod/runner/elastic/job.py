@@ -19,9 +19,9 @@ from horovod.runner.elastic.discovery import (
     HostManager,
 )
 from horovod.runner.elastic.driver import Driver
-from horovod.runner.elastic.policy import Limits
-from horovod.runner.elastic.roster import Process
+from horovod.runner.elastic.job_state import Process
 from horovod.runner.elastic.status import Status
+from horovod.runner.elastic.view import Limits
 from horovod.runner.hosts import plan_slots
 from horovod.runner.outputs import STREAMS, Outputs
 from horovod.runner.report import LaunchError, Outcome, describe_failure

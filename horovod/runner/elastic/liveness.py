@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from horovod.common.decisions import Decision
-from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.failures import Failures
-from horovod.runner.elastic.policy import Limits
-from horovod.runner.elastic.roster import Process, Roster
+from horovod.runner.elastic.job_state import JobState, Process
 from horovod.runner.elastic.status import listing
+from horovod.runner.elastic.view import Limits
 
 _ABSENCE_SECONDS = 5.0
 """Seconds that workers whose generation broke wait for one another before all are called."""
@@ -27,63 +26,59 @@ class Liveness:
     def __init__(
         self,
         limits: Limits,
-        roster: Roster,
-        decisions: DecisionLog,
+        state: JobState,
         failures: Failures,
         later: Callable[[float, Callable[[], None]], None],
         reconcile: Callable[[], None],
     ) -> None:
-        self.asked = False  # workers cannot go on without a new decision
         self._limits = limits
-        self._roster = roster
-        self._log_of_decisions = decisions
+        self._state = state
         self._failures = failures
         self._later = later
         self._reconcile = reconcile
 
     def begin(self, decision: Decision) -> None:
         """A decision has been made: from now on its workers have time to answer."""
-        self.asked = False
         self._later(self._limits.answer_timeout, lambda: self._check_heard(decision.number))
         self._later(self._limits.elastic_timeout, lambda: self._check_entered(decision))
 
     def entered(self, number: int, attempt: int) -> None:
         """A worker has come to meet the others. Again, though nobody died? Then all must come."""
-        if number != self._log_of_decisions.number:
+        if number != self._state.number:
             return
-        if self._roster.finished and (attempt or not self._log_of_decisions.formed):
+        if self._state.finished and (attempt or not self._state.formed):
             self._ask(number, attempt)
         elif attempt:
             self._later(_ABSENCE_SECONDS, lambda: self._ask(number, attempt))
 
     def finished(self) -> None:
         """Somebody has finished; who waits for the newest generation must not wait for that one."""
-        if self._log_of_decisions.formed:
-            return
-        newest = self._log_of_decisions.newest
-        members = self._roster.members()
-        self.asked |= newest.too_few or any(m.entered[0] == newest.number for m in members)
+        state = self._state
+        if not state.formed:
+            waiting = any(member.entered[0] == state.number for member in state.members())
+            state.asked |= state.newest.too_few or waiting
 
     def _ask(self, number: int, attempt: int) -> None:
-        absent = self._roster.absent(number, attempt)
-        if number != self._log_of_decisions.number or not (absent or self._roster.finished):
+        state = self._state
+        absent = state.absent(number, attempt)
+        if number != state.number or not (absent or state.finished):
             return
         if absent:
             who = listing([str(process) for process in absent])
-            self._log_of_decisions.causes.append(f"the others have lost {who}")
-        self.asked = True
+            state.causes.append(f"the others have lost {who}")
+        state.asked = True
         self._reconcile()
 
     def _check_heard(self, number: int) -> None:
         """Processes that do not even notice a decision are stopped, swapping, or cut off."""
-        late = self._roster.behind(number)
+        late = self._state.behind(number)
         self._give_up(late, f"did not react within {self._limits.answer_timeout:g} s")
 
     def _check_entered(self, decision: Decision) -> None:
         """After a failure everybody comes back to meet, unless the program hangs elsewhere."""
-        newest = decision.number == self._log_of_decisions.number
+        newest = decision.number == self._state.number
         if newest and not decision.too_few and decision.kind in ("failure", "start"):
-            late = self._roster.absent(decision.number, 0)
+            late = self._state.absent(decision.number)
             seconds = self._limits.elastic_timeout
             self._give_up(late, f"did not come back to training within {seconds:g} s")
 

@@ -1,7 +1,8 @@
 """What an elastic job does next: pure functions from what is known to what is to be done.
 
 The driver describes the job as a `View` whenever something has happened, and executes the
-`ElasticPlan`. Nothing here looks at a clock, a host or a process.
+`ElasticPlan`. Nothing here looks at a clock, a host or a process. Whether it is the end is in
+`termination`, and comes first.
 
 The rules, in the order in which they matter:
 
@@ -24,72 +25,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from horovod.common.decisions import Assignment
+from horovod.runner.elastic import termination
+from horovod.runner.elastic.view import Limits, View, WorkerView
 from horovod.runner.hosts import Host, plan_slots
 
 SETTLE_SECONDS = 1.0
 """For how long new workers that are ready wait for others that are still starting, so that one
 decision may take in all of them."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the user asked for."""
-
-    num_proc: int  # slots without which the job does not begin
-    min_np: int
-    max_np: int | None = None
-    reset_limit: int | None = None
-    elastic_timeout: float = 600.0
-    start_timeout: float = 30.0
-    answer_timeout: float = 30.0  # for processes to notice a decision
-
-
-@dataclass(frozen=True)
-class WorkerView:
-    """A process of the job that is alive."""
-
-    id: int  # in the order of starting
-    host: str
-    joined: int | None = None  # the first decision that had a place for it
-    seat: int = 0  # its order among those who joined with it
-    placed: bool = False  # it has one in the newest
-    ready_at: float | None = None  # since when it waits for its first place
-
-    @property
-    def age(self) -> tuple[int, int]:
-        """Oldest first: who joined earlier has the state of who joined later."""
-        return (1 << 62, self.id) if self.joined is None else (self.joined, self.seat)
-
-
-@dataclass(frozen=True)
-class View:
-    """All that matters for the next step."""
-
-    now: float
-    number: int = 0  # of the newest decision; 0 before the first
-    formed: bool = False  # its workers have met
-    hosts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # offered, oldest first
-    blacklisted: frozenset[str] = frozenset()
-    resting: frozenset[str] = frozenset()  # hosts on which nothing can be started at the moment
-    connecting: bool = False  # some of them soon
-    workers: Sequence[WorkerView] = ()
-    failed: tuple[int, ...] = ()  # had a place in the newest decision and died
-    left: tuple[int, ...] = ()  # gave it back
-    finished: tuple[int, ...] = ()  # have ended well
-    asked: bool = False  # the others cannot go on without a new decision
-    troubled: bool = False  # a worker has failed since workers met last
-    finishing: bool = False  # the end is near: shrink only
-    ended_early: tuple[str, ...] | None = None  # finishing, before the first decision: who ended
-    fenced_until: float = 0.0  # workers on lost hosts may live until then
-
-    @property
-    def usable(self) -> dict[str, int]:
-        """Hosts for new workers."""
-        return {host: n for host, n in self.hosts.items() if host not in self.blacklisted}
-
-    @property
-    def slots(self) -> int:
-        return sum(self.usable.values())
 
 
 @dataclass(frozen=True)
@@ -111,18 +53,25 @@ class ElasticPlan:
     start: tuple[str, ...] = ()  # a host for each new worker
     stop: tuple[int, ...] = ()  # workers that never had a place and will not get one
     proposal: Proposal | None = None
-    exhausted: bool = False  # a decision is needed, but there were too many
+    ending: termination.Ending | None = None  # the job is over
+    release: bool = False  # those who wait for others are to end: nobody will come
+    begin_anew: bool = False  # all are lost, and what went wrong so far is forgotten
+    short_since: float | None = None  # to be remembered for the next view
 
 
 def make_plan(view: View, limits: Limits) -> ElasticPlan:
     """The next step."""
-    members = sorted((w for w in view.workers if w.placed), key=lambda w: w.age)
-    if view.ended_early is not None:
-        return _begin_without(view, view.ended_early, limits)
-    if view.finishing:
-        return ElasticPlan(proposal=_shrink(view, members))
+    ending = termination.find_ending(view, limits)
+    if ending is not None:
+        return ElasticPlan(ending=ending)
+    if view.over:
+        return _finish(view, limits)
+    begin_anew = termination.all_lost(view)
+    if begin_anew:
+        view = dataclasses.replace(view, failures=())
+    members = _members(view)
     keep = _keep(view, members, limits)
-    new, superfluous = _fitting(view, [w for w in view.workers if w.joined is None], keep, limits)
+    new, superfluous = _fitting(view, _newcomers(view), keep, limits)
     forced = bool(view.failed or view.left or len(keep) < len(members))
     if not keep:
         forced = False  # nobody is there to be told
@@ -131,18 +80,22 @@ def make_plan(view: View, limits: Limits) -> ElasticPlan:
     proposal = None
     if forced or view.asked or joining:
         if spent:
-            return ElasticPlan(exhausted=True)
+            return ElasticPlan(ending=termination.exhausted(view, limits))
         proposal = _propose(view, members, keep, joining, limits)
-    start = _missing(view, keep, new, limits)
-    return ElasticPlan(tuple(start), tuple(w.id for w in superfluous), proposal)
+    return ElasticPlan(
+        tuple(_missing(view, keep, new, limits)),
+        tuple(worker.id for worker in superfluous),
+        proposal,
+        begin_anew=begin_anew,
+        short_since=termination.short_since(view, limits),
+    )
 
 
 def expect(view: View, limits: Limits) -> dict[int, Assignment]:
     """The places that workers will have if all that are there, or can be started, come to meet."""
-    members = sorted((w for w in view.workers if w.placed), key=lambda w: w.age)
-    keep = _keep(view, members, limits)
-    new, _ = _fitting(view, [w for w in view.workers if w.joined is None], keep, limits)
-    ready_hosts = dataclasses.replace(view, resting=frozenset(), troubled=False)
+    keep = _keep(view, _members(view), limits)
+    new, _ = _fitting(view, _newcomers(view), keep, limits)
+    ready_hosts = dataclasses.replace(view, resting=frozenset(), failures=())
     more = _missing(ready_hosts, keep, new, limits)
     last = max((worker.id for worker in view.workers), default=0)
     new += [WorkerView(last + 1 + index, host) for index, host in enumerate(more)]
@@ -161,6 +114,14 @@ def arrange(members: Iterable[WorkerView]) -> dict[int, Assignment]:
         worker.id: Assignment(**dataclasses.asdict(place))
         for worker, place in zip(ordered, places, strict=True)
     }
+
+
+def _members(view: View) -> list[WorkerView]:
+    return sorted((w for w in view.workers if w.placed), key=lambda w: w.age)
+
+
+def _newcomers(view: View) -> list[WorkerView]:
+    return [worker for worker in view.workers if worker.joined is None]
 
 
 def _keep(view: View, members: Sequence[WorkerView], limits: Limits) -> list[WorkerView]:
@@ -252,18 +213,25 @@ def _seated(view: View, joining: Sequence[WorkerView]) -> list[WorkerView]:
     ]
 
 
-def _begin_without(view: View, ended: Sequence[str], limits: Limits) -> ElasticPlan:
+def _finish(view: View, limits: Limits) -> ElasticPlan:
+    """The end is near."""
+    if view.interrupted and view.too_few:
+        return ElasticPlan(release=True)
+    if view.number == 0 and not view.interrupted:
+        return _begin_without(view, limits)
+    return ElasticPlan(proposal=_shrink(view, _members(view)))
+
+
+def _begin_without(view: View, limits: Limits) -> ElasticPlan:
     """Somebody has finished without ever meeting the others, who may still do so, or finish too.
 
-    Those who come wait until all others have come or ended. Slots that were never used are filled;
-    `ended` are the hosts of those that were.
+    Those who come wait until all others have come or ended. Slots that were never used are filled.
     """
+    ended = view.ended_early
     room = dict(view.hosts)
     for host in ended:
         room[host] = room.get(host, 0) - 1
-    start = _missing(
-        dataclasses.replace(view, hosts=room, troubled=False), [], view.workers, limits
-    )
+    start = _missing(dataclasses.replace(view, hosts=room, failures=()), [], view.workers, limits)
     if limits.max_np is not None:
         start = start[: max(0, limits.max_np - len(view.workers) - len(ended))]
     if start or not view.workers or any(worker.ready_at is None for worker in view.workers):
@@ -286,7 +254,7 @@ def _missing(
     """Where to start new workers: the first hosts with room."""
     if view.number == 0 and not view.workers and view.slots < limits.num_proc:
         return []
-    if not keep and view.troubled and any(worker.ready_at is None for worker in new):
+    if not keep and view.failures and any(worker.ready_at is None for worker in new):
         return []  # if those that start now all fail as well, it is of no use to go on
     room = {h: n for h, n in view.usable.items() if h not in view.resting}
     for worker in (*keep, *new):

@@ -12,7 +12,7 @@ FAILURE = "FAILURE"
 
 
 class WorkerStateRegistry:
-    """Not offered: `horovod.runner.elastic.roster` and `policy` keep this book here."""
+    """Not offered: `horovod.runner.elastic.job_state` and `policy` do this here."""
 
     def __init__(
         self, driver: Any, host_manager: Any, reset_limit: int | None = None, verbose: bool = False

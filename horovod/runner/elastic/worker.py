@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from horovod.runner.common.unavailable import ELASTIC, unavailable
@@ -15,6 +16,7 @@ from horovod.runner.elastic.discovery import HostUpdateResult
 
 __all__ = [
     "HostUpdateResult",
+    "HostsUpdatedRequest",
     "WorkerNotificationClient",
     "WorkerNotificationManager",
     "WorkerNotificationService",
@@ -26,6 +28,14 @@ class Listener(Protocol):
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Hosts have changed."""
+
+
+@dataclass
+class HostsUpdatedRequest:
+    """Notice that hosts have changed, as upstream's driver sends it; nothing sends it here."""
+
+    timestamp: float
+    res: int = HostUpdateResult.no_update
 
 
 class WorkerNotificationManager:

@@ -1,0 +1,16 @@
+"""The module in which Horovod 0.28.1 has `HorovodBasics`; for programs that import it from here.
+
+The class is the engine's, and is loaded, with torch, when it is asked for. Nothing of ours does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name != "HorovodBasics":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from horovod.engine.basics import HorovodBasics
+
+    return HorovodBasics

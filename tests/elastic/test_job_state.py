@@ -1,0 +1,258 @@
+"""What the driver knows of workers and of how the job goes, without processes."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from horovod.common.decisions import Decision
+from horovod.runner.elastic.discovery import DiscoveredHosts
+from horovod.runner.elastic.job_state import JobState, Process, name_of, number_of
+from horovod.runner.elastic.termination import Ending
+from horovod.runner.elastic.view import WorkerView
+from horovod.runner.report import Exit
+
+
+def placed(*hosts: str, number: int = 1) -> JobState:
+    """A job whose workers all have a place in decision `number`, ranks in this order."""
+    state = JobState()
+    for host in hosts:
+        state.new(host)
+    put(state, list(state.alive), number)
+    return state
+
+
+def put(state: JobState, workers: list[int], number: int) -> None:
+    state.decided(Decision(number, {}, "a test", "start"))
+    views = [
+        WorkerView(w, state.alive[w].host, joined=state.alive[w].joined or number, seat=seat)
+        for seat, w in enumerate(workers)
+    ]
+    state.place(views, {worker: rank for rank, worker in enumerate(workers)})
+
+
+def ids(processes: list[Process]) -> list[int]:
+    return [process.number for process in processes]
+
+
+class Books(RuleBasedStateMachine):
+    """Any order of what can happen to workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = JobState()
+        self.number = 0
+
+    @rule(host=st.sampled_from("abc"))
+    def start(self, host: str) -> None:
+        before = {p.index for p in self.state.on(host)}
+        process = self.state.new(host)
+        assert process.index not in before
+        assert set(range(process.index)) <= before, "the lowest free slot"
+        assert process.joined is None
+
+    @precondition(lambda self: self.state.alive)
+    @rule(data=st.data())
+    def decide(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.state.alive)), unique=True))
+        self.number += 1
+        put(self.state, chosen, self.number)
+        assert self.state.failed == self.state.left == self.state.finished == []
+
+    @precondition(lambda self: self.state.alive)
+    @rule(data=st.data(), code=st.sampled_from([1, 3, -9]))
+    def fail(self, data: st.DataObject, code: int) -> None:
+        process = self.state.alive[data.draw(st.sampled_from(sorted(self.state.alive)))]
+        failure = self.state.fail(process, code)
+        assert failure.exit.code == code
+        assert self.state.last_failure == failure
+        assert (process.number in self.state.failed) == (process.number in self.state.placed)
+
+    @precondition(lambda self: self.state.alive)
+    @rule(data=st.data(), flag=st.sampled_from(["done", "leaving", "dismissed"]))
+    def mark(self, data: st.DataObject, flag: str) -> None:
+        process = self.state.alive[data.draw(st.sampled_from(sorted(self.state.alive)))]
+        setattr(process, flag, True)
+
+    @invariant()
+    def slots_are_not_shared(self) -> None:
+        slots = [(p.host, p.index) for p in self.state.alive.values()]
+        assert len(set(slots)) == len(slots)
+
+    @invariant()
+    def numbers_are_never_used_again(self) -> None:
+        assert all(number < self.state.next_number for number in self.state.alive)
+
+    @invariant()
+    def the_policy_sees_each_once(self) -> None:
+        seen = [worker.id for worker in self.state.workers()]
+        assert len(set(seen)) == len(seen)
+        assert seen == ids([*self.state.members(), *self.state.newcomers()])
+        assert set(seen) <= set(self.state.alive)
+        assert not any(self.state.alive[w].done or self.state.alive[w].dismissed for w in seen)
+
+    @invariant()
+    def those_who_entered_are_not_behind(self) -> None:
+        assert set(ids(self.state.behind(self.number))) >= {
+            p.number for p in self.state.members() if not p.heard and self.number
+        }
+        assert self.state.behind(0) == []
+
+
+TestBooks = Books.TestCase
+
+
+def test_names_and_numbers():
+    assert [number_of(name_of(number)) for number in (0, 7, 12)] == [0, 7, 12]
+    state = placed("a", "b")
+    assert state.get("w1") is state.alive[1]
+    assert state.get("w5") is None
+    assert [str(p) for p in (*state.alive.values(), state.new("c"))] == [
+        "w0 (rank 0, a)",
+        "w1 (rank 1, b)",
+        "w2 (c)",
+    ]
+
+
+def test_who_has_heard_of_a_decision_may_still_be_absent_from_its_generation():
+    state = placed("a", "a", "b")
+    first, second, third = state.alive.values()
+    first.heard, first.entered = 2, (2, 0)
+    second.heard = 2
+    assert state.behind(2) == [third]
+    assert state.absent(2, 0) == [second, third]
+    assert state.absent(2, 1) == [first, second, third]
+    third.leaving = True
+    assert state.behind(2) == []
+    assert state.absent(2, 0) == [second]
+
+
+def test_an_exit_has_the_rank_that_the_worker_knew():
+    state = placed("a", "a")
+    process = state.alive[1]
+    process.entered = (1, 0)
+    put(state, [1, 0], 2)
+    assert process.rank == 0
+    assert process.exit(1).rank == 1, "it has not come to decision 2"
+    process.entered = (2, 0)
+    assert process.exit(1).rank == 0
+
+
+def test_the_cause_outlives_those_who_failed_because_of_it():
+    state = placed("a", "a", "b")
+    cause = state.fail(state.alive[2], -9)
+    state.alive[0].because_of = (2,)
+    state.fail(state.alive[0], 1)
+    assert state.last_failure == cause
+    assert state.failed == [2, 0]
+
+
+def test_failures_before_a_place_count_for_the_host_only():
+    state = placed("a")
+    state.fail(state.new("b"), 1)
+    assert state.failed == []
+    assert state.ended_early == ["b"]
+    assert [failure.worker for failure in state.failures] == [1]
+
+
+def test_what_the_policy_sees_is_what_is_known():
+    state = placed("a", "b")
+    state.discovered = True
+    state.fail(state.alive[1], -9)
+    state.asked, state.short_since = True, 3.0
+    hosts = DiscoveredHosts({"a": 1, "b": 1}, ("a", "b"), frozenset("b"))
+    view = state.view(7.0, hosts, resting=frozenset("b"), interrupted=True)
+    assert (view.now, view.number, view.formed, view.asked) == (7.0, 1, False, True)
+    assert (view.failed, view.usable, view.resting) == ((1,), {"a": 1}, frozenset("b"))
+    assert (view.failures, view.last_failure) == (tuple(state.failures), state.failures[0])
+    assert [worker.id for worker in view.workers] == [0]
+    assert (view.running, view.anybody_finished, view.over) == (True, False, True)
+    state.alive[0].dismissed = True
+    assert not state.view(7.0, hosts).running
+
+
+def test_a_decision_takes_the_causes_along_and_answers_whoever_asked():
+    state = placed("a")
+    state.mark_formed()
+    state.causes.append("a test")
+    state.asked = True
+    put(state, [0], 2)
+    assert (state.number, state.formed, state.asked, state.causes) == (2, False, False, [])
+    assert state.forming_since, "the wait for the workers begins"
+    first = state.forming_since
+    put(state, [0], 3)
+    assert state.forming_since == first, "it has not ended"
+    state.mark_formed()
+    assert not state.forming_since
+
+
+def test_a_generation_that_meets_again_by_itself_is_a_wait_as_well():
+    state = placed("a", "a")
+    state.mark_formed()
+    state.entered(state.alive[0], 1, 0)
+    assert not state.forming_since
+    state.entered(state.alive[0], 1, 1)
+    assert state.forming_since
+    assert state.absent(1, 1) == [state.alive[1]]
+
+
+def test_failures_are_forgiven_when_somebody_ends_well_after_them():
+    state = placed("a", "a", "a")
+    state.lose(state.alive[0], -9, "killed")
+    assert state.unrecovered is not None
+    assert state.causes == ["w0 (rank 0, a) failed: killed"]
+    state.end_well(state.alive[1])
+    assert state.unrecovered is None
+    state.alive[2].done = True
+    state.lose(state.alive[2], 7, "exit code 7")
+    assert state.bad_end is not None
+    state.end_well(state.new("a"))
+    assert state.bad_end.exit.code == 7, "nobody can make good for that one"
+
+
+def test_a_victim_does_not_hide_the_cause():
+    state = placed("a", "a")
+    state.lose(state.alive[1], 5, "exit code 5")
+    state.alive[0].because_of = (1,)
+    state.lose(state.alive[0], 1, "exit code 1")
+    assert state.unrecovered is not None
+    assert state.unrecovered.exit.code == 5
+    outcome = state.outcome(Ending(failure=state.unrecovered))
+    assert outcome.first_failure == state.unrecovered.exit
+    assert [exit.rank for exit in outcome.exits] == [1, 0]
+
+
+def test_who_left_early_is_named_when_others_failed_because_of_it():
+    state = placed("a", "b")
+    state.end_well(state.alive[0])
+    state.alive[1].because_of = (0,)
+    state.lose(state.alive[1], 1, "exit code 1")
+    assert state.outcome(Ending(failure=state.unrecovered)).gone_early == [Exit(0, 0, 0, "a")]
+
+
+def test_beginning_anew_is_counted_until_workers_meet():
+    state = placed("a")
+    state.mark_formed()
+    for expected in (0, 1, 2):
+        state.fail(state.new("a"), -9)
+        state.begin_anew()
+        assert (state.failures, state.fruitless) == ([], expected), "the first had met"
+    state.mark_formed()
+    assert state.fruitless == 0
+
+
+def test_who_is_awaited():
+    state = JobState()
+    assert state.awaited(["a", "b"]) == "starting, waiting for a and b"
+    workers = [state.new("a"), state.new("b")]
+    workers[0].ready_at = 1.0
+    assert state.awaited([]) == "starting, waiting for w1 (b)"
+    put(state, [0, 1], 1)
+    state.entered(workers[0], 1, 0)
+    assert state.awaited([]) == "forming with 2 ranks, waiting for w1 (rank 1, b)"
+    state.mark_formed()
+    assert state.awaited([]) == ""
+    put(state, [0], 2)
+    assert state.awaited([]) == "re-forming with 1 rank, waiting for w0 (rank 0, a)"
+    state.shortage = "waiting for hosts"
+    assert state.awaited([]) == "waiting for hosts"
