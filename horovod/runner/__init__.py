@@ -1,8 +1,8 @@
 """Starting jobs: the ``horovodrun`` command, and ``horovod.run``.
 
-launch -> arguments, hosts, worker_env (what to start) -> static_job (when, and what a failure
-means) -> supervise (the loop) -> host_agent, ssh (one agent for each host) -> report (what went
-wrong first). agent, agent_output, bootstrap, cores, frames, probe and processes run on the hosts.
+launch -> arguments, hosts, job_request (what to start) -> run_job -> static_job (when, and what a
+failure means) -> supervise (the loop) -> host_agent, ssh (one agent for each host) -> report (what
+went wrong first). agent, agent_output, bootstrap, cores, frames, probe and processes run on hosts.
 controllers hands a job over to mpirun or jsrun. run_function is ``horovod.run``, run_task and
 function_call belong to it. gloo_run, mpi_run, js_run, upstream_launch, util, http and common.util
 have names of Horovod 0.28.1 (docs/old_names.md).

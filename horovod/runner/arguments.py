@@ -33,7 +33,8 @@ from collections.abc import Mapping, Sequence
 
 from horovod.runner.config_file import CONTROLLER, read_config_file
 from horovod.runner.hosts import Host, is_local, lsf_hosts, parse_hostfile, plan_slots
-from horovod.runner.option_parser import DEFAULT_WORKER_FAILURES, complete, make_parser
+from horovod.runner.option_parser import DEFAULT_WORKER_FAILURES, make_parser
+from horovod.runner.option_syntax import complete
 from horovod.runner.tunables import TUNABLES, chosen, settings, without_effect
 
 _NEEDS_ELASTIC = (

@@ -19,8 +19,8 @@ from typing import NoReturn
 
 from horovod.runner.cores import usable_cores
 from horovod.runner.hosts import Slot, is_local
+from horovod.runner.job_request import JobRequest
 from horovod.runner.report import LaunchError
-from horovod.runner.static_job import JobRequest
 from horovod.runner.worker_env import interface_variables, slot_variables, threads_per_worker
 
 GLOO = "gloo"

@@ -13,8 +13,8 @@ from horovod.common.addresses import LOOPBACK
 from horovod.runner.cores import usable_cores
 from horovod.runner.host_agent import agent_command
 from horovod.runner.hosts import Slot, is_local
+from horovod.runner.job_request import JobRequest
 from horovod.runner.report import ranges
-from horovod.runner.static_job import JobRequest
 from horovod.runner.store_endpoints import addresses_towards
 from horovod.runner.worker_env import (
     HOSTS_OWN,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from horovod.runner import controllers
 from horovod.runner.arguments import make_options
 from horovod.runner.common.util.settings import BaseSettings
-from horovod.runner.launch import make_request
+from horovod.runner.job_request import make_request
 from horovod.runner.report import LaunchError
 
 

@@ -13,9 +13,9 @@ from horovod.runner.common.unavailable import RENDEZVOUS, unavailable
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.common.util.settings import BaseSettings, as_arguments
 from horovod.runner.elastic.settings import ElasticSettings, as_elastic_arguments
-from horovod.runner.launch import run_job
 from horovod.runner.remote_error import told_by_upstream
 from horovod.runner.report import LaunchError, Outcome
+from horovod.runner.run_job import run_job
 from horovod.runner.worker_env import interface_variables
 
 

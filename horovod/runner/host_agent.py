@@ -1,6 +1,6 @@
 """One host of a job, seen from the launcher: its agent, and the pipes to it.
 
-`launch` starts one `HostAgent` for each host (the elastic driver also later), `supervise` waits
+`static_job` starts one `HostAgent` for each host (the elastic driver also later), `supervise` waits
 for its descriptors and takes its events. Nothing here blocks and there are no threads: three
 descriptors for each host is all. See `agent` for the other side.
 """

@@ -1,8 +1,8 @@
 """Which rank runs where: host lists in every form, and the plan of slots made from them.
 
-`arguments` reads ``-H``, hostfiles and LSF's list with it; `launch` plans; `worker_env` turns each
-slot into a worker's variables. Nothing here asks a name server: a list of hundreds of hosts must
-not wait for one.
+`arguments` reads ``-H``, hostfiles and LSF's list with it; `job_request` plans; `worker_env` turns
+each slot into a worker's variables. Nothing here asks a name server: a list of hundreds of hosts
+must not wait for one.
 """
 
 from __future__ import annotations

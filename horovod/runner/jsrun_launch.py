@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from horovod.runner.job_request import JobRequest
 from horovod.runner.mpi_launch import MpiJob
 from horovod.runner.report import LaunchError
-from horovod.runner.static_job import JobRequest
 
 _PROBE_SECONDS = 60
 _PROBE = (

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from horovod.runner.job_request import JobRequest
 from horovod.runner.report import LaunchError
-from horovod.runner.static_job import JobRequest
 from horovod.runner.worker_env import KEY, travelling
 
 _VERSION_SECONDS = 30

@@ -1,6 +1,6 @@
 """The output of all workers: to the console, to files, and the last lines kept for a report.
 
-`supervise` hands over what the agents send; `launch` opens one entry for each worker.
+`supervise` hands over what the agents send; `run_job` opens one entry for each worker.
 """
 
 from __future__ import annotations

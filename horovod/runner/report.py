@@ -1,7 +1,7 @@
 """What became of a job: its exit status, and the account of the first failure.
 
-`static_job` fills an `Outcome` in, `launch` adds `describe_failure`, prints it, and exits with
-`exit_status`.
+`static_job` fills an `Outcome` in, `run_job` adds `describe_failure`; `launch` prints it and exits
+with `exit_status`.
 """
 
 from __future__ import annotations

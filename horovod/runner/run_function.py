@@ -36,10 +36,10 @@ from horovod.runner.function_call import (
     take,
 )
 from horovod.runner.hosts import is_local
-from horovod.runner.launch import make_request, run_job
+from horovod.runner.job_request import JobRequest, make_request
 from horovod.runner.remote_error import RemoteError, as_runtime_error, told_by_upstream
 from horovod.runner.report import LaunchError, Outcome
-from horovod.runner.static_job import JobRequest
+from horovod.runner.run_job import run_job
 from horovod.runner.store_endpoints import StoreEndpoints, addresses_towards
 
 _PACKAGE_PARENT = str(Path(horovod.__file__).resolve().parent.parent)

@@ -23,8 +23,9 @@ from horovod.runner import controllers
 from horovod.runner.colours import Colour
 from horovod.runner.console import Console
 from horovod.runner.hosts import is_local
-from horovod.runner.launch import find_command, make_request, run_job
+from horovod.runner.job_request import make_request
 from horovod.runner.report import Exit, LaunchError, exit_status
+from horovod.runner.run_job import find_command, run_job
 from horovod.runner.scaling_report import Report, Run, draw, read_published, table, write_csv
 
 FRACTION = "HOROVOD_SCALING_FRACTION"

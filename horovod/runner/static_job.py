@@ -1,6 +1,6 @@
 """A job with a fixed set of ranks: from "agents started" to "nothing left".
 
-`launch` makes a `StaticJob` and lets the supervisor run it. Steps: an agent on every host; where
+`run_job` makes a `StaticJob` and lets the supervisor run it. Steps: an agent on every host; where
 some host is another machine, each finds the way to the job's store; all workers start; the first
 that fails, or the first host that is lost, ends the others.
 """
@@ -12,20 +12,19 @@ import os
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from horovod.common.addresses import LOOPBACK
 from horovod.common.loss_note import read_note
 from horovod.runner.cause import CauseFinder
 from horovod.runner.colours import Colour
-from horovod.runner.host_agent import HostAgent, WorkerSpec, agent_command
-from horovod.runner.hosts import Slot, is_local
+from horovod.runner.host_agent import HostAgent, agent_command
+from horovod.runner.hosts import is_local
+from horovod.runner.job_request import JobRequest
 from horovod.runner.probe import free_port, interface_address
 from horovod.runner.processes import signal_groups
 from horovod.runner.progress import TICK, Progress, Start
 from horovod.runner.report import Exit, LaunchError, LostHost, Outcome, ranges
-from horovod.runner.ssh import Ssh
 from horovod.runner.store_endpoints import (
     Endpoint,
     StoreEndpoints,
@@ -36,15 +35,8 @@ from horovod.runner.store_endpoints import (
 )
 from horovod.runner.supervise import FAILURE_GRACE, Supervisor, raise_descriptor_limit
 from horovod.runner.watcher import JobWatcher
-from horovod.runner.worker_env import (
-    KEY,
-    WorkerRendezvous,
-    common_variables,
-    interface_variables,
-    slot_variables,
-    threads_per_worker,
-    travelling,
-)
+from horovod.runner.worker_env import WorkerRendezvous
+from horovod.runner.worker_specs import describe_threads, host_variables, worker_specs
 
 _BLAME_WINDOW = 0.5
 """Seconds to wait, when several hosts report failures, for the one that caused the others."""
@@ -57,36 +49,6 @@ _COMPANY_WINDOW = 2.0
 
 _SLACK = 3.0
 """Seconds beyond ssh's own time limit, so that ssh can say itself what is wrong."""
-
-
-@dataclass(frozen=True)
-class JobRequest:
-    """What to run, where and how."""
-
-    command: Sequence[str]
-    slots: Sequence[Slot]
-    env: Mapping[str, str]  # for all workers, without what depends on rank and host
-    cwd: str
-    ssh: Ssh
-    nics: Sequence[str] = ()
-    start_timeout: float = 30.0
-    cpu_bind: str = "none"
-    verbose: int = 0  # how often --verbose was given
-    attach: int | None = None  # the rank that gets the launcher's stdin
-    agent_names: Sequence[str] = ()  # by rank, where a host has several agents
-
-    @property
-    def hosts(self) -> dict[str, list[Slot]]:
-        """The slots of every agent, in the order of ranks: one agent for each host, as a rule."""
-        found: dict[str, list[Slot]] = {}
-        names = self.agent_names or [slot.hostname for slot in self.slots]
-        for slot, name in zip(self.slots, names, strict=True):
-            found.setdefault(name, []).append(slot)
-        return found
-
-    @property
-    def all_local(self) -> bool:
-        return all(is_local(name) for name in self.hosts)
 
 
 class StaticJob:
@@ -298,74 +260,28 @@ class StaticJob:
 
     def _start_workers(self, endpoints: Mapping[str, Endpoint], master: tuple[str, int]) -> None:
         request = self._request
-        self._say_threads()
-        for name, slots in self._hosts.items():
+        if request.verbose:
+            for sentence in describe_threads(request, self._agents.values()):
+                self._console.say(sentence)
+        for name in self._hosts:
             agent = self._agents[name]
             meeting = WorkerRendezvous(*endpoints[name], master[1], self._place.key, master[0])
-            env = self._host_environment(agent) | common_variables(meeting)
-            if agent.link.keeps is None:
-                del env[KEY]
+            env = host_variables(request, agent, meeting, self._interfaces(name))
             if request.verbose:
                 for variable in sorted(env):
                     if variable.startswith(("HOROVOD_", "MASTER_")):
                         self._console.say(f"{name}: {variable}={env[variable]}")
-            neighbours = self._neighbours(name)
-            specs = [
-                WorkerSpec(
-                    slot.rank,
-                    request.command,
-                    slot_variables(slot),
-                    request.cwd,
-                    None
-                    if request.cpu_bind == "none"
-                    else (request.cpu_bind, neighbours.index(slot), len(neighbours)),
-                    slot.rank == request.attach,
-                )
-                for slot in slots
-            ]
+            specs = worker_specs(request, agent)
             agent.start(specs, env)
             if request.attach is not None and any(spec.input for spec in specs):
                 self._supervisor.attach(agent, request.attach)
             agent.finish()
 
-    def _host_environment(self, agent: HostAgent) -> dict[str, str]:
-        """The part of the environment that is the same for all workers of a host."""
-        request = self._request
-        env = travelling(request.env) if agent.remote else dict(request.env)
-        if not request.env.get("OMP_NUM_THREADS") and agent.link.keeps is not None:
-            env["OMP_NUM_THREADS"] = str(self._threads(agent))
-        if agent.name in self._answers:
-            nics = list(self._answers[agent.name]["nics"])
-        else:
-            nics = [name for name in request.nics if interface_address(name)]
-        return env | interface_variables(nics)
-
-    def _threads(self, agent: HostAgent) -> int:
-        return threads_per_worker((agent.hello or {})["cores"], len(self._neighbours(agent.name)))
-
-    def _neighbours(self, name: str) -> list[Slot]:
-        """The slots of a host's machine: this one may be in the list under several names."""
-        if not is_local(name):
-            return self._hosts[name]
-        return [slot for slot in self._request.slots if is_local(slot.hostname)]
-
-    def _say_threads(self) -> None:
-        if self._request.env.get("OMP_NUM_THREADS") or not self._request.verbose:
-            return
-        alike: dict[tuple[int, int, int], list[str]] = {}
-        for name, agent in self._agents.items():
-            if agent.link.keeps is None:
-                continue  # who gave the host has said how many threads
-            cores = (agent.hello or {})["cores"]
-            facts = (self._threads(agent), cores, len(self._neighbours(name)))
-            alike.setdefault(facts, []).append(name)
-        for (threads, cores, workers), names in alike.items():
-            where = "" if len(alike) == 1 else f" on {', '.join(names)}"
-            plural = "" if workers == 1 else "s"
-            self._console.say(
-                f"OMP_NUM_THREADS={threads} for each worker{where} ({cores} cores, {workers} "
-                f"worker{plural}); set it yourself to choose otherwise"
-            )
+    def _interfaces(self, name: str) -> list[str]:
+        """Those of a host that the traffic between ranks is to use; none: all of them."""
+        if name in self._answers:
+            return list(self._answers[name]["nics"])
+        return [nic for nic in self._request.nics if interface_address(nic)]
 
     def started(self, agent: HostAgent, worker: int, pid: int) -> None:
         self._pids[worker] = pid

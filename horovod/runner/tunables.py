@@ -1,10 +1,10 @@
 """The options that set a variable of the core: one row each.
 
 A row names the option, the variable, and the key of the configuration file; `arguments` makes the
-parser from it, `config_file` the schema of the file, `option_page` the documentation, and `launch`
-the workers' environment. Type, bounds, default and (unless the row words it better) the help text
-are those of the knob in `horovod.common.config`, so that a value the core would refuse is refused
-before anything starts.
+parser from it, `config_file` the schema of the file, `option_page` the documentation, and
+`job_request` the workers' environment. Type, bounds, default and (unless the row words it better)
+the help text are those of the knob in `horovod.common.config`, so that a value the core would
+refuse is refused before anything starts.
 
 Precedence: an option beats the configuration file, which beats the variable as it is in the
 launcher's environment, which beats the default.

@@ -19,7 +19,7 @@ from horovod.runner import controllers
 from horovod.runner.arguments import make_options
 from horovod.runner.check_build import check_build as build_report
 from horovod.runner.gloo_run import run_here
-from horovod.runner.launch import make_request
+from horovod.runner.job_request import make_request
 from horovod.runner.report import LaunchError
 from horovod.runner.tunables import TUNABLES
 

@@ -1,6 +1,6 @@
 """What a launcher tells to whoever watches its job.
 
-`launch`, `elastic.job` and the launchers for Spark and Ray hold a `JobWatcher`; the dashboard is
+`run_job`, `elastic.job` and the launchers for Spark and Ray hold a `JobWatcher`; the dashboard is
 one. Events are those of --status-file (see docs/elastic.md): a fixed job has the same ones, with
 one decision, number 0, whose workers have the names of their ranks.
 """

@@ -1,7 +1,7 @@
 """The variables that a worker gets from the launcher.
 
-`launch` calls it. `horovod.common.environments` reads the HOROVOD_* names in the worker; the
-names of torchrun are there for plain torch.distributed scripts.
+`worker_specs` and the elastic job call it. `horovod.common.environments` reads the HOROVOD_* names
+in the worker; the names of torchrun are there for plain torch.distributed scripts.
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from horovod.runner.job_request import JobRequest
 from horovod.runner.outputs import Outputs
 from horovod.runner.report import Outcome, describe_failure
 from horovod.runner.run_function import collect_results, raise_failures
 from horovod.runner.ssh import Ssh
-from horovod.runner.static_job import JobRequest, StaticJob
+from horovod.runner.static_job import StaticJob
 from horovod.runner.store_endpoints import StoreEndpoints
 from horovod.runner.supervise import Supervisor
 from horovod.runner.watcher import JobWatcher

@@ -307,7 +307,7 @@ def test_what_a_rank_writes_in_init_is_what_the_launcher_looks_for(tmp_path: Pat
     """The key is the engine's; were it renamed the launcher would show nothing."""
     from horovod.common.store import MemoryStore
     from horovod.runner.arguments import parse_args
-    from horovod.runner.launch import run_job
+    from horovod.runner.run_job import run_job
 
     options = parse_args(["-np", "2", "unused"])
     program = "import horovod.torch as hvd; hvd.init()"

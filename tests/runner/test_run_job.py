@@ -12,8 +12,8 @@ import pytest
 from horovod.common.store import MemoryStore
 from horovod.runner.arguments import parse_args
 from horovod.runner.console import Console
-from horovod.runner.launch import run_job
 from horovod.runner.report import LaunchError, Outcome
+from horovod.runner.run_job import run_job
 from tests.runner.jobs import HANG, ROOT
 
 PROGRAM = """

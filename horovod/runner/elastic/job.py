@@ -1,4 +1,4 @@
-"""An elastic job, from the options to its outcome. `launch.run_job` calls it."""
+"""An elastic job, from the options to its outcome. `run_job` calls it."""
 
 from __future__ import annotations
 
