@@ -37,8 +37,8 @@ class BucketSubmitter:
         predivide: float,
         sparse_as_dense: bool,
         process_set: ProcessSet,
-        hook: CommunicationHook | None,
-        alone: bool,
+        hook: CommunicationHook | None = None,
+        alone: bool = False,
     ) -> None:
         # In host memory the transport does it, where the bytes leave the host.
         self._wire = wire_type(compression, params)
@@ -46,9 +46,9 @@ class BucketSubmitter:
         self._op = op
         self._prescale, self._postscale = 1.0 / predivide, predivide
         self._sparse_as_dense = sparse_as_dense
-        self._process_set = process_set
-        self._hook = hook
-        self._alone = alone  # whether somebody waits for one bucket after the other
+        self.process_set = process_set
+        self.hook = hook
+        self.alone = alone  # whether somebody waits for one bucket after the other
         self._name = ""
         self._sparse_dims: Mapping[Parameter, int] = {}
 
@@ -95,15 +95,15 @@ class BucketSubmitter:
                 continue
             tensors.setdefault(tensor.device, []).append(tensor)
             dense.append((name, param))
-        if self._hook is None:
+        if self.hook is None:
             self._allreduce(bucket, tensors, background)
         else:
-            self._start_hook(self._hook, bucket, dense, tensors)
+            self._start_hook(self.hook, bucket, dense, tensors)
 
     def _allreduce(
         self, bucket: Bucket, tensors: dict[torch.device, list[torch.Tensor]], background: bool
     ) -> None:
-        number = set_id(self._process_set)
+        number = set_id(self.process_set)
         for place, same_device in enumerate(tensors.values()):
             request = runtime.allreduce(
                 same_device,
@@ -116,7 +116,7 @@ class BucketSubmitter:
                 background=background or len(tensors) > 1,
                 deferred=True,
                 wire=self._wire,
-                alone=self._alone,
+                alone=self.alone,
             )
             bucket.requests.append(request)
             if len(tensors) == 1 and self._is_repeatable(bucket, same_device):
@@ -149,7 +149,7 @@ class BucketSubmitter:
                 [memory_shape(param) for _, param in members],
                 same_device,
                 self._op,
-                self._process_set,
+                self.process_set,
                 self._prescale,
                 self._postscale,
                 bucket.requests,
@@ -162,7 +162,7 @@ class BucketSubmitter:
         gradient, decompress = param.grad, self._compression.decompress
         values, context = self._compression.compress(gradient._values())
         sent = sparse_tensor(gradient._indices(), values, gradient.shape)
-        result = sparse_allreduce_async(sent, f"{self._name}.{name}", self._op, self._process_set)
+        result = sparse_allreduce_async(sent, f"{self._name}.{name}", self._op, self.process_set)
 
         def finish() -> None:
             reduced = result()

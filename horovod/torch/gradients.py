@@ -11,8 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from horovod.common.process_sets import ProcessSet
-from horovod.common.reduce_op import ReduceOp
 from horovod.common.topology import Topology
 from horovod.engine.arguments import set_id
 from horovod.engine.heap import join_pages
@@ -32,8 +30,6 @@ from horovod.torch.bucketing import (
     num_early,
 )
 from horovod.torch.buckets import Bucket, Named
-from horovod.torch.compression import Compressor
-from horovod.torch.hooks.base import CommunicationHook
 
 # After these steps the heap is put on huge pages: tensors find their places in it in the first few,
 # and other ones when the program changes.
@@ -47,32 +43,14 @@ class GradientReducer:
         self,
         params: Sequence[Named],
         groups: Sequence[Sequence[Named]] | None,
-        *,
-        compression: type[Compressor],
-        op: ReduceOp,
-        predivide: float,
-        sparse_as_dense: bool,
-        process_set: ProcessSet,
-        hook: CommunicationHook | None = None,
-        delayed: bool = False,
+        submitter: BucketSubmitter,
     ) -> None:
         self.name = ""
         self._params = list(params)
         self._groups = groups
-        self._process_set = process_set
-        self._hook = hook
-        self._delayed = delayed  # whether the next forward waits, for one bucket after the other
-        submitter = BucketSubmitter(
-            params,
-            compression=compression,
-            op=op,
-            predivide=predivide,
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
-            hook=hook,
-            alone=delayed,
-        )
         self._submitter, self._start = submitter, submitter.start
+        self._process_set, self._hook = submitter.process_set, submitter.hook
+        self._delayed = submitter.alone  # the next forward waits, for one bucket after the other
         self._index = {param: index for index, (_, param) in enumerate(params)}
         # What the ranks have agreed on, for how long, and what is to be decided by it.
         self._agreed: Agreement

@@ -20,6 +20,7 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.runtime import runtime
 from horovod.torch.allreduce_ops import allreduce
+from horovod.torch.bucket_submission import BucketSubmitter
 from horovod.torch.buckets import Named
 from horovod.torch.compression import Compressor
 from horovod.torch.finite_check import FiniteCheck
@@ -105,17 +106,17 @@ class ReducingOptimizer(torch.optim.Optimizer):
         _optimizers.add(self)
 
     def _make_reducer(self, named: list[Named], groups: list[list[Named]] | None) -> Reducer:
-        return GradientReducer(
+        submitter = BucketSubmitter(
             named,
-            groups,
             compression=self._compression,
             op=self.op,
             predivide=self.gradient_predivide_factor,
             sparse_as_dense=self.sparse_as_dense,
             process_set=self.process_set,
             hook=self._communication_hook,
-            delayed=self._delays,
+            alone=self._delays,
         )
+        return GradientReducer(named, groups, submitter)
 
     def _register_hooks(self) -> None:
         """Notice gradients as they arrive, of parameters that require them now."""
