@@ -3,6 +3,7 @@
 Every rank computes the same batches from the same agreed requests. Allreduces that share dtype,
 device, operator and scale factors go into one buffer up to the fusion threshold; others in
 between do not end a batch, so mixed dtypes still fuse. Everything else is a batch of its own.
+Which gradients an optimizer puts into one request is not decided here: `horovod.torch.bucketing`.
 """
 
 from __future__ import annotations

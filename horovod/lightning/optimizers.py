@@ -19,7 +19,7 @@ import horovod.torch as hvd
 from horovod.common.reduce_op import Adasum, Max
 from horovod.lightning.options import Options
 from horovod.torch import reducing_optimizer
-from horovod.torch.gradients import Named
+from horovod.torch.buckets import Named
 
 
 class Optimizers:

@@ -12,7 +12,7 @@ import torch
 
 from horovod.common.reduce_op import Adasum, Max
 from horovod.engine.runtime import runtime
-from horovod.torch.gradients import Named
+from horovod.torch.buckets import Named
 from horovod.torch.reducing_optimizer import Reducer, ReducingOptimizer, notify_scheduler
 
 

@@ -17,8 +17,9 @@ from horovod.engine.arguments import check_group, movement_input, set_id
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch import handles
-from horovod.torch.allreduce_ops import allreduce, grouped_allreduce
+from horovod.torch.allreduce_ops import allreduce
 from horovod.torch.autograd import backward_name, is_differentiable, needs_gradient
+from horovod.torch.grouped_allreduce_ops import grouped_allreduce
 
 Tensor = torch.Tensor
 

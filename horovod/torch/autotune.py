@@ -12,7 +12,6 @@ Only one optimizer tunes at a time: with two, neither would know whose doing a t
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,35 +20,32 @@ from typing import Any
 
 import torch
 
-from horovod.common.config import Config, chosen
 from horovod.common.logging import get_logger
 from horovod.common.process_sets import ProcessSet
-from horovod.common.reduce_op import Max
-from horovod.common.topology import Topology
+from horovod.engine.arguments import set_id
 from horovod.engine.autotune import Tuner, median
 from horovod.engine.autotune_log import AutotuneLog
 from horovod.engine.channel import Channel
 from horovod.engine.runtime import runtime
-from horovod.torch.buckets import Named, cut
+from horovod.torch.agreement import TUNABLE, Agreement, greatest
+from horovod.torch.bucketing import MEBIBYTE, OVERLAP_KNOB, SIZE_KNOB, Bucketing, cut
+from horovod.torch.buckets import Named
 
 logger = get_logger(__name__)
 
-MEBIBYTE = 1 << 20
 BUCKET_SIZES = [size * MEBIBYTE for size in (32, 16, 8, 4, 2, 1, 64, 128)]
 CYCLE_TIMES = [0.0, 1.0, 5.0]  # milliseconds
 
 _UNMEASURED = 1  # intervals after a change: what is new for the engine takes longer
 
-# What the user may have chosen: the knob for each kind of thing that is tuned.
-_BUCKETS, _CYCLES = "fusion_threshold", "cycle_time"
+# The knob behind each algorithm.
 _ALGORITHMS = {
     "direct": "shm_peer_memory",
     "staged": "shm_peer_memory",
     "hierarchical": "hierarchical_allreduce",
     "flat": "hierarchical_allreduce",
 }
-_OVERLAP = "overlap_backward"
-_FIXABLE = [_OVERLAP, _BUCKETS, _CYCLES, *dict.fromkeys(_ALGORITHMS.values())]
+_CYCLE_KNOB = "cycle_time"
 
 _active: weakref.ref[StepTuner] | None = None  # the one whose optimizer is being tuned
 
@@ -64,62 +60,10 @@ class Setting:
     algorithm: str | None  # None: the transport has but one
 
 
-# -- what ranks agree on before --------------------------------------------------------------
-
-
-def local_preferences(config: Config, topology: Topology) -> list[int]:
-    """What this rank says about tuning, for `AgreedTuning`: the maximum over all ranks counts."""
-    fixed = chosen()
-    return [
-        0 if config.autotune else 1,
-        0 if _has_spare_core(topology) else 1,
-        config.autotune_warmup_samples,
-        config.autotune_steps_per_sample,
-        config.autotune_bayes_opt_max_samples,
-        *(1 if knob in fixed else 0 for knob in _FIXABLE),
-    ]
-
-
-NUM_PREFERENCES = 5 + len(_FIXABLE)
-
-
-@dataclass(frozen=True)
-class AgreedTuning:
-    """The same on all ranks, even if their environments differ."""
-
-    enabled: bool
-    spare_cores: bool
-    num_warmup: int
-    num_steps: int
-    most_samples: int
-    fixed: frozenset[str]
-
-    @property
-    def is_fixed_bucket(self) -> bool:
-        """Whether the user has chosen the size of buckets."""
-        return _BUCKETS in self.fixed
-
-    @property
-    def is_fixed_overlap(self) -> bool:
-        """Whether the user has chosen if gradients are reduced beside backward."""
-        return _OVERLAP in self.fixed
-
-    def for_overlap_alone(self) -> AgreedTuning:
-        """A short search, for nothing but whether to reduce beside backward."""
-        fixed = frozenset(_FIXABLE) - {_OVERLAP}
-        return replace(self, num_warmup=1, num_steps=5, most_samples=2, fixed=fixed)
-
-    @classmethod
-    def of(cls, agreed: Sequence[int]) -> AgreedTuning:
-        off, no_core, num_warmup, num_steps, most, *fixed = agreed
-        names = frozenset(knob for knob, set_ in zip(_FIXABLE, fixed, strict=True) if set_)
-        return cls(not off, not no_core, num_warmup, num_steps, most, names)
-
-
-def _has_spare_core(topology: Topology) -> bool:
-    """Whether a thread beside backward has a core to run on."""
-    available = len(os.sched_getaffinity(0)) // topology.local_size
-    return available > torch.get_num_threads()
+def for_overlap_alone(agreed: Agreement) -> Agreement:
+    """A short search, for nothing but whether to reduce beside backward."""
+    fixed = frozenset(TUNABLE) - {OVERLAP_KNOB}
+    return replace(agreed, num_warmup=1, num_steps=5, most_samples=2, fixed=fixed)
 
 
 # -- what is tried ---------------------------------------------------------------------------
@@ -131,34 +75,34 @@ def stages(
     default: Setting,
     params: Sequence[Named],
     grouped: bool,
-    terms: AgreedTuning,
+    agreed: Agreement,
     algorithms: Sequence[str],
 ) -> list[Stage]:
     """What to try, knob by knob. `grouped`: the user says what the buckets are."""
 
     def buckets(best: Setting) -> Iterator[Setting]:
-        if _OVERLAP in terms.fixed:
+        if OVERLAP_KNOB in agreed.fixed:
             return
-        if terms.spare_cores or any(not param.is_cpu for _, param in params):
+        if agreed.spare_cores or any(not param.is_cpu for _, param in params):
             sizes = [default.bucket_bytes]
-            if not grouped and _BUCKETS not in terms.fixed:
+            if not grouped and SIZE_KNOB not in agreed.fixed:
                 sizes += BUCKET_SIZES
             tried = set()
             for size in sizes:
-                form = tuple(len(group) for group in cut(params, size))
+                form = tuple(map(len, cut([param.nbytes for _, param in params], size)))
                 if form not in tried:
                     tried.add(form)
                     yield replace(best, overlap=True, bucket_bytes=size)
         yield replace(best, overlap=False, bucket_bytes=default.bucket_bytes)
 
     def cycle_times(best: Setting) -> Iterator[Setting]:
-        if best.overlap and _CYCLES not in terms.fixed:
+        if best.overlap and _CYCLE_KNOB not in agreed.fixed:
             for cycle_time in CYCLE_TIMES:
                 yield replace(best, cycle_time=cycle_time)
 
     def algorithm(best: Setting) -> Iterator[Setting]:
         for name in algorithms:
-            if _ALGORITHMS[name] not in terms.fixed:
+            if _ALGORITHMS[name] not in agreed.fixed:
                 yield replace(best, algorithm=name)
 
     return [buckets, cycle_times, algorithm]
@@ -193,22 +137,6 @@ class StepClock:
         return [start.elapsed_time(end) / 1000 for start, end in pairs]
 
 
-def greatest(mine: Sequence[float], process_set: ProcessSet) -> tuple[list[float], bool]:
-    """The greatest of each of all ranks' numbers, and whether all ranks brought theirs.
-
-    Not while a rank has joined. For what is measured between steps, in the same step on all ranks.
-    """
-    number, place, size = process_set.process_set_id, process_set.rank(), process_set.size()
-    assert number is not None
-    assert size is not None
-    present = [float(rank == place) for rank in range(size)]
-    vector = torch.tensor([*mine, *present], dtype=torch.float64)
-    name = "DistributedOptimizer.autotune"
-    runtime.allreduce([vector], [vector], name, Max, 1.0, 1.0, number, False).wait()
-    found = vector.tolist()
-    return found[: len(mine)], min(found[len(mine) :]) > 0
-
-
 class StepTuner:
     """Tunes the reduction of one optimizer's gradients."""
 
@@ -216,23 +144,19 @@ class StepTuner:
         self,
         name: str,
         params: Sequence[Named],
+        default: Bucketing,
+        *,
         grouped: bool,
-        overlap: bool,
-        bucket_bytes: int,
-        terms: AgreedTuning,
+        agreed: Agreement,
         process_set: ProcessSet,
     ) -> None:
-        number, place = process_set.process_set_id, process_set.rank()
-        assert number is not None
-        assert place is not None
         self._name = name
         self._params = list(params)
+        self._default = default
         self._grouped = grouped
-        self._overlap = overlap
-        self._bucket_bytes = bucket_bytes
-        self._agreed = terms
-        self._process_set, self._place = process_set, place
-        self._channel: Channel = runtime.channel(number)
+        self._agreed = agreed
+        self._process_set, self._place = process_set, process_set.rank()
+        self._channel: Channel = runtime.channel(set_id(process_set))
         self._joins = self._channel.num_joins
         devices = [param.device for _, param in params if not param.is_cpu]
         self._clock = StepClock(devices[0] if devices else torch.device("cpu"))
@@ -265,8 +189,8 @@ class StepTuner:
         """The slowest rank's time, whether any is busy with another optimizer, and if all came."""
         other = _active() if _active is not None else None
         busy = other is not None and other is not self and other._is_at_work()
-        (slowest, is_busy), complete = greatest([seconds, float(busy)], self._process_set)
-        return slowest, is_busy > 0, complete
+        (slowest, is_busy), present = greatest([seconds, float(busy)], self._process_set)
+        return slowest, is_busy > 0, all(present)
 
     def _is_at_work(self) -> bool:
         return not self.settled and self._channel.failure is None
@@ -277,13 +201,13 @@ class StepTuner:
         channel, config = self._channel, runtime.config
         names = channel.algorithms if any(param.is_cpu for _, param in self._params) else ()
         way = config.cycle_time, names[0] if names else None
-        terms = self._agreed
+        agreed = self._agreed
         if channel.tuned is not None:  # by the first optimizer to settle: this one goes by it
             way, names = channel.tuned, ()
-            terms = replace(terms, fixed=terms.fixed | {_CYCLES})
-        default = Setting(self._overlap, self._bucket_bytes, *way)
-        tried = stages(default, self._params, self._grouped, terms, names)
-        self._tuner = Tuner(default, tried, terms.num_warmup, terms.most_samples)
+            agreed = replace(agreed, fixed=agreed.fixed | {_CYCLE_KNOB})
+        default = Setting(self._default.overlap, self._default.bucket_bytes, *way)
+        tried = stages(default, self._params, self._grouped, agreed, names)
+        self._tuner = Tuner(default, tried, agreed.num_warmup, agreed.most_samples)
         if self._place == 0 and config.autotune_log:
             self._log = AutotuneLog(config.autotune_log)
         channel.tune(*way)

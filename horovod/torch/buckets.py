@@ -1,4 +1,7 @@
-"""Buckets: parameters whose gradients are reduced together. Used by `horovod.torch.gradients`."""
+"""Buckets: parameters whose gradients are reduced together, and where their reduction stands.
+
+`horovod.torch.gradients` makes them, `horovod.torch.bucket_submission` starts their reductions.
+"""
 
 from __future__ import annotations
 
@@ -93,28 +96,26 @@ class Bucket:
                     f"optimizer.skip_synchronize():`; or set HOROVOD_OVERLAP_BACKWARD=0"
                 )
 
+    def settle(self) -> Exception | None:
+        """Wait until the gradients are reduced. The first failure."""
+        failure: Exception | None = None
+        try:
+            for wait in (
+                *(request.wait for request in self.requests),
+                self.check_unchanged,
+                *self.finishers,
+            ):
+                try:
+                    wait()
+                except Exception as error:
+                    failure = failure or error
+        finally:
+            self.reset()
+        return failure
+
     def reset(self) -> None:
         self.awaited = len(self.params)  # gradients that have not arrived yet
         self.started = False
         self.watched = []
         self.requests: list[Request] = []
         self.finishers: list[Callable[[], object]] = []
-
-
-def bucket_title(number: int, count: int, names: Sequence[str]) -> str:
-    """What people read of a bucket, in the timeline and in stall reports."""
-    span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-    return f"bucket {number} of {count} ({span})"
-
-
-def cut(params: Sequence[Named], most: int) -> list[list[Named]]:
-    """Consecutive parameters up to `most` bytes."""
-    groups: list[list[Named]] = [[]]
-    size = 0
-    for entry in params:
-        if groups[-1] and size + entry[1].nbytes > most:
-            groups.append([])
-            size = 0
-        groups[-1].append(entry)
-        size += entry[1].nbytes
-    return groups

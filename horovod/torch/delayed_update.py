@@ -44,12 +44,7 @@ class Update:
 class DelayedUpdates:
     """The updates of one optimizer's last step that are still to be made."""
 
-    def __init__(
-        self,
-        settle: Callable[[Bucket], Exception | None],
-        step_on: Callable[[Sequence[Options], Sequence[Parameter]], None],
-    ) -> None:
-        self._settle = settle  # waits until the bucket's gradients are reduced
+    def __init__(self, step_on: Callable[[Sequence[Options], Sequence[Parameter]], None]) -> None:
         self._step_on = step_on  # updates some parameters, with these options of their groups
         self._options: list[Options] = []
         self._updates: dict[Parameter, Update] = {}
@@ -90,13 +85,13 @@ class DelayedUpdates:
             while self._updates:
                 update = next(iter(self._updates.values()))
                 self._take_back(update)
-                self._settle(update.bucket)
+                update.bucket.settle()
 
     def _make(self, update: Update) -> None:
         for request in update.bucket.requests:
             self._let_end(request)
         self._take_back(update)
-        failure = self._settle(update.bucket)
+        failure = update.bucket.settle()
         if failure is not None:
             logger.warning("the last step is incomplete: not all parameters were updated")
             self.abandon()

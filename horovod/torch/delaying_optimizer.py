@@ -20,12 +20,12 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from horovod.engine.runtime import runtime
+from horovod.torch.buckets import Named
 from horovod.torch.delayed_update import DelayedUpdates, Options
-from horovod.torch.gradients import GradientReducer, Named
+from horovod.torch.gradients import GradientReducer
 from horovod.torch.pending import is_pending, lock
 from horovod.torch.reducing_optimizer import (
     GradientCountdown,
-    Reducer,
     ReducingOptimizer,
     notify_scheduler,
     step_of,
@@ -37,6 +37,7 @@ Parameter = torch.nn.Parameter
 class DelayingOptimizer(ReducingOptimizer):
     """What the new class adds to the optimizer's own, from which it derives too."""
 
+    _delays = True
     _updates: DelayedUpdates | None = None
 
     def _configure(
@@ -49,13 +50,7 @@ class DelayingOptimizer(ReducingOptimizer):
         self._in_model = {param for param in model.parameters() if type(param) is Parameter}
         self._updates = None
         if isinstance(self._reducer, GradientReducer):
-            self._updates = DelayedUpdates(self._reducer.settle, self._step_on)
-
-    def _make_reducer(self, named: list[Named], groups: list[list[Named]] | None) -> Reducer:
-        reducer = super()._make_reducer(named, groups)
-        assert isinstance(reducer, GradientReducer)
-        reducer.delays = True
-        return reducer
+            self._updates = DelayedUpdates(self._step_on)
 
     def _finish_updates(self) -> None:
         with lock():

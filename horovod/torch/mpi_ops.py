@@ -24,15 +24,10 @@ from horovod.torch.allgather_ops import (
 )
 from horovod.torch.allreduce_ops import (
     HorovodAllreduce,
-    HorovodGroupedAllreduce,
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
 )
 from horovod.torch.alltoall_ops import HorovodAlltoall, alltoall, alltoall_async
 from horovod.torch.broadcast_ops import (
@@ -43,6 +38,13 @@ from horovod.torch.broadcast_ops import (
     broadcast_async_,
 )
 from horovod.torch.compression import Compression
+from horovod.torch.grouped_allreduce_ops import (
+    HorovodGroupedAllreduce,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
 from horovod.torch.handles import poll, synchronize
 from horovod.torch.reducescatter_ops import (
     HorovodGroupedReducescatter,

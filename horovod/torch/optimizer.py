@@ -12,8 +12,8 @@ import torch
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp
 from horovod.engine.runtime import runtime
+from horovod.torch.buckets import Named
 from horovod.torch.compression import Compression, Compressor
-from horovod.torch.gradients import Named
 from horovod.torch.hooks.base import CommunicationHook
 from horovod.torch.optimizer_checks import check_arguments
 from horovod.torch.reducing_optimizer import ReducingOptimizer, new_optimizer

@@ -20,7 +20,7 @@ from horovod.common.reduce_op import Adasum, Average, ReduceOp
 from horovod.common.util import split_list
 from horovod.engine.arguments import set_size
 from horovod.engine.runtime import runtime
-from horovod.torch.gradients import Named
+from horovod.torch.buckets import Named
 from horovod.torch.hooks.base import CommunicationHook, check_hook
 from horovod.torch.layouts import is_dense
 from horovod.torch.objects import allgather_object

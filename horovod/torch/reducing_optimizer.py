@@ -20,10 +20,12 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.runtime import runtime
 from horovod.torch.allreduce_ops import allreduce
+from horovod.torch.bucket_submission import BucketSubmitter
+from horovod.torch.buckets import Named
 from horovod.torch.compression import Compressor
 from horovod.torch.finite_check import FiniteCheck
 from horovod.torch.grad_scaler import reduce_before_unscaling
-from horovod.torch.gradients import GradientReducer, Named
+from horovod.torch.gradients import GradientReducer
 from horovod.torch.hooks.base import CommunicationHook
 from horovod.torch.optimizer_checks import (
     check_arguments,
@@ -68,6 +70,8 @@ class GradientCountdown:
 class ReducingOptimizer(torch.optim.Optimizer):
     """What the new class adds to the optimizer's own, from which it derives too."""
 
+    _delays = False  # whether parameters are updated when they are next used, not in step()
+
     def _configure(
         self, arguments: dict[str, Any], named: list[Named], groups: list[list[Named]] | None
     ) -> None:
@@ -102,16 +106,17 @@ class ReducingOptimizer(torch.optim.Optimizer):
         _optimizers.add(self)
 
     def _make_reducer(self, named: list[Named], groups: list[list[Named]] | None) -> Reducer:
-        return GradientReducer(
+        submitter = BucketSubmitter(
             named,
-            groups,
-            self._compression,
-            self.op,
-            self.gradient_predivide_factor,
-            self.sparse_as_dense,
-            self.process_set,
-            self._communication_hook,
+            compression=self._compression,
+            op=self.op,
+            predivide=self.gradient_predivide_factor,
+            sparse_as_dense=self.sparse_as_dense,
+            process_set=self.process_set,
+            hook=self._communication_hook,
+            alone=self._delays,
         )
+        return GradientReducer(named, groups, submitter)
 
     def _register_hooks(self) -> None:
         """Notice gradients as they arrive, of parameters that require them now."""

@@ -34,7 +34,7 @@ import torch
 
 from horovod.common.process_sets import global_process_set
 from horovod.engine.runtime import runtime
-from horovod.torch.gradients import Named
+from horovod.torch.buckets import Named
 from horovod.torch.layouts import in_memory_order
 from horovod.torch.objects import broadcast_object
 from horovod.torch.reducing_optimizer import ReducingOptimizer, share_groups, step_of

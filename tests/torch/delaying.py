@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -169,11 +170,14 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.02}]
 
 
-def small_buckets() -> Any:
+@contextmanager
+def small_buckets() -> Iterator[None]:
     """Several buckets of the models here, from the second step on."""
-    return mock.patch.multiple(
-        "horovod.torch.gradients", TRIAL_STEPS=1, network_bucket=lambda *_: 100
-    )
+    with (
+        mock.patch("horovod.torch.gradients.TRIAL_STEPS", 1),
+        mock.patch("horovod.torch.bucketing.network_bucket", return_value=100),
+    ):
+        yield
 
 
 def compare(change: Callable[[Run], Any], **options: Any) -> Any:

@@ -7,6 +7,7 @@ import csv
 import gc
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from torch import nn
 import horovod.torch as hvd
 from horovod.engine.runtime import runtime
 from horovod.torch import autotune
+from horovod.torch.agreement import TUNABLE, Agreement
 from tests.accelerators import accelerator as find_accelerator
 from tests.elastic.job import ElasticJob
 from tests.elastic.training import Plan, expected
@@ -49,7 +51,7 @@ def tuning2() -> Iterator[RankPool]:
 def _choice() -> Iterator[None]:
     """Buckets of several sizes to choose from, for a tiny model and whatever cores there are."""
     with (
-        mock.patch("horovod.torch.autotune._has_spare_core", return_value=True),
+        mock.patch("horovod.torch.agreement.has_spare_core", return_value=True),
         mock.patch("horovod.torch.autotune.BUCKET_SIZES", [400, 150, 120, 50]),
     ):
         yield
@@ -241,6 +243,71 @@ def test_a_process_set():
     assert first[0][0] is True
     assert first[0][-1] is False
     assert all(map(torch.equal, first[1], last[1]))
+
+
+# -- what is tried, without other ranks ------------------------------------------------------
+
+MEBIBYTE = 1 << 20
+AGREED = Agreement(
+    number=0,
+    overlap=False,
+    spare_cores=True,
+    fusion_threshold=128 * MEBIBYTE,
+    autotune=True,
+    num_warmup=3,
+    num_steps=10,
+    most_samples=20,
+    fixed=frozenset(),
+    order=(0, 1, 2),
+    sparse_dims=(0, 0, 0),
+)
+DEFAULT = autotune.Setting(False, 6 * MEBIBYTE, 1.0, "direct")
+
+
+def _tried(agreed: Agreement, best: autotune.Setting = DEFAULT, grouped: bool = False) -> Any:
+    """Of three layers of 3 MiB each: sizes (0: without overlap), cycle times and algorithms."""
+    params = [(str(n), nn.Parameter(torch.empty(3 * MEBIBYTE // 4))) for n in range(3)]
+    found = autotune.stages(DEFAULT, params, grouped, agreed, ["direct", "staged"])
+    buckets, cycle_times, algorithms = (list(stage(best)) for stage in found)
+    sizes = [setting.overlap * setting.bucket_bytes // MEBIBYTE for setting in buckets]
+    times = [setting.cycle_time for setting in cycle_times]
+    return sizes, times, [setting.algorithm for setting in algorithms]
+
+
+def test_sizes_that_make_no_difference_are_not_tried():
+    assert _tried(AGREED) == ([6, 32, 4, 0], [], ["direct", "staged"])
+
+
+def test_cycle_times_matter_only_beside_backward():
+    assert _tried(AGREED, replace(DEFAULT, overlap=True))[1] == autotune.CYCLE_TIMES
+
+
+def test_without_a_core_to_spare_nothing_is_tried_beside_backward():
+    assert _tried(replace(AGREED, spare_cores=False))[0] == [0]
+
+
+def test_groups_are_tried_as_they_are():
+    assert _tried(AGREED, grouped=True)[0] == [6, 0]
+
+
+@pytest.mark.parametrize(
+    ("knob", "place", "expected"),
+    [
+        ("overlap_backward", 0, []),
+        ("fusion_threshold", 0, [6, 0]),
+        ("cycle_time", 1, []),
+        ("shm_peer_memory", 2, []),
+    ],
+)
+def test_knobs_that_the_user_has_set_are_not_tried(knob: str, place: int, expected: list[Any]):
+    agreed = replace(AGREED, fixed=frozenset({knob}))
+    assert _tried(agreed, replace(DEFAULT, overlap=True))[place] == expected
+
+
+def test_a_search_for_overlap_alone():
+    short = autotune.for_overlap_alone(replace(AGREED, fixed=frozenset(TUNABLE)))
+    assert _tried(short, replace(DEFAULT, overlap=True)) == ([6, 0], [], [])
+    assert short.most_samples == 2
 
 
 # -- the log ---------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import horovod.torch as hvd
-from horovod.torch.overlap import num_early
 from horovod.torch.pending import is_pending
 from tests.ranks import RankPool, run_ranks
 from tests.torch.delaying import NETWORK, Run, assert_equal, assert_same, compare, small_buckets
@@ -311,11 +310,3 @@ def _check_nan(rank: int, size: int) -> str:
 def test_check_nan():
     for message in run_ranks(_check_nan, 2, env={**NETWORK, "HOROVOD_CHECK_NAN": "1"}):
         assert "rank 1: 0.weight" in message
-
-
-@pytest.mark.parametrize(
-    ("sizes", "hidden", "early"),
-    [([4, 4, 4, 4], 8, 2), ([4, 4], 100, 2), ([9, 1, 1], 0, 1), ([1, 9, 1], 3, 1), ([], 5, 0)],
-)
-def test_what_backward_hides_is_not_held_back(sizes: list[int], hidden: float, early: int):
-    assert num_early(sizes, hidden) == early

@@ -1,0 +1,227 @@
+"""From a bucket's gradients to requests of the engine: all that the optimizer reduces goes here.
+
+Used by `horovod.torch.gradients`, which says when. Gradients are reduced where they are: nothing is
+copied into or out of a buffer of ours, except that the engine packs the small ones, and what cannot
+be reduced as it is (sparse, compressed, laid out unlike its parameter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from horovod.common.process_sets import ProcessSet
+from horovod.common.reduce_op import ReduceOp
+from horovod.engine.arguments import set_id
+from horovod.engine.prepared import PreparedAllreduce
+from horovod.engine.runtime import runtime
+from horovod.torch.buckets import Bucket, Named
+from horovod.torch.compression import Compressor, NoneCompressor, wire_type
+from horovod.torch.hooks.base import CommunicationHook, GradientBucket
+from horovod.torch.layouts import is_dense, memory_shape
+from horovod.torch.sparse import sparse_allreduce_async, sparse_tensor
+
+Parameter = torch.nn.Parameter
+
+
+class BucketSubmitter:
+    """Starts the reductions of one optimizer's buckets."""
+
+    def __init__(
+        self,
+        params: Sequence[Named],
+        *,
+        compression: type[Compressor],
+        op: ReduceOp,
+        predivide: float,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+        hook: CommunicationHook | None = None,
+        alone: bool = False,
+    ) -> None:
+        # In host memory the transport does it, where the bytes leave the host.
+        self._wire = wire_type(compression, params)
+        self._compression = compression if self._wire is None else NoneCompressor
+        self._op = op
+        self._prescale, self._postscale = 1.0 / predivide, predivide
+        self._sparse_as_dense = sparse_as_dense
+        self.process_set = process_set
+        self.hook = hook
+        self.alone = alone  # whether somebody waits for one bucket after the other
+        self._name = ""
+        self._sparse_dims: Mapping[Parameter, int] = {}
+
+    def find_sparse(self, params: Iterable[Parameter]) -> list[int]:
+        """The sparse dimensions of all gradients that are there; 0 for a dense one."""
+        return [
+            param.grad.sparse_dim()
+            if param.grad is not None and param.grad.is_sparse
+            else self._sparse_dims.get(param, 0)
+            for param in params
+        ]
+
+    def agree(self, name: str, sparse_dims: Mapping[Parameter, int]) -> None:
+        """On all ranks the optimizer has this name, and these parameters have sparse gradients."""
+        self._name = name
+        self._sparse_dims = sparse_dims
+
+    def start(self, bucket: Bucket, background: bool) -> None:
+        """Start to reduce the bucket's gradients; without `background` the caller waits at once."""
+        bucket.started = True
+        if background:
+            bucket.watch()
+        prepared = bucket.prepared
+        gradients = bucket.gradients() if prepared is not None else None
+        if prepared is not None and gradients is not None:
+            at_once = not background and gradients[0].is_cpu
+            if not at_once or not prepared.channel.allreduce_inline(gradients, prepared):
+                request = runtime.allreduce_prepared(prepared, gradients, background)
+                bucket.requests.append(request)
+            return
+        tensors: dict[torch.device, list[torch.Tensor]] = {}
+        dense: list[Named] = []
+        for name, param in bucket.params:
+            if not param.requires_grad:
+                continue
+            if param.grad is None:  # unused here, perhaps not on other ranks
+                param.grad = _nothing(param, self._sparse_dims.get(param))
+            if not param.grad.is_sparse:
+                tensor = self._flat(bucket, param)
+            elif self._sparse_as_dense:
+                tensor = self._densified(bucket, param)
+            else:
+                self._start_sparse(bucket, name, param)
+                continue
+            tensors.setdefault(tensor.device, []).append(tensor)
+            dense.append((name, param))
+        if self.hook is None:
+            self._allreduce(bucket, tensors, background)
+        else:
+            self._start_hook(self.hook, bucket, dense, tensors)
+
+    def _allreduce(
+        self, bucket: Bucket, tensors: dict[torch.device, list[torch.Tensor]], background: bool
+    ) -> None:
+        number = set_id(self.process_set)
+        for place, same_device in enumerate(tensors.values()):
+            request = runtime.allreduce(
+                same_device,
+                same_device,
+                _name(bucket, place),
+                self._op,
+                self._prescale,
+                self._postscale,
+                number,
+                background=background or len(tensors) > 1,
+                deferred=True,
+                wire=self._wire,
+                alone=self.alone,
+            )
+            bucket.requests.append(request)
+            if len(tensors) == 1 and self._is_repeatable(bucket, same_device):
+                bucket.prepared = PreparedAllreduce(request, number)
+
+    def _is_repeatable(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the next gradients of the bucket may go the shortest way."""
+        return (
+            bucket.dtype is not None
+            and bucket.dtype.is_floating_point
+            and self._prescale == 1.0
+            and self._compression is NoneCompressor
+            and not self._sparse_dims
+            and [tensor.numel() for tensor in tensors] == [p.numel() for _, p in bucket.params]
+        )
+
+    def _start_hook(
+        self,
+        hook: CommunicationHook,
+        bucket: Bucket,
+        dense: Sequence[Named],
+        tensors: dict[torch.device, list[torch.Tensor]],
+    ) -> None:
+        finishers = []
+        for place, (device, same_device) in enumerate(tensors.items()):
+            members = [(name, param) for name, param in dense if param.device == device]
+            handed = GradientBucket(
+                _name(bucket, place),
+                [name for name, _ in members],
+                [memory_shape(param) for _, param in members],
+                same_device,
+                self._op,
+                self.process_set,
+                self._prescale,
+                self._postscale,
+                bucket.requests,
+            )
+            finishers.append(hook.start(handed))
+        bucket.finishers[:0] = finishers  # what goes on with the results comes after
+
+    def _start_sparse(self, bucket: Bucket, name: str, param: Parameter) -> None:
+        assert param.grad is not None
+        gradient, decompress = param.grad, self._compression.decompress
+        values, context = self._compression.compress(gradient._values())
+        sent = sparse_tensor(gradient._indices(), values, gradient.shape)
+        result = sparse_allreduce_async(sent, f"{self._name}.{name}", self._op, self.process_set)
+
+        def finish() -> None:
+            reduced = result()
+            values = decompress(reduced._values(), context)
+            param.grad = sparse_tensor(reduced._indices(), values, gradient.shape)
+
+        bucket.finishers.append(finish)
+
+    def _flat(self, bucket: Bucket, param: Parameter) -> torch.Tensor:
+        """The gradient as a flat tensor, the gradient's own memory wherever possible.
+
+        Its elements come in the order in which the parameter has them in memory, which is the
+        same on all ranks; a gradient may be laid out differently on each.
+        """
+        assert param.grad is not None
+        gradient = param.grad.data  # changes made through it do not count: see Bucket.watch
+        if gradient.is_contiguous() and param.is_contiguous():
+            flat = gradient.view(-1)
+        elif gradient.stride() == param.stride() and is_dense(gradient):
+            flat = gradient.as_strided((gradient.numel(),), (1,))  # e.g. channels last
+        else:
+            ordered = torch.empty_like(param, dtype=gradient.dtype).detach().copy_(gradient)
+            flat = ordered.as_strided((ordered.numel(),), (1,))
+            bucket.finishers.append(lambda: gradient.copy_(ordered))
+        return self._compressed(bucket, flat)
+
+    def _densified(self, bucket: Bucket, param: Parameter) -> torch.Tensor:
+        assert param.grad is not None
+        num_sparse = param.grad.sparse_dim()
+        dense = param.grad.to_dense().contiguous()
+
+        def finish() -> None:
+            param.grad = dense.to_sparse(num_sparse)
+
+        bucket.finishers.append(finish)
+        return self._compressed(bucket, dense.view(-1))
+
+    def _compressed(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        """What is reduced in place of `flat`, which gets the result before anything else."""
+        if self._compression is NoneCompressor:
+            return flat
+        compressed, context = self._compression.compress(flat)
+        if compressed is not flat:
+            target, decompress = flat, self._compression.decompress
+            bucket.finishers.insert(0, lambda: target.copy_(decompress(compressed, context)))
+        return compressed
+
+
+def _name(bucket: Bucket, place: int) -> str:
+    """Of the request for the gradients on one of several devices."""
+    return f"{bucket.name}.{place}" if place else bucket.name
+
+
+def _nothing(param: Parameter, num_sparse: int | None) -> torch.Tensor:
+    """A gradient of zeros; without entries if the parameter's gradients are sparse."""
+    if num_sparse is None:
+        return torch.zeros_like(param)
+    return sparse_tensor(
+        torch.empty((num_sparse, 0), dtype=torch.int64, device=param.device),
+        param.new_empty((0, *param.shape[num_sparse:])).detach(),
+        param.shape,
+    )

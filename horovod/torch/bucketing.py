@@ -1,0 +1,171 @@
+"""Bucketing: which gradients are reduced together, and whether while backward goes on.
+
+Pure: facts in, decisions out. `horovod.torch.gradients` brings the facts, on which the ranks have
+agreed (`horovod.torch.agreement`), so that all decide alike, and does what is decided here.
+
+- On an accelerator a bucket is reduced as soon as it is complete: the device works by itself.
+- Between hosts too, where the first steps show that it is the network that takes the time, not the
+  processor: backward hides it. How much goes at a time depends on the network as well: each bucket
+  costs Python something, but everybody waits for the last one.
+- Inside one host it depends on the cores and the model: a second thread costs Python's lock and a
+  core. Where every core has a rank it is not tried, else the first steps show what is faster.
+
+A bucket becomes one request. The engine leaves it whole, unless others are ready at the same time:
+then it puts together what fits (`horovod.engine.batches`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+MEBIBYTE = 1 << 20
+
+# On an accelerator: a quarter of all, so that most are on their way before backward ends.
+LARGEST_BUCKET = 128 * MEBIBYTE
+SMALLEST_BUCKET = 8 * MEBIBYTE
+_SHARES = 4
+
+SMALLEST_HOST_BUCKET = MEBIBYTE // 2  # inside a host
+
+# Between hosts: what it takes this long to reduce. Measured with 1 Gbit/s (1 MiB) and more.
+_BUCKET_SECONDS = 0.008
+SMALLEST_NETWORK_BUCKET = MEBIBYTE
+_PROCESSOR_RATE = 500e6  # bytes a second; a network that does more keeps a core busy
+TRIAL_STEPS = 10  # all at once, of which the fastest counts: connections and memory warm up
+
+# The knobs by which the user decides what is decided here otherwise.
+OVERLAP_KNOB, SIZE_KNOB = "overlap_backward", "fusion_threshold"
+
+
+class Measurement(Enum):
+    """What the next steps are to show, before the final decision."""
+
+    NOTHING = 0
+    NETWORK = 1  # how long it takes to reduce all gradients at once
+    OVERLAP = 2  # whether steps are shorter if buckets are reduced while backward goes on
+    EVERYTHING = 3  # HOROVOD_AUTOTUNE: which of all settings makes them shortest
+
+
+class Bucketing(NamedTuple):
+    """A decision."""
+
+    overlap: bool  # reduce each bucket while backward goes on, or all gradients together after it
+    bucket_bytes: int
+    measurement: Measurement = Measurement.NOTHING
+
+
+@dataclass(frozen=True)
+class BucketPolicy:
+    """Decides for one optimizer. All ranks have the same facts."""
+
+    num_bytes: int  # of all gradients
+    limit: int  # bytes of a bucket
+    overlap: bool  # whether every rank can reduce while backward goes on: see `can_overlap`
+    on_device: bool  # whether gradients are on an accelerator
+    crosses_hosts: bool  # whether the transport does
+    spare_cores: bool  # whether every rank has one for a thread beside backward
+    fixed: frozenset[str] = frozenset()  # knobs that the user has set
+    autotune: bool = False
+    grouped: bool = False  # whether the user says what the buckets are
+    hooked: bool = False  # whether a communication hook reduces them
+    delayed: bool = False  # whether the next forward waits, for one bucket after the other
+
+    def unmeasured(self) -> Bucketing:
+        """What to do for now, without time to measure anything."""
+        size = (device_bucket if self.on_device else host_bucket)(self.num_bytes, self.limit)
+        return Bucketing(self.overlap, size)
+
+    def at_first(self) -> Bucketing:
+        """What to do in the first steps."""
+        first = self.unmeasured()
+        if self.autotune:
+            return first._replace(measurement=Measurement.EVERYTHING)
+        if self.overlap and self.crosses_hosts and not self.grouped and SIZE_KNOB not in self.fixed:
+            return first._replace(overlap=False, measurement=Measurement.NETWORK)
+        return self._checked(first)
+
+    def after_trial(self, seconds: float) -> Bucketing:
+        """What to do where the network takes so long to reduce all gradients at once."""
+        wanted = self.delayed or OVERLAP_KNOB in self.fixed
+        overlap = wanted or pays_beside_backward(self.num_bytes, seconds)
+        size = network_bucket(self.num_bytes, self.limit, seconds)
+        return self._checked(Bucketing(overlap, size))
+
+    def _checked(self, found: Bucketing) -> Bucketing:
+        """The same, if it does not overlap, with a look whether that would be faster after all.
+
+        Only if it is up to us, and in host memory, where it depends on many things.
+        """
+        is_free = OVERLAP_KNOB not in self.fixed and not self.hooked and not self.on_device
+        if found.overlap or not self.spare_cores or not is_free:
+            return found
+        return found._replace(measurement=Measurement.OVERLAP)
+
+
+def can_overlap(on_device: bool, over_network: bool, wanted: bool | None) -> bool:
+    """Whether to reduce while backward goes on; `wanted` is what the user says."""
+    return on_device or over_network if wanted is None else wanted
+
+
+def device_bucket(total: int, limit: int) -> int:
+    """Bytes of a bucket on an accelerator, of `total` bytes of gradients."""
+    return min(limit, LARGEST_BUCKET, max(SMALLEST_BUCKET, total // _SHARES))
+
+
+def host_bucket(total: int, limit: int) -> int:
+    """Bytes of a bucket inside one host, if they are reduced while backward goes on."""
+    return min(limit, LARGEST_BUCKET, max(SMALLEST_HOST_BUCKET, total // _SHARES))
+
+
+def network_bucket(total: int, limit: int, seconds: float) -> int:
+    """Bytes of a bucket where reducing all `total` bytes at once takes so long."""
+    if seconds <= 0:
+        return min(limit, SMALLEST_BUCKET)
+    moved = int(total * _BUCKET_SECONDS / seconds)
+    return min(limit, LARGEST_BUCKET, max(SMALLEST_NETWORK_BUCKET, moved))
+
+
+def pays_beside_backward(total: int, seconds: float) -> bool:
+    """Whether reducing `total` bytes at once, in so many seconds, was waiting more than work.
+
+    Work of the processor's takes as long beside backward as after it, and a bucket more of it.
+    """
+    return total < _PROCESSOR_RATE * seconds
+
+
+def num_early(sizes: Sequence[int], hidden: float) -> int:
+    """How many buckets, of these sizes, to reduce while backward still runs, if it hides so much.
+
+    For when the next forward waits for one bucket after the other (overlap_forward). What comes
+    first in backward is needed last, so that whatever backward does not hide had better go in the
+    opposite order; buckets on their way cannot be overtaken.
+    """
+    begun = 0
+    for number, size in enumerate(sizes):
+        if number > 0 and begun + size / 2 > hidden:
+            return number
+        begun += size
+    return len(sizes)
+
+
+def cut(sizes: Sequence[int], most: int) -> list[range]:
+    """Which of the gradients of these sizes, in bytes, make a bucket: consecutive, up to `most`.
+
+    None is divided: one that is larger has a bucket of its own.
+    """
+    starts, size = [0], 0
+    for index, nbytes in enumerate(sizes):
+        if index > starts[-1] and size + nbytes > most:
+            starts.append(index)
+            size = 0
+        size += nbytes
+    return [range(*ends) for ends in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+
+
+def bucket_title(number: int, count: int, names: Sequence[str]) -> str:
+    """What people read of a bucket, in the timeline and in stall reports."""
+    span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    return f"bucket {number} of {count} ({span})"

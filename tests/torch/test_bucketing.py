@@ -1,0 +1,243 @@
+"""Whether gradients are reduced beside backward, and in which buckets. Without any processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from horovod.torch.bucketing import (
+    LARGEST_BUCKET,
+    MEBIBYTE,
+    OVERLAP_KNOB,
+    SIZE_KNOB,
+    SMALLEST_BUCKET,
+    SMALLEST_NETWORK_BUCKET,
+    Bucketing,
+    BucketPolicy,
+    Measurement,
+    bucket_title,
+    can_overlap,
+    cut,
+    device_bucket,
+    host_bucket,
+    network_bucket,
+    num_early,
+    pays_beside_backward,
+)
+
+totals = st.integers(0, 1 << 40)
+limits = st.integers(0, 1 << 33)
+seconds = st.one_of(st.floats(-1.0, 0.0), st.floats(1e-9, 100.0))
+flags = st.booleans()
+policies = st.builds(
+    BucketPolicy,
+    num_bytes=totals,
+    limit=limits,
+    overlap=flags,
+    on_device=flags,
+    crosses_hosts=flags,
+    spare_cores=flags,
+    fixed=st.frozensets(st.sampled_from([OVERLAP_KNOB, SIZE_KNOB, "cycle_time"])),
+    autotune=flags,
+    grouped=flags,
+    hooked=flags,
+    delayed=flags,
+)
+
+TOTAL, LIMIT = 100 * MEBIBYTE, 64 * MEBIBYTE
+ONE_HOST = BucketPolicy(
+    num_bytes=TOTAL,
+    limit=LIMIT,
+    overlap=False,
+    on_device=False,
+    crosses_hosts=False,
+    spare_cores=True,
+)
+DEVICE = replace(ONE_HOST, overlap=True, on_device=True)
+HOSTS = replace(ONE_HOST, overlap=True, crosses_hosts=True)
+
+
+# -- the policy ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "overlap", "measurement"),
+    [
+        (DEVICE, {}, True, Measurement.NOTHING),
+        (DEVICE, {"overlap": False}, False, Measurement.NOTHING),
+        (DEVICE, {"crosses_hosts": True}, False, Measurement.NETWORK),
+        (HOSTS, {}, False, Measurement.NETWORK),
+        (HOSTS, {"delayed": True}, False, Measurement.NETWORK),
+        (HOSTS, {"fixed": frozenset({OVERLAP_KNOB})}, False, Measurement.NETWORK),
+        (HOSTS, {"fixed": frozenset({SIZE_KNOB})}, True, Measurement.NOTHING),
+        (HOSTS, {"grouped": True}, True, Measurement.NOTHING),
+        (HOSTS, {"overlap": False}, False, Measurement.OVERLAP),
+        (ONE_HOST, {}, False, Measurement.OVERLAP),
+        (ONE_HOST, {"grouped": True}, False, Measurement.OVERLAP),
+        (ONE_HOST, {"spare_cores": False}, False, Measurement.NOTHING),
+        (ONE_HOST, {"hooked": True}, False, Measurement.NOTHING),
+        (ONE_HOST, {"fixed": frozenset({OVERLAP_KNOB})}, False, Measurement.NOTHING),
+        (ONE_HOST, {"overlap": True}, True, Measurement.NOTHING),
+        (ONE_HOST, {"autotune": True}, False, Measurement.EVERYTHING),
+        (HOSTS, {"autotune": True}, True, Measurement.EVERYTHING),
+    ],
+)
+def test_the_first_steps(
+    policy: BucketPolicy, changes: dict[str, Any], overlap: bool, measurement: Measurement
+):
+    policy = replace(policy, **changes)
+    size = (device_bucket if policy.on_device else host_bucket)(TOTAL, LIMIT)
+    assert policy.at_first() == Bucketing(overlap, size, measurement)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rate", "overlap", "measurement"),
+    [
+        ({}, 100e6, True, Measurement.NOTHING),  # 1 Gbit/s
+        ({}, 1.2e9, False, Measurement.OVERLAP),
+        ({"spare_cores": False}, 1.2e9, False, Measurement.NOTHING),
+        ({"hooked": True}, 1.2e9, False, Measurement.NOTHING),
+        ({"on_device": True}, 1.2e9, False, Measurement.NOTHING),
+        ({"fixed": frozenset({OVERLAP_KNOB})}, 1.2e9, True, Measurement.NOTHING),
+        ({"delayed": True}, 1.2e9, True, Measurement.NOTHING),
+    ],
+)
+def test_after_the_network_was_measured(
+    changes: dict[str, Any], rate: float, overlap: bool, measurement: Measurement
+):
+    took = TOTAL / rate
+    decision = replace(HOSTS, **changes).after_trial(took)
+    assert decision == Bucketing(overlap, network_bucket(TOTAL, LIMIT, took), measurement)
+
+
+@given(policies, seconds)
+def test_every_decision_keeps_to_what_the_user_and_the_ranks_say(policy: BucketPolicy, took: float):
+    first, later = policy.at_first(), policy.after_trial(took)
+    for decision in (policy.unmeasured(), first, later):
+        assert decision.bucket_bytes <= policy.limit
+    assert policy.unmeasured().measurement is Measurement.NOTHING
+    if not policy.overlap:
+        assert not first.overlap, "not all ranks can"
+    if first.measurement is Measurement.NETWORK:
+        assert policy.crosses_hosts
+        assert SIZE_KNOB not in policy.fixed
+    if Measurement.OVERLAP in (first.measurement, later.measurement):
+        assert policy.spare_cores
+        assert OVERLAP_KNOB not in policy.fixed
+    assert later.measurement in (Measurement.NOTHING, Measurement.OVERLAP), "it comes to an end"
+
+
+# -- the sizes of buckets --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("on_device", "over_network", "expected"),
+    [(False, False, False), (True, False, True), (False, True, True), (True, True, True)],
+)
+def test_beside_backward_on_a_device_or_a_network_only(
+    on_device: bool, over_network: bool, expected: bool
+):
+    assert can_overlap(on_device, over_network, None) is expected
+    for wanted in (True, False):
+        assert can_overlap(on_device, over_network, wanted) is wanted, "the user decides"
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"),
+    [(0, 8), (8, 8), (100, 25), (400, 100), (4000, 128)],
+)
+def test_a_device_takes_a_quarter_at_a_time(total: int, expected: int):
+    assert device_bucket(total * MEBIBYTE, 1 << 40) == expected * MEBIBYTE
+
+
+@pytest.mark.parametrize(
+    ("total", "took", "expected"),
+    [
+        (100, 0.8, 1.0),  # about 1 Gbit/s
+        (100, 0.08, 10.0),
+        (100, 0.0008, 128.0),
+        (100, 80.0, 1.0),
+        (1, 0.0, 8.0),  # too fast to be measured
+        (1, -1.0, 8.0),
+    ],
+)
+def test_a_network_takes_what_it_moves_in_8_ms(total: int, took: float, expected: float):
+    found = network_bucket(total * MEBIBYTE, 1 << 40, took)
+    assert found == pytest.approx(expected * MEBIBYTE, abs=2)
+
+
+@given(totals, limits, seconds)
+def test_never_more_than_the_user_allows(total: int, limit: int, took: float):
+    assert device_bucket(total, limit) <= limit
+    assert network_bucket(total, limit, took) <= limit
+
+
+@given(totals, seconds)
+def test_bounds(total: int, took: float):
+    assert SMALLEST_BUCKET <= device_bucket(total, 1 << 40) <= LARGEST_BUCKET
+    assert SMALLEST_NETWORK_BUCKET <= network_bucket(total, 1 << 40, took) <= LARGEST_BUCKET
+
+
+@given(totals, st.floats(1e-6, 10.0), st.floats(1.0, 10.0))
+def test_a_slower_network_never_gets_larger_buckets(total: int, took: float, slower: float):
+    fast, slow = (network_bucket(total, 1 << 40, t) for t in (took, took * slower))
+    assert slow <= fast
+
+
+@given(st.integers(1, 1 << 40), st.floats(1e-6, 1e3))
+def test_what_a_core_cannot_keep_up_with_is_not_worth_a_thread(total: int, seconds: float):
+    slower = pays_beside_backward(total, 2 * seconds)
+    assert slower or not pays_beside_backward(total, seconds), "a slower network pays rather"
+    assert pays_beside_backward(total, total / 100e6), "1 Gbit/s"
+    assert not pays_beside_backward(total, total / 1.2e9), "10 Gbit/s"
+
+
+@given(st.lists(st.integers(1, 1000), max_size=20), st.floats(0, 1e4))
+def test_backward_hides_a_first_part_of_the_buckets(sizes: list[int], hidden: float):
+    early = num_early(sizes, hidden)
+    assert min(1, len(sizes)) <= early <= len(sizes)
+    if early > 1:
+        assert sum(sizes[: early - 1]) + sizes[early - 1] / 2 <= hidden
+    if early < len(sizes):
+        assert sum(sizes[:early]) + sizes[early] / 2 > hidden
+
+
+@pytest.mark.parametrize(
+    ("sizes", "hidden", "early"),
+    [([4, 4, 4, 4], 8, 2), ([4, 4], 100, 2), ([9, 1, 1], 0, 1), ([1, 9, 1], 3, 1), ([], 5, 0)],
+)
+def test_what_backward_hides_is_not_held_back(sizes: list[int], hidden: float, early: int):
+    assert num_early(sizes, hidden) == early
+
+
+# -- who travels with whom -------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(0, 200))
+def test_every_gradient_is_in_one_bucket_and_no_bucket_could_take_the_next(
+    sizes: list[int], most: int
+):
+    parts = cut(sizes, most)
+    assert list(chain.from_iterable(parts)) == list(range(len(sizes))), "all, in their order"
+    for part in parts:
+        assert len(part) == 1 or sum(sizes[index] for index in part) <= most
+    for part, after in pairwise(parts):
+        assert sum(sizes[index] for index in part) + sizes[after[0]] > most
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "lengths"),
+    [([4, 4, 4], 8, [2, 1]), ([9, 1, 1], 8, [1, 2]), ([1, 9], 8, [1, 1]), ([0, 0], 0, [2])],
+)
+def test_cuts(sizes: list[int], most: int, lengths: list[int]):
+    assert [len(part) for part in cut(sizes, most)] == lengths
+
+
+def test_the_names_of_buckets():
+    assert bucket_title(1, 2, ["0.weight"]) == "bucket 1 of 2 (0.weight)"
+    assert bucket_title(2, 2, ["a", "b", "c"]) == "bucket 2 of 2 (a to c)"
