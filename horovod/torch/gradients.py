@@ -19,9 +19,7 @@ import torch
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Max, ReduceOp
 from horovod.common.topology import Topology
-from horovod.engine.channel import Channel
 from horovod.engine.heap import join_pages
-from horovod.engine.prepared import PreparedAllreduce
 from horovod.engine.runtime import runtime
 from horovod.engine.statistics import DeviceTiming
 from horovod.torch.autotune import (
@@ -267,12 +265,8 @@ class GradientReducer:
         gradients = bucket.gradients() if bucket.prepared is not None else None
         if bucket.prepared is not None and gradients is not None:
             at_once = not background and gradients[0].is_cpu
-            if not at_once or not bucket.prepared.channel.allreduce_inline(
-                gradients, bucket.prepared
-            ):
-                bucket.requests.append(
-                    runtime.allreduce_prepared(bucket.prepared, gradients, background)
-                )
+            if not at_once or not bucket.prepared.allreduce_inline(gradients):
+                bucket.requests.append(bucket.prepared.start(gradients, background))
             return
         tensors: dict[torch.device, list[torch.Tensor]] = {}
         dense: list[Named] = []
@@ -303,17 +297,17 @@ class GradientReducer:
                 same_device,
                 name,
                 self.op,
-                self.prescale,
-                self.postscale,
-                number,
-                not waited_for,
-                True,
-                self._wire,
-                self.delays,
+                prescale=self.prescale,
+                postscale=self.postscale,
+                process_set_id=number,
+                background=not waited_for,
+                deferred=True,
+                wire=self._wire,
+                alone=self.delays,
             )
             bucket.requests.append(request)
-            if len(tensors) == 1 and self._may_use_lane(bucket, same_device):
-                bucket.prepared = PreparedAllreduce(request, number)
+            if len(tensors) == 1 and self._can_repeat(bucket, same_device):
+                bucket.prepared = runtime.prepare(request, number)
 
     def _start_hook(
         self,
@@ -339,12 +333,10 @@ class GradientReducer:
             finishers.append(hook.start(handed))
         bucket.finishers[:0] = finishers  # what goes on with the results comes after
 
-    def _may_use_lane(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the next gradients of the bucket may go the shortest way."""
+    def _can_repeat(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the next gradients of the bucket will be reduced as they are, like these."""
         return (
             bucket.dtype is not None
-            and bucket.dtype.is_floating_point
-            and self.prescale == 1.0
             and self.compression is NoneCompressor
             and not self._sparse_dims
             and [tensor.numel() for tensor in tensors] == [p.numel() for _, p in bucket.params]
@@ -437,7 +429,9 @@ class GradientReducer:
         )
         # Ranks come here in the order of their steps, so one name does for all optimizers.
         name = "DistributedOptimizer.agreement"
-        runtime.allreduce([vector], [vector], name, Max, 1.0, 1.0, number, False).wait()
+        runtime.allreduce(
+            [vector], [vector], name, Max, process_set_id=number, background=False
+        ).wait()
         mine, no_overlap, negative, *rest = vector.tolist()
         terms, rest = AgreedTuning.of(rest[:NUM_PREFERENCES]), rest[NUM_PREFERENCES:]
         present, order, dims = rest[:size], rest[size : size + count], rest[size + count :]
@@ -492,12 +486,9 @@ class GradientReducer:
         return can_overlap(on_device, self._crosses_hosts(), runtime.config.overlap_backward)
 
     def _crosses_hosts(self) -> bool:
-        return self._channel().crosses_hosts
-
-    def _channel(self) -> Channel:
         number = self.process_set.process_set_id
         assert number is not None
-        return runtime.channel(number)
+        return runtime.crosses_hosts(number)
 
     def _try(self, trial: list[tuple[float, float]], seconds: float, hidden: float) -> None:
         """All gradients were reduced at once in so many seconds; after some of that, cut buckets.
