@@ -23,12 +23,12 @@ class Switch:
     """Turns counting on and off in a job that goes on."""
 
     def __init__(self) -> None:
-        self._channel = runtime.channel(0)
-        self._counters = self._channel.counters
+        self._rounds = runtime.channel(0).rounds
+        self._counters = self._rounds.counters
 
     def turn(self, on: bool) -> None:
         runtime.statistics.enabled = on
-        self._channel.counters = self._counters if on else None
+        self._rounds.counters = self._counters if on else None
 
 
 def training(name: str) -> tuple[Callable[[], None], int]:

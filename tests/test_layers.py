@@ -118,12 +118,16 @@ def test_imports_point_down(path: Path):
     assert not _violations(path, _name(path))
 
 
-def _circle(modules: dict[str, Path]) -> list[str]:
-    """Modules that cannot be imported because each needs the next; empty if there are none."""
+def _circle(modules: dict[str, Path], *, at_import: bool = True) -> list[str]:
+    """Modules of which each imports the next; empty if there is no such circle.
+
+    Those cannot be imported at all, except that some of it may be late or for type checkers:
+    `at_import` false sees these too.
+    """
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
         needed = graph.setdefault(module, set())
-        for _, imported in _imports(path, module, at_import=True):
+        for _, imported in _imports(path, module, at_import=at_import):
             name = imported if imported in modules else imported.rpartition(".")[0]
             if name in modules and name != module:
                 needed.add(name)
@@ -138,14 +142,26 @@ def test_modules_do_not_import_each_other_in_a_circle():
     assert not _circle({_name(path): path for path in _modules()})
 
 
+@pytest.mark.parametrize("layer", ["common", "transport", "timeline", "engine"])
+def test_below_the_bindings_no_module_knows_who_uses_it(layer: str):
+    """Not in a function, and not for a type either."""
+    parts = {_name(path): path for path in _modules() if path.is_relative_to(PACKAGE / layer)}
+    assert not _circle(parts, at_import=False)
+
+
 def test_a_circle_is_seen(tmp_path: Path):
     modules = {f"horovod.engine.{name}": tmp_path / f"{name}.py" for name in "abc"}
     sources = ["from horovod.engine import b", "import horovod.engine.c", "from .a import thing"]
     for path, source in zip(modules.values(), sources, strict=True):
         path.write_text(source)
     assert set(_circle(modules)) == set(modules)
-    modules["horovod.engine.c"].write_text("def f():\n    from .a import thing")
-    assert not _circle(modules)
+    for late in (
+        "def f():\n    from .a import thing",
+        "if TYPE_CHECKING:\n    import horovod.engine.a",
+    ):
+        modules["horovod.engine.c"].write_text(late)
+        assert not _circle(modules)
+        assert set(_circle(modules, at_import=False)) == set(modules)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +228,45 @@ def test_what_the_launcher_needs_does_not_import_torch(layer: str):
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+
+
+# What is behind the runtime, which is the bindings' only door to the engine's operations.
+BEHIND_THE_RUNTIME = {
+    f"horovod.engine.{name}"
+    for name in ("channel", "rounds", "request_queue", "waiters", "background", "executor")
+}
+
+
+def _reaches_behind(tree: ast.AST) -> list[str]:
+    """Where a binding takes hold of a channel, or of what is in it."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in BEHIND_THE_RUNTIME:
+            found.append(f"line {node.lineno}: {node.module}")
+        if isinstance(node, ast.Attribute) and node.attr == "channel":
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+@pytest.mark.parametrize("path", _modules(), ids=_name)
+def test_bindings_ask_the_runtime(path: Path):
+    part = _part(_name(path))
+    if part is not None and part[0] < LAYERS.index({"engine"}) and part[1] != "spark":
+        assert not _reaches_behind(ast.parse(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    ("source", "allowed"),
+    [
+        ("from horovod.engine.channel import Channel", False),
+        ("size = runtime.channel(0).group.size", False),
+        ("prepared.channel.submit(request)", False),
+        ("size = runtime.group(0).size", True),
+        ("from horovod.engine.request import Request", True),
+    ],
+)
+def test_reaching_behind_the_runtime_is_seen(source: str, allowed: bool):
+    assert (not _reaches_behind(ast.parse(source))) == allowed
 
 
 UPSTREAMS = {"Store"}  # horovod.spark.common.store; the job's own is horovod.common.store

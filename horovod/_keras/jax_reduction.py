@@ -19,7 +19,7 @@ class JaxReduction(HostReduction):
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         results = list(gradients)
-        runtime.channel(WORLD)  # says if Horovod is not initialised, before a step is compiled
+        runtime.group(WORLD)  # says if Horovod is not initialised, before a step is compiled
         traced = any(is_tracer(gradient) for gradient in results)
         if is_alone(self._terms.process_set) and not runtime.is_elastic():
             if not traced:

@@ -8,13 +8,36 @@ all ranks use the same setting in the same step.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+from horovod.common.exceptions import HorovodInternalError
 
 Setting = TypeVar("Setting", bound=Hashable)
 
 NUM_PAIRS = 5  # comparisons of the best setting found with the default, one after the other
 _CLEAR_WINS = 4  # of which the found one must win so many,
 _CLEAR_GAIN = 1.02  # and be so many times as fast in the middle one
+
+
+class TunedSet(Protocol):
+    """A process set whose way to run operations is searched for: see `Runtime.tuned_set`."""
+
+    tuned: tuple[float, str | None] | None  # what was settled on: cycle time and algorithm
+
+    @property
+    def failure(self) -> HorovodInternalError | None:
+        """Why nothing runs any more."""
+
+    @property
+    def num_joins(self) -> int:
+        """Times that ranks had joined, and all have gone on."""
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """The ways to reduce among which `tune` chooses; the first is used at the beginning."""
+
+    def tune(self, cycle_time: float, algorithm: str | None) -> None:
+        """Run operations in this way from now on (milliseconds; None: no choice). Collective."""
 
 
 class Tuner(Generic[Setting]):

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import torch
 
-from horovod.common.reduce_op import ReduceOp
 from horovod.engine.request import Kind, Request
 
 
@@ -86,26 +85,3 @@ def _whole(request: Request) -> Batch:
         if request.outputs is not request.tensors:
             batch.outputs = list(request.outputs)
     return batch
-
-
-def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place; integers are multiplied in fp64 and truncated toward zero."""
-    if factor == 1.0:
-        return
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.mul_(factor)
-    else:
-        tensor.copy_(tensor.to(torch.float64).mul_(factor).trunc_())
-
-
-def finish_(tensor: torch.Tensor, op: ReduceOp, postscale: float, size: int) -> None:
-    """Turn a sum into what the caller asked for: average and post-scale factor."""
-    if op is not ReduceOp.AVERAGE:
-        scale_(tensor, postscale)
-    elif tensor.is_floating_point() or tensor.is_complex():
-        scale_(tensor, postscale / size)
-    elif postscale == 1.0:
-        # Exact, where multiplying by the reciprocal would be one short for some sizes.
-        tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
-    else:
-        tensor.copy_(tensor.to(torch.float64).mul_(postscale).div_(size).trunc_())

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.adasum import adasum_
-from horovod.engine.batches import Batch, finish_, scale_
+from horovod.engine.batches import Batch
 from horovod.engine.request import Kind, Request
+from horovod.engine.scaling import finish_, scale_, sum_and_scale
 from horovod.engine.statistics import Counters, DeviceTiming
 from horovod.engine.timeline import Timeline
 from horovod.transport.base import DEVICE, MAX_TENSORS, Transport
@@ -52,7 +52,7 @@ class Executor:
         self._device_transports: dict[torch.device, Transport] = {}
         self._streams: dict[torch.device, Any] = {}
         self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._trace = trace
+        self.trace = trace
         self.rank = transport.rank
         self.size = transport.size
 
@@ -279,7 +279,7 @@ class Executor:
         return self._activity_named(batch.request.name, activity)
 
     def _activity_named(self, name: str, activity: str) -> contextlib.AbstractContextManager[Any]:
-        timeline = self._trace.timeline
+        timeline = self.trace.timeline
         return _NOTHING if timeline is None else timeline.activity(name, activity)
 
 
@@ -310,13 +310,6 @@ def reduce_(
             finish_(tensor, op, postscale, transport.size)
 
 
-def sum_and_scale(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, float]:
-    """What a transport does of a reduction: an average is a sum, scaled."""
-    if op is ReduceOp.AVERAGE:
-        return ReduceOp.SUM, postscale / size
-    return op, postscale
-
-
 def _hand_over(result: Any, stream: Any) -> None:
     """Let the caller use new tensors on its stream: their memory must not be ours again before."""
     for tensor in result if isinstance(result, (list, tuple)) else (result,):
@@ -330,19 +323,3 @@ def _row_size(tensor: torch.Tensor) -> int:
     for extent in tensor.shape[1:]:
         size *= extent
     return size
-
-
-def identity_like(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
-    """What a joined rank contributes: the value that changes nothing."""
-    if op is ReduceOp.PRODUCT:
-        return 1
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        if dtype is torch.bool:
-            return op is ReduceOp.MIN
-        if dtype.is_floating_point:
-            return float("inf") if op is ReduceOp.MIN else float("-inf")
-        if dtype.is_complex:
-            raise HorovodInternalError(f"{op.name} is not defined for {dtype}")
-        limits = torch.iinfo(dtype)
-        return limits.max if op is ReduceOp.MIN else limits.min
-    return 0

@@ -124,16 +124,16 @@ class Job:
         error = HorovodInternalError("Horovod has been shut down")
         for channel in reversed(list(self.channels.values())):
             channel.close(error)
-            self.statistics.close(channel.counters)
+            self.statistics.close(channel.rounds.counters)
         self.channels.clear()  # the inspector's hold on the job is a cycle: let go of memory now
         self._inspector = self._reporter = None
         self.connection.close()
         if self.trace.timeline is not None:
             self.trace.timeline.close()
 
-    def after_fork_in_child(self) -> None:
+    def after_fork_in_child(self, reason: str) -> None:
         for channel in self.channels.values():
-            channel.after_fork_in_child()
+            channel.after_fork_in_child(reason)
 
     # -- numbers ---------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Job:
             "buckets": statistics.buckets,
             "operations": totals.operations,
             "negotiation_misses": totals.misses,
-            "queue_length": sum(c.queue_length for c in list(self.channels.values())),
+            "queue_length": sum(len(c.queue.requests) for c in list(self.channels.values())),
             "memory_bytes": resident_bytes(),
             "gpu_memory_bytes": statistics.gpu_memory,
         }
@@ -200,7 +200,7 @@ class Job:
         channel = self.channels.pop(set_id, None)
         if channel is not None:
             channel.close(HorovodInternalError(f"process set {set_id} has been removed"))
-            self.statistics.close(channel.counters)
+            self.statistics.close(channel.rounds.counters)
         return ranks
 
     def ranks_of(self, set_id: int) -> tuple[int, ...]:
@@ -233,16 +233,13 @@ class Job:
             self.trace,
             counters,
         )
-        core = _core_of_background(self.config, self.topology)
         return Channel(
             set_id,
             group,
             executor,
-            self.trace,
-            self._change_process_sets,
-            self._note_loss,
-            core,
-            counters,
+            change_process_sets=self._change_process_sets,
+            on_loss=self._note_loss,
+            background_core=_core_of_background(self.config, self.topology),
         )
 
     def _note_loss(self, ranks: Sequence[int]) -> None:

@@ -18,8 +18,8 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.deadlock import describe_deadlock, is_stuck
-from horovod.engine.executor import identity_like
 from horovod.engine.request import Kind, Request
+from horovod.engine.scaling import identity_like
 from horovod.transport.base import Group, Transport
 
 _REDUCTIONS = (Kind.ALLREDUCE.value, Kind.BARRIER.value)  # what goes on while ranks have joined
@@ -217,7 +217,7 @@ def _stand_in(name: str, entry: Entry) -> Request:
         value = identity_like(dtype, op)
         tensors.append(torch.full(shape, value, dtype=dtype, device=device))
     request = Request(
-        None,  # type: ignore[arg-type]  # the channel adopts it
+        None,  # nobody waits for it
         Kind(entry["kind"]),
         name,
         b"",  # never compared: it has been agreed on

@@ -19,7 +19,7 @@ _UNPICKLABLE = -1  # sent in place of an object's size, so that nobody waits for
 
 def broadcast_object(obj: Any, root_rank: int, name: str, process_set_id: int) -> Any:
     """The root's object on every rank; the root gets back the very object it passed."""
-    runtime.channel(process_set_id)  # says so where there is none
+    runtime.group(process_set_id)  # says so where there is none
     is_root = runtime.topology.rank == root_rank
     payload = failure = None
     if is_root:
@@ -54,12 +54,16 @@ def allgather_object(obj: Any, name: str, process_set_id: int) -> list[Any]:
 
 
 def _broadcast(tensor: torch.Tensor, root_rank: int, name: str, process_set_id: int) -> None:
-    runtime.broadcast(tensor, tensor, root_rank, name, process_set_id, background=False).wait()
+    runtime.broadcast(
+        tensor, tensor, root_rank, name, process_set_id=process_set_id, background=False
+    ).wait()
 
 
 def _allgather(tensor: torch.Tensor, name: str, process_set_id: int) -> torch.Tensor:
     gathered: torch.Tensor
-    (gathered,) = runtime.allgather([tensor], name, process_set_id, background=False).wait()
+    (gathered,) = runtime.allgather(
+        [tensor], name, process_set_id=process_set_id, background=False
+    ).wait()
     return gathered
 
 

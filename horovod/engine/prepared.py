@@ -1,32 +1,41 @@
-"""The short way: a blocking allreduce of tensors like those before, without a request.
+"""The short way: an allreduce of tensors like those before, without working it all out again.
 
-The runtime and the gradient reducer keep them; a channel runs them (`Channel.allreduce_inline`).
+Where the caller waits and nothing else is in the way it goes without a request: *inline*, in the
+caller's thread. Made by `runtime.prepare`; the runtime, the gradient reducer and JAX's programs
+keep them.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
-from types import FrameType
-from typing import NamedTuple
 
 import torch
 
 from horovod.common.reduce_op import ReduceOp
-from horovod.engine.executor import sum_and_scale
-from horovod.engine.request import Kind, Request, bytes_on_wire, caller
+from horovod.engine.channel import Channel
+from horovod.engine.ranges import profiler_records
+from horovod.engine.request import Kind, Request, bytes_on_wire
+from horovod.engine.scaling import sum_and_scale
+from horovod.transport.base import MAX_TENSORS
 
 
-class InlineReduction(NamedTuple):
-    """What the stall inspector sees of an inline reduction."""
+def prepare(request: Request, channel: Channel) -> PreparedAllreduce | None:
+    """For repeating an allreduce; None where that is not one collective of a transport.
 
-    name: str
-    submitted: float
-    frame: FrameType
-
-    @property
-    def source(self) -> str:
-        place, line = caller(self.frame)
-        return f"{place}:{line}"
+    Ranks that go inline must do what others do who go by requests: those are cut by the fusion
+    threshold.
+    """
+    dtype, tensors = request.tensors[0].dtype, request.tensors
+    if request.prescale != 1.0 or request.op is ReduceOp.ADASUM or not dtype.is_floating_point:
+        return None
+    if len(tensors) > 1:
+        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+            return None
+        if sum(tensor.nbytes for tensor in tensors) > channel.group.config.fusion_threshold:
+            return None
+    return PreparedAllreduce(request, channel)
 
 
 class PreparedAllreduce:
@@ -40,6 +49,7 @@ class PreparedAllreduce:
         "alone",
         "channel",
         "dtype",
+        "labels",
         "name",
         "nbytes",
         "op",
@@ -53,22 +63,21 @@ class PreparedAllreduce:
         "wire",
     )
 
-    def __init__(self, request: Request, set_id: int) -> None:
-        self.channel = request.channel
-        self.set_id = set_id
+    def __init__(self, request: Request, channel: Channel) -> None:
+        self.channel = channel
+        self.set_id = channel.set_id
         self.dtype = request.tensors[0].dtype
         self.shapes = [tensor.shape for tensor in request.tensors]
         self.nbytes = sum(tensor.nbytes for tensor in request.tensors)
         self.name = request.name
         self.signature = request.signature
+        self.labels = request.labels
         self.op = request.op
         self.postscale = request.postscale
         self.wire = request.wire
         self.saved = self.nbytes - bytes_on_wire(self.nbytes, self.dtype, self.wire)
         self.alone = request.alone
-        self.plain, self.scale = sum_and_scale(
-            request.op, request.postscale, request.channel.group.size
-        )
+        self.plain, self.scale = sum_and_scale(request.op, request.postscale, channel.group.size)
 
     def reduce(
         self, tensor: torch.Tensor, op: ReduceOp, postscale: float, set_id: int | None
@@ -89,10 +98,71 @@ class PreparedAllreduce:
             or not tensor.is_contiguous()
         ):
             return False
-        vector = [tensor if tensor.dim() == 1 else tensor.view(-1)]
-        return self.channel.allreduce_inline(vector, self)
+        return self.allreduce_inline([tensor if tensor.dim() == 1 else tensor.view(-1)])
 
-    def request(self, vector: Sequence[torch.Tensor]) -> Request:
+    def allreduce_inline(self, vector: Sequence[torch.Tensor]) -> bool:
+        """Reduce CPU tensors in place, if nothing else is in the way; whether that was so.
+
+        What a request would go through, without the request: for a blocking call with an empty
+        queue. If the other ranks turn out to be about something else, it becomes one after all.
+        """
+        channel = self.channel
+        queue, rounds, transport = channel.queue, channel.rounds, channel.transport
+        if queue.requests or queue.failure is not None or channel.trace.watched:
+            return False
+        if rounds.ranges.always or profiler_records():  # then as a request, which is watched
+            return False
+        if len(vector) > 1 and not (transport.vectored and len(vector) <= MAX_TENSORS):
+            return False
+        if not channel.driving.acquire(blocking=False):
+            return False
+        try:
+            began = time.monotonic()
+            channel.inline = self.name, began, sys._getframe(2)
+            if transport.agree(self.signature, vector):
+                met = time.monotonic()
+                transport.allreduce_vector(vector, self.plain, self.scale, self.wire)
+                rounds.num_run += 1
+                counters = rounds.counters
+                if counters is not None:
+                    counters.reduce += time.monotonic() - met
+                    counters.wait += met - began
+                    counters.operations += 1
+                    counters.bytes_inline += self.nbytes
+                    if self.saved:
+                        counters.save(self.saved)
+                return True
+            rounds.waited(began)
+            channel.inline = None
+            request = self._request(vector)
+            queue.put_first(request)
+            rounds.settle()
+        except BaseException as error:
+            failure = channel.fail(error)
+            if isinstance(error, Exception):
+                raise failure from error
+            raise
+        finally:
+            channel.inline = None
+            channel.driving.release()
+            if channel.waiters.number:
+                channel.waiters.tell()
+        request.wait()
+        return True
+
+    def start(self, tensors: Sequence[torch.Tensor], background: bool) -> Request:
+        """Submit a request for the same; the device completes it later.
+
+        `background` false promises that the caller waits at once.
+        """
+        request = self._request(tensors)
+        request.waiting = not background
+        if not tensors[0].is_cpu:
+            request.follow_stream()
+            request.deferred = True
+        return self.channel.submit(request, background)
+
+    def _request(self, vector: Sequence[torch.Tensor]) -> Request:
         """An ordinary request for the same, whose caller waits."""
         tensors = vector
         if len(vector) == 1:  # the only one that comes flat
@@ -110,6 +180,7 @@ class PreparedAllreduce:
             self.wire,
         )
         request.nbytes = self.nbytes
+        request.labels = self.labels
         request.alone = self.alone
         request.waiting = True
         return request

@@ -14,16 +14,13 @@ from enum import Enum
 from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.statistics import DeviceTiming
-
-if TYPE_CHECKING:
-    from horovod.engine.channel import Channel
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
@@ -43,6 +40,16 @@ class Kind(str, Enum):
     ALGORITHM = "algorithm"
 
 
+class RoundDriver(Protocol):
+    """Where a request is submitted: it runs the rounds that finish requests."""
+
+    def drive(self, request: Request) -> None:
+        """Run rounds in this thread until `request` is finished."""
+
+    def wait_beside(self, request: Request, seconds: float) -> None:
+        """Wait while another thread runs rounds, until `request` is finished, for so long."""
+
+
 # First dimensions may differ between ranks.
 _RAGGED = (Kind.ALLGATHER, Kind.ALLTOALL)
 
@@ -52,9 +59,9 @@ class Request:
 
     __slots__ = (
         "alone",
-        "channel",
         "deferred",
         "detail",
+        "driver",
         "event",
         "failure",
         "finished",
@@ -81,7 +88,7 @@ class Request:
 
     def __init__(
         self,
-        channel: Channel,
+        driver: RoundDriver | None,
         kind: Kind,
         name: str,
         signature: bytes,
@@ -92,7 +99,7 @@ class Request:
         postscale: float = 1.0,
         detail: Any = None,
     ) -> None:
-        self.channel = channel
+        self.driver = driver  # None: nobody waits for it
         self.kind = kind
         self.name = name
         self.signature = signature
@@ -148,7 +155,8 @@ class Request:
         """The result, waiting for it; raises what went wrong."""
         if not self.finished:
             self.waiting = True
-            self.channel.drive(self)
+            assert self.driver is not None
+            self.driver.drive(self)
         if self.failure is not None:
             raise self.failure
         if self.ready is not None:
@@ -156,6 +164,15 @@ class Request:
                 self.timing.ask()
             self.ready.wait()  # not this thread, but the work that it gives to the device from now
         return self.result
+
+    def wait_beside(self, seconds: float) -> None:
+        """Wait for the background thread to finish this, and for none that follow; for so long.
+
+        `wait` would work together with that thread, and so come back only when all that it has
+        begun is done.
+        """
+        assert self.driver is not None
+        self.driver.wait_beside(self, seconds)
 
     def complete(self, result: Any) -> None:
         self.result = result

@@ -26,13 +26,16 @@ from horovod.common.store import PrefixStore
 from horovod.common.topology import Topology
 from horovod.common.tracebacks import install_hook
 from horovod.engine import identity
-from horovod.engine.channel import Channel, finish_threads
+from horovod.engine.autotune import TunedSet
+from horovod.engine.background import finish_threads
+from horovod.engine.channel import Channel
 from horovod.engine.heap import keep_heap
 from horovod.engine.job import WORLD, Job
-from horovod.engine.request import Kind, Request, signature_of
+from horovod.engine.request import Kind, Request
 from horovod.engine.statistics import Statistics
 from horovod.engine.submission import Submission
 from horovod.engine.timeline import Timeline, path_of_rank
+from horovod.transport.base import Group
 
 logger = get_logger(__name__)
 
@@ -161,7 +164,7 @@ class Runtime(Submission):
         self.prepared.clear()
         if job is not None:
             self._parents_job = job
-            job.after_fork_in_child()
+            job.after_fork_in_child(self._why_not())
 
     # -- who am I --------------------------------------------------------------------------
 
@@ -202,7 +205,7 @@ class Runtime(Submission):
     # -- process sets ----------------------------------------------------------------------
 
     def channel(self, set_id: int) -> Channel:
-        """The operations of a set that this rank belongs to."""
+        """The operations of a set that this rank belongs to. Not for bindings: see below."""
         job = self._job
         if job is None:
             raise HorovodInternalError(self._why_not())
@@ -213,6 +216,22 @@ class Runtime(Submission):
                 f"whose ranks are {list(job.ranks_of(set_id))}"
             )
         return channel
+
+    def group(self, set_id: int) -> Group:
+        """Rank and size of this rank in a set that it belongs to; an error says why not."""
+        return self.channel(set_id).group
+
+    def failure(self, set_id: int) -> HorovodInternalError | None:
+        """Why no operation of the set runs any more."""
+        return self.channel(set_id).failure
+
+    def crosses_hosts(self, set_id: int) -> bool:
+        """Whether reducing in the set means waiting for a network."""
+        return self.channel(set_id).transport.crosses_hosts
+
+    def tuned_set(self, set_id: int) -> TunedSet:
+        """For autotuning how the operations of the set run."""
+        return self.channel(set_id)
 
     def process_set_ranks(self, set_id: int) -> list[int]:
         return list(self._known_job().ranks_of(set_id))
@@ -229,12 +248,7 @@ class Runtime(Submission):
         self._change_sets("remove", [set_id])
 
     def _change_sets(self, action: str, numbers: list[int]) -> Any:
-        channel = self.channel(WORLD)
-        name = f"{Kind.PROCESS_SET.value}.change"
-        detail = [action, *numbers]
-        signature = signature_of(Kind.PROCESS_SET, name, (), detail=detail)
-        request = Request(channel, Kind.PROCESS_SET, name, signature, detail=detail)
-        result = channel.submit(request, background=False).wait()
+        result = self.channel(WORLD).change(Kind.PROCESS_SET, [action, *numbers])
         self.barrier(WORLD, background=False).wait()  # nobody returns before everybody has it
         return result
 

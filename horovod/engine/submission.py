@@ -1,8 +1,8 @@
 """Submitting operations: what a binding asks for becomes a request in a process set's queue.
 
-The part of the runtime that bindings use all the time. A tensor that is reduced again and again by
-one name is recognised: its signature is computed once, and a `PreparedAllreduce` lets the next one
-go without a request at all.
+The part of the runtime that bindings use all the time, and their only way to an operation. A tensor
+that is reduced again and again by one name is recognised: its signature is computed once, and a
+`PreparedAllreduce` lets the next one go without a request at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from horovod.common.exceptions import HorovodInternalError, UndefinedOperationEr
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.channel import Channel
 from horovod.engine.job import WORLD
-from horovod.engine.prepared import PreparedAllreduce
+from horovod.engine.prepared import PreparedAllreduce, prepare
 from horovod.engine.request import Kind, Request, signature_of
 
 
@@ -26,69 +26,57 @@ class Submission(ABC):
     """Turns calls into requests. What it remembers of earlier ones is good for one job."""
 
     def __init__(self) -> None:
-        self.prepared: dict[
-            str | None, PreparedAllreduce
-        ] = {}  # by the user's name; bindings look it up
+        # By the user's name; bindings look there before they call `allreduce`.
+        self.prepared: dict[str | None, PreparedAllreduce] = {}
         self._signatures: OrderedDict[tuple[Any, ...], tuple[str, bytes]] = OrderedDict()
 
     @abstractmethod
     def channel(self, set_id: int) -> Channel:
         """The operations of a set that this rank belongs to."""
 
-    def _named(
+    def _request(
         self,
         channel: Channel,
         kind: Kind,
         name: str | None,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor] = (),
         op: ReduceOp = ReduceOp.SUM,
         prescale: float = 1.0,
         postscale: float = 1.0,
         detail: Any = None,
-        labels: Sequence[str] = (),
-    ) -> tuple[str, bytes]:
-        """The request's name on the wire and its signature, remembered for named requests."""
+        labels: tuple[str, ...] = (),
+    ) -> Request:
+        """One whose name on the wire and signature are remembered, if it is named."""
+        terms = op, prescale, postscale, detail, labels
         if name is None:
-            full = f"{kind.value}.{channel.auto_name(kind)}"
-            return full, signature_of(kind, full, tensors, op, prescale, postscale, detail, labels)
-        if len(tensors) == 1:
-            tensor = tensors[0]
-            key: tuple[Any, ...] = (
-                kind,
-                name,
-                tensor.dtype,
-                tensor.shape,
-                tensor.device,
-                op,
-                prescale,
-                postscale,
-                detail,
-                labels,
-            )
+            full = f"{kind.value}.{channel.queue.auto_name(kind)}"
+            signature = signature_of(kind, full, tensors, *terms)
         else:
-            forms = tuple((t.dtype, t.shape, t.device) for t in tensors)
-            key = (kind, name, forms, op, prescale, postscale, detail, labels)
-        known = self._signatures.get(key)
-        if known is None:
-            full = f"{kind.value}.{name}"
-            signature = signature_of(kind, full, tensors, op, prescale, postscale, detail, labels)
-            known = full, signature
-            if len(self._signatures) >= channel.group.config.cache_capacity:
-                if not self._signatures:
-                    return known
-                self._signatures.popitem(last=False)
-            self._signatures[key] = known
-        return known
+            if len(tensors) == 1:
+                form: Any = tensors[0].dtype, tensors[0].shape, tensors[0].device
+            else:
+                form = tuple((tensor.dtype, tensor.shape, tensor.device) for tensor in tensors)
+            known = self._signatures.get((kind, name, form, terms))
+            if known is None:
+                full = f"{kind.value}.{name}"
+                known = full, signature_of(kind, full, tensors, *terms)
+                capacity = channel.group.config.cache_capacity
+                if self._signatures and len(self._signatures) >= capacity:
+                    self._signatures.popitem(last=False)
+                if capacity > 0:
+                    self._signatures[kind, name, form, terms] = known
+            full, signature = known
+        request = Request(
+            channel, kind, full, signature, tensors, outputs, op, prescale, postscale, detail
+        )
+        request.labels = labels
+        return request
 
     def _submit(
-        self,
-        channel: Channel,
-        request: Request,
-        tensors: Sequence[torch.Tensor],
-        background: bool,
-        deferred: bool = False,
+        self, channel: Channel, request: Request, background: bool, deferred: bool = False
     ) -> Request:
-        if tensors and not tensors[0].is_cpu:
+        if request.tensors and not request.tensors[0].is_cpu:
             request.follow_stream()
             request.deferred = deferred or channel.group.config.enable_async_completion
         return channel.submit(request, background)
@@ -99,6 +87,7 @@ class Submission(ABC):
         outputs: Sequence[torch.Tensor],
         name: str | None,
         op: ReduceOp,
+        *,
         prescale: float = 1.0,
         postscale: float = 1.0,
         process_set_id: int = WORLD,
@@ -120,45 +109,42 @@ class Submission(ABC):
         channel = self.channel(process_set_id)
         if len(tensors) > 1:
             _check_one_device(tensors)
-        full, signature = self._named(
-            channel, Kind.ALLREDUCE, name, tensors, op, prescale, postscale, wire, labels
-        )
-        request = Request(
+        request = self._request(
             channel,
             Kind.ALLREDUCE,
-            full,
-            signature,
+            name,
             tensors,
             outputs,
             op,
             prescale,
             postscale,
             wire,
+            labels,
         )
         request.alone = alone
-        request.labels = labels
-        if request.plain and name is not None and not background:
-            self._remember(request, name, process_set_id)
-        return self._submit(channel, request, tensors, background, deferred)
+        if (
+            request.plain
+            and name is not None
+            and not background
+            and len(self.prepared) < channel.group.config.cache_capacity
+        ):
+            prepared = prepare(request, channel)
+            if prepared is not None:
+                self.prepared[name] = prepared
+        return self._submit(channel, request, background, deferred)
 
-    def allreduce_prepared(
-        self, prepared: PreparedAllreduce, tensors: Sequence[torch.Tensor], background: bool
-    ) -> Request:
-        """Repeat it on tensors of the same shapes; the device completes it later."""
-        request = prepared.request(tensors)
-        request.waiting = not background
-        return self._submit(prepared.channel, request, tensors, background, True)
+    def prepare(self, request: Request, process_set_id: int = WORLD) -> PreparedAllreduce | None:
+        """For repeating a named allreduce that was submitted; None where that cannot be prepared.
 
-    def _remember(self, request: Request, name: str, process_set_id: int) -> None:
-        """The next tensor like this one, if it is waited for, may go without a request."""
-        capacity = request.channel.group.config.cache_capacity
-        if request.tensors[0].dtype.is_floating_point and len(self.prepared) < capacity:
-            self.prepared[name] = PreparedAllreduce(request, process_set_id)
+        It is good until the job ends or the set is removed, and then refuses.
+        """
+        return prepare(request, self.channel(process_set_id))
 
     def allgather(
         self,
         tensors: Sequence[torch.Tensor],
         name: str | None,
+        *,
         process_set_id: int = WORLD,
         background: bool = True,
         labels: tuple[str, ...] = (),
@@ -171,10 +157,8 @@ class Submission(ABC):
                 raise UndefinedOperationError(
                     "allgather needs at least one dimension, got a scalar"
                 )
-        full, signature = self._named(channel, Kind.ALLGATHER, name, tensors, labels=labels)
-        request = Request(channel, Kind.ALLGATHER, full, signature, tensors)
-        request.labels = labels
-        return self._submit(channel, request, tensors, background)
+        request = self._request(channel, Kind.ALLGATHER, name, tensors, labels=labels)
+        return self._submit(channel, request, background)
 
     def broadcast(
         self,
@@ -182,6 +166,7 @@ class Submission(ABC):
         output: torch.Tensor,
         root_rank: int,
         name: str | None,
+        *,
         process_set_id: int = WORLD,
         background: bool = True,
         labels: tuple[str, ...] = (),
@@ -194,18 +179,17 @@ class Submission(ABC):
                 f"root rank {root_rank} is not in the process set, whose ranks are {list(ranks)}"
             )
         root = ranks.index(root_rank)
-        full, signature = self._named(
-            channel, Kind.BROADCAST, name, [tensor], detail=root, labels=labels
+        request = self._request(
+            channel, Kind.BROADCAST, name, [tensor], [output], detail=root, labels=labels
         )
-        request = Request(channel, Kind.BROADCAST, full, signature, [tensor], [output], detail=root)
-        request.labels = labels
-        return self._submit(channel, request, [tensor], background)
+        return self._submit(channel, request, background)
 
     def alltoall(
         self,
         tensor: torch.Tensor,
         splits: Sequence[int] | None,
         name: str | None,
+        *,
         process_set_id: int = WORLD,
         background: bool = True,
         labels: tuple[str, ...] = (),
@@ -213,16 +197,16 @@ class Submission(ABC):
         """Send `splits[i]` rows to rank i of the set; without splits, equal shares."""
         channel = self.channel(process_set_id)
         rows = _check_splits(tensor, splits, channel.group.size)
-        full, signature = self._named(channel, Kind.ALLTOALL, name, [tensor], labels=labels)
-        request = Request(channel, Kind.ALLTOALL, full, signature, [tensor], detail=rows)
-        request.labels = labels
-        return self._submit(channel, request, [tensor], background)
+        request = self._request(channel, Kind.ALLTOALL, name, [tensor], labels=labels)
+        request.detail = rows  # which may differ between ranks
+        return self._submit(channel, request, background)
 
     def reducescatter(
         self,
         tensors: Sequence[torch.Tensor],
         name: str | None,
         op: ReduceOp,
+        *,
         prescale: float = 1.0,
         postscale: float = 1.0,
         process_set_id: int = WORLD,
@@ -236,20 +220,15 @@ class Submission(ABC):
         for tensor in tensors:
             if tensor.dim() == 0:
                 raise ValueError("reducescatter needs at least one dimension, got a scalar")
-        full, signature = self._named(
-            channel, Kind.REDUCESCATTER, name, tensors, op, prescale, postscale, labels=labels
+        request = self._request(
+            channel, Kind.REDUCESCATTER, name, tensors, (), op, prescale, postscale, labels=labels
         )
-        request = Request(
-            channel, Kind.REDUCESCATTER, full, signature, tensors, (), op, prescale, postscale
-        )
-        request.labels = labels
-        return self._submit(channel, request, tensors, background)
+        return self._submit(channel, request, background)
 
     def barrier(self, process_set_id: int = WORLD, background: bool = True) -> Request:
         """Finished once every rank of the set has called it."""
         channel = self.channel(process_set_id)
-        full, signature = self._named(channel, Kind.BARRIER, "noname", ())
-        return channel.submit(Request(channel, Kind.BARRIER, full, signature), background)
+        return channel.submit(self._request(channel, Kind.BARRIER, "noname"), background)
 
     def require_all(
         self, name: str, reason: str, process_set_id: int = WORLD, background: bool = True
@@ -259,15 +238,13 @@ class Submission(ABC):
         `reason` tells people why nobody can stand in.
         """
         channel = self.channel(process_set_id)
-        full, signature = self._named(channel, Kind.REQUIRE_ALL, name, (), detail=reason)
-        request = Request(channel, Kind.REQUIRE_ALL, full, signature, detail=reason)
+        request = self._request(channel, Kind.REQUIRE_ALL, name, detail=reason)
         return channel.submit(request, background)
 
     def join(self, background: bool = True) -> Request:
         """This rank is out of data; result: the last rank to join."""
         channel = self.channel(WORLD)
-        full, signature = self._named(channel, Kind.JOIN, "noname", ())
-        return channel.submit(Request(channel, Kind.JOIN, full, signature), background)
+        return channel.submit(self._request(channel, Kind.JOIN, "noname"), background)
 
 
 def check_scattered(op: ReduceOp) -> None:

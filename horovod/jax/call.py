@@ -106,10 +106,10 @@ class Call:
 
     def run_compiled(self, sources: Tensors, targets: Tensors) -> None:
         """Do it in the middle of a program, whose memory these are. `targets` may be `sources`."""
-        if self.size is not None and self.size != runtime.channel(self.set_id).group.size:
+        if self.size is not None and self.size != runtime.group(self.set_id).size:
             raise HorovodInternalError(
                 f"this program was compiled for {self.size} ranks, and there are "
-                f"{runtime.channel(self.set_id).group.size} now: call jax.clear_caches()"
+                f"{runtime.group(self.set_id).size} now: call jax.clear_caches()"
             )
         if self.kind == "allreduce":
             _reduce_compiled(self, sources, targets)
@@ -148,10 +148,10 @@ def _allreduce(call: Call, tensors: Tensors, background: bool) -> tuple[Request,
         outputs,
         call.name,
         call.reduction,
-        call.prescale,
-        call.postscale,
-        call.set_id,
-        background,
+        prescale=call.prescale,
+        postscale=call.postscale,
+        process_set_id=call.set_id,
+        background=background,
         labels=call.labels,
     )
     return request, list
@@ -159,7 +159,9 @@ def _allreduce(call: Call, tensors: Tensors, background: bool) -> tuple[Request,
 
 def _allgather(call: Call, tensors: Tensors, background: bool) -> tuple[Request, Finish]:
     sources = [movement_input(_signed(tensor)) for tensor in tensors]
-    request = runtime.allgather(sources, call.name, call.set_id, background, call.labels)
+    request = runtime.allgather(
+        sources, call.name, process_set_id=call.set_id, background=background, labels=call.labels
+    )
     return request, list
 
 
@@ -174,7 +176,13 @@ def _broadcast(call: Call, tensors: Tensors, background: bool) -> tuple[Request,
         output = packed
         labels = _described(call.labels, sources)
     request = runtime.broadcast(
-        packed, output, call.root_rank, call.name, call.set_id, background, labels
+        packed,
+        output,
+        call.root_rank,
+        call.name,
+        process_set_id=call.set_id,
+        background=background,
+        labels=labels,
     )
 
     def finish(_: Any) -> Tensors:
@@ -189,11 +197,11 @@ def _reducescatter(call: Call, tensors: Tensors, background: bool) -> tuple[Requ
         sources,
         call.name,
         call.reduction,
-        call.prescale,
-        call.postscale,
-        call.set_id,
-        background,
-        call.labels,
+        prescale=call.prescale,
+        postscale=call.postscale,
+        process_set_id=call.set_id,
+        background=background,
+        labels=call.labels,
     )
     return request, list
 
@@ -211,7 +219,12 @@ def _alltoall(call: Call, tensors: Tensors, background: bool) -> tuple[Request, 
         packed = torch.cat([_rows(source) for source in sources], dim=1)
         labels = _described(call.labels, sources, rows=True)
     request = runtime.alltoall(
-        packed, call.splits or None, call.name, call.set_id, background, labels
+        packed,
+        call.splits or None,
+        call.name,
+        process_set_id=call.set_id,
+        background=background,
+        labels=labels,
     )
 
     def finish(result: tuple[torch.Tensor, list[int]]) -> Tensors:
@@ -275,7 +288,8 @@ def _described(labels: Sequence[str], tensors: Tensors, rows: bool = False) -> t
 
 # -- allreduce in a program ------------------------------------------------------------------
 
-_lanes: dict[tuple[Call, tuple[Any, ...]], PreparedAllreduce] = {}  # some may be of an earlier job
+# Those of an earlier job refuse, and are replaced.
+_prepared: dict[tuple[Call, tuple[Any, ...]], PreparedAllreduce] = {}
 
 
 def _reduce_compiled(call: Call, sources: Tensors, targets: Tensors) -> None:
@@ -284,12 +298,12 @@ def _reduce_compiled(call: Call, sources: Tensors, targets: Tensors) -> None:
         if source.data_ptr() != target.data_ptr():
             target.copy_(source)
     number = call.set_id
-    channel = runtime.channel(number)
     forms = tuple((target.dtype, target.shape) for target in targets)
-    prepared = _lanes.get((call, forms))
-    if prepared is not None and prepared.channel is channel:
+    on_host = targets[0].is_cpu
+    prepared = _prepared.get((call, forms)) if on_host else None
+    if prepared is not None:
         vector = targets if len(targets) > 1 else [targets[0].view(-1)]
-        if channel.allreduce_inline(vector, prepared):
+        if prepared.allreduce_inline(vector):
             return
     buffers = [reduction_input(target, call.reduction, call.is_scaled) for target in targets]
     request = runtime.allreduce(
@@ -297,28 +311,17 @@ def _reduce_compiled(call: Call, sources: Tensors, targets: Tensors) -> None:
         buffers,
         call.name,
         call.reduction,
-        call.prescale,
-        call.postscale,
-        number,
+        prescale=call.prescale,
+        postscale=call.postscale,
+        process_set_id=number,
         background=False,
         deferred=True,  # the program's stream waits, not this thread
         labels=call.labels,
     )
-    if (prepared is None or prepared.channel is not channel) and _may_use_lane(call, targets):
-        if len(_lanes) >= channel.group.config.cache_capacity:
-            _lanes.clear()
-        _lanes[call, forms] = PreparedAllreduce(request, number)
+    prepared = runtime.prepare(request, number) if on_host else None
+    if prepared is not None:
+        if len(_prepared) >= runtime.config.cache_capacity:
+            _prepared.clear()
+        _prepared[call, forms] = prepared
     request.source_line = call.source
     request.wait()
-
-
-def _may_use_lane(call: Call, tensors: Tensors) -> bool:
-    """Whether one collective does all of it, as `PreparedAllreduce` takes for granted."""
-    dtype = tensors[0].dtype
-    return (
-        dtype.is_floating_point
-        and all(tensor.dtype is dtype and tensor.is_cpu for tensor in tensors)
-        and call.prescale == 1.0
-        and call.reduction is not Adasum
-        and sum(tensor.nbytes for tensor in tensors) <= runtime.config.fusion_threshold
-    )

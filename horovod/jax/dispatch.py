@@ -46,7 +46,7 @@ def run_sized(
         return run_now(call, arrays)
     global size_matters
     size_matters = True
-    group = runtime.channel(call.set_id).group
+    group = runtime.group(call.set_id)
     call = dataclasses.replace(call, size=group.size)
     if exact:
         labels = call.labels or ("the array",) * len(arrays)

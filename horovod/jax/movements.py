@@ -175,7 +175,7 @@ _traced_gather.defvjp(_gather_forward, _gather_backward)
 
 def _first_rows(rows: list[int], call: Call, traced: bool) -> list[int]:
     """Where this rank's rows begin in each gathered array."""
-    rank = runtime.channel(call.set_id).group.rank
+    rank = runtime.group(call.set_id).rank
     if traced:  # all ranks have as many
         return [rank * count for count in rows]
     name = None if call.name is None else f"{call.name}.rows"
@@ -191,7 +191,7 @@ def _broadcast_call(
     root_rank: int, name: str | None, process_set: ProcessSet, labels: tuple[str, ...]
 ) -> Call:
     call = Call.of("broadcast", process_set, name=name, root_rank=int(root_rank), labels=labels)
-    ranks = runtime.channel(call.set_id).group.global_ranks
+    ranks = runtime.group(call.set_id).global_ranks
     if call.root_rank not in ranks:
         raise ValueError(
             f"root rank {root_rank} is not in the process set, whose ranks are {list(ranks)}"
@@ -261,7 +261,7 @@ def _exchange(call: Call, arrays: list[Any]) -> list[Any]:
             "when the program is compiled"
         )
     outputs = dispatch.run_sized(call, arrays, _same_rows)
-    size = runtime.channel(call.set_id).group.size
+    size = runtime.group(call.set_id).size
     return [*outputs, jnp.full(size, arrays[0].shape[0] // size, jnp.int32)]
 
 

@@ -224,7 +224,7 @@ def _call(
 
 def _check_types(call: Call, arrays: Sequence[Any]) -> None:
     """ValueError where a reduction is not defined for an array's type, before anything is sent."""
-    runtime.channel(call.set_id)  # says if Horovod is not initialised
+    runtime.group(call.set_id)  # says if Horovod is not initialised
     for name in {array.dtype.name for array in arrays}:
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
@@ -246,7 +246,7 @@ def _reduced(call: Call, arrays: list[Any]) -> list[Any]:
         return []
     if not dispatch.is_traced(arrays):
         return dispatch.run_now(call, arrays)
-    is_alone = not runtime.is_elastic() and runtime.channel(call.set_id).group.size == 1
+    is_alone = not runtime.is_elastic() and runtime.group(call.set_id).size == 1
     if is_alone and not (call.ends_step and runtime.config.stats_interval is not None):
         factor = call.prescale * call.postscale
         return arrays if factor == 1.0 else [(a * factor).astype(a.dtype) for a in arrays]
@@ -315,7 +315,7 @@ def _scatter_backward(call: Call, like: list[Any], gradients: list[Any]) -> tupl
     convention."""
     factor = call.prescale * call.postscale
     if call.reduction is Sum:
-        factor *= runtime.channel(call.set_id).group.size
+        factor *= runtime.group(call.set_id).size
     gather = dataclasses.replace(backward(call), kind="allgather", prescale=1.0, postscale=1.0)
     rows = iter([each.shape[0] for each, _ in floats(like, gradients)])
 

@@ -29,7 +29,7 @@ from horovod.jax.reductions import allreduce
 def statistics(x: Any, axes: Sequence[int], mask: Any, process_set: ProcessSet) -> tuple[Any, Any]:
     """Mean and biased variance over `axes` and over the ranks."""
     own = _own_statistics(x, tuple(axes), mask)
-    group = runtime.channel(set_id(process_set)).group
+    group = runtime.group(set_id(process_set))
     if group.size == 1:
         return own[1], own[2]
     dispatch.size_matters = True

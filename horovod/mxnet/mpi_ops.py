@@ -153,7 +153,14 @@ def start_allreduce(
     _check_op(op)
     buffers = [_reducible(to_torch(each, write=True), op, factors) for each in tensors]
     request = runtime.allreduce(
-        buffers, buffers, name, op, *factors, set_id(process_set), background
+        buffers,
+        buffers,
+        name,
+        op,
+        prescale=factors[0],
+        postscale=factors[1],
+        process_set_id=set_id(process_set),
+        background=background,
     )
 
     def finish() -> list[Any]:
@@ -176,7 +183,14 @@ def _start_new(
     sources = [_reducible(to_torch(each), op, factors) for each in tensors]
     outputs = [torch.empty_like(source) for source in sources]
     request = runtime.allreduce(
-        sources, outputs, name, op, *factors, set_id(process_set), background
+        sources,
+        outputs,
+        name,
+        op,
+        prescale=factors[0],
+        postscale=factors[1],
+        process_set_id=set_id(process_set),
+        background=background,
     )
     return request, lambda: [to_mxnet(*pair) for pair in zip(outputs, tensors, strict=True)]
 
@@ -214,7 +228,9 @@ def grouped_allgather(
         return list(tensors)
     with mxnet_errors():
         sources = [movement_input(to_torch(each)) for each in tensors]
-        gathered = runtime.allgather(sources, name, set_id(process_set), background=False).wait()
+        gathered = runtime.allgather(
+            sources, name, process_set_id=set_id(process_set), background=False
+        ).wait()
         return [to_mxnet(*pair) for pair in zip(gathered, tensors, strict=True)]
 
 
@@ -230,7 +246,9 @@ def broadcast(
         source = movement_input(to_torch(tensor))
         output = torch.empty_like(source)
         number = set_id(process_set)
-        runtime.broadcast(source, output, root_rank, name, number, background=False).wait()
+        runtime.broadcast(
+            source, output, root_rank, name, process_set_id=number, background=False
+        ).wait()
         return to_mxnet(output, tensor)
 
 
@@ -257,7 +275,9 @@ def start_broadcast(
 ) -> tuple[Request, Finish]:
     """Start overwriting an array; also what there is to do when the request is done."""
     buffer = movement_input(to_torch(tensor, write=True))
-    request = runtime.broadcast(buffer, buffer, root_rank, name, set_id(process_set), background)
+    request = runtime.broadcast(
+        buffer, buffer, root_rank, name, process_set_id=set_id(process_set), background=background
+    )
 
     def finish() -> Any:
         write_back(tensor, buffer)
@@ -281,7 +301,9 @@ def alltoall(
     with mxnet_errors():
         source = movement_input(to_torch(tensor))
         rows = None if splits is None else _check_splits(splits) or None
-        request = runtime.alltoall(source, rows, name, set_id(process_set), background=False)
+        request = runtime.alltoall(
+            source, rows, name, process_set_id=set_id(process_set), background=False
+        )
         output, received = request.wait()
         made = to_mxnet(output, tensor)
         if splits is None:
@@ -333,6 +355,12 @@ def grouped_reducescatter(
     with mxnet_errors():
         sources = [_reducible(to_torch(each), op, factors) for each in tensors]
         request = runtime.reducescatter(
-            sources, name, op, *factors, set_id(process_set), background=False
+            sources,
+            name,
+            op,
+            prescale=factors[0],
+            postscale=factors[1],
+            process_set_id=set_id(process_set),
+            background=False,
         )
         return [to_mxnet(*pair) for pair in zip(request.wait(), tensors, strict=True)]

@@ -85,7 +85,9 @@ def gather(call: Call, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """
 
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
-        request = runtime.allgather(movable(sources), name, call.set_id, background=False)
+        request = runtime.allgather(
+            movable(sources), name, process_set_id=call.set_id, background=False
+        )
         return as_sent(bridge.wait(request), sources)
 
     def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:
@@ -115,7 +117,9 @@ def _first_rows(call: Call, counts: tf.Tensor) -> tf.Tensor:
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
         mine = sources[0].view(1, -1)
         name = None if name is None else f"{name}.rows"
-        (table,) = bridge.wait(runtime.allgather([mine], name, call.set_id, background=False))
+        (table,) = bridge.wait(
+            runtime.allgather([mine], name, process_set_id=call.set_id, background=False)
+        )
         return [table[: call.process_set.rank()].sum(dim=0, dtype=torch.int32)]
 
     return call.run(collective, [counts], [tf.TensorSpec(counts.shape, tf.int32)])[0]

@@ -55,7 +55,9 @@ def _exchange(call: Call, tensor: tf.Tensor, splits: tf.Tensor) -> list[tf.Tenso
         source, rows = values
         counts = check_splits(rows) or None
         (carrier,) = movable([source])
-        request = runtime.alltoall(carrier, counts, name, call.set_id, background=False)
+        request = runtime.alltoall(
+            carrier, counts, name, process_set_id=call.set_id, background=False
+        )
         output, received = bridge.wait(request)
         return [*as_sent([output], [source]), torch.tensor(received, dtype=torch.int32)]
 

@@ -49,7 +49,9 @@ def broadcast(
         (source,) = movable(sources)
         output = torch.empty_like(source)
         bridge.wait(
-            runtime.broadcast(source, output, root_rank, name, call.set_id, background=False)
+            runtime.broadcast(
+                source, output, root_rank, name, process_set_id=call.set_id, background=False
+            )
         )
         return as_sent([output], sources)
 

@@ -79,6 +79,6 @@ def _others_still_work() -> bool:
     try:
         rank = runtime.topology.rank
         sets = runtime.process_set_ids_and_ranks().items()
-        return all(runtime.channel(number).failure is None for number, r in sets if rank in r)
+        return all(runtime.failure(number) is None for number, r in sets if rank in r)
     except (ValueError, HorovodInternalError):
         return False  # it has been shut down meanwhile

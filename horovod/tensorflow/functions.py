@@ -171,7 +171,9 @@ def _exchange(
                 part.copy_(tensor)
         results += parts
         own_name = f"{wire_name}.{len(requests)}"
-        requests.append(runtime.broadcast(buffer, buffer, root_rank, own_name, number))
+        requests.append(
+            runtime.broadcast(buffer, buffer, root_rank, own_name, process_set_id=number)
+        )
     failure = None
     for request in requests:
         try:
@@ -207,7 +209,9 @@ def _check_alike(
     comparable = [(_without_numbers(name), *form) for name, *form in mine]
     digest = hashlib.blake2b(repr(comparable).encode(), digest_size=8).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-    (digests,) = bridge.wait(runtime.allgather([own], f"{wire_name}.form", number, False))
+    (digests,) = bridge.wait(
+        runtime.allgather([own], f"{wire_name}.form", process_set_id=number, background=False)
+    )
     if len(set(digests.tolist())) == 1:
         return
     everyone = objects.allgather_object(mine, f"{wire_name}.forms", number)

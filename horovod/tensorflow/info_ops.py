@@ -26,7 +26,7 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
         runtime.process_set_ranks(process_set_id)  # a ValueError while the graph is built
 
     def size() -> int:
-        runtime.channel(WORLD)  # says why not, as the collectives do, if it is not initialised
+        runtime.group(WORLD)  # says why not, as the collectives do, if it is not initialised
         return len(runtime.process_set_ranks(process_set_id))
 
     return _scalar(size, name or "HorovodSize")
@@ -94,5 +94,5 @@ def _scalar(value: Callable[[], int], name: str) -> tf.Tensor:
 
 
 def _topology() -> Topology:
-    runtime.channel(WORLD)  # says why not, as the collectives do, if it is not initialised
+    runtime.group(WORLD)  # says why not, as the collectives do, if it is not initialised
     return runtime.topology

@@ -123,9 +123,9 @@ def _scatter(call: Call, tensors: Sequence[tf.Tensor], reduction: Reduction) -> 
             reduction.inputs(sources),
             name,
             reduction.op,
-            reduction.prescale_factor,
-            reduction.postscale_factor,
-            call.set_id,
+            prescale=reduction.prescale_factor,
+            postscale=reduction.postscale_factor,
+            process_set_id=call.set_id,
             background=False,
         )
         results: list[torch.Tensor] = bridge.wait(request)

@@ -70,9 +70,9 @@ def reduce(call: Call, tensors: Sequence[tf.Tensor], reduction: Reduction) -> li
                 outputs,
                 name,
                 reduction.op,
-                reduction.prescale_factor,
-                reduction.postscale_factor,
-                call.set_id,
+                prescale=reduction.prescale_factor,
+                postscale=reduction.postscale_factor,
+                process_set_id=call.set_id,
                 background=False,
             )
         )

@@ -19,6 +19,7 @@ import tensorflow as tf
 import torch
 
 from horovod.common.reduce_op import Sum
+from horovod.engine.job import WORLD
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
 from horovod.tensorflow.allreduce_ops import allreduce
@@ -105,9 +106,9 @@ def _gathered(rows: tf.Tensor) -> tf.Tensor:
     name = wire_name("SyncBatchNormalization")
 
     def place(tensors: list[torch.Tensor], op_name: str | None) -> list[torch.Tensor]:
-        channel = runtime.channel(0)
-        table = tensors[0].new_zeros(channel.group.size, *tensors[0].shape)
-        table[channel.group.rank] = tensors[0]
+        group = runtime.group(WORLD)
+        table = tensors[0].new_zeros(group.size, *tensors[0].shape)
+        table[group.rank] = tensors[0]
         bridge.wait(runtime.allreduce([table], [table], op_name, Sum, background=False))
         return [table]
 

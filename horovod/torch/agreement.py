@@ -143,7 +143,7 @@ def greatest(
     brought = [float(rank == place) for rank in range(size)]
     vector = torch.tensor([*mine, *brought], dtype=torch.float64)
     tensors, number = [vector], set_id(process_set)
-    runtime.allreduce(tensors, tensors, name, Max, 1.0, 1.0, number, background=False).wait()
+    runtime.allreduce(tensors, tensors, name, Max, process_set_id=number, background=False).wait()
     found = vector.tolist()
     return found[: len(mine)], [value > 0 for value in found[len(mine) :]]
 

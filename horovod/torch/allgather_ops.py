@@ -152,7 +152,9 @@ def start_allgather(
     Without `background` the caller waits at once.
     """
     sources = [movement_input(tensor) for tensor in tensors]
-    return runtime.allgather(sources, name, set_id(process_set), background)
+    return runtime.allgather(
+        sources, name, process_set_id=set_id(process_set), background=background
+    )
 
 
 def _first_rows(rows: list[int], name: str | None, process_set: ProcessSet) -> list[int]:

@@ -121,7 +121,14 @@ def allreduce_(
     buffers = [buffer]
     number = set_id(process_set)
     runtime.allreduce(
-        buffers, buffers, name, op, prescale_factor, postscale_factor, number, False
+        buffers,
+        buffers,
+        name,
+        op,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set_id=number,
+        background=False,
     ).wait()
     if buffer is not tensor:
         write_back(tensor, buffer)
@@ -197,7 +204,14 @@ def start(
     process_set_id = set_id(process_set)
     outputs = [torch.empty_like(source) for source in sources]
     return runtime.allreduce(
-        sources, outputs, name, op, prescale_factor, postscale_factor, process_set_id, background
+        sources,
+        outputs,
+        name,
+        op,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set_id=process_set_id,
+        background=background,
     )
 
 
@@ -223,10 +237,10 @@ def start_in_place(
         buffers,
         name,
         op,
-        prescale_factor,
-        postscale_factor,
-        set_id(process_set),
-        background,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set_id=set_id(process_set),
+        background=background,
     )
 
     def finish(_: Any) -> tuple[Tensor, ...]:

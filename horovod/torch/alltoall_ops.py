@@ -107,7 +107,9 @@ def _start(
     """
     source = movement_input(tensor)
     rows = (None if splits is None else check_splits(splits)) or None
-    request = runtime.alltoall(source, rows, name, set_id(process_set), background)
+    request = runtime.alltoall(
+        source, rows, name, process_set_id=set_id(process_set), background=background
+    )
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
 
     def finish(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:

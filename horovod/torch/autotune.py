@@ -23,9 +23,8 @@ import torch
 from horovod.common.logging import get_logger
 from horovod.common.process_sets import ProcessSet
 from horovod.engine.arguments import set_id
-from horovod.engine.autotune import Tuner, median
+from horovod.engine.autotune import TunedSet, Tuner, median
 from horovod.engine.autotune_log import AutotuneLog
-from horovod.engine.channel import Channel
 from horovod.engine.runtime import runtime
 from horovod.torch.agreement import TUNABLE, Agreement, greatest
 from horovod.torch.bucketing import MEBIBYTE, OVERLAP_KNOB, SIZE_KNOB, Bucketing, cut
@@ -156,8 +155,8 @@ class StepTuner:
         self._grouped = grouped
         self._agreed = agreed
         self._process_set, self._place = process_set, process_set.rank()
-        self._channel: Channel = runtime.channel(set_id(process_set))
-        self._joins = self._channel.num_joins
+        self._tuned_set: TunedSet = runtime.tuned_set(set_id(process_set))
+        self._joins = self._tuned_set.num_joins
         devices = [param.device for _, param in params if not param.is_cpu]
         self._clock = StepClock(devices[0] if devices else torch.device("cpu"))
         self._num_bytes = sum(param.nbytes for _, param in params)
@@ -170,8 +169,8 @@ class StepTuner:
 
     def after_step(self) -> Setting | None:
         """Gradients have been reduced, on all ranks; how to do so from now on, if that changes."""
-        if self._joins != self._channel.num_joins:  # those that joined early made fewer steps
-            self._joins = self._channel.num_joins
+        if self._joins != self._tuned_set.num_joins:  # those that joined early made fewer steps
+            self._joins = self._tuned_set.num_joins
             self._clock.marks.clear()
         self._clock.mark()
         if len(self._clock.marks) <= _UNMEASURED + self._agreed.num_steps:
@@ -193,24 +192,24 @@ class StepTuner:
         return slowest, is_busy > 0, all(present)
 
     def _is_at_work(self) -> bool:
-        return not self.settled and self._channel.failure is None
+        return not self.settled and self._tuned_set.failure is None
 
     def _begin(self) -> Setting:
         global _active
         _active = weakref.ref(self)
-        channel, config = self._channel, runtime.config
-        names = channel.algorithms if any(param.is_cpu for _, param in self._params) else ()
+        tuned_set, config = self._tuned_set, runtime.config
+        names = tuned_set.algorithms if any(param.is_cpu for _, param in self._params) else ()
         way = config.cycle_time, names[0] if names else None
         agreed = self._agreed
-        if channel.tuned is not None:  # by the first optimizer to settle: this one goes by it
-            way, names = channel.tuned, ()
+        if tuned_set.tuned is not None:  # by the first optimizer to settle: this one goes by it
+            way, names = tuned_set.tuned, ()
             agreed = replace(agreed, fixed=agreed.fixed | {_CYCLE_KNOB})
         default = Setting(self._default.overlap, self._default.bucket_bytes, *way)
         tried = stages(default, self._params, self._grouped, agreed, names)
         self._tuner = Tuner(default, tried, agreed.num_warmup, agreed.most_samples)
         if self._place == 0 and config.autotune_log:
             self._log = AutotuneLog(config.autotune_log)
-        channel.tune(*way)
+        tuned_set.tune(*way)
         return default
 
     def _learn(self, tuner: Tuner[Setting], seconds: float) -> Setting | None:
@@ -219,20 +218,20 @@ class StepTuner:
         if phase != "warm-up":
             self._write(before, seconds, phase)
         if tuner.settled:
-            self._channel.tuned = tuner.best.cycle_time, tuner.best.algorithm
+            self._tuned_set.tuned = tuner.best.cycle_time, tuner.best.algorithm
             self._write(tuner.best, tuner.seconds, "best")
             if self._place == 0:
                 logger.info("autotune: %s settled on %s", self._name, tuner.best)
         if tuner.current == before:
             return None
-        self._channel.tune(tuner.current.cycle_time, tuner.current.algorithm)
+        self._tuned_set.tune(tuner.current.cycle_time, tuner.current.algorithm)
         return tuner.current
 
     def _write(self, setting: Setting, seconds: float, phase: str) -> None:
         if self._log is None:
             return
         config = runtime.config
-        by_host = "hierarchical" in self._channel.algorithms
+        by_host = "hierarchical" in self._tuned_set.algorithms
         row = {
             "hierarchical_allreduce": int(setting.algorithm == "hierarchical"),
             "hierarchical_allgather": int(by_host and config.hierarchical_allgather is not False),

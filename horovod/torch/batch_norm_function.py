@@ -184,7 +184,9 @@ def _differentiable_gradients(ctx: Any, gradient: Tensor) -> list[Tensor | None]
 
 def _sum_over_ranks(tensor: Tensor, name: str, process_set: ProcessSet) -> None:
     tensors, identifier = [tensor], set_id(process_set)
-    runtime.allreduce(tensors, tensors, name, Sum, 1.0, 1.0, identifier, background=False).wait()
+    runtime.allreduce(
+        tensors, tensors, name, Sum, process_set_id=identifier, background=False
+    ).wait()
 
 
 def _all_but_channels(input: Tensor) -> list[int]:

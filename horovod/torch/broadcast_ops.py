@@ -60,7 +60,7 @@ def broadcast_async(
     """
     source = movement_input(tensor)
     output = torch.empty_like(source)
-    request = runtime.broadcast(source, output, root_rank, name, set_id(process_set))
+    request = runtime.broadcast(source, output, root_rank, name, process_set_id=set_id(process_set))
     return handles.hand_out(request, lambda _: output)
 
 
@@ -77,7 +77,9 @@ def broadcast_(
     buffer = movement_input(tensor)
     if buffer is not tensor:
         check_writable(tensor)
-    runtime.broadcast(buffer, buffer, root_rank, name, set_id(process_set), False).wait()
+    runtime.broadcast(
+        buffer, buffer, root_rank, name, process_set_id=set_id(process_set), background=False
+    ).wait()
     if buffer is not tensor:
         write_back(tensor, buffer)
     return tensor
@@ -96,7 +98,7 @@ def broadcast_async_(
     buffer = movement_input(tensor)
     if buffer is not tensor:
         check_writable(tensor)
-    request = runtime.broadcast(buffer, buffer, root_rank, name, set_id(process_set))
+    request = runtime.broadcast(buffer, buffer, root_rank, name, process_set_id=set_id(process_set))
 
     def finish(_: Any) -> Tensor:
         if buffer is not tensor:
@@ -128,5 +130,7 @@ class HorovodBroadcast(torch.autograd.Function):
 def _broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
     source = movement_input(tensor)
     output = torch.empty_like(source)
-    runtime.broadcast(source, output, root_rank, name, set_id(process_set), False).wait()
+    runtime.broadcast(
+        source, output, root_rank, name, process_set_id=set_id(process_set), background=False
+    ).wait()
     return output

@@ -14,7 +14,6 @@ import torch
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.arguments import set_id
-from horovod.engine.prepared import PreparedAllreduce
 from horovod.engine.runtime import runtime
 from horovod.torch.buckets import Bucket, Named
 from horovod.torch.compression import Compressor, NoneCompressor, wire_type
@@ -75,9 +74,8 @@ class BucketSubmitter:
         gradients = bucket.gradients() if prepared is not None else None
         if prepared is not None and gradients is not None:
             at_once = not background and gradients[0].is_cpu
-            if not at_once or not prepared.channel.allreduce_inline(gradients, prepared):
-                request = runtime.allreduce_prepared(prepared, gradients, background)
-                bucket.requests.append(request)
+            if not at_once or not prepared.allreduce_inline(gradients):
+                bucket.requests.append(prepared.start(gradients, background))
             return
         tensors: dict[torch.device, list[torch.Tensor]] = {}
         dense: list[Named] = []
@@ -110,9 +108,9 @@ class BucketSubmitter:
                 same_device,
                 _name(bucket, place),
                 self._op,
-                self._prescale,
-                self._postscale,
-                number,
+                prescale=self._prescale,
+                postscale=self._postscale,
+                process_set_id=number,
                 background=background or len(tensors) > 1,
                 deferred=True,
                 wire=self._wire,
@@ -120,14 +118,12 @@ class BucketSubmitter:
             )
             bucket.requests.append(request)
             if len(tensors) == 1 and self._is_repeatable(bucket, same_device):
-                bucket.prepared = PreparedAllreduce(request, number)
+                bucket.prepared = runtime.prepare(request, number)
 
     def _is_repeatable(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the next gradients of the bucket may go the shortest way."""
+        """Whether the next gradients of the bucket will be reduced as they are, like these."""
         return (
             bucket.dtype is not None
-            and bucket.dtype.is_floating_point
-            and self._prescale == 1.0
             and self._compression is NoneCompressor
             and not self._sparse_dims
             and [tensor.numel() for tensor in tensors] == [p.numel() for _, p in bucket.params]

@@ -103,13 +103,9 @@ class DelayedUpdates:
                 param.grad = None
 
     def _let_end(self, request: Request) -> None:
-        """Wait for one request beside the engine's thread.
-
-        `Request.wait` would work together with that thread, and so come back only when all that
-        the thread has begun is done.
-        """
+        """Wait for one request beside the engine's thread."""
         while not request.done() and os.getpid() == self._process:
-            request.channel.wait_beside(request, _LOOK_SECONDS)
+            request.wait_beside(_LOOK_SECONDS)
 
     def _take_back(self, update: Update) -> None:
         """Make its parameters ordinary ones, which have their gradients."""

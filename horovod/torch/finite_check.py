@@ -99,5 +99,5 @@ def _maximum(vector: torch.Tensor, what: str, together: ProcessSet) -> torch.Ten
     number = together.process_set_id
     assert number is not None
     name = f"FiniteCheck.{what}"  # steps are made one after the other, so one name does for all
-    runtime.allreduce([vector], [vector], name, Max, 1.0, 1.0, number, False).wait()
+    runtime.allreduce([vector], [vector], name, Max, process_set_id=number, background=False).wait()
     return vector

@@ -252,7 +252,7 @@ class GradientReducer:
         self._adopt(self._policy.at_first() if complete else self._policy.unmeasured())
 
     def _crosses_hosts(self) -> bool:
-        return runtime.channel(set_id(self._process_set)).crosses_hosts
+        return runtime.crosses_hosts(set_id(self._process_set))
 
     def _adopt(self, decision: Bucketing) -> None:
         """Go on like that, and measure what is to be measured."""

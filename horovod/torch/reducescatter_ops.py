@@ -218,5 +218,11 @@ def _start(
     scaled = prescale_factor != 1.0 or postscale_factor != 1.0
     sources = [reduction_input(tensor, op, scaled) for tensor in tensors]
     return runtime.reducescatter(
-        sources, name, op, prescale_factor, postscale_factor, set_id(process_set), background
+        sources,
+        name,
+        op,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set_id=set_id(process_set),
+        background=background,
     )

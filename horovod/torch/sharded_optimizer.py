@@ -304,7 +304,11 @@ class ShardedOptimizer(ReducingOptimizer):
         sent = torch.frombuffer(bytearray().join(payloads) or bytearray(1), dtype=torch.uint8)
         sizes = [len(payload) for payload in payloads]
         received, counts = runtime.alltoall(
-            sent[: sum(sizes)], sizes, "ShardedOptimizer.state", number, background=False
+            sent[: sum(sizes)],
+            sizes,
+            "ShardedOptimizer.state",
+            process_set_id=number,
+            background=False,
         ).wait()
         return [part.numpy().tobytes() for part in received.split(counts)]
 

@@ -135,7 +135,12 @@ class Shards:
         assert number is not None
         requests = [
             runtime.broadcast(
-                memory, memory, self._ranks[owner], f"{name}.{place}", number, background=False
+                memory,
+                memory,
+                self._ranks[owner],
+                f"{name}.{place}",
+                process_set_id=number,
+                background=False,
             )
             for place, (memory, owner) in enumerate(self._large)
         ]
@@ -144,7 +149,9 @@ class Shards:
             mine = by_owner[self.place]
             packed = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device)
             gathered.append(
-                runtime.allgather([packed], f"{name}.small.{place}", number, background=False)
+                runtime.allgather(
+                    [packed], f"{name}.small.{place}", process_set_id=number, background=False
+                )
             )
         for request in requests:
             request.wait()

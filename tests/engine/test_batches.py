@@ -1,24 +1,18 @@
-"""Fusion plans and scaling, without any processes."""
+"""Fusion plans, without any processes."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.common.reduce_op import ReduceOp
-from horovod.engine.batches import finish_, plan, scale_
+from horovod.engine.batches import plan
 from horovod.engine.request import Kind, Request, signature_of
-
-CHANNEL = SimpleNamespace()
 
 
 def request(name: str, *tensors: torch.Tensor, kind: Kind = Kind.ALLREDUCE) -> Request:
     signature = signature_of(kind, name, tensors)
-    return Request(CHANNEL, kind, name, signature, tensors, tensors)  # type: ignore[arg-type]
+    return Request(None, kind, name, signature, tensors, tensors)
 
 
 @given(
@@ -73,44 +67,3 @@ def test_groups_can_be_kept_to_themselves():
     requests = [request("a", torch.zeros(4), torch.zeros(2)), request("b", torch.zeros(4))]
     assert len(plan(requests, 1 << 20, fuse_groups=True)) == 1
     assert [len(b.inputs) for b in plan(requests, 1 << 20, fuse_groups=False)] == [2, 1]
-
-
-@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1), st.floats(-3, 3))
-def test_integers_scale_in_double_precision_and_truncate(values, factor):
-    tensor = torch.tensor(values, dtype=torch.int64)
-    scale_(tensor, factor)
-    assert tensor.tolist() == [int(value * factor) for value in values]
-
-
-@given(st.lists(st.integers(-(2**40), 2**40), min_size=1), st.integers(1, 200))
-def test_integer_average_is_exact_division_toward_zero(values, size):
-    tensor = torch.tensor(values, dtype=torch.int64)
-    finish_(tensor, ReduceOp.AVERAGE, 1.0, size)
-    assert tensor.tolist() == [abs(value) // size * (1 if value >= 0 else -1) for value in values]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"name": "y"},
-        {"tensors": [torch.zeros(4)]},
-        {"tensors": [torch.zeros(3, dtype=torch.float64)]},
-        {"tensors": [torch.zeros(3, 1)]},
-        {"op": ReduceOp.MIN},
-        {"prescale": 2.0},
-        {"postscale": 0.5},
-        {"detail": 1},
-        {"kind": Kind.BROADCAST},
-    ],
-)
-def test_a_signature_covers_all_that_must_agree(other):
-    base = {"kind": Kind.ALLREDUCE, "name": "x", "tensors": [torch.zeros(3)]}
-    assert signature_of(**base) != signature_of(**{**base, **other})  # type: ignore[arg-type]
-    assert signature_of(**base) == signature_of(**base)  # type: ignore[arg-type]
-
-
-def test_the_first_dimension_may_differ_where_ranks_gather():
-    for kind in (Kind.ALLGATHER, Kind.ALLTOALL):
-        few, many = (signature_of(kind, "x", [torch.zeros(n, 2)]) for n in (1, 9))
-        assert few == many
-        assert few != signature_of(kind, "x", [torch.zeros(1, 3)])

@@ -26,7 +26,9 @@ def reduce_group(
     tensors = [values(rank, index, count, dtype) for index, count in enumerate(counts)]
     outputs = tensors if in_place else [torch.empty_like(tensor) for tensor in tensors]
     untouched = [tensor.clone() for tensor in tensors]
-    result = runtime.allreduce(tensors, outputs, name, ReduceOp[op], prescale, 0.5).wait()
+    result = runtime.allreduce(
+        tensors, outputs, name, ReduceOp[op], prescale=prescale, postscale=0.5
+    ).wait()
     if not in_place:
         assert all(map(torch.equal, tensors, untouched))
     return list(result)

@@ -50,7 +50,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 def _transport() -> str:
     from horovod.engine.runtime import runtime
 
-    return type(runtime.channel(0)._transport).__name__
+    return type(runtime.channel(0).transport).__name__
 
 
 @pytest.mark.parametrize("case", CASES)

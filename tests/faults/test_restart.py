@@ -84,7 +84,7 @@ def test_init_and_shutdown_may_be_repeated():
 def _leave_at_once(rank: int, size: int) -> float:
     """Rank 1 takes the last step and shuts down while rank 0 is about to look at its state."""
     hvd.init()
-    transport: Any = runtime.channel(0)._transport
+    transport: Any = runtime.channel(0).transport
     other = transport._control[1 - rank]
     look = SteppedTransport._check_states
 

@@ -62,7 +62,7 @@ def total(value: float) -> dict[str, Any]:
             "cross_rank": hvd.cross_rank(),
             "total": summed.item(),
             "hosts": runtime._running().hosts(),
-            "transport": runtime.channel(0)._transport.name,
+            "transport": runtime.channel(0).transport.name,
         }
     finally:
         hvd.shutdown()

@@ -73,7 +73,7 @@ def _form(optimizer: Any) -> tuple[Any, ...]:
     """How gradients are reduced at the moment."""
     reducer, channel = optimizer._reducer, runtime.channel(0)
     sizes = tuple(len(bucket.params) for bucket in reducer._buckets)
-    return reducer._overlap, sizes, channel._cycle, channel._transport.peer_memory
+    return reducer._overlap, sizes, channel.rounds.cycle, channel.transport.peer_memory
 
 
 def _is_tuning(optimizer: Any) -> bool:
@@ -169,7 +169,7 @@ def _algorithm(rank: int, size: int) -> Any:
     hvd.init()
     model = make_model("mlp")
     optimizer = _wrap(model)
-    transport = runtime.channel(0)._transport
+    transport = runtime.channel(0).transport
     with _clock(lambda: 1.0 if transport.peer_memory else 0.5):
         forms = _until_settled(model, optimizer)
     # A later optimizer keeps to what the first has found for all.
@@ -387,7 +387,7 @@ def _on_two_hosts(rank: int, size: int) -> Any:
     hvd.init()
     model = make_model("mlp")
     optimizer = _wrap(model)
-    transport = runtime.channel(0)._transport
+    transport = runtime.channel(0).transport
     flat = []
     with _clock(lambda: 0.5 if transport._by_flat else 1.0):
         while not flat or _is_tuning(optimizer):

@@ -59,7 +59,7 @@ class GradientBucket:
         self.rank = rank
         self.num_ranks = set_size(process_set)
         self.scale = 1.0 / self.num_ranks if op is Average else 1.0
-        self._factors = prescale, postscale
+        self._prescale, self._postscale = prescale, postscale
         self._set_id = set_id(process_set)
         self._requests = [] if requests is None else requests  # all that were ever started
 
@@ -71,7 +71,14 @@ class GradientBucket:
         reduced = list(tensors)
         name = self.name + label
         request = runtime.allreduce(
-            reduced, reduced, name, self.op, *self._factors, self._set_id, deferred=True
+            reduced,
+            reduced,
+            name,
+            self.op,
+            prescale=self._prescale,
+            postscale=self._postscale,
+            process_set_id=self._set_id,
+            deferred=True,
         )
         return self._waiting(request, lambda _: reduced)
 
@@ -80,7 +87,7 @@ class GradientBucket:
 
         `label` tells several of these in one bucket apart. Returns a function that waits for them.
         """
-        request = runtime.allgather(list(tensors), self.name + label, self._set_id)
+        request = runtime.allgather(list(tensors), self.name + label, process_set_id=self._set_id)
         return self._waiting(request, _used_here)
 
     def alltoall(
@@ -92,7 +99,9 @@ class GradientBucket:
         `splits` has a number for each rank; `label` tells several of these in one bucket apart.
         Returns a function that waits for it.
         """
-        request = runtime.alltoall(tensor, list(splits), self.name + label, self._set_id)
+        request = runtime.alltoall(
+            tensor, list(splits), self.name + label, process_set_id=self._set_id
+        )
         return self._waiting(request, lambda result: _used_here(result[:1])[0])
 
     def _waiting(self, request: Request, of: Callable[[Any], Any]) -> Callable[[], Any]:

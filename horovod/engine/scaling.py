@@ -1,0 +1,54 @@
+"""Average and scale factors: what a reduction is besides a sum. Used where reductions run."""
+
+from __future__ import annotations
+
+import torch
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.reduce_op import ReduceOp
+
+
+def sum_and_scale(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, float]:
+    """What a transport does of a reduction: an average is a sum, scaled."""
+    if op is ReduceOp.AVERAGE:
+        return ReduceOp.SUM, postscale / size
+    return op, postscale
+
+
+def scale_(tensor: torch.Tensor, factor: float) -> None:
+    """Multiply in place; integers are multiplied in fp64 and truncated toward zero."""
+    if factor == 1.0:
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.to(torch.float64).mul_(factor).trunc_())
+
+
+def finish_(tensor: torch.Tensor, op: ReduceOp, postscale: float, size: int) -> None:
+    """Turn a sum into what the caller asked for: average and post-scale factor."""
+    if op is not ReduceOp.AVERAGE:
+        scale_(tensor, postscale)
+    elif tensor.is_floating_point() or tensor.is_complex():
+        scale_(tensor, postscale / size)
+    elif postscale == 1.0:
+        # Exact, where multiplying by the reciprocal would be one short for some sizes.
+        tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
+    else:
+        tensor.copy_(tensor.to(torch.float64).mul_(postscale).div_(size).trunc_())
+
+
+def identity_like(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
+    """What a joined rank contributes: the value that changes nothing."""
+    if op is ReduceOp.PRODUCT:
+        return 1
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        if dtype is torch.bool:
+            return op is ReduceOp.MIN
+        if dtype.is_floating_point:
+            return float("inf") if op is ReduceOp.MIN else float("-inf")
+        if dtype.is_complex:
+            raise HorovodInternalError(f"{op.name} is not defined for {dtype}")
+        limits = torch.iinfo(dtype)
+        return limits.max if op is ReduceOp.MIN else limits.min
+    return 0
