@@ -2,7 +2,8 @@
 
 The rows of a dataset, in the order of its files and row groups, are cut into `shard_count` ranges
 whose lengths differ by one row at most, so ranks end up with equal shares whatever the row groups
-are. Worker threads decode row groups piece by piece; what waits to be consumed is bounded.
+are. Worker threads decode row groups piece by piece; what waits to be consumed is bounded. They go
+on with the next pass while this one is consumed, but never beyond `num_epochs`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import collections
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,13 +168,16 @@ class ParquetReader:
         self._run: _Run | None = None
         self._in_pass = False
         self._passes = 0  # finished or begun ones, so that each has an order of its own
+        self._passes_in_run = 0  # finished ones
         self.last_row_consumed = False
 
     def passes(self) -> Iterator[Iterator[Rows]]:
         """Every pass over the shard, as an iterator over its chunks."""
-        numbers = itertools.count() if self.num_epochs is None else range(self.num_epochs)
-        for _ in numbers:
+        for _ in self._pass_numbers():
             yield self._chunks()
+
+    def _pass_numbers(self) -> Iterable[int]:
+        return itertools.count() if self.num_epochs is None else range(self.num_epochs)
 
     def __iter__(self) -> Iterator[Rows]:
         self.last_row_consumed = False
@@ -187,13 +191,17 @@ class ParquetReader:
         self._in_pass = True
         if self._run is None:
             self._run = _Run(self._orders(), self._decode, self._workers_count)
+            self._passes_in_run = 0
         yield from self._run.next_pass(len(self._pieces))
         self._in_pass = False
+        self._passes_in_run += 1
+        if self._passes_in_run == self.num_epochs:
+            self.stop()  # nothing is left to read; another iteration begins anew
 
     def _orders(self) -> Iterator[Piece]:
-        """Pieces without end: workers go on with the next pass while this one is consumed."""
+        """The pieces of all passes."""
         seed = np.random.SeedSequence(self._seed).generate_state(1)[0]
-        while True:
+        for _ in self._pass_numbers():
             order = np.arange(len(self._pieces))
             if self._shuffle:
                 order = np.random.default_rng([int(seed), self._passes]).permutation(order)
@@ -264,7 +272,9 @@ class _Run:
     def _work(self, mine: queue.Queue[Any]) -> None:
         while not self._stopped.is_set():
             with self._ready:
-                piece = next(self._pieces)
+                piece = next(self._pieces, None)
+                if piece is None:
+                    return
                 self._dealt.append(mine)
                 self._ready.notify()
             try:
