@@ -56,6 +56,7 @@ def _blocks(
                 room = capacity + rows_in_block + row_count(rows)
                 filling = RowBuffer(layout, room) if capacity else RowQueue(layout)
             filling.add(rows)
+            del rows  # its memory is free for the next chunk
             waiting = filling.size + (ending.size if ending else 0)
             while waiting >= capacity + lacking:
                 source = ending if ending is not None and ending.size else filling

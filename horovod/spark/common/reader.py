@@ -251,7 +251,7 @@ class _Output:
 
     def __init__(self) -> None:
         self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.room = threading.Semaphore(CHUNKS_AHEAD)
+        self.room = threading.Semaphore(CHUNKS_AHEAD)  # for chunks and ends
 
 
 class _Run:
@@ -291,6 +291,8 @@ class _Run:
                     if self._stopped.is_set():
                         return
                     mine.items.put(packed(rows))
+                    del rows  # before more are decoded
+                mine.room.acquire()  # the chunk was taken: another piece may be decoded
                 mine.items.put(_End)
             except BaseException as error:
                 mine.items.put(error)
@@ -304,13 +306,14 @@ class _Run:
                 source = self._dealt.popleft()
             while True:
                 item = source.items.get()
+                source.room.release()
                 if item is _End:
                     break
                 if isinstance(item, BaseException):
                     self.stop()
                     raise item
-                source.room.release()
                 yield item
+                del item  # before another is waited for
 
     def stop(self) -> None:
         self._stopped.set()
