@@ -68,7 +68,12 @@ class RowLayout:
 
 
 def packed(rows: Rows) -> Rows:
-    """The same rows, with columns of the same kind side by side in one array."""
+    """The same rows, with columns of the same kind side by side in one array.
+
+    A few rows stay as they are: packing them later costs less than finding them packed.
+    """
+    if row_count(rows) < _TILE_ROWS:
+        return rows
     layout = RowLayout(rows)
     return layout.columns(layout.pack(rows))
 
