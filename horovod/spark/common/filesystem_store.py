@@ -108,7 +108,8 @@ class AbstractFilesystemStore(Store):
         atomic = bool(_PUT_IS_ATOMIC & set(_protocols(self.fs)))
         temporary = target if atomic else posixpath.join(folder, f".{name}.{uuid.uuid4().hex}")
         try:
-            self.fs.makedirs(folder, exist_ok=True)
+            if not atomic:  # object stores have no folders, and would make a bucket of a typo
+                self.fs.makedirs(folder, exist_ok=True)
             put(temporary)
             if not atomic:
                 self._move(temporary, target)
