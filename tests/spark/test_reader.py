@@ -78,6 +78,41 @@ def test_a_pass_that_is_left_early_begins_again(numbered: Path):
     assert "horovod-reader" not in names
 
 
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_workers_read_the_passes_asked_for_and_no_more(numbered: Path, epochs: int):
+    read = []
+
+    def count(frame: Any) -> Any:
+        read.extend(frame["i"])
+        return frame
+
+    reader = ParquetReader(
+        str(numbered), schema_fields=["i"], num_epochs=epochs, transform_fn=count
+    )
+    for turn in (1, 2):  # it begins again
+        assert [int(i) for rows in reader for i in rows["i"]] == list(range(100)) * epochs
+        assert sorted(read) == sorted(list(range(100)) * epochs * turn)
+        assert "horovod-reader" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_iterating_again_goes_on_with_the_next_order(numbered: Path):
+    def reader(epochs: int) -> ParquetReader:
+        return ParquetReader(
+            str(numbered),
+            schema_fields=["i"],
+            shuffle_row_groups=True,
+            seed=4,
+            num_epochs=epochs,
+        )
+
+    again = reader(1)
+    assert rows_of(again) + rows_of(again) == rows_of(reader(2))
+    with reader(2) as partly:
+        first = [int(i) for rows in next(partly.passes()) for i in rows["i"]]
+        rest = rows_of(partly)  # one pass of the run that is there, and one of another
+    assert first + rest == rows_of(reader(3))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(lambda s: sum(s) > 0),

@@ -141,6 +141,14 @@ def test_checkpoints_of_a_run_the_oldest_first(tmp_path: Path):
     assert store.read(store.get_checkpoints("r")[0]) == b""
 
 
+def test_checkpoints_can_be_read_where_they_were_found():
+    store = Store.create("memory://stores/checkpoints")
+    store.write(f"{store.get_run_path('r')}/epochs/a.ckpt", b"a")
+    (found,) = store.get_checkpoints("r")
+    assert found == "memory://stores/checkpoints/runs/r/epochs/a.ckpt"
+    assert store.read(found) == b"a"
+
+
 def test_only_complete_parquet_is_a_dataset(tmp_path: Path):
     store = Store.create(str(tmp_path))
     data = write(tmp_path / "data", points(10))

@@ -56,6 +56,7 @@ def _blocks(
                 room = capacity + rows_in_block + row_count(rows)
                 filling = RowBuffer(layout, room) if capacity else RowQueue(layout)
             filling.add(rows)
+            del rows  # its memory is free for the next chunk
             waiting = filling.size + (ending.size if ending else 0)
             while waiting >= capacity + lacking:
                 source = ending if ending is not None and ending.size else filling
@@ -86,6 +87,8 @@ def _blocks(
 def in_memory(rows: Rows, batch_size: int, *, shuffle: bool, seed: int | None) -> Iterator[Rows]:
     """Batches without end from rows that are all in memory; each pass gives every row once."""
     random = np.random.default_rng(seed)
+    layout = RowLayout(rows)
+    arrays = layout.pack(rows)
     count = row_count(rows)
     left = np.arange(0)
     while True:
@@ -93,7 +96,7 @@ def in_memory(rows: Rows, batch_size: int, *, shuffle: bool, seed: int | None) -
             order = random.permutation(count) if shuffle else np.arange(count)
             left = np.concatenate([left, order])
         chosen, left = left[:batch_size], left[batch_size:]
-        yield {name: array[chosen] for name, array in rows.items()}
+        yield layout.columns([array.take(chosen, axis=0) for array in arrays])
 
 
 def read_all(chunks: Iterable[Rows]) -> Rows:
@@ -102,6 +105,5 @@ def read_all(chunks: Iterable[Rows]) -> Rows:
     if not parts:
         return {}
     layout = RowLayout(parts[0])
-    for rows in parts:
-        layout.check(rows)
-    return {name: np.concatenate([rows[name] for rows in parts]) for name in parts[0]}
+    blocks = zip(*(layout.pack(rows) for rows in parts), strict=True)
+    return layout.columns([np.concatenate(block) for block in blocks])

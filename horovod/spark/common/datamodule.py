@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -117,7 +118,7 @@ class ParquetDataModule(DataModule):
             schema_fields=self.schema_fields,
             cur_shard=self.cur_shard,
             shard_count=self.shard_count,
-            num_epochs=self._passes if what == "train" and not self.inmemory_cache_all else 1,
+            num_epochs=self._passes_of(what),
             shuffle_row_groups=what == "train" and self.shuffle,
             seed=seed,
             transform_fn=self.transform_fn,
@@ -125,6 +126,11 @@ class ParquetDataModule(DataModule):
             workers_count=self._workers[what],
             storage_options=self.storage_options,
         )
+
+    def _passes_of(self, what: str) -> int | None:
+        if what == "val":
+            return None  # each validation takes one, and the next one is read ahead
+        return 1 if self.inmemory_cache_all else self._passes
 
     def train_batches(self) -> Iterator[Rows]:
         """Full batches without end."""
@@ -145,7 +151,8 @@ class ParquetDataModule(DataModule):
         assert self._val is not None, "there is no validation data"
         done = 0
         while done < self.steps_per_epoch_val:
-            for batch in batches(self._val.passes(), self.val_batch_size):
+            one_pass = itertools.islice(self._val.passes(), 1)
+            for batch in batches(one_pass, self.val_batch_size):
                 if done == self.steps_per_epoch_val:
                     return
                 yield self._edited(batch)

@@ -108,7 +108,8 @@ class AbstractFilesystemStore(Store):
         atomic = bool(_PUT_IS_ATOMIC & set(_protocols(self.fs)))
         temporary = target if atomic else posixpath.join(folder, f".{name}.{uuid.uuid4().hex}")
         try:
-            self.fs.makedirs(folder, exist_ok=True)
+            if not atomic:  # object stores have no folders, and would make a bucket of a typo
+                self.fs.makedirs(folder, exist_ok=True)
             put(temporary)
             if not atomic:
                 self._move(temporary, target)
@@ -193,7 +194,12 @@ class AbstractFilesystemStore(Store):
         if not self._save_runs or not self.fs.exists(folder):
             return []
         found = [name for name in self.fs.find(folder) if name.endswith(suffix)]
-        return sorted(found, key=lambda name: (_modified(self.fs, name), name))
+        found.sort(key=lambda name: (_modified(self.fs, name), name))
+        if "file" in _protocols(self.fs):
+            return found
+        # Without the protocol they would be taken for local files.
+        run = self.get_run_path(run_id)
+        return [posixpath.join(run, posixpath.relpath(name, folder)) for name in found]
 
     def get_logs_path(self, run_id: str) -> str | None:
         if not self._save_runs:

@@ -2,7 +2,8 @@
 
 The rows of a dataset, in the order of its files and row groups, are cut into `shard_count` ranges
 whose lengths differ by one row at most, so ranks end up with equal shares whatever the row groups
-are. Worker threads decode row groups piece by piece; what waits to be consumed is bounded.
+are. Worker threads decode row groups piece by piece; what waits to be consumed is bounded. They go
+on with the next pass while this one is consumed, but never beyond `num_epochs`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import collections
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,10 @@ import numpy as np
 
 from horovod.spark.common.columns import ColumnError, Rows, rows_of, to_numpy
 from horovod.spark.common.filesystem import arrow_filesystem
+from horovod.spark.common.row_buffer import packed
 
 CHUNK_BYTES = 32 * 1024 * 1024  # of decoded rows that travel from a worker to the consumer
 CHUNKS_AHEAD = 1  # that each worker may have ready
-_PATIENCE = 0.1  # seconds between looks at whether the reader was stopped
 
 
 @dataclass(frozen=True)
@@ -142,12 +143,13 @@ class ParquetReader:
         if workers_count < 1:
             raise ValueError(f"a reader needs at least one worker, not {workers_count}")
         self.files = ParquetFiles(url, storage_options)
-        self.columns = list(schema_fields or self.files.dataset.schema.names)
-        missing = [name for name in self.columns if name not in self.files.dataset.schema.names]
+        names = self.files.dataset.schema.names
+        self.columns = list(schema_fields or names)
+        missing = [name for name in self.columns if name not in names]
         if missing:
             raise ColumnError(
                 f"the data at {url} has no column {', '.join(map(repr, missing))}; "
-                f"it has {', '.join(self.files.dataset.schema.names)}"
+                f"it has {', '.join(names)}"
             )
         if self.files.num_rows < shard_count:
             raise ValueError(
@@ -167,13 +169,16 @@ class ParquetReader:
         self._run: _Run | None = None
         self._in_pass = False
         self._passes = 0  # finished or begun ones, so that each has an order of its own
+        self._passes_in_run = 0  # finished ones
         self.last_row_consumed = False
 
     def passes(self) -> Iterator[Iterator[Rows]]:
         """Every pass over the shard, as an iterator over its chunks."""
-        numbers = itertools.count() if self.num_epochs is None else range(self.num_epochs)
-        for _ in numbers:
+        for _ in self._pass_numbers():
             yield self._chunks()
+
+    def _pass_numbers(self) -> Iterable[int]:
+        return itertools.count() if self.num_epochs is None else range(self.num_epochs)
 
     def __iter__(self) -> Iterator[Rows]:
         self.last_row_consumed = False
@@ -187,13 +192,17 @@ class ParquetReader:
         self._in_pass = True
         if self._run is None:
             self._run = _Run(self._orders(), self._decode, self._workers_count)
+            self._passes_in_run = 0
         yield from self._run.next_pass(len(self._pieces))
         self._in_pass = False
+        self._passes_in_run += 1
+        if self._passes_in_run == self.num_epochs:
+            self.stop()  # nothing is left to read; another iteration begins anew
 
     def _orders(self) -> Iterator[Piece]:
-        """Pieces without end: workers go on with the next pass while this one is consumed."""
+        """The pieces of all passes."""
         seed = np.random.SeedSequence(self._seed).generate_state(1)[0]
-        while True:
+        for _ in self._pass_numbers():
             order = np.arange(len(self._pieces))
             if self._shuffle:
                 order = np.random.default_rng([int(seed), self._passes]).permutation(order)
@@ -237,8 +246,16 @@ class _End:
     """Stands behind the last chunk of a piece."""
 
 
+class _Output:
+    """What one worker has for the consumer: chunks, the ends of pieces, at last an error."""
+
+    def __init__(self) -> None:
+        self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.room = threading.Semaphore(CHUNKS_AHEAD)  # for chunks and ends
+
+
 class _Run:
-    """Worker threads, each with a queue of its own; pieces are dealt out in turn.
+    """Worker threads, each with an output of its own; pieces are dealt out in turn.
 
     The consumer takes the pieces in the order in which they were dealt, so that the order of rows
     does not depend on which thread is faster.
@@ -250,39 +267,36 @@ class _Run:
         self._pieces = pieces
         self._decode = decode
         self._stopped = threading.Event()
-        self._deal = threading.Lock()
-        self._dealt: collections.deque[queue.Queue[Any]] = collections.deque()
-        self._ready = threading.Condition(self._deal)
-        self._queues: list[queue.Queue[Any]] = [queue.Queue(CHUNKS_AHEAD) for _ in range(workers)]
+        self._dealt: collections.deque[_Output] = collections.deque()
+        self._ready = threading.Condition()
+        self._outputs = [_Output() for _ in range(workers)]
         self._threads = [
             threading.Thread(target=self._work, args=(mine,), name="horovod-reader", daemon=True)
-            for mine in self._queues
+            for mine in self._outputs
         ]
         for thread in self._threads:
             thread.start()
 
-    def _work(self, mine: queue.Queue[Any]) -> None:
+    def _work(self, mine: _Output) -> None:
         while not self._stopped.is_set():
             with self._ready:
-                piece = next(self._pieces)
+                piece = next(self._pieces, None)
+                if piece is None:
+                    return
                 self._dealt.append(mine)
                 self._ready.notify()
             try:
                 for rows in self._decode(piece):
-                    self._put(mine, rows)
+                    mine.room.acquire()  # first: decoded and packed rows both take memory
                     if self._stopped.is_set():
                         return
-                self._put(mine, _End)
+                    mine.items.put(packed(rows))
+                    del rows  # before more are decoded
+                mine.room.acquire()  # the chunk was taken: another piece may be decoded
+                mine.items.put(_End)
             except BaseException as error:
-                self._put(mine, error)
+                mine.items.put(error)
                 return
-
-    def _put(self, mine: queue.Queue[Any], item: Any) -> None:
-        while not self._stopped.is_set():
-            try:
-                return mine.put(item, timeout=_PATIENCE)
-            except queue.Full:
-                continue
 
     def next_pass(self, pieces: int) -> Iterator[Rows]:
         for _ in range(pieces):
@@ -291,16 +305,20 @@ class _Run:
                     self._ready.wait()
                 source = self._dealt.popleft()
             while True:
-                item = source.get()
+                item = source.items.get()
+                source.room.release()
                 if item is _End:
                     break
                 if isinstance(item, BaseException):
                     self.stop()
                     raise item
                 yield item
+                del item  # before another is waited for
 
     def stop(self) -> None:
         self._stopped.set()
+        for output in self._outputs:
+            output.room.release()  # its worker may wait for it
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()

@@ -1,7 +1,8 @@
 """Rows waiting to be drawn at random or in order: the bounded memory of a reading rank.
 
 Columns of the same type and row shape lie side by side in one array, because moving a row of one
-wide array costs much less than moving a hundred values of a hundred arrays.
+wide array costs much less than moving a hundred values of a hundred arrays. The workers of a reader
+pack them so, in parallel; the consumer then moves whole rows only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from horovod.spark.common.columns import ColumnError, Rows
 
 Array = np.ndarray[Any, Any]
 
-_TILE = 256  # rows: a tile of a hundred columns stays in the cache while it is transposed
+_TILE_BYTES = 1024 * 1024  # of rows that are packed at once: they stay in the cache
+_TILE_ROWS = 1024  # at least: packing has a cost for each column of a tile
 
 
 class RowLayout:
@@ -45,20 +47,15 @@ class RowLayout:
             arrays.append(np.empty((rows, len(names), *shape), dtype))
         return arrays
 
-    def fill(self, arrays: list[Array], places: Array, rows: Rows) -> None:
-        """Copy rows into the arrays, each to its place."""
+    def pack(self, rows: Rows) -> list[Array]:
+        """The rows as arrays of this layout; columns that are packed already are not copied."""
         self.check(rows)
-        for names, array in zip(self.blocks, arrays, strict=True):
-            if len(names) == 1:
-                array[places, 0] = rows[names[0]]
-                continue
-            stacked = np.stack([rows[name] for name in names])
-            scratch = np.empty((_TILE, *array.shape[1:]), array.dtype)
-            for first in range(0, len(places), _TILE):
-                tile = np.moveaxis(stacked[:, first : first + _TILE], 0, 1)
-                turned = scratch[: len(tile)]
-                np.copyto(turned, tile)
-                array[places[first : first + _TILE]] = turned
+        return [_side_by_side([rows[name] for name in names]) for names in self.blocks]
+
+    def fill(self, arrays: list[Array], places: Array | slice, rows: Rows) -> None:
+        """Copy rows into the arrays, each to its place."""
+        for array, block in zip(arrays, self.pack(rows), strict=True):
+            array[places] = block
 
     def columns(self, arrays: list[Array]) -> Rows:
         """Each column as a view into the arrays, in the order in which they were read."""
@@ -68,6 +65,50 @@ class RowLayout:
             for place, name in enumerate(names)
         }
         return {name: found[name] for name in self.kinds}
+
+
+def packed(rows: Rows) -> Rows:
+    """The same rows, with columns of the same kind side by side in one array.
+
+    A few rows stay as they are: packing them later costs less than finding them packed.
+    """
+    if row_count(rows) < _TILE_ROWS:
+        return rows
+    layout = RowLayout(rows)
+    return layout.columns(layout.pack(rows))
+
+
+def _side_by_side(columns: list[Array]) -> Array:
+    """Columns of one kind as an array of shape (rows, columns, ...)."""
+    first = columns[0]
+    if len(columns) == 1:
+        return first[:, np.newaxis]
+    shape = (len(first), len(columns), *first.shape[1:])
+    if _are_columns_of(first.base, shape, columns):
+        assert first.base is not None
+        return first.base
+    array = np.empty(shape, first.dtype)
+    tile = max(_TILE_ROWS, _TILE_BYTES // max(1, array[:1].nbytes))
+    for start in range(0, len(array), tile):
+        stop = start + tile
+        np.stack([column[start:stop] for column in columns], axis=1, out=array[start:stop])
+    return array
+
+
+def _are_columns_of(array: Any, shape: tuple[int, ...], columns: list[Array]) -> bool:
+    """Whether these are all the columns of the array, in its order."""
+    first = columns[0]
+    if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != first.dtype:
+        return False
+    start, _ = array.__array_interface__["data"]
+    step, strides = array.strides[1], (array.strides[0], *array.strides[2:])
+    return all(
+        column.base is array
+        and column.__array_interface__["data"][0] == start + place * step
+        and column.shape == first.shape
+        and column.strides == strides
+        for place, column in enumerate(columns)
+    )
 
 
 class RowBuffer:
@@ -132,7 +173,7 @@ class RowQueue:
     def add(self, rows: Rows) -> None:
         count = row_count(rows)
         arrays = self._layout.empty(count)
-        self._layout.fill(arrays, np.arange(count), rows)
+        self._layout.fill(arrays, slice(None), rows)
         if count:
             self._parts.append(arrays)
         self.size += count
