@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from horovod.common.inherited import clean_environment
-    from horovod.runner.run_function import run
+    from horovod.runner.functions.run_function import run
 
 __version__ = "0.29.0"
 
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
 
         return clean_environment
     if name == "run":
-        from horovod.runner.run_function import run
+        from horovod.runner.functions.run_function import run
 
         return run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 from horovod.common.store import StoreServer
 from horovod.common.wire import new_key
-from horovod.runner.hosts import Slot
-from horovod.runner.worker_env import WorkerRendezvous, common_variables, slot_variables
+from horovod.runner.slots.hosts import Slot
+from horovod.runner.slots.worker_env import WorkerRendezvous, common_variables, slot_variables
 from tests.missing import HOSTS
 from tests.rank_process import Rank
 from tests.ranks import Ranks, clean_environment

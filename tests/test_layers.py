@@ -107,6 +107,68 @@ def _violations(path: Path, module: str) -> list[str]:
     return found
 
 
+# The folders of `runner`. What is beside them, the command and the names of upstream, is above.
+RUNNER = [
+    {"functions", "http", "util"},
+    {"jobs"},
+    {"elastic"},
+    {"common"},
+    {"options"},
+    {"agents", "dashboard"},
+    {"output"},
+    {"slots"},
+]
+
+
+def _folder(module: str) -> tuple[int, str] | None:
+    """A module's layer and folder in the runner; None elsewhere."""
+    parts = module.split(".")
+    if parts[:2] != ["horovod", "runner"]:
+        return None
+    folder = "".join(parts[2:3])
+    for index, names in enumerate(RUNNER):
+        if folder in names:
+            return index, folder
+    return -1, ""
+
+
+def _runner_violations(path: Path, module: str) -> list[str]:
+    mine = _folder(module)
+    found = []
+    for line, imported in _imports(path, module):
+        theirs = _folder(imported)
+        if mine and theirs and theirs != mine and theirs[0] <= mine[0]:
+            found.append(f"{path.name}:{line}: {module} imports {imported}")
+    return found
+
+
+def test_every_folder_of_the_runner_has_a_layer():
+    folders = {path.parent.name for path in (PACKAGE / "runner").glob("*/__init__.py")}
+    assert folders == set().union(*RUNNER)
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "runner").rglob("*.py")), ids=_name)
+def test_imports_in_the_runner_point_down(path: Path):
+    assert not _runner_violations(path, _name(path))
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "allowed"),
+    [
+        ("horovod.runner.output.report", "from horovod.runner.jobs import request", False),
+        ("horovod.runner.jobs.run_job", "from horovod.runner import launch", False),
+        ("horovod.runner.agents.ssh", "from horovod.runner.dashboard import address", False),
+        ("horovod.runner.agents.ssh", "from horovod.runner.agents.agent import main", True),
+        ("horovod.runner.elastic.job", "import horovod.runner.slots.hosts", True),
+        ("horovod.runner.launch", "from horovod.runner.jobs import run_job", True),
+    ],
+)
+def test_the_order_of_the_runner(tmp_path: Path, module: str, source: str, allowed: bool):
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert (not _runner_violations(path, module)) == allowed
+
+
 def test_every_part_of_the_package_has_a_layer():
     known = {name.partition(".")[0] for name in set().union(*LAYERS)}
     parts = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}

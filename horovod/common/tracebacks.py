@@ -1,9 +1,9 @@
 """Tracebacks that end where the user's own code does.
 
-`init` installs this as the hook for exceptions that nobody caught; `horovod.runner.run_task` uses
-it as well. Our frames say nothing to most readers: each run of them becomes one line. The last of
-ours stays where the error is not one of ours, since it may be our mistake.
-HOROVOD_LOG_LEVEL=debug (or trace) shows all of them.
+`init` installs this as the hook for exceptions that nobody caught;
+`horovod.runner.functions.run_task` uses it as well. Our frames say nothing to most readers: each
+run of them becomes one line. The last of ours stays where the error is not one of ours, since it
+may be our mistake. HOROVOD_LOG_LEVEL=debug (or trace) shows all of them.
 """
 
 from __future__ import annotations

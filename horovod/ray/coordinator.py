@@ -18,11 +18,11 @@ from horovod.common.store import MemoryStore
 from horovod.common.wire import encode_key
 from horovod.ray.settings import key_of, nics_of
 from horovod.ray.worker import WorkerInfo, own_versions
-from horovod.runner.hosts import Slot
-from horovod.runner.store_endpoints import StoreEndpoints, addresses_towards
-from horovod.runner.watcher import JobWatcher
-from horovod.runner.watching import open_watcher
-from horovod.runner.worker_env import slot_variables
+from horovod.runner.agents.store_endpoints import StoreEndpoints, addresses_towards
+from horovod.runner.dashboard.watching import open_watcher
+from horovod.runner.output.watcher import JobWatcher
+from horovod.runner.slots.hosts import Slot
+from horovod.runner.slots.worker_env import slot_variables
 
 
 class Coordinator:
@@ -144,7 +144,7 @@ def open_doors(place: StoreEndpoints, addresses: Iterable[str], nics: Sequence[s
 
 
 def probe_request(place: StoreEndpoints, nics: Sequence[str], timeout: float) -> dict[str, Any]:
-    """The question of `horovod.runner.probe`: which of the endpoints can you open?"""
+    """The question of `horovod.runner.agents.probe`: which of the endpoints can you open?"""
     return {
         "endpoints": place.endpoints,
         "key": place.key.hex(),

@@ -23,20 +23,20 @@ from horovod.ray.logs import Messages
 from horovod.ray.node_set import ActorRequest, NodeSet
 from horovod.ray.params import ElasticParams
 from horovod.ray.settings import key_of
-from horovod.runner.colours import Colour
-from horovod.runner.console import Console
+from horovod.runner.agents.store_endpoints import StoreEndpoints
+from horovod.runner.agents.supervise import FAILURE_GRACE, Supervisor
 from horovod.runner.elastic.discovery import HostDiscovery, HostManager
 from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.job_state import Process
 from horovod.runner.elastic.status import Status
 from horovod.runner.elastic.view import Limits
-from horovod.runner.option_parser import DEFAULT_WORKER_FAILURES
-from horovod.runner.outputs import Outputs
-from horovod.runner.remote_error import RemoteError
-from horovod.runner.report import Outcome
-from horovod.runner.run_function import raise_outcome
-from horovod.runner.store_endpoints import StoreEndpoints
-from horovod.runner.supervise import FAILURE_GRACE, Supervisor
+from horovod.runner.functions.remote_error import RemoteError
+from horovod.runner.functions.run_function import raise_outcome
+from horovod.runner.options.parser import DEFAULT_WORKER_FAILURES
+from horovod.runner.output.colours import Colour
+from horovod.runner.output.console import Console
+from horovod.runner.output.outputs import Outputs
+from horovod.runner.output.report import Outcome
 
 __all__ = ["ElasticAdapter", "ElasticParams", "RayHostDiscovery", "TestDiscovery"]
 

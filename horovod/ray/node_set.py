@@ -27,12 +27,12 @@ from horovod.ray.params import BaseParams
 from horovod.ray.ray_logger import StoreQueue
 from horovod.ray.settings import nics_of
 from horovod.ray.worker import ElasticWorker, WorkerEnd, WorkerInfo, own_versions
+from horovod.runner.agents.store_endpoints import StoreEndpoints
+from horovod.runner.agents.supervise import Supervisor
 from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.host_set import HostSet, place_variables
 from horovod.runner.elastic.mailbox import Mailbox
-from horovod.runner.function_call import Failure
-from horovod.runner.store_endpoints import StoreEndpoints
-from horovod.runner.supervise import Supervisor
+from horovod.runner.functions.function_call import Failure
 
 
 @dataclass

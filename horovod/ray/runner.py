@@ -145,8 +145,9 @@ class RayExecutor:
         """Call ``fn(*args, **kwargs)`` on all ranks; what each returned, by rank.
 
         An exception on one rank ends the call on all; it is raised here as itself, with a
-        `horovod.runner.run_function.RemoteError` as its cause that has the rank and the traceback.
-        ``callbacks`` are called, in a thread, with everything that `ray_logger.log` is given.
+        `horovod.runner.functions.run_function.RemoteError` as its cause that has the rank and the
+        traceback. ``callbacks`` are called, in a thread, with everything that `ray_logger.log` is
+        given.
         """
         return self._running().run(fn, args, kwargs, callbacks)
 

@@ -22,7 +22,7 @@ from horovod.ray.params import StaticParams
 from horovod.ray.ray_logger import StoreQueue
 from horovod.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 from horovod.ray.worker import WorkerInfo
-from horovod.runner.remote_error import RemoteError
+from horovod.runner.functions.remote_error import RemoteError
 
 _GRACE = 5.0
 """Seconds for the other ranks to end by themselves after one has failed."""

@@ -22,9 +22,9 @@ import ray
 import horovod
 from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.ray import ray_logger
-from horovod.runner.function_call import Failure, pickled
-from horovod.runner.probe import free_port, probe
-from horovod.runner.store_endpoints import describe_failures
+from horovod.runner.agents.probe import free_port, probe
+from horovod.runner.agents.store_endpoints import describe_failures
+from horovod.runner.functions.function_call import Failure, pickled
 
 _COMPARED = ("torch",)  # packages that must be the same on all ranks, besides our own
 
@@ -117,7 +117,8 @@ class BaseHorovodWorker:
     def join(self, env_vars: Mapping[str, str], request: Mapping[str, Any]) -> str:
         """Take a place in the job: its variables, and the way to its store. A problem, or nothing.
 
-        `request` is the question of `horovod.runner.probe`: the addresses of the store, the key.
+        `request` is the question of `horovod.runner.agents.probe`: the addresses of the store, the
+        key.
         """
         return join(env_vars, request)
 

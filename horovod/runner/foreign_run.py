@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from horovod.runner import controllers
-from horovod.runner.arguments import make_options
 from horovod.runner.common.util.settings import BaseSettings
-from horovod.runner.job_request import make_request
-from horovod.runner.report import LaunchError
+from horovod.runner.jobs import controllers
+from horovod.runner.jobs.request import make_request
+from horovod.runner.options.arguments import make_options
+from horovod.runner.output.report import LaunchError
 
 
 def run_elsewhere(

@@ -8,15 +8,15 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from horovod.runner.arguments import make_options
 from horovod.runner.common.unavailable import RENDEZVOUS, unavailable
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.common.util.settings import BaseSettings, as_arguments
 from horovod.runner.elastic.settings import ElasticSettings, as_elastic_arguments
-from horovod.runner.remote_error import told_by_upstream
-from horovod.runner.report import LaunchError, Outcome
-from horovod.runner.run_job import run_job
-from horovod.runner.worker_env import interface_variables
+from horovod.runner.functions.remote_error import told_by_upstream
+from horovod.runner.jobs.run_job import run_job
+from horovod.runner.options.arguments import make_options
+from horovod.runner.output.report import LaunchError, Outcome
+from horovod.runner.slots.worker_env import interface_variables
 
 
 def create_slot_env_vars(slot_info: SlotInfo) -> dict[str, str]:

@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from horovod.runner import controllers
 from horovod.runner.common.util.settings import BaseSettings, as_arguments
 from horovod.runner.foreign_run import run_elsewhere
+from horovod.runner.jobs import controllers
 
 
 def is_jsrun_installed() -> bool:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import horovod
 from horovod.common.logging import LEVELS, get_logger
-from horovod.runner import controllers
-from horovod.runner.arguments import parse_args
-from horovod.runner.colours import Colour
-from horovod.runner.console import Console
-from horovod.runner.job_request import make_request
-from horovod.runner.report import LaunchError, exit_status
-from horovod.runner.run_job import run_job
-from horovod.runner.tunables import settings
-from horovod.runner.worker_env import terminal_variables
+from horovod.runner.jobs import controllers
+from horovod.runner.jobs.request import make_request
+from horovod.runner.jobs.run_job import run_job
+from horovod.runner.options.arguments import parse_args
+from horovod.runner.options.tunables import settings
+from horovod.runner.output.colours import Colour
+from horovod.runner.output.console import Console
+from horovod.runner.output.report import LaunchError, exit_status
+from horovod.runner.slots.worker_env import terminal_variables
 
 if TYPE_CHECKING:
     from horovod.runner.upstream_launch import (
@@ -76,7 +76,7 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         if controller != controllers.GLOO:
             return _run_elsewhere(controller, options, console)
         if options.dry_run:
-            from horovod.runner.dry_run import describe_plan
+            from horovod.runner.jobs.dry_run import describe_plan
 
             if options.host_discovery_script:
                 raise LaunchError(

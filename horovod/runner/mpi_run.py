@@ -6,11 +6,11 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from horovod.runner import controllers, mpi_launch
 from horovod.runner.common.util.settings import BaseSettings, as_arguments
 from horovod.runner.foreign_run import run_elsewhere
-from horovod.runner.mpi_launch import Mpi
-from horovod.runner.report import LaunchError
+from horovod.runner.jobs import controllers, mpi_launch
+from horovod.runner.jobs.mpi_launch import Mpi
+from horovod.runner.output.report import LaunchError
 
 
 def mpi_available(env: Mapping[str, str] | None = None) -> bool:

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod.common.store import MemoryStore, Store
-from horovod.runner import controllers
-from horovod.runner.colours import Colour
-from horovod.runner.console import Console
-from horovod.runner.hosts import is_local
-from horovod.runner.job_request import make_request
-from horovod.runner.report import Exit, LaunchError, exit_status
-from horovod.runner.run_job import find_command, run_job
+from horovod.runner.jobs import controllers
+from horovod.runner.jobs.request import make_request
+from horovod.runner.jobs.run_job import find_command, run_job
+from horovod.runner.output.colours import Colour
+from horovod.runner.output.console import Console
+from horovod.runner.output.report import Exit, LaunchError, exit_status
 from horovod.runner.scaling_report import Report, Run, draw, read_published, table, write_csv
+from horovod.runner.slots.hosts import is_local
 
 FRACTION = "HOROVOD_SCALING_FRACTION"
 """The share of the whole work that is left for each rank: 1/size in a strong study, else 1.0."""
@@ -240,7 +240,7 @@ def _describe(controller: str, options: argparse.Namespace, env: Mapping[str, st
 
 
 def _plans(controller: str, options: argparse.Namespace, env: Mapping[str, str]) -> Iterator[str]:
-    from horovod.runner.dry_run import describe_plan
+    from horovod.runner.jobs.dry_run import describe_plan
 
     for size in options.scaling:
         yield f"== {_ranks(size)}, {options.repeat} time{'' if options.repeat == 1 else 's'}\n"

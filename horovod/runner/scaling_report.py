@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from horovod.runner.report import LaunchError
+from horovod.runner.output.report import LaunchError
 
 _COLUMNS = (
     "ranks",

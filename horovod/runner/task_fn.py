@@ -1,6 +1,7 @@
 """Upstream's process on every host that looks for network interfaces: not offered.
 
-Here the host's agent does that (`horovod.runner.probe`), over the launcher's own connection to it.
+Here the host's agent does that (`horovod.runner.agents.probe`), over the launcher's own connection
+to it.
 """
 
 from __future__ import annotations

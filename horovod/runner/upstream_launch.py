@@ -15,13 +15,13 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from horovod.common.util import gloo_built, mpi_built
-from horovod.runner import controllers
-from horovod.runner.arguments import make_options
 from horovod.runner.check_build import check_build as build_report
 from horovod.runner.gloo_run import run_here
-from horovod.runner.job_request import make_request
-from horovod.runner.report import LaunchError
-from horovod.runner.tunables import TUNABLES
+from horovod.runner.jobs import controllers
+from horovod.runner.jobs.request import make_request
+from horovod.runner.options.arguments import make_options
+from horovod.runner.options.tunables import TUNABLES
+from horovod.runner.output.report import LaunchError
 
 _VALUES = {
     "num_proc": "-np",
@@ -129,7 +129,7 @@ def _run(args: Any) -> list[Any] | None:
         warnings.warn(f"horovod: {notice}", stacklevel=2)
     function = getattr(args, "run_func", None)
     if function is not None:
-        from horovod.runner.run_function import call_function  # needs cloudpickle
+        from horovod.runner.functions.run_function import call_function  # needs cloudpickle
 
         options.command = _function_command(args)
         return call_function(options, function, (), {})
@@ -192,4 +192,8 @@ def _options(args: Any) -> argparse.Namespace:
 
 
 def _function_command(args: Any) -> list[str]:
-    return [getattr(args, "executable", None) or sys.executable, "-m", "horovod.runner.run_task"]
+    return [
+        getattr(args, "executable", None) or sys.executable,
+        "-m",
+        "horovod.runner.functions.run_task",
+    ]

@@ -16,8 +16,8 @@ from horovod.common.addresses import (
     resolve,
     routable_address,
 )
-from horovod.runner.probe import interface_address
-from horovod.runner.store_endpoints import own_interfaces
+from horovod.runner.agents.probe import interface_address
+from horovod.runner.agents.store_endpoints import own_interfaces
 
 _ANY = ("0.0.0.0", "::")
 

@@ -12,6 +12,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from horovod.common.config import Config
+from horovod.runner.agents.host_agent import HostAgent
+from horovod.runner.agents.ssh import Ssh
+from horovod.runner.agents.store_endpoints import StoreEndpoints
+from horovod.runner.agents.supervise import Supervisor
 from horovod.runner.common.util.timeout import TimeoutException
 from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.discovery import HostDiscovery, HostManager, NoMoreHosts
@@ -19,14 +23,10 @@ from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.job import WorkerLogs
 from horovod.runner.elastic.status import Status
 from horovod.runner.elastic.view import Limits
-from horovod.runner.host_agent import HostAgent
-from horovod.runner.outputs import Outputs
-from horovod.runner.report import Outcome, describe_failure
-from horovod.runner.run_function import collect_results, raise_failures
-from horovod.runner.ssh import Ssh
-from horovod.runner.store_endpoints import StoreEndpoints
-from horovod.runner.supervise import Supervisor
-from horovod.runner.watcher import JobWatcher
+from horovod.runner.functions.run_function import collect_results, raise_failures
+from horovod.runner.output.outputs import Outputs
+from horovod.runner.output.report import Outcome, describe_failure
+from horovod.runner.output.watcher import JobWatcher
 from horovod.spark.gathering import check_slots, check_versions, spark_error, too_few
 from horovod.spark.job_setup import JobSetup
 from horovod.spark.spark_job import SparkJob

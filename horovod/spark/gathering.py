@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from horovod.runner.common.util.timeout import TimeoutException
-from horovod.runner.hosts import Host, Slot, plan_slots
+from horovod.runner.slots.hosts import Host, Slot, plan_slots
 from horovod.spark.cluster import Cluster
 from horovod.spark.spark_job import SparkJob
 from horovod.spark.task_link import TaskInfo, TaskLink

@@ -14,10 +14,10 @@ import horovod
 from horovod.common.config import Config
 from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
-from horovod.runner.console import Console
-from horovod.runner.function_call import CALL, SEARCH_PATH, put, search_path
-from horovod.runner.watcher import JobWatcher
-from horovod.runner.watching import open_watcher
+from horovod.runner.dashboard.watching import open_watcher
+from horovod.runner.functions.function_call import CALL, SEARCH_PATH, put, search_path
+from horovod.runner.output.console import Console
+from horovod.runner.output.watcher import JobWatcher
 from horovod.spark.cluster import Cluster
 from horovod.spark.task_server import TaskServer
 from horovod.spark.ticket import Ticket
@@ -38,7 +38,7 @@ class JobSetup:
     @property
     def command(self) -> list[str]:
         """Of a worker; without an `executable` the Python of its executor runs it."""
-        return [self.ticket.executable or "", "-m", "horovod.runner.run_task"]
+        return [self.ticket.executable or "", "-m", "horovod.runner.functions.run_task"]
 
     def open_watcher(self, elastic: bool = False) -> JobWatcher:
         """Who watches the job, as the driver's environment says."""

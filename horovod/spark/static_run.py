@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from horovod.runner.job_request import JobRequest
-from horovod.runner.outputs import Outputs
-from horovod.runner.report import Outcome, describe_failure
-from horovod.runner.run_function import collect_results, raise_failures
-from horovod.runner.ssh import Ssh
-from horovod.runner.static_job import StaticJob
-from horovod.runner.store_endpoints import StoreEndpoints
-from horovod.runner.supervise import Supervisor
-from horovod.runner.watcher import JobWatcher
+from horovod.runner.agents.ssh import Ssh
+from horovod.runner.agents.store_endpoints import StoreEndpoints
+from horovod.runner.agents.supervise import Supervisor
+from horovod.runner.functions.run_function import collect_results, raise_failures
+from horovod.runner.jobs.request import JobRequest
+from horovod.runner.jobs.static_job import StaticJob
+from horovod.runner.output.outputs import Outputs
+from horovod.runner.output.report import Outcome, describe_failure
+from horovod.runner.output.watcher import JobWatcher
 from horovod.spark.gathering import assign_ranks, check_slots, check_versions, gather
 from horovod.spark.job_setup import JobSetup
 from horovod.spark.spark_job import SparkJob

@@ -1,7 +1,7 @@
 """One Spark task, seen from the driver: where it runs, and the line to its agent.
 
-`task_server` makes a `TaskLink` when a task has connected; `horovod.runner.host_agent` speaks
-through it.
+`task_server` makes a `TaskLink` when a task has connected; `horovod.runner.agents.host_agent`
+speaks through it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod.runner.host_agent import HostAgent, agent_source
+from horovod.runner.agents.host_agent import HostAgent, agent_source
 from horovod.spark.channel import DriverChannel
 
 _CHUNK = 1 << 18
@@ -45,7 +45,7 @@ class TaskInfo:
 
 
 class TaskLink:
-    """The driver's end of the line; see `horovod.runner.agent_link.AgentLink`."""
+    """The driver's end of the line; see `horovod.runner.agents.agent_link.AgentLink`."""
 
     remote = True
     keeps: Sequence[str] | None = None

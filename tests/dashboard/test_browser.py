@@ -18,11 +18,11 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from horovod.runner.lines import Line
-from horovod.runner.report import Exit, Outcome
+from horovod.runner.output.lines import Line
+from horovod.runner.output.report import Exit, Outcome
 from tests.dashboard.browser import Tab, browser
 from tests.dashboard.served import TOKEN, Served, served
-from tests.runner.jobs import HANG, command, environment
+from tests.runner.horovodrun import HANG, command, environment
 
 SHOTS = os.environ.get("DASHBOARD_SHOTS")  # a folder for pictures, to be looked at
 

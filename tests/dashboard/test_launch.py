@@ -24,11 +24,11 @@ import pytest
 pytest.importorskip("aiohttp")
 
 import horovod
-from horovod.runner.arguments import parse_args
 from horovod.runner.dashboard.address import DEFAULT_PORT, Address, listen, parse_address
-from horovod.runner.watching import title_of
+from horovod.runner.dashboard.watching import title_of
+from horovod.runner.options.arguments import parse_args
 from tests.dashboard.training import saved
-from tests.runner.jobs import HANG, command, environment, run, run_python
+from tests.runner.horovodrun import HANG, command, environment, run, run_python
 
 # A worker that reports as a real rank does, without torch.
 REPORTER = """

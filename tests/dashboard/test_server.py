@@ -16,7 +16,7 @@ pytest.importorskip("aiohttp")
 
 from horovod.runner.dashboard import connections, page
 from horovod.runner.dashboard.connections import Connections, Guarded
-from horovod.runner.lines import Line
+from horovod.runner.output.lines import Line
 from tests.dashboard.served import HANG, TOKEN, Served, served
 
 BEARER = {"Authorization": f"Bearer {TOKEN}"}

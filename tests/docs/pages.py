@@ -6,7 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-from horovod.runner.arguments import parse_args
+from horovod.runner.options.arguments import parse_args
 
 
 def check_commands(page: Path, count: int) -> None:

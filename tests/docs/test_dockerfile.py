@@ -12,7 +12,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from horovod.runner.arguments import parse_args
+from horovod.runner.options.arguments import parse_args
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docker" / "Dockerfile"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from horovod.runner.arguments import make_options
+from horovod.runner.options.arguments import make_options
 from tests.common.test_rendezvous import clean_environ
 from tests.runner import stub_ssh
 

@@ -12,7 +12,7 @@ import pytest
 
 from horovod.runner.scaling_report import read_published, rows_of
 from tests.docs.pages import blocks, check_links
-from tests.runner.jobs import run
+from tests.runner.horovodrun import run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "scaling.md"

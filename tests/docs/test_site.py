@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from horovod.runner.arguments import parse_args
+from horovod.runner.options.arguments import parse_args
 from tests.docs.pages import blocks, check_links
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from horovod.runner.worker_env import HOSTS_OWN, travelling
+from horovod.runner.slots.worker_env import HOSTS_OWN, travelling
 from tests.runner import stub_ssh
-from tests.runner.jobs import run
+from tests.runner.horovodrun import run
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "ssh.md").read_text()
 COMMANDS = re.findall(r"^horovodrun (.*)$", PAGE, re.MULTILINE)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.runner.jobs import HANG, command, environment
+from tests.runner.horovodrun import HANG, command, environment
 
 _END = re.compile(r"end (\d+) ([\d.]+) worker (w\d+) rank (\d+) size (\d+)")
 

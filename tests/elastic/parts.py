@@ -11,7 +11,6 @@ from typing import Any
 
 from horovod.common.decisions import Assignment, Decision
 from horovod.common.store import MemoryStore
-from horovod.runner.console import Console
 from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import FixedHosts, HostManager
 from horovod.runner.elastic.failures import Failures
@@ -21,6 +20,7 @@ from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.policy import Proposal
 from horovod.runner.elastic.status import Status
 from horovod.runner.elastic.view import Limits, WorkerView
+from horovod.runner.output.console import Console
 
 
 class Hosts(HostSet):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from horovod.runner.arguments import make_options
 from horovod.runner.elastic.discovery import (
     FixedHosts,
     HostDiscovery,
@@ -17,6 +16,7 @@ from horovod.runner.elastic.discovery import (
     HostUpdateResult,
 )
 from horovod.runner.elastic.polling import HostPoller
+from horovod.runner.options.arguments import make_options
 
 
 def script(tmp_path: Path, text: str) -> str:

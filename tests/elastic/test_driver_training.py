@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tests.elastic.launched import Launched
-from tests.runner.jobs import ROOT
+from tests.runner.horovodrun import ROOT
 
 EXAMPLE = str(ROOT / "examples" / "elastic" / "pytorch_mnist_elastic.py")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.elastic.job_state import now
 from horovod.runner.elastic.view import Limits
-from horovod.runner.host_agent import HostAgent
 from tests.elastic.parts import Parts, parts
 
 

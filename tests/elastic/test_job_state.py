@@ -10,7 +10,7 @@ from horovod.runner.elastic.discovery import DiscoveredHosts
 from horovod.runner.elastic.job_state import JobState, Process, name_of, number_of
 from horovod.runner.elastic.termination import Ending
 from horovod.runner.elastic.view import WorkerView
-from horovod.runner.report import Exit
+from horovod.runner.output.report import Exit
 
 
 def placed(*hosts: str, number: int = 1) -> JobState:

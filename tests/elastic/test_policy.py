@@ -12,7 +12,7 @@ from horovod.runner.elastic.blacklist import Blacklist
 from horovod.runner.elastic.policy import ElasticPlan, arrange, expect, make_plan
 from horovod.runner.elastic.termination import Ending
 from horovod.runner.elastic.view import Limits, View, WorkerFailure, WorkerView
-from horovod.runner.report import Exit
+from horovod.runner.output.report import Exit
 
 LIMITS = Limits(num_proc=2, min_np=2, max_np=4)
 FAILURE = WorkerFailure(0, Exit(rank=0, pid=7, code=-9, host="a"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.termination import Ending, all_lost, find_ending, short_since, shortage
 from horovod.runner.elastic.view import Limits, View, WorkerFailure, WorkerView
-from horovod.runner.report import Exit
+from horovod.runner.output.report import Exit
 from tests.elastic.parts import Parts, parts
 
 LIMITS = Limits(num_proc=2, min_np=2, reset_limit=3, elastic_timeout=600.0)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from tests.ranks import clean_environment
-from tests.runner.jobs import ROOT
+from tests.runner.horovodrun import ROOT
 
 # Shutting down gives up waiting for the background thread at once, as after many seconds on a busy
 # machine. The thread goes on for a second or two, and gets to know only then that all is over.

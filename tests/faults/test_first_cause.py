@@ -11,7 +11,7 @@ import pytest
 
 import horovod
 from tests.faults.losing_rank import FILE, WAYS
-from tests.runner.jobs import run
+from tests.runner.horovodrun import run
 
 BIN = Path(sys.executable).parent
 ALONE = [sys.executable, FILE]

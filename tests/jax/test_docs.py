@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from horovod.runner.arguments import parse_args
+from horovod.runner.options.arguments import parse_args
 from tests.ranks import run_ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

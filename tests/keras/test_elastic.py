@@ -17,7 +17,7 @@ from tests.elastic.training import this_worker
 from tests.keras.flavours import FLAVOURS, flavour, front_end
 from tests.keras.training import numpy
 from tests.ranks import RankPool
-from tests.runner.jobs import ROOT
+from tests.runner.horovodrun import ROOT
 from tests.tensorflow.growing import (
     PATIENCE,
     await_another,

@@ -10,7 +10,7 @@ import pytest
 
 from tests.elastic.launched import Launched
 from tests.examples.programs import run_example, run_with_checksums
-from tests.runner.jobs import ROOT
+from tests.runner.horovodrun import ROOT
 
 SCRIPT = "pytorch_lightning_mnist.py"
 PATIENCE = 250.0  # seconds; importing Lightning alone may take a busy machine one of the minutes

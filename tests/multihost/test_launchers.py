@@ -15,7 +15,7 @@ import torch
 
 import horovod.torch as hvd
 from horovod.common.wire import encode_key, new_key
-from horovod.runner.hosts import Slot
+from horovod.runner.slots.hosts import Slot
 from tests.hosts import Hosts, host_address, host_name, host_of
 from tests.ranks import listen, tell
 

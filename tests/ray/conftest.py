@@ -64,7 +64,7 @@ def cluster(ray_files: str) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from horovod.runner.probe import free_port
+    from horovod.runner.agents.probe import free_port
 
     port = free_port("127.0.0.1")
     head = {"num_cpus": 8, "include_dashboard": False, "ray_client_server_port": port}

@@ -14,7 +14,7 @@ import ray
 
 from horovod.ray import ElasticRayExecutor, RayExecutor
 from horovod.ray.elastic import RayHostDiscovery, TestDiscovery
-from horovod.runner.run_function import RemoteError
+from horovod.runner.functions.run_function import RemoteError
 from tests.ray import training
 from tests.ray.conftest import add_node
 from tests.ray.processes import await_ends

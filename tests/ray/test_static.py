@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from horovod.common.wire import encode_key
 from horovod.ray import BaseHorovodWorker, RayExecutor
-from horovod.runner.run_function import RemoteError
+from horovod.runner.functions.run_function import RemoteError
 from tests.ray import training
 from tests.ray.processes import await_ends, await_true
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runner.jobs import HANG, command, environment, run_python
+from tests.runner.horovodrun import HANG, command, environment, run_python
 
 DEBUGGED = """
 import os

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import horovod
-from tests.runner.jobs import ROOT, run
+from tests.runner.horovodrun import ROOT, run
 
 
 def _entries(report: str) -> dict[str, tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.runner.jobs import run_python
+from tests.runner.horovodrun import run_python
 
 # Workers that end in the order of `sys.argv`, each "rank:status". With "rank:others:status" it
 # leaves the note that the engine leaves when an operation fails because of others.

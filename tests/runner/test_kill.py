@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runner.jobs import HANG, Job, command, environment, run_python, started
+from tests.runner.horovodrun import HANG, Job, command, environment, run_python, started
 
 # A worker with a child, and a grandchild that has left the session and been orphaned. They share
 # one stdout, so each announces itself in a single write.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import horovod
-from tests.runner.jobs import HANG, ROOT, command, environment, run, run_python
+from tests.runner.horovodrun import HANG, ROOT, command, environment, run, run_python
 
 DUMP = "import os; print(ascii(dict(os.environ)))"
 

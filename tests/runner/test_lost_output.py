@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.runner.jobs import HANG, command, environment
+from tests.runner.horovodrun import HANG, command, environment
 
 JOB = ("-np", "2", "echo", "hello")
 

@@ -21,7 +21,6 @@ import pytest
 import horovod.torch as hvd
 from horovod.common.util import env
 from horovod.runner import _HorovodArgs, gloo_run, js_run, launch, mpi_run
-from horovod.runner.arguments import make_options
 from horovod.runner.common.util import (
     codec,
     config_parser,
@@ -36,7 +35,8 @@ from horovod.runner.common.util.settings import Settings
 from horovod.runner.elastic.discovery import FixedHosts, HostManager, HostUpdateResult
 from horovod.runner.elastic.settings import ElasticSettings
 from horovod.runner.elastic.worker import WorkerNotificationManager
-from horovod.runner.remote_error import FAILED
+from horovod.runner.functions.remote_error import FAILED
+from horovod.runner.options.arguments import make_options
 from horovod.runner.util import network, streams, threads
 from horovod.runner.util.cache import Cache, use_cache
 from horovod.runner.util.lsf import LSFUtils

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from horovod.common.store import MemoryStore
-from horovod.runner.arguments import make_options
-from horovod.runner.report import LaunchError
+from horovod.runner.options.arguments import make_options
+from horovod.runner.output.report import LaunchError
 from horovod.runner.scaling import steps_per_second
 from horovod.runner.scaling_report import Published, Report, Run, draw, read_published, table
 from tests.runner import stub_ssh
-from tests.runner.jobs import HANG, command, environment, run
+from tests.runner.horovodrun import HANG, command, environment, run
 
 BIN = os.path.dirname(sys.executable)  # where the wheel of Open MPI puts mpirun
 SAY = "import os; print(os.environ['HOROVOD_SIZE'], os.environ['HOROVOD_SCALING_FRACTION'])"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from horovod.common.store import StoreClient
 from tests.runner import stub_ssh
-from tests.runner.jobs import HANG, command, environment, run, run_python, started
+from tests.runner.horovodrun import HANG, command, environment, run, run_python, started
 
 DUMP = "import os; print(ascii(dict(os.environ)))"
 

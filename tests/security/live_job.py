@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from tests.runner.jobs import HANG, ROOT, command, environment
+from tests.runner.horovodrun import HANG, ROOT, command, environment
 
 STEPS = 4
 RATE = 0.05

@@ -15,7 +15,7 @@ import pytest
 from horovod.common.logging import get_logger
 from horovod.common.store import StoreClient, StoreServer
 from horovod.common.wire import MAX_FRAME, Session, encode_key, new_key
-from tests.runner.jobs import HANG, run
+from tests.runner.horovodrun import HANG, run
 
 KEY = new_key()
 

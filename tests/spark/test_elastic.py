@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import horovod.spark
-from horovod.runner.run_function import RemoteError
+from horovod.runner.functions.run_function import RemoteError
 from tests.spark import functions
 from tests.spark.cluster import StandaloneCluster, executor_of, newest_group, until
 from tests.spark.training import Training

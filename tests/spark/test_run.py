@@ -18,7 +18,7 @@ import pytest
 
 import horovod.spark
 from horovod.runner.common.util.timeout import TimeoutException
-from horovod.runner.run_function import RemoteError
+from horovod.runner.functions.run_function import RemoteError
 from tests.spark import functions
 from tests.spark.cluster import StandaloneCluster, executor_of, newest_group, until
 

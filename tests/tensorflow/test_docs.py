@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod.runner.arguments import parse_args
+from horovod.runner.options.arguments import parse_args
 from tests.tensorflow.pages import DOCS, run_page, sections_that_train
 
 PAGES = ["tensorflow.md", "keras.md"]

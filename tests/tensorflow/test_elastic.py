@@ -10,7 +10,7 @@ import pytest
 from horovod.common.exceptions import HorovodInternalError
 from tests.elastic.training import this_worker
 from tests.ranks import RankPool, start_ranks
-from tests.runner.jobs import ROOT
+from tests.runner.horovodrun import ROOT
 from tests.tensorflow.growing import await_another, grow_and_lose, halt, lose_one_of_two
 
 EXAMPLE = str(ROOT / "examples" / "elastic" / "tensorflow2_mnist_elastic.py")

@@ -3,5 +3,5 @@
 ``horovodrun --dashboard`` serves it from the launcher. Ranks write reports into the job's store
 (`reports`), the launcher tells what it knows (`dashboard`), `board` makes one picture of both,
 `server` serves it as a page (`page`) and for Prometheus (`prometheus`). Launchers call
-`horovod.runner.watching`; this package is imported only in a job that has a page.
+`watching`; the rest is imported only in a job that has a page.
 """

@@ -1,8 +1,8 @@
 """A job's dashboard: what the launcher tells and the ranks report goes in, a page comes out.
 
-Made by `horovod.runner.watching`. The launcher's threads only append to queues; one thread of our
-own holds the board, serves the page and writes the saved file. Whatever goes wrong here, the job
-goes on.
+Made by `horovod.runner.dashboard.watching`. The launcher's threads only append to queues; one
+thread of our own holds the board, serves the page and writes the saved file. Whatever goes wrong
+here, the job goes on.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from horovod.runner.dashboard.process_state import ProcessStates
 from horovod.runner.dashboard.reports import KEY_PREFIX, parse_key, parse_report
 from horovod.runner.dashboard.server import Server
 from horovod.runner.dashboard.tails import OutputTails
-from horovod.runner.lines import Line
-from horovod.runner.report import Exit, LaunchError, Outcome, exit_status, ranges
-from horovod.runner.watcher import JobWatcher
+from horovod.runner.output.lines import Line
+from horovod.runner.output.report import Exit, LaunchError, Outcome, exit_status, ranges
+from horovod.runner.output.watcher import JobWatcher
 
 _TICK = 0.5
 _MOST_QUEUED = 10_000

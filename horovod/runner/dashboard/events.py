@@ -12,7 +12,7 @@ from typing import Any
 
 from horovod.runner.dashboard.reports import text
 from horovod.runner.dashboard.stragglers import Straggler
-from horovod.runner.report import ranges
+from horovod.runner.output.report import ranges
 
 _MOST = 400
 _QUIET = 20.0

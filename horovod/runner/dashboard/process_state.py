@@ -10,7 +10,7 @@ import functools
 import psutil
 
 from horovod.runner.dashboard.board import Board, Rank
-from horovod.runner.hosts import is_local
+from horovod.runner.slots.hosts import is_local
 
 _DEPTH = 8  # processes between the one that was launched and the one that trains
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from horovod.runner.dashboard.reports import text
-from horovod.runner.lines import Line
+from horovod.runner.output.lines import Line
 
 _KEPT_LINES = 200
 _KEPT_WORKERS = 1024

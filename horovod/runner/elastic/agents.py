@@ -13,20 +13,20 @@ from typing import Any
 from horovod.common.addresses import LOOPBACK
 from horovod.common.decisions import Assignment
 from horovod.common.wire import encode_key
-from horovod.runner.elastic.host_set import HostSet, place_variables
-from horovod.runner.host_agent import HostAgent, WorkerSpec
-from horovod.runner.hosts import is_local
-from horovod.runner.probe import interface_address
-from horovod.runner.ssh import Ssh
-from horovod.runner.store_endpoints import (
+from horovod.runner.agents.host_agent import HostAgent, WorkerSpec
+from horovod.runner.agents.probe import interface_address
+from horovod.runner.agents.ssh import Ssh
+from horovod.runner.agents.store_endpoints import (
     Endpoint,
     StoreEndpoints,
     addresses_towards,
     connection_ends,
     describe_failures,
 )
-from horovod.runner.supervise import Supervisor, raise_descriptor_limit
-from horovod.runner.worker_env import (
+from horovod.runner.agents.supervise import Supervisor, raise_descriptor_limit
+from horovod.runner.elastic.host_set import HostSet, place_variables
+from horovod.runner.slots.hosts import is_local
+from horovod.runner.slots.worker_env import (
     KEY,
     interface_variables,
     threads_per_worker,

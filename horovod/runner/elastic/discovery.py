@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from horovod.runner.elastic.blacklist import Blacklist
-from horovod.runner.elastic.discovery_command import split_command, start
-from horovod.runner.hosts import parse_hosts
+from horovod.runner.options.discovery_command import split_command, start
+from horovod.runner.slots.hosts import parse_hosts
 
 SCRIPT_SECONDS = 60.0
 """After which a discovery script that has not ended is killed."""

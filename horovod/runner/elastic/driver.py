@@ -15,6 +15,9 @@ from typing import Any, Protocol
 
 from horovod.common.decisions import broken_key, parse_answer, seen_key
 from horovod.common.loss_note import read_note
+from horovod.runner.agents.host_agent import HostAgent
+from horovod.runner.agents.store_endpoints import StoreEndpoints
+from horovod.runner.agents.supervise import FAILURE_GRACE, Supervisor
 from horovod.runner.elastic import policy, termination
 from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import HostManager, NoMoreHosts
@@ -27,11 +30,8 @@ from horovod.runner.elastic.polling import DISCOVER_HOSTS_FREQUENCY_SECS, HostPo
 from horovod.runner.elastic.status import Status, count
 from horovod.runner.elastic.upstream_driver import ElasticDriver, Results
 from horovod.runner.elastic.view import Limits, View, WorkerFailure
-from horovod.runner.host_agent import HostAgent
-from horovod.runner.progress import Progress
-from horovod.runner.report import Outcome, exit_status
-from horovod.runner.store_endpoints import StoreEndpoints
-from horovod.runner.supervise import FAILURE_GRACE, Supervisor
+from horovod.runner.output.progress import Progress
+from horovod.runner.output.report import Outcome, exit_status
 
 __all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver", "ElasticDriver", "Results", "WorkerOutputs"]
 

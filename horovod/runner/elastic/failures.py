@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import signal
 
+from horovod.runner.agents.host_agent import HostAgent
+from horovod.runner.agents.processes import signal_groups
 from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.host_set import HostSet
 from horovod.runner.elastic.job_state import JobState, Process, now
 from horovod.runner.elastic.status import Status, count
-from horovod.runner.host_agent import HostAgent
-from horovod.runner.processes import signal_groups
 
 _FENCE_SECONDS = 60.0
 """Within which workers on a host that was lost end themselves: they cannot reach us either."""

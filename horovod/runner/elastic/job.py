@@ -10,7 +10,10 @@ from typing import BinaryIO
 
 from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
-from horovod.runner.console import Console
+from horovod.runner.agents.ssh import Ssh
+from horovod.runner.agents.store_endpoints import StoreEndpoints
+from horovod.runner.agents.supervise import Supervisor
+from horovod.runner.dashboard.watching import watched
 from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.discovery import (
     FixedHosts,
@@ -22,15 +25,12 @@ from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.job_state import Process
 from horovod.runner.elastic.status import Status
 from horovod.runner.elastic.view import Limits
-from horovod.runner.hosts import plan_slots
-from horovod.runner.outputs import STREAMS, Outputs
-from horovod.runner.report import LaunchError, Outcome, describe_failure
-from horovod.runner.ssh import Ssh
-from horovod.runner.store_endpoints import StoreEndpoints
-from horovod.runner.supervise import Supervisor
-from horovod.runner.tunables import settings, settings_environment
-from horovod.runner.watcher import JobWatcher
-from horovod.runner.watching import watched
+from horovod.runner.options.tunables import settings, settings_environment
+from horovod.runner.output.console import Console
+from horovod.runner.output.outputs import STREAMS, Outputs
+from horovod.runner.output.report import LaunchError, Outcome, describe_failure
+from horovod.runner.output.watcher import JobWatcher
+from horovod.runner.slots.hosts import plan_slots
 
 
 def run_elastic_job(

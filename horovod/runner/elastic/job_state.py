@@ -16,8 +16,8 @@ from horovod.runner.elastic.discovery import DiscoveredHosts
 from horovod.runner.elastic.status import count
 from horovod.runner.elastic.termination import Ending
 from horovod.runner.elastic.view import View, WorkerFailure, WorkerView
-from horovod.runner.progress import some
-from horovod.runner.report import Exit, Outcome
+from horovod.runner.output.progress import some
+from horovod.runner.output.report import Exit, Outcome
 
 
 def name_of(number: int) -> str:

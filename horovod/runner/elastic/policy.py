@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from horovod.common.decisions import Assignment
 from horovod.runner.elastic import termination
 from horovod.runner.elastic.view import Limits, View, WorkerView
-from horovod.runner.hosts import Host, plan_slots
+from horovod.runner.slots.hosts import Host, plan_slots
 
 SETTLE_SECONDS = 1.0
 """For how long new workers that are ready wait for others that are still starting, so that one

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from horovod.runner.colours import Colour
-from horovod.runner.console import Console
-from horovod.runner.report import LaunchError
-from horovod.runner.watcher import JobWatcher
+from horovod.runner.output.colours import Colour
+from horovod.runner.output.console import Console
+from horovod.runner.output.report import LaunchError
+from horovod.runner.output.watcher import JobWatcher
 
 _COLOURS = {
     "host failed": Colour.FAILURE,

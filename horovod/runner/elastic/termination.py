@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from horovod.runner.elastic.status import count
 from horovod.runner.elastic.view import Limits, View, WorkerFailure
-from horovod.runner.report import first_to_fail
+from horovod.runner.output.report import first_to_fail
 
 RESET_LIMIT_EXCEEDED_MESSAGE = (
     "the number of resets during elastic job exceeded limit: {} (--reset-limit)"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from horovod.runner.report import Exit
+from horovod.runner.output.report import Exit
 
 
 @dataclass(frozen=True)

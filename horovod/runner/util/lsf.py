@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from horovod.runner.hosts import lsf_hosts
+from horovod.runner.slots.hosts import lsf_hosts
 
 
 class LSFUtils:

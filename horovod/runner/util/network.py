@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import psutil
 
 from horovod.common.addresses import resolve
-from horovod.runner.hosts import is_local
+from horovod.runner.slots.hosts import is_local
 
 Server = TypeVar("Server")
 

@@ -2,8 +2,8 @@
 
 Spark calls `serve` in every task. It connects to the driver, says where it runs, starts the agent
 that the driver sends, and passes bytes between the two until the driver ends the task. The agent
-(see `horovod.runner.agent`) starts the worker and ends everything that is left of it when this
-process goes away: by a cancelled job, a killed executor, or a driver that is gone.
+(see `horovod.runner.agents.agent`) starts the worker and ends everything that is left of it when
+this process goes away: by a cancelled job, a killed executor, or a driver that is gone.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pyspark import TaskContext
 
 import horovod
 from horovod.common.wire import Message, Session, encode_key
+from horovod.runner.agents.host_agent import agent_arguments
 from horovod.runner.common.util.host_hash import host_hash
-from horovod.runner.function_call import search_path
-from horovod.runner.host_agent import agent_arguments
-from horovod.runner.worker_env import KEY
+from horovod.runner.functions.function_call import search_path
+from horovod.runner.slots.worker_env import KEY
 from horovod.spark.channel import DriverChannel
 from horovod.spark.task import GPUS, get_available_devices
 from horovod.spark.ticket import Ticket

@@ -25,9 +25,9 @@ from contextlib import contextmanager
 from horovod.common.addresses import LOOPBACK, is_loopback
 from horovod.common.logging import get_logger
 from horovod.common.store import MemoryStore, StoreClient, StoreServer
+from horovod.runner.agents.probe import interface_address, source_towards
 from horovod.runner.common.util.network import NoValidAddressesFound
 from horovod.runner.common.util.timeout import TimeoutException
-from horovod.runner.probe import interface_address, source_towards
 
 Addresses = Mapping[str, Sequence[tuple[str, int]]]
 """For each network interface, the addresses and ports where the service listens."""

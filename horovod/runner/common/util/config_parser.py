@@ -1,6 +1,7 @@
 """Knobs on their way from the configuration file and the options to the environment.
 
-The variables are those that `horovod.runner.tunables` declares; each name here stands for itself.
+The variables are those that `horovod.runner.options.tunables` declares; each name here stands for
+itself.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import argparse
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from horovod.runner.config_file import CONTROLLER, schema
-from horovod.runner.tunables import TUNABLES, settings_environment
+from horovod.runner.options.config_file import CONTROLLER, schema
+from horovod.runner.options.tunables import TUNABLES, settings_environment
 
 HOROVOD_FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
 HOROVOD_CYCLE_TIME = "HOROVOD_CYCLE_TIME"

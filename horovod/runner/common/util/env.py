@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 
-from horovod.runner.worker_env import travelling
+from horovod.runner.slots.worker_env import travelling
 
 IGNORE_REGEXES = {"BASH_FUNC_.*", "OLDPWD", ".*CUDA_VISIBLE_DEVICES", "_HOROVOD_SECRET_KEY"}
-"""Upstream's list. What really stays behind is more: see `horovod.runner.worker_env`."""
+"""Upstream's list. What really stays behind is more: see `horovod.runner.slots.worker_env`."""
 
 _PAIRS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),

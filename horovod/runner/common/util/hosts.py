@@ -1,6 +1,6 @@
 """Hosts and places of ranks in the shapes that upstream has for them.
 
-The grammar and the order of ranks are those of `horovod.runner.hosts`.
+The grammar and the order of ranks are those of `horovod.runner.slots.hosts`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from horovod.runner import hosts as new
+from horovod.runner.slots import hosts as new
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-from horovod.runner.console import Source
-from horovod.runner.lines import LineSplitter
-from horovod.runner.processes import family, signal_all, signal_groups
+from horovod.runner.agents.processes import family, signal_all, signal_groups
+from horovod.runner.output.console import Source
+from horovod.runner.output.lines import LineSplitter
 
 GRACEFUL_TERMINATION_TIME_S = 5
 _LOOK_SECONDS = 0.1

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 
 from horovod.common.wire import new_key
-from horovod.runner.worker_env import KEY as HOROVOD_SECRET_KEY
+from horovod.runner.slots.worker_env import KEY as HOROVOD_SECRET_KEY
 
 __all__ = [
     "DIGEST_LENGTH",

@@ -1,0 +1,388 @@
+"""The agent: the small process between ``horovodrun`` and the workers of one host.
+
+`host_agent` starts one on every host, here directly, elsewhere over ssh. Its source arrives on
+stdin, so no host runs another version; it needs nothing but the standard library and is up in
+about 30 ms. It starts workers, each in a session of its own, passes their output and their ends
+on, and ends them when told to, or when the launcher is gone.
+
+Why a process of its own: a launcher killed by SIGKILL cannot clean up, and a signal on the
+parent's death (PR_SET_PDEATHSIG) is bound to a thread, races with the start and never reaches
+grandchildren. The agent survives the launcher and notices its death by the closed pipe. It is a
+"child subreaper": whatever a worker leaves behind, even a daemon that has left its session,
+becomes the agent's child. So "no child left" means that everything is gone, and no process of the
+job escapes a kill.
+
+Commands come on stdin, one JSON object a line; end of file stands for a lost launcher:
+
+- ``{"start": [{"id", "argv", "env", "cwd", "bind", "input"}, ...], "env": {...}, "own": [...]}``:
+  start workers. The second ``env`` is common to all, the names in ``own`` are taken from this
+  host's environment (null: all of it), ``bind`` is null or ``[kind, index, count]`` (see
+  `cores.share_of_cores`). An empty program name stands for the Python that runs the agent. With
+  ``input`` a worker's stdin is what "input" commands bring. May come any number of times.
+- ``{"stop": grace}``: SIGTERM to all workers and SIGKILL to everything after ``grace`` seconds (0:
+  at once). With ``"ids": [...]`` only these workers and what they started. With ``"interrupt":
+  true`` SIGINT instead, and SIGTERM 5 seconds before the end of the time.
+- ``{"input": id, "data": base64}``: more of a worker's stdin; no data stands for its end.
+- ``{"probe": {...}}``: see `probe`; the answer is the event ``{"probed": {...}}``.
+- ``{"close": true}``: no more starts will come: end when nothing is left.
+
+Events, in the frames of `frames`: ``{"hello": {...}}``; for each worker ``{"started": {"id",
+"pid"}}`` or ``{"failed": {"id", "errno", "what"}}``; ``{"exited": [[id, code], ...]}``, codes
+negative for signals, workers that were found dead at the same moment in one event; ``{"note":
+text}`` for people; ``{"stuck": [pid, ...]}`` for what even SIGKILL did not end; ``{"finished":
+true}``.
+"""
+
+from __future__ import annotations
+
+import binascii
+import errno
+import json
+import os
+import selectors
+import signal
+import sys
+import time
+
+from horovod.runner.agents.agent_input import Input
+from horovod.runner.agents.agent_output import Output
+from horovod.runner.agents.bootstrap import load_modules
+from horovod.runner.agents.cores import numa_nodes, share_of_cores, usable_cores
+from horovod.runner.agents.frames import STDERR, STDOUT
+from horovod.runner.agents.processes import (
+    become_subreaper,
+    family,
+    find_program,
+    signal_all,
+    signal_groups,
+)
+
+TYPE_CHECKING = False  # as in typing, whose import would delay our start
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+ORPHAN_GRACE = 2.0
+"""Seconds between SIGTERM and SIGKILL when the launcher is gone."""
+
+LEFTOVER_GRACE = 5.0
+"""The same for processes that workers left behind when they ended."""
+
+KILL_WAIT = 10.0
+"""Seconds to wait for killed processes; one may hang in the kernel."""
+
+_FORGIVEN = [getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ") if hasattr(signal, name)]
+
+
+class WorkerProcess:
+    """One worker, also after its end: what it started may live on."""
+
+    def __init__(self, number: int, pid: int) -> None:
+        self.number = number
+        self.pid = pid  # it leads a session and a process group
+        self.running = True
+        self.deadline: float | None = None
+        self.killing = False
+        self.input: Input | None = None
+
+
+class Agent:
+    """Holds the workers of one host."""
+
+    def __init__(self, parent: int) -> None:
+        self._workers: dict[int, WorkerProcess] = {}  # by pid
+        self._closing = False  # nothing more will be started
+        self._deadline: float | None = None  # for everything; those of single workers are theirs
+        self._interrupting = False  # the workers got SIGINT, and have not got SIGTERM
+        self._killing = False
+        self._cleaning = False
+        self._signalled = False
+        self._input = b""
+        self._probed: list[dict[str, Any]] = []
+        self._selector = selectors.DefaultSelector()
+        self._output = Output(self._selector)
+        self._wakeup, self._waker = os.pipe()
+        for fd in (0, self._wakeup, self._waker):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._take_signal)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._wake)
+        self._selector.register(0, selectors.EVENT_READ, self._read_commands)
+        if parent:
+            self._watch_parent(parent)
+
+    def run(self) -> None:
+        """Until told to close, and no process of the job is left."""
+        self._output.emit({"hello": _about_this_host()})
+        while self._reap() or not self._closing:
+            for key, _ in self._selector.select(self._patience()):
+                key.data()
+            if self._signalled:
+                self._signalled = False
+                self._end(LEFTOVER_GRACE)
+            while self._probed:
+                self._output.emit({"probed": self._probed.pop()})
+            if self._expire(time.monotonic()):
+                break
+        self._output.drain()
+        self._output.emit({"finished": True})
+        self._output.finish()
+
+    # -- starting --------------------------------------------------------------------------
+
+    def _start(self, specs: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> None:
+        names = os.environ if common["own"] is None else common["own"]
+        own = {name: os.environ[name] for name in names if name in os.environ}
+        for spec in specs:
+            try:
+                if self._deadline is not None or self._closing:
+                    raise OSError(errno.ECANCELED, "the workers of this host are being stopped")
+                self._spawn(spec, {**own, **common["env"], **spec["env"]})
+            except OSError as error:
+                what = {"id": spec["id"], "errno": error.errno, "what": str(error.filename or "")}
+                self._output.emit({"failed": what})
+
+    def _spawn(self, spec: Mapping[str, Any], env: Mapping[str, str]) -> None:
+        self._enter(spec["cwd"])
+        argv = [spec["argv"][0] or sys.executable, *spec["argv"][1:]]
+        program = find_program(argv[0], env.get("PATH", os.defpath))
+        ends = [os.pipe(), os.pipe()]
+        feeding = os.pipe() if spec.get("input") else None
+        allowed = os.sched_getaffinity(0) if spec["bind"] else None
+        try:
+            if allowed is not None:
+                # The child inherits what we have at this moment.
+                kind, index, count = spec["bind"]
+                share = share_of_cores(allowed, kind, index, count, numa_nodes())
+                os.sched_setaffinity(0, share)
+            pid = os.posix_spawn(
+                program,
+                argv,
+                env,
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, feeding[0], 0)
+                    if feeding
+                    else (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, ends[0][1], 1),
+                    (os.POSIX_SPAWN_DUP2, ends[1][1], 2),
+                ],
+                setsid=True,
+                setsigdef=_FORGIVEN,  # Python ignores these, and ignoring is inherited
+            )
+        except OSError:
+            os.close(ends[0][0])
+            os.close(ends[1][0])
+            if feeding:
+                os.close(feeding[1])
+            raise
+        finally:
+            if feeding:
+                os.close(feeding[0])
+            if allowed is not None:
+                os.sched_setaffinity(0, allowed)
+            os.close(ends[0][1])
+            os.close(ends[1][1])
+        worker = self._workers[pid] = WorkerProcess(spec["id"], pid)
+        if feeding:
+            worker.input = Input(feeding[1], self._selector)
+        self._output.emit({"started": {"id": spec["id"], "pid": pid}})
+        self._output.follow(ends[0][0], spec["id"], STDOUT)
+        self._output.follow(ends[1][0], spec["id"], STDERR)
+
+    def _enter(self, folder: str) -> None:
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            home = os.path.expanduser("~")
+            os.chdir(home if os.path.isdir(home) else "/")
+            reason = os.strerror(error.errno or 0)
+            note = f"cannot work in {folder!r} ({reason}), so it works in {os.getcwd()!r}"
+            self._output.emit({"note": note})
+
+    # -- ending ----------------------------------------------------------------------------
+
+    def stop(self, grace: float, ids: Sequence[int] | None = None, interrupt: bool = False) -> None:
+        """Ask workers to end; kill them and what they started after ``grace``."""
+        if ids is not None:
+            for worker in self._workers.values():
+                if worker.number in ids:
+                    self._stop_one(worker, grace)
+        elif self._killing:
+            pass
+        elif grace <= 0:
+            self._kill_all()
+        else:
+            deadline = time.monotonic() + grace
+            if self._deadline is None or deadline < self._deadline:
+                self._interrupting = interrupt and grace > LEFTOVER_GRACE
+                self._deadline = deadline - (LEFTOVER_GRACE if self._interrupting else 0)
+                number = signal.SIGINT if self._interrupting else signal.SIGTERM
+                signal_groups(self._running(), number)
+
+    def _stop_one(self, worker: WorkerProcess, grace: float) -> None:
+        deadline = time.monotonic() + grace
+        if worker.deadline is None or deadline < worker.deadline:
+            worker.deadline = deadline
+            if grace > 0 and worker.running:
+                signal_groups([worker.pid], signal.SIGTERM)
+            elif grace > 0:
+                signal_all(family(worker.pid), signal.SIGTERM)
+
+    def _end(self, grace: float) -> None:
+        self._closing = True
+        self.stop(grace)
+
+    def _running(self) -> list[int]:
+        return [worker.pid for worker in self._workers.values() if worker.running]
+
+    def _reap(self) -> bool:
+        """Collect the dead and report workers among them; False when no child is left."""
+        exits: list[tuple[int, int]] = []
+        alive = True
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                alive = False
+                break
+            if pid == 0:
+                break
+            worker = self._workers.get(pid)
+            if worker is not None and worker.running:
+                worker.running = False
+                if worker.input is not None:
+                    worker.input.close()
+                exits.append((worker.number, os.waitstatus_to_exitcode(status)))
+        if exits:
+            self._output.drain({number for number, _ in exits})
+            self._output.emit({"exited": exits})
+        if not alive:
+            self._workers.clear()
+            self._deadline, self._killing = None, False
+        elif self._killing:
+            self.kill()  # what was forked since, or has become our child
+        elif self._closing and not self._running() and not self._cleaning:
+            self._cleaning = True
+            signal_all(family(os.getpid()), signal.SIGTERM)
+            self.stop(LEFTOVER_GRACE)
+        return alive
+
+    def _patience(self) -> float | None:
+        deadlines = [worker.deadline for worker in self._workers.values()]
+        known = [each for each in (*deadlines, self._deadline) if each is not None]
+        return max(0.0, min(known) - time.monotonic()) if known else None
+
+    def _expire(self, now: float) -> bool:
+        """Kill what had its time; whether even killing did not end it."""
+        for worker in self._workers.values():
+            if worker.killing or (worker.deadline is not None and now >= worker.deadline):
+                worker.deadline = None
+                members = family(worker.pid)
+                signal_all(members, signal.SIGKILL)
+                worker.killing = bool(members)  # look again for what was forked meanwhile
+        if self._deadline is None or now < self._deadline:
+            return False
+        if self._interrupting:
+            self._interrupting = False
+            self._deadline = now + LEFTOVER_GRACE
+            signal_groups(self._running(), signal.SIGTERM)
+            return False
+        if self._killing:
+            self._output.emit({"stuck": family(os.getpid())})
+            return True
+        self._kill_all()
+        return False
+
+    def _kill_all(self) -> None:
+        self._killing = True
+        self._deadline = time.monotonic() + KILL_WAIT
+        self.kill()
+
+    def kill(self) -> None:
+        """End everything now."""
+        signal_groups(self._running(), signal.SIGKILL)
+        signal_all(family(os.getpid()), signal.SIGKILL)
+
+    # -- the launcher ----------------------------------------------------------------------
+
+    def _watch_parent(self, parent: int) -> None:
+        try:
+            pidfd = os.pidfd_open(parent)
+        except (AttributeError, OSError):
+            pidfd = None  # the end of file on stdin tells the same, later in rare cases
+        if os.getppid() != parent:
+            sys.exit("horovodrun is gone")
+        if pidfd is not None:
+            self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._lost_launcher(pidfd))
+
+    def _lost_launcher(self, fd: int) -> None:
+        self._selector.unregister(fd)
+        self._end(ORPHAN_GRACE)
+
+    def _read_commands(self) -> None:
+        try:
+            data = os.read(0, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            self._lost_launcher(0)
+            return
+        *lines, self._input = (self._input + data).split(b"\n")
+        for line in lines:
+            self._obey(json.loads(line))
+
+    def _obey(self, command: dict[str, Any]) -> None:
+        if "start" in command:
+            self._start(command["start"], command)
+        elif "stop" in command:
+            self.stop(command["stop"], command.get("ids"), command.get("interrupt", False))
+        elif "input" in command:
+            for worker in self._workers.values():
+                if worker.number == command["input"] and worker.input is not None:
+                    worker.input.feed(binascii.a2b_base64(command["data"]))
+        elif "probe" in command:
+            self._probe(command["probe"])
+        else:
+            self._closing = True
+
+    def _probe(self, request: dict[str, Any]) -> None:
+        """In a thread, because connecting may take its time; with code that came along."""
+        import threading
+
+        load_modules(request["modules"])
+        from horovod.runner.agents.probe import probe
+
+        def work() -> None:
+            self._probed.append(probe(request))
+            os.write(self._waker, b"\0")
+
+        threading.Thread(target=work, daemon=True).start()
+
+    def _take_signal(self, *_: object) -> None:
+        self._signalled = True
+
+    def _wake(self) -> None:
+        os.read(self._wakeup, 1 << 12)  # a signal or a thread; the loop looks what it changed
+
+
+def _about_this_host() -> dict[str, Any]:
+    return {
+        "pid": os.getpid(),
+        "host": os.uname().nodename,
+        "cores": usable_cores(),
+        "ssh": os.environ.get("SSH_CONNECTION", ""),
+    }
+
+
+def main(parent: int) -> None:
+    """Called by the bootstrap (see `host_agent`) in the agent's process."""
+    become_subreaper()
+    agent = Agent(parent)
+    try:
+        agent.run()
+    except BaseException:
+        agent.kill()
+        raise
+    os._exit(0)  # taking the interpreter apart would only cost time

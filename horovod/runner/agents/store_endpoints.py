@@ -1,0 +1,97 @@
+"""Where the ranks meet: the job's store, served on those addresses that lead to the hosts.
+
+A job opens a `StoreEndpoints`. When all workers are on this machine it listens on loopback alone.
+Otherwise the agents have said how they were reached; `addresses_towards` turns that into
+addresses of this machine, each host tries them (`probe`), and those that nobody needs are closed.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from horovod.common.addresses import is_local, is_loopback, resolve
+from horovod.common.store import MemoryStore, StoreServer
+from horovod.runner.agents.host_agent import HostAgent
+from horovod.runner.agents.probe import interface_address, source_towards
+
+Endpoint = tuple[str, int]  # address and port where the store is served
+
+
+class StoreEndpoints:
+    """The job's store and its servers."""
+
+    def __init__(self, key: bytes, store: MemoryStore | None = None) -> None:
+        self.key = key
+        self.store = MemoryStore() if store is None else store
+        self._servers: dict[str, StoreServer] = {}
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        return [(server.address, server.port) for server in self._servers.values()]
+
+    def open(self, address: str) -> Endpoint:
+        """Serve the store at this address of this machine, if it is not yet."""
+        if address not in self._servers:
+            self._servers[address] = StoreServer(address, self.key, store=self.store)
+        return address, self._servers[address].port
+
+    def keep(self, endpoints: Collection[Endpoint]) -> None:
+        """Close the other endpoints."""
+        for address, port in self.endpoints:
+            if (address, port) not in endpoints:
+                self._servers.pop(address).close()
+
+    def probe(
+        self, agent: HostAgent, nics: Sequence[str], towards: Sequence[str], timeout: float
+    ) -> None:
+        """Let an agent find its endpoint, and the address where other hosts reach its own."""
+        agent.probe(
+            {
+                "endpoints": self.endpoints,
+                "key": self.key.hex(),
+                "timeout": timeout,
+                "nics": list(nics),
+                "towards": list(towards),
+            }
+        )
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
+
+
+def addresses_towards(name: str, ends: tuple[str, str], nics: Sequence[str]) -> list[str]:
+    """Addresses of this machine that may lead to it from another host, best first.
+
+    ``ends`` are those of the connection to that host, as in `connection_ends`.
+    """
+    if nics:
+        return [address for nic in nics if (address := interface_address(nic))]
+    seen, theirs = ends
+    if seen and is_local(seen):
+        return [seen]
+    # Behind a jump host or a translating router the address that they see is not one of ours.
+    sources = map(source_towards, [theirs] if theirs else resolve(name))
+    return list(dict.fromkeys(each for each in sources if each and not is_loopback(each)))
+
+
+def connection_ends(agent: HostAgent) -> tuple[str, str]:
+    """Our address and the host's own, as the connection has them; empty if unknown."""
+    words = str((agent.hello or {}).get("ssh", "")).split()
+    if any(agent.link.ends) or not agent.remote or len(words) != 4:
+        return agent.link.ends
+    return words[0], words[2]
+
+
+def own_interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
+def describe_failures(failures: Sequence[Sequence[Any]]) -> str:
+    """``address:port (reason)`` for people."""
+    return ", ".join(
+        f"{f'[{address}]' if ':' in address else address}:{port} ({reason})"
+        for address, port, reason in failures
+    )

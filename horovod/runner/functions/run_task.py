@@ -1,0 +1,98 @@
+"""``python -m horovod.runner.functions.run_task``: a worker of ``horovod.run``.
+
+The launcher starts it on every rank. It fetches the function from the job's store, calls it, and
+puts what it returned, or how it failed, back there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import traceback
+
+import cloudpickle
+
+from horovod.common.config import Config
+from horovod.common.decisions import LATEST, Decision, decision_key
+from horovod.common.environments import detect
+from horovod.common.exceptions import is_because_of_others
+from horovod.common.launcher_store import launchers_store
+from horovod.common.membership import WORKER_ID, is_elastic
+from horovod.common.store import Store
+from horovod.common.tracebacks import format_error
+from horovod.runner.functions.function_call import (
+    CALL,
+    SEARCH_PATH,
+    Failure,
+    pickled,
+    put,
+    put_failure,
+    read,
+    result_name,
+)
+
+
+def main() -> int:
+    """The exit status: 1 where the function failed, which has been reported then."""
+    store = launchers_store(os.environ).connect(Config.from_env().start_timeout)
+    extend_search_path(json.loads(store.get(SEARCH_PATH, 0.0)))
+    call = read(store, CALL)
+    if call is None:
+        print("this program is for horovod.run, which gives it a function", file=sys.stderr)
+        return 2
+    try:
+        function, args, kwargs = cloudpickle.loads(call)
+        del call
+        value = function(*args, **kwargs)
+    except BaseException as error:
+        problem = f"the function raised {type(error).__qualname__}: {error}"
+        if isinstance(error, SystemExit):
+            problem = f"the function called sys.exit({error.code!r}) instead of returning"
+        _report(store, problem, error)
+        return 1
+    try:
+        content = cloudpickle.dumps(value)
+    except Exception as error:
+        _report(store, f"what the function returned cannot be pickled: {error}", None)
+        return 1
+    place = rank(store)
+    if place is not None:  # else the job goes on without it
+        put(store, result_name(place), content)
+    return 0
+
+
+def extend_search_path(callers: list[str]) -> None:
+    """Modules that the caller can import can be imported here, in the same order of places."""
+    sys.path[:] = [*callers, *(place for place in sys.path if place not in callers)]
+
+
+def rank(store: Store) -> int | None:
+    """This worker's rank; in an elastic job the one by the newest decision, if it has any.
+
+    Where no worker has called `init` so far, it is the one that it would have.
+    """
+    if not is_elastic():
+        return detect().claim()[0]
+    latest = store.try_get(LATEST)
+    if latest is None:
+        return int(os.environ["HOROVOD_RANK"]) if "HOROVOD_RANK" in os.environ else None
+    decision = Decision.decode(store.get(decision_key(int(latest)), 0.0))
+    slot = decision.slots.get(os.environ[WORKER_ID])
+    return None if slot is None else slot.rank
+
+
+def _report(store: Store, problem: str, error: BaseException | None) -> None:
+    text = format_error(error) if error is not None else traceback.format_exc()
+    sys.stderr.write(text)
+    content = None if error is None else pickled(error)
+    victim = is_because_of_others(error)
+    put_failure(
+        store,
+        Failure(rank(store), socket.gethostname(), os.getpid(), problem, text, content, victim),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

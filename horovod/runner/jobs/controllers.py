@@ -1,0 +1,145 @@
+"""Who starts the processes of a job: horovodrun itself, mpirun or jsrun.
+
+`launch` and `run_function` ask `choose`, and hand the job over to `plan` and one of `replace_us`
+and `run_and_wait` where another program is to start it. Processes that mpirun or jsrun has started
+find their place by that program's variables (`horovod.common.environments`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from horovod.runner.agents.cores import usable_cores
+from horovod.runner.jobs.request import JobRequest
+from horovod.runner.output.report import LaunchError
+from horovod.runner.slots.hosts import Slot, is_local
+from horovod.runner.slots.worker_env import interface_variables, slot_variables, threads_per_worker
+
+GLOO = "gloo"
+MPI = "mpi"
+JSRUN = "jsrun"
+
+_KUBEFLOW_AGENT = "/etc/mpi/kubexec.sh"
+"""What Kubeflow's first MPI operator has instead of ssh. It runs a command in another pod without
+passing stdin on, over which our agents get their orders; mpirun gets by without."""
+
+
+_PLACE = frozenset(slot_variables(Slot("", 0, 1, 0, 1, 0, 1)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A command that starts all ranks, with its environment."""
+
+    command: list[str]
+    env: Mapping[str, str]
+
+
+def choose(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    """`GLOO`, `MPI` or `JSRUN`: as asked for, or what this place needs."""
+    if options.use_mpi:
+        return MPI
+    if options.use_jsrun:
+        return JSRUN
+    if options.use_gloo or options.elastic:
+        return GLOO
+    if environ.get("LSB_JOBID") and shutil.which("jsrun", path=environ.get("PATH")):
+        return JSRUN
+    remote = any(not is_local(host.name) for host in options.hosts)
+    return MPI if remote and environ.get("OMPI_MCA_plm_rsh_agent") == _KUBEFLOW_AGENT else GLOO
+
+
+def plan(
+    controller: str, options: argparse.Namespace, request: JobRequest, *, dry: bool = False
+) -> Plan:
+    """How mpirun or jsrun starts the request; with ``dry`` nothing is started or written for it."""
+    # Not at the top: most jobs need neither.
+    from horovod.runner.jobs.jsrun_launch import jsrun_command, make_rankfile
+    from horovod.runner.jobs.mpi_launch import MpiJob, find_mpi, mpirun_command, mpirun_environment
+
+    request = _with_defaults(request)
+    job = MpiJob(
+        request,
+        options.mpi_args,
+        options.binding_args,
+        options.tcp_flag,
+        options.output_filename,
+        options.prefix_timestamp,
+    )
+    if options.attach is not None:
+        hint = f"; give mpirun --mpi-args='--stdin {options.attach}'" if controller == MPI else ""
+        raise LaunchError(f"argument --attach: not possible with --{controller}{hint}", status=2)
+    if options.output_ranks is not None:
+        raise LaunchError(f"argument --output-ranks: not possible with --{controller}", status=2)
+    if options.cpu_bind != "none":
+        raise LaunchError(
+            f"argument --cpu-bind: use --binding-args together with --{controller}", status=2
+        )
+    if options.output_filename and not dry:
+        _make_folder(options.output_filename)
+    if controller == MPI:
+        path, kind = find_mpi(request.env)
+        command, env = mpirun_command(path, kind, job), mpirun_environment(kind, job)
+    else:
+        jsrun = shutil.which("jsrun", path=request.env.get("PATH"))
+        if jsrun is None:
+            raise LaunchError("--jsrun needs jsrun, which is not on PATH", status=127)
+        erf = "(a file made when the job starts)" if dry else make_rankfile(jsrun, request)
+        command, env = jsrun_command(jsrun, job, erf), dict(request.env)
+    return Plan(command, env)
+
+
+def describe(plan: Plan) -> str:
+    """The plan for people."""
+    lines = ["command:", f"  {shlex.join(plan.command)}", "", "variables set for it:"]
+    changed = {name: value for name, value in plan.env.items() if os.environ.get(name) != value}
+    lines += [f"  {name}={value}" for name, value in sorted(changed.items())]
+    return "\n".join([*lines, "", "Nothing was started."])
+
+
+def replace_us(plan: Plan) -> NoReturn:
+    """Become that command: signals and the exit status are its own from here on."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execve(plan.command[0], plan.command, dict(plan.env))
+    except OSError as error:
+        raise LaunchError(f"cannot run {plan.command[0]}: {error.strerror}", status=126) from None
+
+
+def run_and_wait(plan: Plan) -> int:
+    """Run the command to its end; its exit status, negative after a signal."""
+    with subprocess.Popen(plan.command, env=dict(plan.env), stdin=subprocess.DEVNULL) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()  # mpirun then ends the ranks on all hosts
+            process.wait()
+            raise
+
+
+def _with_defaults(request: JobRequest) -> JobRequest:
+    # The place of this process in another job would mislead the ranks of this one.
+    env = {name: value for name, value in request.env.items() if name not in _PLACE}
+    env |= {**interface_variables(list(request.nics)), "PYTHONUNBUFFERED": "1"}
+    if not env.get("OMP_NUM_THREADS") and request.all_local:
+        # How many cores another host has is not known here.
+        env["OMP_NUM_THREADS"] = str(threads_per_worker(usable_cores(), len(request.slots)))
+    return replace(request, env=env)
+
+
+def _make_folder(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"argument --output-filename: cannot write {path!r}: {error.strerror}", status=2
+        ) from None

@@ -1,0 +1,168 @@
+"""Run a job from its options to its outcome, in any thread.
+
+``horovodrun``, ``horovod.run``, scaling studies and upstream's `gloo_run` call `run_job`. Signals
+are taken over only in the main thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import BinaryIO
+
+from horovod.common.store import MemoryStore
+from horovod.common.wire import new_key
+from horovod.runner.agents.store_endpoints import StoreEndpoints
+from horovod.runner.agents.supervise import Supervisor
+from horovod.runner.dashboard.watching import open_watcher, title_of, watched
+from horovod.runner.jobs.request import JobRequest, make_request
+from horovod.runner.jobs.static_job import StaticJob
+from horovod.runner.options.tunables import settings
+from horovod.runner.output.console import Console
+from horovod.runner.output.outputs import STREAMS, Outputs
+from horovod.runner.output.report import LaunchError, Outcome, describe_failure
+from horovod.runner.output.watcher import JobWatcher
+from horovod.runner.slots.hosts import Slot, is_local
+
+
+def run_job(
+    options: argparse.Namespace,
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    store: MemoryStore | None = None,
+    console: Console | None = None,
+    title: str = "",
+) -> Outcome:
+    """Run ``command`` as the options say, until the end; the outcome tells what went wrong.
+
+    ``env`` is what the workers' environment is made from (by default this process's own). ``store``
+    is what the workers reach as the job's store: put something in before, or look into it after.
+    ``title`` is what the job is called on its dashboard, by default after the command.
+    `LaunchError` when the job cannot even begin.
+    """
+    console = console or Console(timestamps=options.prefix_timestamp)
+    environ = os.environ if env is None else env
+    store = MemoryStore() if store is None else store
+    watch = functools.partial(
+        open_watcher,
+        settings(options, environ),
+        environ,
+        store,
+        title=title or title_of(command),
+        say=console.say,
+        elastic=options.elastic,
+    )
+    if options.elastic:
+        from horovod.runner.elastic.job import run_elastic_job
+
+        if any(is_local(host.name) for host in options.hosts):
+            find_command(command[0], environ.get("PATH"))
+        with watch() as watcher:
+            return run_elastic_job(options, command, environ, store, console, watcher)
+    request = make_request(options, command, environ)
+    if any(is_local(name) for name in request.hosts):
+        find_command(command[0], request.env.get("PATH"))
+    with watch() as watcher:
+        request = replace(request, env=watched(request.env, watcher))
+        return _run_request(options, request, store, console, watcher)
+
+
+def _run_request(
+    options: argparse.Namespace,
+    request: JobRequest,
+    store: MemoryStore,
+    console: Console,
+    watcher: JobWatcher,
+) -> Outcome:
+    with ExitStack() as stack:
+        copies = _open_copies(options.output_filename, request.slots, stack)
+        outputs = Outputs(console, options.output_ranks, options.attach, watcher)
+        if options.attach is not None:
+            console.without_bars()
+        for slot in request.slots:
+            outputs.open(slot.rank, slot.rank, copies.get(slot.rank, {}))
+        place = StoreEndpoints(new_key(), store)
+        stack.callback(place.close)
+        supervisor = Supervisor(console, outputs, pass_interrupts_on=True)
+        stack.callback(supervisor.close)
+        if options.verbose:
+            console.say(f"running {list(request.command)!r} as {len(request.slots)} processes")
+            for slot in request.slots:
+                console.say(f"rank {slot.rank}: {slot.hostname}, local rank {slot.local_rank}")
+        outcome = StaticJob(request, place, supervisor, watcher=watcher).run()
+    first = outcome.first_failure
+    if first is None:
+        outcome.account = describe_failure(outcome, [])
+    else:
+        log = copies[first.rank]["stderr"].name if copies else None
+        tail = outputs.tail(first.rank)
+        outcome.account = describe_failure(outcome, tail, log)
+        outcome.account += _other_python(request.command[0], request.env.get("PATH"), tail)
+    watcher.ended(outcome)
+    return outcome
+
+
+def find_command(command: str, path: str | None = None) -> str:
+    """The executable that ``command`` names here, as a shell would find it."""
+    found = shutil.which(command, path=path)
+    if found:
+        return found
+    if not os.path.exists(command):
+        raise LaunchError(f"command not found: {command!r}", status=127)
+    if os.path.isdir(command):
+        raise LaunchError(f"{command!r} is a directory, not a command", status=126)
+    hint = f"python {command}" if command.endswith(".py") else f"./{command.removeprefix('./')}"
+    if os.access(command, os.X_OK):
+        raise LaunchError(
+            f"command not found: {command!r} is here but not on PATH; did you mean {hint!r}?",
+            status=127,
+        )
+    why = f"did you mean {hint!r}?" if command.endswith(".py") else "is the execute bit missing?"
+    raise LaunchError(f"{command!r} is not executable; {why}", status=126)
+
+
+def _other_python(command: str, path: str | None, tail: Sequence[str]) -> str:
+    """A hint where a module is missing in a Python that is not the one of this program."""
+    found = shutil.which(command, path=path)
+    if "python" not in os.path.basename(command) or found is None:
+        return ""
+    if not any(line.startswith(("ModuleNotFoundError", "ImportError")) for line in tail):
+        return ""
+    if os.path.abspath(found) == os.path.abspath(sys.executable):
+        return ""
+    if os.path.dirname(os.path.abspath(found)) == os.path.dirname(sys.executable):
+        return ""
+    return (
+        f"Note that {command!r} is {found}, while horovodrun belongs to {sys.executable}: activate "
+        f"the environment that you installed Horovod into, or name its python.\n\n"
+    )
+
+
+def _open_copies(
+    directory: str | None, slots: Sequence[Slot], stack: ExitStack
+) -> dict[int, dict[str, BinaryIO]]:
+    """DIR/rank.<n>/stdout and stderr for every rank, numbers padded to the same width."""
+    copies: dict[int, dict[str, BinaryIO]] = {}
+    if directory is None:
+        return copies
+    width = len(str(len(slots) - 1))
+    try:
+        for slot in slots:
+            folder = os.path.join(directory, f"rank.{slot.rank:0{width}d}")
+            os.makedirs(folder, exist_ok=True)
+            for stream in STREAMS:
+                file = open(os.path.join(folder, stream), "wb", buffering=0)  # noqa: SIM115
+                copies.setdefault(slot.rank, {})[stream] = stack.enter_context(file)
+    except OSError as error:
+        raise LaunchError(
+            f"argument --output-filename: cannot write {error.filename!r}: {error.strerror}",
+            status=2,
+        ) from None
+    return copies

@@ -1,0 +1,397 @@
+"""A job with a fixed set of ranks: from "agents started" to "nothing left".
+
+`run_job` makes a `StaticJob` and lets the supervisor run it. Steps: an agent on every host; where
+some host is another machine, each finds the way to the job's store; all workers start; the first
+that fails, or the first host that is lost, ends the others.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from horovod.common.addresses import LOOPBACK
+from horovod.common.loss_note import read_note
+from horovod.runner.agents.host_agent import HostAgent, agent_command
+from horovod.runner.agents.probe import free_port, interface_address
+from horovod.runner.agents.processes import signal_groups
+from horovod.runner.agents.store_endpoints import (
+    Endpoint,
+    StoreEndpoints,
+    addresses_towards,
+    connection_ends,
+    describe_failures,
+    own_interfaces,
+)
+from horovod.runner.agents.supervise import FAILURE_GRACE, Supervisor, raise_descriptor_limit
+from horovod.runner.jobs.cause import CauseFinder
+from horovod.runner.jobs.request import JobRequest
+from horovod.runner.jobs.worker_specs import describe_threads, host_variables, worker_specs
+from horovod.runner.output.colours import Colour
+from horovod.runner.output.progress import TICK, Progress, Start
+from horovod.runner.output.report import Exit, LaunchError, LostHost, Outcome, ranges
+from horovod.runner.output.watcher import JobWatcher
+from horovod.runner.slots.hosts import is_local
+from horovod.runner.slots.worker_env import WorkerRendezvous
+
+_BLAME_WINDOW = 0.5
+"""Seconds to wait, when several hosts report failures, for the one that caused the others."""
+
+_CAUSE_PATIENCE = 10.0
+"""Seconds to wait, when ranks have failed because of another, for that one to end."""
+
+_COMPANY_WINDOW = 2.0
+"""Seconds to wait, when a host cannot be reached, for others that cannot either."""
+
+_SLACK = 3.0
+"""Seconds beyond ssh's own time limit, so that ssh can say itself what is wrong."""
+
+
+class StaticJob:
+    """The policy of such a job; see `supervise.Handler` for what the methods are called for."""
+
+    def __init__(
+        self,
+        request: JobRequest,
+        place: StoreEndpoints,
+        supervisor: Supervisor,
+        agents: Sequence[HostAgent] = (),
+        watcher: JobWatcher | None = None,
+    ) -> None:
+        """``agents`` are those that somebody else has started, for all hosts of the request."""
+        self._watcher = watcher or JobWatcher()
+        self.outcome = Outcome()
+        self._request = request
+        self._place = place
+        self._supervisor = supervisor
+        self._console = supervisor.console
+        self._hosts = request.hosts
+        self._all_local = not agents and request.all_local
+        self._agents: dict[str, HostAgent] = {agent.name: agent for agent in agents}
+        self._unreachable: dict[str, str] = {}
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._pids: dict[int, int] = {}
+        self._running: set[int] = set()
+        self._cause = CauseFinder()
+        self._bystanders = 0
+        self._patient = False  # waiting for ranks that are said to be the cause
+        self._progress = Progress(supervisor.console)
+        self._start = Start(request.slots, list(self._hosts), self._all_local)
+
+    def run(self) -> Outcome:
+        """Start everything and see it to its end."""
+        places = {str(slot.rank): [slot.hostname, slot.rank] for slot in self._request.slots}
+        self._watcher.note("decision", number=0, workers=places)
+        if self._agents:
+            for agent in self._agents.values():
+                self._supervisor.add(agent)
+            self._supervisor.call_later(self._request.start_timeout, self._give_up_waiting)
+        else:
+            self._start_agents()
+        if len(self._request.slots) > 1:
+            self._place.store.watch(self._start.note_key)
+        self._show_progress()
+        self._supervisor.run(self)
+        self._blame()
+        outcome = self.outcome
+        outcome.interrupted = next(iter(self._supervisor.signals), None)
+        outcome.note_lost_output(self._console)
+        return outcome
+
+    def _show_progress(self) -> None:
+        """Who is awaited, until all ranks have met."""
+        over = self._supervisor.stopping or bool(self._supervisor.signals)
+        self._progress.update("" if over else self._start.awaited())
+        if not over and not self._start.is_complete:
+            self._supervisor.call_later(TICK, self._show_progress)
+
+    # -- hosts -----------------------------------------------------------------------------
+
+    def _start_agents(self) -> None:
+        request = self._request
+        names = sorted(self._hosts, key=lambda name: not is_local(name))
+        raised = False
+        for name in names:
+            local = is_local(name)
+            if not local and not raised:
+                # After the local agent, whose workers are to have the limit that the user gave.
+                raise_descriptor_limit(3 * len(names) + 4 * len(request.slots) + 128)
+                raised = True
+            try:
+                self._agents[name] = HostAgent(name, None if local else request.ssh)
+            except ValueError as error:
+                raise LaunchError(str(error), status=2) from None
+            except FileNotFoundError as error:
+                raise LaunchError(
+                    f"cannot start on {name}: there is no program {error.filename!r} here", 127
+                ) from None
+            except OSError as error:
+                raise LaunchError(f"cannot start on {name}: {error.strerror}") from None
+            self._supervisor.add(self._agents[name])
+            if request.verbose > 1:
+                command = shlex.join(agent_command(name, None if local else request.ssh))
+                self._console.say(f"{name}: {command}")
+        if raised:
+            self._supervisor.call_later(request.start_timeout + _SLACK, self._give_up_waiting)
+
+    def ready(self, agent: HostAgent) -> None:
+        self._start.up.add(agent.name)
+        if self._request.verbose:
+            hello = agent.hello or {}
+            self._console.say(f"{agent.name}: agent runs as pid {hello['pid']}")
+        self._meet_if_complete()
+
+    def _meet_if_complete(self) -> None:
+        waiting = [name for name, agent in self._agents.items() if agent.hello is None]
+        if self._supervisor.stopping or self._supervisor.signals:
+            return
+        if self._unreachable:
+            if not set(waiting) - set(self._unreachable):
+                self._give_up_hosts()
+        elif not waiting:
+            self._meet()
+
+    def _give_up_waiting(self) -> None:
+        for name, agent in self._agents.items():
+            if agent.hello is None and name not in self._unreachable:
+                seconds = self._request.start_timeout
+                said = f":\n{agent.last_words}" if agent.last_words else ""
+                self._unreachable[name] = f"no answer within {seconds:g} s{said}"
+        if self._unreachable:
+            self._give_up_hosts()
+
+    def _give_up_hosts(self) -> None:
+        if self._supervisor.stopping or self._supervisor.signals:
+            return
+        texts = [f"cannot start on {name}: {why}" for name, why in self._unreachable.items()]
+        if any("Host key verification failed" in text for text in texts):
+            texts.append(
+                "ssh does not know the key of such a host: log in once by hand and check it, or "
+                "put it into ~/.ssh/known_hosts"
+            )
+        self._problem("\n".join(texts))
+
+    def _problem(self, text: str, status: int = 1, grace: float = 0.0) -> None:
+        """What keeps the job from going on; the first such thing is the one that is told."""
+        if not self.outcome.problem and not self._supervisor.signals:
+            self.outcome.problem = text
+            self.outcome.problem_status = status
+        self._supervisor.stop(grace)
+
+    # -- meeting ---------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        request = self._request
+        nics = request.nics
+        if nics and not any(interface_address(name) for name in nics):
+            self._problem(
+                f"this machine has no interface with an address among {', '.join(nics)} "
+                f"(--network-interfaces); it has {', '.join(own_interfaces())}",
+                status=2,
+            )
+        elif self._all_local:
+            endpoint = self._place.open(LOOPBACK)
+            self._start_workers(
+                dict.fromkeys(self._hosts, endpoint), (LOOPBACK, free_port(LOOPBACK))
+            )
+        else:
+            self._open_doors()
+
+    def _open_doors(self) -> None:
+        remote = [agent for agent in self._agents.values() if agent.remote]
+        for agent in remote:
+            ends = connection_ends(agent)
+            for address in addresses_towards(agent.name, ends, self._request.nics):
+                self._place.open(address)
+        if not self._place.endpoints:
+            names = ", ".join(agent.name for agent in remote)
+            self._problem(
+                f"cannot tell which address of this machine leads to {names}; say which network "
+                f"interface does with --network-interfaces"
+            )
+            return
+        theirs = {agent.name: connection_ends(agent)[1] for agent in self._agents.values()}
+        here = self._place.endpoints[0][0]
+        for agent in self._agents.values():
+            others = [theirs[name] or here for name in self._hosts if name != agent.name]
+            timeout = self._request.start_timeout
+            self._place.probe(agent, self._request.nics, others, timeout)
+
+    def probed(self, agent: HostAgent, answer: dict[str, Any]) -> None:
+        self._answers[agent.name] = answer
+        self._start.connected.add(agent.name)
+        if self._request.verbose > 1 and answer["endpoint"] is not None:
+            address, port = answer["endpoint"]
+            self._console.say(
+                f"{agent.name}: reaches this machine at {address}, port {port}, and is reached by "
+                f"other hosts at {answer['address']}"
+            )
+        if self._supervisor.stopping or self._supervisor.signals:
+            return
+        if answer["endpoint"] is None:
+            self._problem(
+                f"{agent.name} cannot connect to this machine, where the ranks are to meet: tried "
+                f"{describe_failures(answer['failures'])}. Let hosts connect to ports of this "
+                f"machine (its firewall, or one in between), or say which network interface leads "
+                f"to them with --network-interfaces"
+            )
+        elif self._request.nics and not answer["nics"]:
+            self._problem(
+                f"{agent.name} has no interface with an address among "
+                f"{', '.join(self._request.nics)} (--network-interfaces); it has "
+                f"{', '.join(answer['interfaces'])}",
+                status=2,
+            )
+        elif len(self._answers) == len(self._agents):
+            endpoints = {
+                name: (each["endpoint"][0], each["endpoint"][1])
+                for name, each in self._answers.items()
+            }
+            self._place.keep(set(endpoints.values()))
+            first = self._answers[next(iter(self._hosts))]  # where rank 0 is
+            master = LOOPBACK if len(self._hosts) == 1 else first["address"]
+            self._start_workers(endpoints, (master, first["port"]))
+
+    # -- workers ---------------------------------------------------------------------------
+
+    def _start_workers(self, endpoints: Mapping[str, Endpoint], master: tuple[str, int]) -> None:
+        request = self._request
+        if request.verbose:
+            for sentence in describe_threads(request, self._agents.values()):
+                self._console.say(sentence)
+        for name in self._hosts:
+            agent = self._agents[name]
+            meeting = WorkerRendezvous(*endpoints[name], master[1], self._place.key, master[0])
+            env = host_variables(request, agent, meeting, self._interfaces(name))
+            if request.verbose:
+                for variable in sorted(env):
+                    if variable.startswith(("HOROVOD_", "MASTER_")):
+                        self._console.say(f"{name}: {variable}={env[variable]}")
+            specs = worker_specs(request, agent)
+            agent.start(specs, env)
+            if request.attach is not None and any(spec.input for spec in specs):
+                self._supervisor.attach(agent, request.attach)
+            agent.finish()
+
+    def _interfaces(self, name: str) -> list[str]:
+        """Those of a host that the traffic between ranks is to use; none: all of them."""
+        if name in self._answers:
+            return list(self._answers[name]["nics"])
+        return [nic for nic in self._request.nics if interface_address(nic)]
+
+    def started(self, agent: HostAgent, worker: int, pid: int) -> None:
+        self._pids[worker] = pid
+        self._start.started.add(worker)
+        self._running.add(worker)
+        self._watcher.note("started", worker=str(worker), host=agent.name, pid=pid)
+        if self._request.verbose:
+            self._console.say(f"rank {worker} started{self._on(agent)}, pid {pid}")
+
+    def failed(self, agent: HostAgent, worker: int, number: int, what: str) -> None:
+        if number == errno.ECANCELED:
+            return  # we stopped it before it began
+        why = os.strerror(number)
+        if number == errno.EMFILE:
+            why += " (each worker takes two pipes; see 'ulimit -n')"
+        elif number == errno.ENOENT and "/" not in what:
+            why = f"command not found: {what!r}"
+        elif what:
+            why = f"{what!r}: {why}"
+        status = 127 if number == errno.ENOENT else 126
+        self._problem(f"cannot start rank {worker}{self._on(agent)}: {why}", status)
+
+    def exited(self, agent: HostAgent, exits: Sequence[tuple[int, int]]) -> None:
+        batch = [self._exit(rank, code, agent.name) for rank, code in exits]
+        self.outcome.exits += batch
+        self._running -= {one.rank for one in batch}
+        self._start.ended |= {one.rank for one in batch}
+        for one in batch:
+            self._watcher.note("exited", worker=str(one.rank), host=one.host, code=one.code)
+        for one in batch if self._request.verbose else ():
+            self._console.say(f"rank {one.rank} ended: {one.describe()}")
+        failures = [one for one in batch if one.code != 0]
+        stopping = self._supervisor.stopping
+        if self._supervisor.signals or (stopping and not self._cause.failures):
+            return
+        # What reports later may have happened earlier; what we ended ourselves did not.
+        self._cause.add(o for o in failures if not (stopping and -o.code == signal.SIGTERM))
+        if self._cause.failures and not stopping:
+            self._look_for_cause()
+
+    def _exit(self, rank: int, code: int, host: str) -> Exit:
+        because_of = read_note(self._place.store, str(rank)) if code else None
+        return Exit(rank, self._pids[rank], code, host, because_of)
+
+    def _look_for_cause(self) -> None:
+        """End the job, unless the rank that is said to have caused the failures is still ending."""
+        if not self._cause.awaited(self._running):
+            self._end_others()
+        elif not self._patient:
+            self._patient = True
+            self._supervisor.call_later(_CAUSE_PATIENCE, self._end_others)
+
+    def _end_others(self) -> None:
+        if self._supervisor.stopping or self._supervisor.signals:
+            return
+        self._bystanders = len(self._running)
+        awaited = self._cause.awaited(self._running)
+        self._supervisor.stop(FAILURE_GRACE)
+        if len(self._agents) == 1 and not awaited:
+            self._blame()
+        else:
+            self._supervisor.call_later(_BLAME_WINDOW, self._blame)
+
+    def _blame(self) -> None:
+        """Settle which of the failures so far came first."""
+        failure = self._cause.first()
+        if failure is None or self.outcome.first_failure is not None:
+            return
+        self.outcome.first_failure = failure
+        early = self.outcome.gone_early = self._cause.gone_early(self.outcome.exits)
+        if early:
+            who = ranges([one.rank for one in early])
+            self._console.say(f"rank {who} left the job early", Colour.FAILURE)
+            return
+        others = f"; stopping the other {self._bystanders}" if self._bystanders else ""
+        where = "" if self._all_local else f" on {failure.host}"
+        self._console.say(
+            f"rank {failure.rank}{where} failed: {failure.describe()}{others}", Colour.FAILURE
+        )
+
+    def lost(self, agent: HostAgent, code: int) -> None:
+        if agent.hello is None and not self._supervisor.stopping:
+            said = agent.last_words or f"{agent.link.describe_end(code)} and no message"
+            self._unreachable[agent.name] = f"\n{said}" if "\n" in said else said
+            if len(self._unreachable) == 1:
+                self._supervisor.call_later(_COMPANY_WINDOW, self._give_up_hosts)
+            self._meet_if_complete()
+            return
+        ranks = [slot.rank for slot in self._hosts[agent.name] if slot.rank in self._running]
+        self._running -= set(ranks)
+        if not agent.remote:
+            signal_groups([self._pids[rank] for rank in ranks], signal.SIGKILL)
+            said = f":\n{agent.last_words}" if agent.last_words else ""
+            self._problem(
+                f"the process that watches over the workers (pid {agent.pid}) died; the workers "
+                f"were killed{said}"
+            )
+        elif not self._supervisor.stopping and not self._supervisor.signals:
+            how = f"lost: {agent.link.describe_end(code)}"
+            self.outcome.lost = LostHost(
+                agent.name,
+                ranks or [slot.rank for slot in self._hosts[agent.name]],
+                how,
+                agent.last_words,
+            )
+            self._console.say(
+                f"{agent.name} (rank {ranges(self.outcome.lost.ranks)}) {how}; stopping the others",
+                Colour.FAILURE,
+            )
+            self._supervisor.stop(FAILURE_GRACE)
+
+    def _on(self, agent: HostAgent) -> str:
+        return "" if self._all_local else f" on {agent.name}"

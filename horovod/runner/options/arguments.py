@@ -1,0 +1,272 @@
+"""The command line of ``horovodrun``: options, help, and what counts as a mistake.
+
+`launch` calls `parse_args`. A mistake ends with exit status 2 and a message that says what to type
+instead. The result has these attributes; one that is not given is None (a switch: False) unless
+stated:
+
+job       num_proc (int; of a scaling study the largest), command (list), dry_run, config_file
+hosts     hosts (list of `Host`; localhost when nothing is given, empty with a discovery script),
+          hostfile (path), host_discovery_script (absolute path), network_interfaces (list)
+ssh       ssh_port (int), ssh_identity_file (path)
+output    output_filename, output_ranks (list of int), attach (rank or None), prefix_timestamp,
+          verbose (int: how often)
+scaling   scaling (sizes, ascending), strong, repeat (1 by default), scaling_output ("scaling" by
+          default), scaling_published (path)
+launcher  use_gloo, use_mpi, use_jsrun (at most one is True), mpi_args (text), binding_args (text),
+          tcp_flag, cpu_bind ("none", "core" or "numa"; never None)
+elastic   elastic (whether this is an elastic job), min_num_proc (num_proc by default in an elastic
+          job), max_num_proc, slots_per_host, reset_limit, max_worker_failures (3 by default
+          in an elastic job), blacklist_cooldown_range ([least, most], seconds), status_file
+about     version, check_build (nothing else is checked when either is True), disable_cache
+notices   list of sentences to show before the job starts: options that have no effect here
+others    one for each row of `tunables.TUNABLES`, such as fusion_threshold_mb, start_timeout and
+          log_level: as given, or as the configuration file says. `tunables.settings_environment`
+          gives the workers' variables, `tunables.settings` the values in force.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from horovod.runner.options.config_file import CONTROLLER, read_config_file
+from horovod.runner.options.parser import DEFAULT_WORKER_FAILURES, make_parser
+from horovod.runner.options.syntax import complete
+from horovod.runner.options.tunables import TUNABLES, chosen, settings, without_effect
+from horovod.runner.slots.hosts import Host, is_local, lsf_hosts, parse_hostfile, plan_slots
+
+_NEEDS_ELASTIC = (
+    "max_num_proc",
+    "slots_per_host",
+    "elastic_timeout",
+    "reset_limit",
+    "blacklist_cooldown_range",
+    "max_worker_failures",
+    "status_file",
+)
+_NEEDS_MPIRUN = ("mpi_args", "binding_args")
+
+
+def parse_args(
+    argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
+) -> argparse.Namespace:
+    """The options; ends the program with status 2 where they do not describe a job."""
+    parser = make_parser()
+    try:
+        return _read(parser, argv, environ)
+    except ValueError as error:
+        parser.give_up(str(error))
+
+
+def make_options(
+    argv: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> argparse.Namespace:
+    """The same for a program that starts a job: `ValueError` where they do not describe one."""
+    return _read(make_parser(), argv, environ)
+
+
+def _read(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, environ: Mapping[str, str]
+) -> argparse.Namespace:
+    argv = complete(parser, sys.argv[1:] if argv is None else argv)
+    options, unknown = parser.parse_known_args(argv, argparse.Namespace(notices=[]))
+    if unknown:
+        raise ValueError(_unrecognised(parser, unknown[0]))
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    if options.version or options.check_build:
+        return options
+    typed = chosen(options)
+    _settle_scaling(parser, options)
+    _merge_config_file(options)
+    _settle_hosts(options, environ)
+    _settle_job(options)
+    _check_sizes(options)
+    _settle_elastic(options)
+    _settle_launcher(options, environ)
+    settings(options, environ)  # a variable that the workers would refuse is refused here
+    # A file may well list what only matters together with something else: only for options
+    # that were typed is that worth a word.
+    options.notices += without_effect(typed, {**environ, **chosen(options)}).values()
+    options.notices += _notices(parser, options, environ)
+    return options
+
+
+def _unrecognised(parser: argparse.ArgumentParser, argument: str) -> str:
+    import difflib
+
+    flag = argument.partition("=")[0]
+    close = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.75)
+    hint = f"did you mean {close[0]}?" if close else "horovodrun --help lists all options"
+    return f"unrecognized argument {flag!r}; {hint}"
+
+
+def _merge_config_file(options: argparse.Namespace) -> None:
+    """What the file says, where no option says otherwise."""
+    if options.config_file is None:
+        return
+    try:
+        found = read_config_file(options.config_file)
+    except ValueError as error:
+        raise ValueError(f"argument --config-file: {error}") from None
+    controller = found.pop(CONTROLLER, None)
+    if controller and not (options.use_gloo or options.use_mpi or options.use_jsrun):
+        setattr(options, f"use_{controller}", True)
+    for name, value in found.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+
+
+def _settle_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """`options.hosts`, whichever way they are given."""
+    if options.hostfile is not None:
+        options.hosts = _read_hostfile(options.hostfile)
+    elif options.host_discovery_script is not None:
+        options.hosts = []
+    elif options.hosts is None:
+        options.hosts = lsf_hosts(environ)
+        if options.hosts and options.num_proc is None:
+            options.num_proc = sum(host.slots or 0 for host in options.hosts)
+    local = [host.name for host in options.hosts if is_local(host.name)]
+    if len(local) > 1:
+        options.notices.append(
+            f"{', '.join(local)} are all this machine: they count as {len(local)} hosts, and share "
+            f"its cores"
+        )
+
+
+def _read_hostfile(path: str) -> list[Host]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return parse_hostfile(file)
+    except OSError as error:
+        why = f"cannot read {path!r}: {error.strerror}"
+    except ValueError as error:
+        why = f"{path}: {error}"
+    raise ValueError(f"argument -hostfile/--hostfile: {why}")
+
+
+def _settle_job(options: argparse.Namespace) -> None:
+    if options.num_proc is None:
+        options.num_proc = options.min_num_proc
+    if options.num_proc is None:
+        raise ValueError(
+            "say how many processes to run, for example: horovodrun -np 2 python train.py"
+        )
+    if not options.command or not options.command[0]:
+        raise ValueError(
+            f"say what to run, for example: horovodrun {_how_many(options)} python train.py"
+        )
+    if not options.hosts and options.host_discovery_script is None:
+        options.hosts = [Host("localhost", options.num_proc)]
+    if options.network_interfaces is not None:
+        options.network_interfaces = list(dict.fromkeys(options.network_interfaces))
+
+
+def _how_many(options: argparse.Namespace) -> str:
+    if options.scaling is None:
+        return f"-np {options.num_proc}"
+    return f"--scaling {','.join(map(str, options.scaling))}"
+
+
+def _settle_scaling(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """A study says itself how many processes there are; its jobs do not change their size."""
+    given = _given(parser, options, ("repeat", "scaling_output", "scaling_published"))
+    given += ["--strong"] if options.strong else []
+    if options.scaling is None:
+        if given:
+            raise ValueError(f"argument {given[0]}: it is for a study with --scaling, such as 1,2")
+        return
+    if options.num_proc is not None:
+        raise ValueError("argument --scaling: it says how many processes to run; leave out -np")
+    elastic = _given(parser, options, ("host_discovery_script", "min_num_proc", *_NEEDS_ELASTIC))
+    if elastic:
+        raise ValueError(
+            f"argument --scaling: not possible in an elastic job, whose size changes; leave out "
+            f"{elastic[0]}"
+        )
+    if options.attach is not None:
+        raise ValueError("argument --attach: not possible with --scaling, which runs several jobs")
+    options.num_proc = options.scaling[-1]
+    options.repeat = options.repeat or 1
+    options.scaling_output = options.scaling_output or "scaling"
+
+
+def _check_sizes(options: argparse.Namespace) -> None:
+    for size in options.scaling or ():
+        try:
+            plan_slots(options.hosts, size)
+        except ValueError:
+            slots = sum(host.slots or 0 for host in options.hosts)
+            raise ValueError(
+                f"argument --scaling: {size} processes do not fit, the hosts offer {slots} slots; "
+                f"leave that size out, or give more slots (-H NAME:SLOTS)"
+            ) from None
+
+
+def _settle_elastic(options: argparse.Namespace) -> None:
+    options.elastic = options.min_num_proc is not None or bool(options.host_discovery_script)
+    most = options.max_num_proc
+    if options.elastic:
+        least = options.min_num_proc = options.min_num_proc or options.num_proc
+        options.max_worker_failures = options.max_worker_failures or DEFAULT_WORKER_FAILURES
+        if most is not None and least > most:
+            raise ValueError(f"--min-np {least} is more than --max-np {most}")
+        if least > options.num_proc:
+            raise ValueError(f"--min-np {least} is more than -np {options.num_proc}")
+        if most is not None and options.num_proc > most:
+            raise ValueError(f"-np {options.num_proc} is more than --max-np {most}")
+    cooldown = options.blacklist_cooldown_range
+    if cooldown is not None and cooldown[0] > cooldown[1]:
+        raise ValueError(
+            f"argument --blacklist-cooldown-range: {cooldown[0]} is more than {cooldown[1]}"
+        )
+    last = (most or options.num_proc) - 1
+    shown = options.output_ranks
+    if shown is not None and shown[-1] > last and not (options.elastic and most is None):
+        raise ValueError(f"argument --output-ranks: there is no rank {shown[-1]}, {last} is last")
+    if options.attach is not None and options.elastic:
+        raise ValueError("argument --attach: not possible in an elastic job, whose ranks change")
+    if options.attach is not None and options.attach > last:
+        raise ValueError(f"argument --attach: there is no rank {options.attach}, {last} is last")
+
+
+def _settle_launcher(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    if options.use_jsrun and not environ.get("LSB_JOBID"):
+        raise ValueError("argument --jsrun: this is no LSF job (LSB_JOBID is not set)")
+    if options.elastic and (options.use_mpi or options.use_jsrun):
+        flag = "--mpi" if options.use_mpi else "--jsrun"
+        options.notices.append(f"{flag} is ignored: the processes of an elastic job come and go")
+        options.use_mpi = options.use_jsrun = False
+
+
+def _notices(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, environ: Mapping[str, str]
+) -> list[str]:
+    """What was asked for and has no effect."""
+    found = [
+        f"{row.flag} has no effect: {row.inert}"
+        for row in TUNABLES
+        if row.inert and getattr(options, row.dest)
+    ]
+    if options.disable_cache:
+        found.append("--disable-cache has no effect: nothing is kept between jobs")
+    if not options.elastic:
+        given = _given(parser, options, _NEEDS_ELASTIC)
+        found += [f"{flag} has no effect: this job is not elastic" for flag in given]
+    if not (options.use_mpi or options.use_jsrun):
+        given = _given(parser, options, _NEEDS_MPIRUN)
+        found += [f"{flag} has no effect without --mpi or --jsrun" for flag in given]
+        if options.mpi_threads_disable and settings(options, environ).cpu_operations != "mpi":
+            found.append("--mpi-threads-disable has no effect: MPI carries nothing in this job")
+    return found
+
+
+def _given(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, names: Sequence[str]
+) -> list[str]:
+    """The options among these attributes that have a value."""
+    flags = {action.dest: action.option_strings[0] for action in parser._actions[:-1]}
+    return [flags[name] for name in names if getattr(options, name) is not None]

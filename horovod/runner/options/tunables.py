@@ -1,0 +1,383 @@
+"""The options that set a variable of the core: one row each.
+
+A row names the option, the variable, and the key of the configuration file; `arguments` makes the
+parser from it, `config_file` the schema of the file, `options.page` the documentation, and
+`jobs.request` the workers' environment. Type, bounds, default and (unless the row words it better)
+the help text are those of the knob in `horovod.common.config`, so that a value the core would
+refuse is refused before anything starts.
+
+Precedence: an option beats the configuration file, which beats the variable as it is in the
+launcher's environment, which beats the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from horovod.common.config import KNOBS, Config, Knob
+from horovod.runner.dashboard.address import PATTERN
+
+_KNOBS = {knob.env: knob for knob in KNOBS}
+_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+_IB_DISABLE = "NCCL_IB_DISABLE"
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """One row: an option, the variable it sets, and how its value becomes the variable's.
+
+    A row with ``opposite`` is a switch: ``flag`` sets the variable to 1, ``opposite`` to 0, and
+    an opposite that merely repeats the default is left out of the help.
+    """
+
+    section: str
+    flag: str
+    env: str
+    key: str = ""  # in the configuration file
+    inverse_key: str = ""  # the key with the opposite sense
+    metavar: str = ""
+    help: str = ""
+    transform: Callable[[Any], str] = str  # from the option's unit to the variable's
+    opposite: str = ""
+    hide_opposite: bool = False
+    deprecated: tuple[tuple[str, bool], ...] = ()  # older spellings of a switch
+    choices: tuple[str, ...] = ()
+    pattern: str = ""  # that text must match
+    value_optional: bool = False  # given without a value it is "on"
+    only_with: str = ""  # the variable without which this one has no effect
+    inert: str = ""  # why the option changes nothing
+
+    @property
+    def knob(self) -> Knob:
+        return _KNOBS[self.env]
+
+    @property
+    def dest(self) -> str:
+        """The attribute of the parsed options."""
+        return self.flag.lstrip("-").replace("-", "_")
+
+    def parse(self, text: str) -> Any:
+        """The option's value; `ValueError` with the reason."""
+        if self.choices:
+            if text.upper() not in self.choices:
+                raise ValueError(f"{text!r} is not one of {', '.join(self.choices)}")
+            return text.upper()
+        if self.knob.type is bool:
+            return self.knob.parse(text)
+        if self.knob.type is str:
+            if not re.fullmatch(self.pattern or r".+", text, re.DOTALL):
+                wanted = f"not of the form {self.metavar}" if text else "empty"
+                raise ValueError(f"{text!r} is {wanted}")
+            return text
+        value = _number(text, whole=self.knob.type is int)
+        self.knob.parse(self.transform(value))
+        return value
+
+    def render(self, value: Any) -> str:
+        """The variable's text for a value of the option."""
+        return str(int(value)) if self.knob.type is bool else self.transform(value)
+
+
+_TUNE = "tuning"
+_AUTOTUNE = "autotuning"
+_TIMELINE = "timeline (a trace to open in chrome://tracing or ui.perfetto.dev)"
+_PAGE = "dashboard (a live page about the job)"
+_CHECK = "checks"
+_TIME = "time limits"
+ELASTIC = "elastic jobs (made so by --min-np or --host-discovery-script)"
+LIBRARIES = "libraries"
+_LOG = "logging"
+
+TUNABLES = (
+    Tunable(
+        _TUNE,
+        "--fusion-threshold-mb",
+        "HOROVOD_FUSION_THRESHOLD",
+        "params.fusion_threshold_mb",
+        metavar="MB",
+        help="Mebibytes of tensors that may run as one fused operation; 0 disables fusion "
+        "(default: 128).",
+        transform=lambda megabytes: str(megabytes * 1024 * 1024),
+    ),
+    Tunable(
+        _TUNE,
+        "--cycle-time-ms",
+        "HOROVOD_CYCLE_TIME",
+        "params.cycle_time_ms",
+        metavar="MS",
+        transform=lambda milliseconds: str(float(milliseconds)),
+    ),
+    Tunable(
+        _TUNE,
+        "--cache-capacity",
+        "HOROVOD_CACHE_CAPACITY",
+        "params.cache_capacity",
+        metavar="ENTRIES",
+    ),
+    Tunable(
+        _TUNE,
+        "--hierarchical-allreduce",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        "params.hierarchical_allreduce",
+        help="Reduce inside hosts first, then between them (default: where there are several hosts "
+        "and some run several processes).",
+        opposite="--no-hierarchical-allreduce",
+    ),
+    Tunable(
+        _TUNE,
+        "--hierarchical-allgather",
+        "HOROVOD_HIERARCHICAL_ALLGATHER",
+        "params.hierarchical_allgather",
+        help="The same for allgather.",
+        opposite="--no-hierarchical-allgather",
+    ),
+    Tunable(
+        _TUNE,
+        "--torus-allreduce",
+        "HOROVOD_TORUS_ALLREDUCE",
+        "params.torus_allreduce",
+        opposite="--no-torus-allreduce",
+        inert="hierarchical allreduce takes its place",
+    ),
+    Tunable(
+        _AUTOTUNE,
+        "--autotune",
+        "HOROVOD_AUTOTUNE",
+        "autotune.enabled",
+        opposite="--no-autotune",
+        hide_opposite=True,
+        help="Search for the fastest way to reduce gradients while the job trains. Options above "
+        "that are given stay as they are.",
+    ),
+    Tunable(
+        _AUTOTUNE,
+        "--autotune-log-file",
+        "HOROVOD_AUTOTUNE_LOG",
+        "autotune.log_file",
+        metavar="FILE",
+        only_with="HOROVOD_AUTOTUNE",
+    ),
+    Tunable(
+        _AUTOTUNE,
+        "--autotune-warmup-samples",
+        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
+        "autotune.warmup_samples",
+        metavar="SAMPLES",
+        only_with="HOROVOD_AUTOTUNE",
+    ),
+    Tunable(
+        _AUTOTUNE,
+        "--autotune-steps-per-sample",
+        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
+        "autotune.steps_per_sample",
+        metavar="STEPS",
+        only_with="HOROVOD_AUTOTUNE",
+    ),
+    Tunable(
+        _AUTOTUNE,
+        "--autotune-bayes-opt-max-samples",
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+        "autotune.bayes_opt_max_samples",
+        metavar="SAMPLES",
+        only_with="HOROVOD_AUTOTUNE",
+    ),
+    Tunable(
+        _AUTOTUNE,
+        "--autotune-gaussian-process-noise",
+        "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+        "autotune.gaussian_process_noise",
+        metavar="NOISE",
+        only_with="HOROVOD_AUTOTUNE",
+    ),
+    Tunable(
+        _TIMELINE,
+        "--timeline-filename",
+        "HOROVOD_TIMELINE",
+        "timeline.filename",
+        metavar="FILE",
+    ),
+    Tunable(
+        _TIMELINE,
+        "--timeline-mark-cycles",
+        "HOROVOD_TIMELINE_MARK_CYCLES",
+        "timeline.mark_cycles",
+        opposite="--no-timeline-mark-cycles",
+        hide_opposite=True,
+        only_with="HOROVOD_TIMELINE",
+    ),
+    Tunable(
+        _PAGE,
+        "--dashboard",
+        "HOROVOD_DASHBOARD",
+        "dashboard.address",
+        metavar="[ADDRESS:PORT]",
+        pattern=PATTERN,
+        value_optional=True,
+        help="Serve a page about the job: which rank is slow and why, what a step is made of, what "
+        "happened (default: none; without ADDRESS:PORT 127.0.0.1:8470, or the next free port).",
+    ),
+    Tunable(
+        _PAGE,
+        "--dashboard-save",
+        "HOROVOD_DASHBOARD_SAVE",
+        "dashboard.save",
+        metavar="FILE",
+        only_with="HOROVOD_DASHBOARD",
+        help="Save that page, as one HTML file, when the job ends (default: do not).",
+    ),
+    Tunable(
+        _CHECK,
+        "--no-stall-check",
+        "HOROVOD_STALL_CHECK_DISABLE",
+        inverse_key="stall_check.enabled",
+        opposite="--stall-check",
+        hide_opposite=True,
+    ),
+    Tunable(
+        _CHECK,
+        "--stall-check-warning-time-seconds",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS",
+        "stall_check.warning_time_seconds",
+        metavar="SECONDS",
+    ),
+    Tunable(
+        _CHECK,
+        "--stall-check-shutdown-time-seconds",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        "stall_check.shutdown_time_seconds",
+        metavar="SECONDS",
+    ),
+    Tunable(
+        _CHECK,
+        "--check-nan",
+        "HOROVOD_CHECK_NAN",
+        opposite="--no-check-nan",
+        hide_opposite=True,
+    ),
+    Tunable(_TIME, "--start-timeout", "HOROVOD_START_TIMEOUT", metavar="SECONDS"),
+    Tunable(
+        _TIME,
+        "--gloo-timeout-seconds",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS",
+        "library_options.gloo_timeout_seconds",
+        metavar="SECONDS",
+        help="Seconds that a connection or collective between hosts may take (default: 30).",
+    ),
+    Tunable(ELASTIC, "--elastic-timeout", "HOROVOD_ELASTIC_TIMEOUT", metavar="SECONDS"),
+    Tunable(
+        LIBRARIES,
+        "--mpi-threads-disable",
+        "HOROVOD_MPI_THREADS_DISABLE",
+        "library_options.mpi_threads_disable",
+        opposite="--no-mpi-threads-disable",
+        hide_opposite=True,
+    ),
+    Tunable(
+        LIBRARIES,
+        "--num-nccl-streams",
+        "HOROVOD_NUM_NCCL_STREAMS",
+        "library_options.num_nccl_streams",
+        metavar="STREAMS",
+    ),
+    Tunable(
+        LIBRARIES,
+        "--thread-affinity",
+        "HOROVOD_THREAD_AFFINITY",
+        "library_options.thread_affinity",
+        metavar="CORE[,CORE...]",
+        pattern=r"[0-9]+(,[0-9]+)*",
+        help="Cores, one for each local rank, to which the background threads are bound "
+        "(default: not bound).",
+    ),
+    Tunable(
+        _LOG,
+        "--log-level",
+        "HOROVOD_LOG_LEVEL",
+        "logging.level",
+        metavar="LEVEL",
+        choices=_LEVELS,
+        help=f"Least severe level shown: {', '.join(_LEVELS)} (default: WARNING).",
+    ),
+    Tunable(
+        _LOG,
+        "--log-without-timestamp",
+        "HOROVOD_LOG_HIDE_TIME",
+        "logging.hide_timestamp",
+        inverse_key="logging.with_timestamp",
+        opposite="--log-with-timestamp",
+        hide_opposite=True,
+        deprecated=(("--log-hide-timestamp", True), ("--no-log-hide-timestamp", False)),
+    ),
+)
+
+
+def chosen(options: argparse.Namespace) -> dict[str, str]:
+    """The variables that an option or the configuration file sets."""
+    values = {row: getattr(options, row.dest) for row in TUNABLES}
+    return {row.env: row.render(value) for row, value in values.items() if value is not None}
+
+
+def without_effect(values: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables among ``values`` that do nothing without another, and why, for people."""
+    return {
+        row.env: f"{row.flag} has no effect without {_flag_of(row.only_with)}"
+        for row in TUNABLES
+        if row.env in values
+        and row.only_with
+        and not _is_on(row.only_with, values.get(row.only_with) or environ.get(row.only_with, ""))
+    }
+
+
+def help_text(row: Tunable) -> str:
+    """What the help and the page say about the option, with its default."""
+    text = (row.help or row.knob.help).replace("`", "")
+    if row.inert:
+        text += f" No effect: {row.inert}."
+    if row.help or row.opposite:
+        return text
+    default = "none" if row.knob.default is None else f"{row.knob.default:g}"
+    return f"{text.rstrip('.')} (default: {default})."
+
+
+def settings_environment(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables to set for the workers, on top of ``environ``."""
+    values = chosen(options)
+    for name in without_effect(values, environ):
+        del values[name]
+    if options.tcp_flag:
+        values[_IB_DISABLE] = "1"
+    return values
+
+
+def settings(options: argparse.Namespace, environ: Mapping[str, str]) -> Config:
+    """The knobs as the workers will see them, for the launcher's own time limits and log level."""
+    return Config.from_env({**environ, **settings_environment(options, environ)})
+
+
+def _flag_of(env: str) -> str:
+    return next(row.flag for row in TUNABLES if row.env == env)
+
+
+def _is_on(env: str, text: str) -> bool:
+    knob = _KNOBS[env]
+    return bool(text) and (knob.type is not bool or bool(knob.parse(text)))
+
+
+def _number(text: str, *, whole: bool) -> float:
+    try:
+        value: float = int(text)
+    except ValueError:
+        try:
+            if whole:
+                raise
+            value = float(text)
+        except ValueError:
+            kind = "a whole number" if whole else "a number"
+            raise ValueError(f"{text!r} is not {kind}") from None
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"must be 0 or more, not {text}")
+    return value

@@ -1,0 +1,85 @@
+"""The output of all workers: to the console, to files, and the last lines kept for a report.
+
+`supervise` hands over what the agents send; `run_job` opens one entry for each worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import BinaryIO
+
+from horovod.runner.output.console import Console, Source
+from horovod.runner.output.lines import Line, LineSplitter
+from horovod.runner.output.report import Tail
+from horovod.runner.output.watcher import JobWatcher
+
+STREAMS = ("stdout", "stderr")
+
+
+class _Stream:
+    """One stream of one worker."""
+
+    def __init__(self, worker: int, rank: int, stream: str, copy: BinaryIO | None) -> None:
+        self.worker = worker
+        self.source = Source(rank, stream)
+        self.splitter = LineSplitter()
+        self.tail = Tail()
+        self.copy = copy
+
+
+class Outputs:
+    """What the workers write, by worker id; only ``shown`` ranks appear on the console.
+
+    Of the rank to which somebody is ``attached`` everything appears at once and as it is.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        shown: Container[int] | None = None,
+        attached: int | None = None,
+        watcher: JobWatcher | None = None,
+    ) -> None:
+        self._console = console
+        self._watcher = watcher
+        self._attached = attached
+        self._shown = shown
+        self._streams: dict[tuple[int, str], _Stream] = {}
+
+    def open(self, worker: int, rank: int, copies: Mapping[str, BinaryIO]) -> None:
+        """Expect output of a worker, which the console shows as that of ``rank``."""
+        for stream in STREAMS:
+            self._streams[worker, stream] = _Stream(worker, rank, stream, copies.get(stream))
+
+    def rename(self, worker: int, rank: int) -> None:
+        """From now on a worker is that rank."""
+        for stream in STREAMS:
+            self._streams[worker, stream].source.rank = rank
+
+    def take(self, worker: int, stream: str, data: bytes) -> None:
+        """Pass on what came; no data stands for the end of the stream."""
+        found = self._streams[worker, stream]
+        if data and found.copy is not None:
+            found.copy.write(data)
+        if found.source.rank == self._attached:
+            self._console.pass_through(stream, data)
+        self._show(found, found.splitter.feed(data) if data else found.splitter.finish())
+
+    def tail(self, worker: int) -> list[str]:
+        """The last lines that a worker wrote to stderr."""
+        return self._streams[worker, "stderr"].tail.lines()
+
+    def finish(self) -> None:
+        """Show unfinished lines of streams whose end nobody has seen."""
+        for stream in self._streams.values():
+            self._show(stream, stream.splitter.finish())
+
+    def _show(self, stream: _Stream, lines: list[Line]) -> None:
+        stream.tail.add(lines)
+        if lines and self._watcher is not None:
+            source = stream.source
+            self._watcher.output(stream.worker, source.rank, source.stream, lines)
+        if stream.source.rank == self._attached:
+            return
+        if self._shown is None or stream.source.rank in self._shown:
+            self._console.show(stream.source, lines, stream.splitter.pending)

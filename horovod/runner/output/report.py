@@ -1,0 +1,220 @@
+"""What became of a job: its exit status, and the account of the first failure.
+
+`static_job` fills an `Outcome` in, `run_job` adds `describe_failure`; `launch` prints it and exits
+with `exit_status`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from horovod.runner.output.console import Console
+from horovod.runner.output.lines import Line
+
+_KEPT_LINES = 200
+_KEPT_BYTES = 2000
+_SHOWN_LINES = 30
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class LaunchError(Exception):
+    """The job cannot be started; the message is for the person who typed the command."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Tail:
+    """The last lines of a stream, without its progress bars; bounded in memory."""
+
+    def __init__(self) -> None:
+        self._lines: deque[bytes] = deque(maxlen=_KEPT_LINES)
+
+    def add(self, lines: Iterable[Line]) -> None:
+        self._lines.extend(line.text[:_KEPT_BYTES] for line in lines if line.end != b"\r")
+
+    def lines(self) -> list[str]:
+        """The last 30 lines, and more where a traceback began earlier."""
+        kept = [line.decode(errors="replace") for line in self._lines]
+        while kept and not kept[-1].strip():
+            kept.pop()
+        start = max(0, len(kept) - _SHOWN_LINES)
+        for index in range(start - 1, -1, -1):
+            if _TRACEBACK in kept[index]:
+                start = index
+                break
+            if _TRACEBACK in "".join(kept[start:]):
+                break
+        return kept[start:]
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a worker ended; ``code`` is negative after a signal."""
+
+    rank: int
+    pid: int
+    code: int
+    host: str = "localhost"
+    because_of: tuple[int, ...] | None = None  # ranks by which it failed, if it said so
+
+    @property
+    def status(self) -> int:
+        """As a shell would report it."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def describe(self) -> str:
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:
+            name = f"signal {-self.code}"
+        return f"killed by {name} (exit code {self.status})"
+
+
+@dataclass(frozen=True)
+class LostHost:
+    """A host whose agent, or the connection to it, ended while its workers ran."""
+
+    name: str
+    ranks: Sequence[int]
+    how: str
+    last_words: str  # of ssh, or of the agent
+
+
+@dataclass
+class Outcome:
+    """Everything the exit status and the report depend on."""
+
+    exits: list[Exit] = field(default_factory=list)  # in the order of dying
+    first_failure: Exit | None = None
+    gone_early: Sequence[Exit] = ()  # ended well (or run on) while others waited: then the cause
+    lost: LostHost | None = None  # where that came first
+    interrupted: int | None = None  # the signal that the launcher got first
+    output_lost: bool = False
+    problem: str = ""  # what kept the launcher itself from doing its work
+    problem_status: int = 1
+    account: str = ""  # of the first failure, for people
+
+    def note_lost_output(self, console: Console) -> None:
+        """Where the workers' output could not be written, the job has ended for that reason."""
+        self.output_lost = console.broken
+        self.problem = self.problem or console.problem
+
+
+def first_to_fail(batch: Sequence[Exit]) -> Exit | None:
+    """The root cause among workers that have ended.
+
+    Those that say that they failed because of others come last. Of the rest, a rank that was killed
+    cannot have failed because of the others, one that exited with an error can: it may have noticed
+    the loss of a peer by other means than ours.
+    """
+    failed = [one for one in batch if one.code != 0]
+    failed = [one for one in failed if one.because_of is None] or failed
+    killed = [one for one in failed if one.code < 0 and -one.code != signal.SIGABRT]
+    return next(iter(killed or failed), None)
+
+
+def exit_status(outcome: Outcome) -> int:
+    """What horovodrun exits with."""
+    if outcome.first_failure is not None:
+        return outcome.first_failure.status
+    if outcome.lost is not None:
+        return 1
+    if outcome.problem:
+        return outcome.problem_status
+    if outcome.interrupted is not None:
+        return 128 + outcome.interrupted
+    if outcome.output_lost:
+        return 128 + signal.SIGPIPE
+    return 0
+
+
+def describe_failure(outcome: Outcome, tail: Sequence[str], log: str | None = None) -> str:
+    """The account of the first failure; empty when nothing failed."""
+    first, lost, early = outcome.first_failure, outcome.lost, outcome.gone_early
+    if first is not None and early:
+        rows = [(str(one.rank), one.host, str(one.pid), _how_early(one)) for one in early]
+    elif first is not None:
+        rows = [(str(first.rank), first.host, str(first.pid), first.describe())]
+    elif lost is not None:
+        rows = [(ranges(lost.ranks), lost.name, "-", lost.how)]
+        tail = lost.last_words.splitlines()
+    else:
+        return ""
+    rows.insert(0, ("rank", "host", "pid", "ended with"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    table = [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    text = [
+        "",
+        "Horovod detected that one or more processes exited with non-zero status, and ended the "
+        f"job. {'The cause' if early else 'The first to fail'} was:",
+        "",
+        *table,
+        "",
+    ]
+    if first is not None and early:
+        where = f" (all of it: {log})" if log else ""
+        text.append(f"Last lines of the stderr of rank {first.rank}, which needed it{where}:")
+    elif first is None:
+        text.append("Its last words:" if tail else "It said nothing.")
+    elif tail:
+        text.append(f"Last lines of its stderr{f' (all of it: {log})' if log else ''}:")
+    else:
+        text.append(f"It wrote nothing to stderr.{_hint(first)}")
+    if tail:
+        text += ["", *(f"  {line}".rstrip() for line in tail)]
+    if first is not None and any(line.startswith("bdb.BdbQuit") for line in tail):
+        text += ["", f"breakpoint() needs somebody to talk to: horovodrun --attach {first.rank}"]
+    text += [*_others(outcome, first), ""]
+    return "\n".join(text) + "\n"
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """``0-3,5`` for people."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
+
+
+def _how_early(one: Exit) -> str:
+    if -one.code in (signal.SIGTERM, signal.SIGKILL):  # that was us
+        return "left Horovod while other ranks still needed it, and ran on until it was ended"
+    return f"{one.describe()}, while other ranks still needed it for a collective operation"
+
+
+def _hint(first: Exit) -> str:
+    if -first.code == signal.SIGKILL:
+        return " SIGKILL often means that the machine ran out of memory (see dmesg)."
+    return ""
+
+
+def _others(outcome: Outcome, first: Exit | None) -> list[str]:
+    later = [
+        one
+        for one in outcome.exits
+        if one is not first
+        and one.code != 0
+        and -one.code not in (signal.SIGTERM, signal.SIGKILL)  # that was us
+    ]
+    if not later:
+        return []
+    ranks = ", ".join(str(one.rank) for one in sorted(later, key=lambda one: one.rank))
+    which = f"Rank {ranks}" if len(later) == 1 else f"Ranks {ranks}"
+    if first is not None and all(one.because_of is not None for one in later):
+        count = f"{len(later)} other rank{'' if len(later) == 1 else 's'}"
+        return ["", f"{count} failed because of it ({ranges([one.rank for one in later])})."]
+    return ["", f"{which} failed after it: for the same reason, or because it was gone."]

@@ -1,0 +1,46 @@
+"""What a launcher tells to whoever watches its job.
+
+`run_job`, `elastic.job` and the launchers for Spark and Ray hold a `JobWatcher`; the dashboard is
+one. Events are those of --status-file (see docs/elastic.md): a fixed job has the same ones, with
+one decision, number 0, whose workers have the names of their ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from horovod.runner.output.lines import Line
+from horovod.runner.output.report import Outcome
+
+
+class JobWatcher:
+    """Hears what happens in a job; this one takes no notice. Called by the launcher's thread."""
+
+    def note(self, event: str, **details: Any) -> None:
+        """Something happened."""
+
+    def output(self, worker: int, rank: int, stream: str, lines: Sequence[Line]) -> None:
+        """A worker, which is that rank now, wrote these lines."""
+
+    def ended(self, outcome: Outcome) -> None:
+        """The job is over, and its account is written."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Nothing more comes. ``error`` is what the launcher itself ends with, if anything."""
+
+    def variables(self) -> dict[str, str]:
+        """What workers need in their environment."""
+        return {}
+
+    def __enter__(self) -> JobWatcher:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(error)

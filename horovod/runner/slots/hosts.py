@@ -1,0 +1,268 @@
+"""Which rank runs where: host lists in every form, and the plan of slots made from them.
+
+`arguments` reads ``-H``, hostfiles and LSF's list with it; `jobs.request` plans; `worker_env` turns
+each slot into a worker's variables. Nothing here asks a name server: a list of hundreds of hosts
+must not wait for one.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)  # so that no name can pass for an option of ssh
+_ITEM = re.compile(r"(?P<name>\[[^\[\]]*\]|[^\[\]:]+(?:\[[^\[\]]*\][^\[\]:]*)*)(?::(?P<slots>.*))?")
+_COMMA = re.compile(r",(?![^\[]*\])")  # a comma outside brackets
+_BRACKETS = re.compile(r"\[([^\]]*)\]")
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
+_MAX_HOSTS = 100_000  # a range with a digit too many is a mistake, not a cluster
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of the job. Hosts without a number of slots share the ranks the others leave over."""
+
+    name: str
+    slots: int | None = None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one rank."""
+
+    hostname: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """The hosts of ``-H``; `ValueError` naming the item that is wrong.
+
+    Items are ``NAME``, ``NAME:SLOTS``, ``[IPV6]:SLOTS``, or ranges such as ``node[01-04,7]:SLOTS``.
+    """
+    hosts = [host for item in _COMMA.split(text) for host in _expand(item.strip())]
+    seen = set()
+    for host in hosts:
+        if host.name in seen:
+            raise ValueError(f"host {host.name!r} is named twice")
+        seen.add(host.name)
+    return hosts
+
+
+def parse_hostfile(lines: Iterable[str]) -> list[Host]:
+    """The hosts of a file; `ValueError` naming the line that is wrong.
+
+    A line is an item as for ``-H``, or ``NAME slots=N``; what follows ``#`` is a comment. As MPI
+    has it, a host on several lines offers the sum of their slots, and max-slots is ignored.
+    """
+    slots: dict[str, int | None] = {}
+    for number, line in enumerate(lines, start=1):
+        content = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
+        if not content:
+            continue
+        try:
+            for host in _with_slots(_expand(content[0]), content[1:]):
+                if host.name in slots:
+                    slots[host.name] = (slots[host.name] or 1) + (host.slots or 1)
+                else:
+                    slots[host.name] = host.slots
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    if not slots:
+        raise ValueError("it names no host")
+    return [Host(name, count) for name, count in slots.items()]
+
+
+def lsf_hosts(environ: Mapping[str, str]) -> list[Host]:
+    """The hosts that LSF gave to the job this process belongs to; empty outside LSF."""
+    words = environ.get("LSB_MCPU_HOSTS", "").split() if environ.get("LSB_JOBID") else []
+    names, counts = words[::2], words[1::2]
+    if len(names) != len(counts):
+        raise ValueError(f"LSB_MCPU_HOSTS={' '.join(words)!r} is not pairs of host and slots")
+    hosts = [Host(_checked(name), _count(count)) for name, count in zip(names, counts, strict=True)]
+    if environ.get("CSM_ALLOCATION_ID") and len(hosts) > 1:
+        return hosts[1:]  # such clusters list the node of the batch script first; it has no GPUs
+    return hosts
+
+
+@functools.cache
+def is_local(name: str) -> bool:
+    """Whether a host of the list is this machine.
+
+    True for localhost, this machine's host name, its addresses, and names that /etc/hosts gives
+    to them. Other aliases count as another host, which ssh reaches all the same.
+    """
+    own = socket.gethostname()
+    if name in {"localhost", own, own.partition(".")[0]} or _is_own_address(name):
+        return True
+    if name.partition(".")[0] == own.partition(".")[0]:  # the long form of our name, or a namesake
+        try:
+            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            return False
+        return any(_is_own_address(str(entry[4][0])) for entry in found)
+    return name in _own_aliases()
+
+
+def plan_slots(hosts: Sequence[Host], num_proc: int) -> list[Slot]:
+    """Places for ranks 0 to ``num_proc`` - 1: hosts in the order given, each filled in turn."""
+    counts = _share(hosts, num_proc)
+    cross_sizes = [
+        sum(count > local_rank for count in counts) for local_rank in range(max(counts, default=0))
+    ]
+    slots: list[Slot] = []
+    before = [0] * len(cross_sizes)  # hosts so far that have a rank with this local rank
+    for host, count in zip(hosts, counts, strict=True):
+        for local_rank in range(count):
+            slots.append(
+                Slot(
+                    hostname=host.name,
+                    rank=len(slots),
+                    size=num_proc,
+                    local_rank=local_rank,
+                    local_size=count,
+                    cross_rank=before[local_rank],
+                    cross_size=cross_sizes[local_rank],
+                )
+            )
+            before[local_rank] += 1
+    return slots
+
+
+def _share(hosts: Sequence[Host], num_proc: int) -> list[int]:
+    """How many ranks each host gets: exactly ``num_proc`` in all."""
+    open_ended = sum(host.slots is None for host in hosts)
+    left = max(0, num_proc - sum(host.slots or 0 for host in hosts))
+    if left and not open_ended:
+        offered = sum(host.slots or 0 for host in hosts)
+        raise ValueError(
+            f"the hosts offer {offered} slots, but {num_proc} processes are to run; "
+            f"give more slots (-H NAME:SLOTS) or a smaller -np"
+        )
+    shares = iter([left // open_ended + (i < left % open_ended) for i in range(open_ended)])
+    free = num_proc
+    counts = []
+    for host in hosts:
+        offered = next(shares) if host.slots is None else host.slots
+        counts.append(min(offered, free))
+        free -= counts[-1]
+    return counts
+
+
+def _expand(item: str) -> list[Host]:
+    """The hosts of one item; several where it has a range."""
+    match = _ITEM.fullmatch(item)
+    if match is None:
+        raise ValueError(_shape(item))
+    slots = None if match["slots"] is None else _count(match["slots"], item)
+    name = match["name"]
+    if name.startswith("["):
+        return [Host(_ipv6(name[1:-1]), slots)]
+    return [Host(_checked(each, item), slots) for each in _names(name)]
+
+
+def _names(pattern: str) -> list[str]:
+    """``r[1-2]n[01-04]`` as the eight names it stands for."""
+    pieces: list[list[str]] = []
+    total = 1
+    for index, piece in enumerate(_BRACKETS.split(pattern)):
+        pieces.append(_numbers(piece, pattern) if index % 2 else [piece])
+        total *= len(pieces[-1])
+        if total > _MAX_HOSTS:
+            raise ValueError(f"{pattern!r} stands for more than {_MAX_HOSTS} hosts")
+    return ["".join(parts) for parts in itertools.product(*pieces)]
+
+
+def _numbers(text: str, pattern: str) -> list[str]:
+    """``01-03,7`` as 01, 02, 03 and 7: written as wide as the lower end is."""
+    numbers: list[str] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"{part!r} in {pattern!r} is not a number or a range such as 01-04")
+        low, high = match[1], match[2] or match[1]
+        if int(high) < int(low):
+            raise ValueError(f"the range {part!r} in {pattern!r} runs backwards")
+        if int(high) - int(low) >= _MAX_HOSTS:
+            raise ValueError(f"{pattern!r} stands for more than {_MAX_HOSTS} hosts")
+        numbers += [f"{n:0{len(low)}d}" for n in range(int(low), int(high) + 1)]
+    return numbers
+
+
+def _with_slots(hosts: list[Host], words: Sequence[str]) -> list[Host]:
+    """Apply the ``slots=N`` of a hostfile's line."""
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in {"slots", "max-slots", "max_slots"}:
+            raise ValueError(f"{word!r} is not of the form slots=N")
+        if key == "slots":
+            if hosts[0].slots is not None:
+                raise ValueError(f"{hosts[0].name!r} has its slots given twice")
+            hosts = [Host(host.name, _count(value)) for host in hosts]
+    return hosts
+
+
+def _count(text: str, item: str = "") -> int:
+    if not re.fullmatch(r"[0-9]{1,6}", text):
+        raise ValueError(_shape(item) if item else f"{text!r} is not a number of slots")
+    if int(text) == 0:
+        raise ValueError(f"{item or 'slots=0'!r} offers no slots")
+    return int(text)
+
+
+def _checked(name: str, item: str = "") -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(_shape(item or name))
+    return name
+
+
+def _ipv6(text: str) -> str:
+    address, percent, zone = text.partition("%")
+    try:
+        socket.inet_pton(socket.AF_INET6, address)
+        if percent:
+            _checked(zone)
+    except (OSError, ValueError):
+        raise ValueError(f"'[{text}]' is not an IPv6 address") from None
+    return text
+
+
+def _shape(item: str) -> str:
+    hint = f"; put IPv6 addresses in brackets: [{item}]" if item.count(":") > 1 else ""
+    return f"{item!r} is not of the form NAME, NAME:SLOTS or [IPV6]:SLOTS{hint}"
+
+
+def _is_own_address(text: str) -> bool:
+    """Whether ``text`` is an address that this machine can listen on."""
+    family = socket.AF_INET6 if ":" in text else socket.AF_INET
+    try:
+        socket.inet_pton(family, text.partition("%")[0])
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            scope = (0, socket.if_nametoindex(text.partition("%")[2])) if "%" in text else ()
+            probe.bind((text.partition("%")[0], 0, *scope))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@functools.cache
+def _own_aliases() -> frozenset[str]:
+    """The names that /etc/hosts gives to this machine's addresses."""
+    names: set[str] = set()
+    try:
+        with open("/etc/hosts", encoding="utf-8", errors="replace") as file:
+            lines = [line.partition("#")[0].split() for line in file]
+    except OSError:
+        return frozenset()
+    for words in lines:
+        if len(words) > 1 and _is_own_address(words[0]):
+            names.update(words[1:])
+    return frozenset(names)

@@ -1,0 +1,88 @@
+"""The variables that a worker gets from the launcher.
+
+`worker_specs` and the elastic job call it. `horovod.common.environments` reads the HOROVOD_* names
+in the worker; the names of torchrun are there for plain torch.distributed scripts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from horovod.common.wire import encode_key
+from horovod.runner.slots.hosts import Slot
+
+KEY = "_HOROVOD_SECRET_KEY"
+
+HOSTS_OWN = ("HOME", "LOGNAME", "MAIL", "SHELL", "TMPDIR", "USER", "XDG_RUNTIME_DIR")
+"""Variables that a worker takes from the host it runs on: who the user is there, and where that
+user's files are."""
+
+_STAYS = re.compile(
+    r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|.*CUDA_VISIBLE_DEVICES"  # as ever with horovodrun
+    r"|HOSTNAME|TEMP|TMP|DISPLAY|WAYLAND_DISPLAY|XAUTHORITY|XDG_SESSION_.*|DBUS_.*"
+    r"|SSH_.*|SUDO_.*|WINDOWID|TTY|GPG_TTY|STY|TMUX.*|_HOROVOD_SECRET_KEY|" + "|".join(HOSTS_OWN)
+)
+"""What is true of the launcher's machine and session alone."""
+
+
+@dataclass(frozen=True)
+class WorkerRendezvous:
+    """Where the ranks of the job meet."""
+
+    address: str
+    store_port: int  # the launcher's store
+    free_port: int  # for the user's own init_process_group
+    key: bytes
+    master: str = ""  # rank 0's host, where that port is; the same address if empty
+
+
+def common_variables(meeting: WorkerRendezvous) -> dict[str, str]:
+    """The variables that are the same for all workers."""
+    return {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": meeting.address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(meeting.store_port),
+        KEY: encode_key(meeting.key),
+        "MASTER_ADDR": meeting.master or meeting.address,
+        "MASTER_PORT": str(meeting.free_port),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def slot_variables(slot: Slot) -> dict[str, str]:
+    """The variables that say which worker it is."""
+    return {
+        "HOROVOD_HOSTNAME": slot.hostname,
+        "HOROVOD_RANK": str(slot.rank),
+        "HOROVOD_SIZE": str(slot.size),
+        "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(slot.local_size),
+        "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+        "RANK": str(slot.rank),
+        "WORLD_SIZE": str(slot.size),
+        "LOCAL_RANK": str(slot.local_rank),
+        "LOCAL_WORLD_SIZE": str(slot.local_size),
+    }
+
+
+def terminal_variables(columns: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Tell workers that a person is watching, and how wide their progress bars may be."""
+    room = max(20, columns - len("[0]<stderr>:"))
+    return {"HOROVOD_LAUNCHER_TTY": "1", "COLUMNS": environ.get("COLUMNS", str(room))}
+
+
+def travelling(environ: Mapping[str, str]) -> dict[str, str]:
+    """The part of the launcher's environment that goes along to another host."""
+    return {name: value for name, value in environ.items() if not _STAYS.fullmatch(name)}
+
+
+def interface_variables(nics: Sequence[str]) -> dict[str, str]:
+    """Variables that keep the traffic between hosts on these interfaces of a host."""
+    return {"HOROVOD_GLOO_IFACE": nics[0], "NCCL_SOCKET_IFNAME": ",".join(nics)} if nics else {}
+
+
+def threads_per_worker(cores: int, local_size: int) -> int:
+    """A fair share of the cores of a host."""
+    return max(1, cores // local_size)

@@ -1,0 +1,114 @@
+"""Where the launcher serves the job's store."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from horovod.common.store import MemoryStore, StoreClient
+from horovod.common.wire import new_key
+from horovod.runner.agents.probe import probe
+from horovod.runner.agents.store_endpoints import (
+    StoreEndpoints,
+    addresses_towards,
+    describe_failures,
+)
+
+
+@pytest.fixture
+def place():
+    place = StoreEndpoints(new_key())
+    yield place
+    place.close()
+
+
+def test_one_store_behind_all_doors(place: StoreEndpoints):
+    endpoints = [place.open("127.0.0.1"), place.open("127.0.0.2")]
+    assert place.open("127.0.0.1") == endpoints[0]
+    assert place.endpoints == endpoints
+    first, second = (StoreClient(*endpoint, place.key, 10) for endpoint in endpoints)
+    waiting = threading.Thread(target=lambda: second.set("answer", first.get("question", 10)))
+    waiting.start()
+    second.set("question", b"42")
+    assert first.get("answer", 10) == b"42"
+    waiting.join()
+    assert place.store.try_get("answer") == b"42"
+
+
+def test_doors_that_nobody_needs_are_closed(place: StoreEndpoints):
+    kept, closed = place.open("127.0.0.1"), place.open("127.0.0.2")
+    place.keep({kept})
+    assert place.endpoints == [kept]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(closed, timeout=5)
+    place.store.set("key", b"value")
+    assert StoreClient(*kept, place.key, 10).get("key", 10) == b"value"
+
+
+def test_a_given_store_is_served():
+    store = MemoryStore()
+    place = StoreEndpoints(new_key(), store)
+    try:
+        StoreClient(*place.open("127.0.0.1"), place.key, 10).set("key", b"value")
+        assert store.try_get("key") == b"value"
+    finally:
+        place.close()
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        (("127.0.0.1", "127.0.0.1"), ["127.0.0.1"]),  # what the host sees is ours
+        (("192.0.2.7", "127.0.0.1"), []),  # it is not, and the way there is no way for others
+    ],
+)
+def test_the_address_that_the_other_side_sees(ends: tuple[str, str], expected: list[str]):
+    assert addresses_towards("localhost", ends, []) == expected
+
+
+def test_chosen_interfaces_decide():
+    assert addresses_towards("somewhere", ("192.0.2.7", "192.0.2.9"), ["nope0", "lo"]) == [
+        "127.0.0.1"
+    ]
+    assert addresses_towards("somewhere", ("127.0.0.1", "127.0.0.1"), ["nope0"]) == []
+
+
+def ask(endpoints: list[tuple[str, int]], key: bytes, nics: list[str] | None = None) -> dict:
+    return probe(
+        {
+            "endpoints": endpoints,
+            "key": key.hex(),
+            "timeout": 10,
+            "nics": nics or [],
+            "towards": ["127.0.0.1"],
+        }
+    )
+
+
+def test_a_host_finds_the_door_that_opens_to_its_key(place: StoreEndpoints):
+    with socket.create_server(("127.0.0.3", 0)) as listening:
+        closed = listening.getsockname()
+    endpoint = place.open("127.0.0.1")
+    answer = ask([closed, endpoint], place.key, ["lo", "nope0"])
+    assert tuple(answer["endpoint"]) == endpoint
+    assert answer["nics"] == {"lo": "127.0.0.1"}
+    assert "lo" in answer["interfaces"]
+    assert answer["address"] == "127.0.0.1"
+    with socket.create_server((answer["address"], answer["port"])):
+        pass
+
+
+def test_a_door_of_somebody_else_is_none(place: StoreEndpoints):
+    endpoint = place.open("127.0.0.1")
+    answer = ask([endpoint], new_key())
+    assert answer["endpoint"] is None
+    ((address, port, reason),) = answer["failures"]
+    assert (address, port) == endpoint
+    assert "key" in reason
+
+
+def test_failures_for_people():
+    text = describe_failures([["10.0.0.1", 4000, "timed out"], ["fe80::1", 4001, "refused"]])
+    assert text == "10.0.0.1:4000 (timed out), [fe80::1]:4001 (refused)"

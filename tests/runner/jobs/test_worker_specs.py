@@ -1,0 +1,91 @@
+"""What workers get: this machine under two names is one machine, another host is another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from horovod.runner.agents.host_agent import HostAgent
+from horovod.runner.agents.ssh import Ssh
+from horovod.runner.jobs.request import JobRequest
+from horovod.runner.jobs.worker_specs import describe_threads, host_variables, worker_specs
+from horovod.runner.slots.hosts import parse_hosts, plan_slots
+from horovod.runner.slots.worker_env import KEY, WorkerRendezvous
+
+REQUEST = JobRequest(
+    command=["python"],
+    slots=plan_slots(parse_hosts("localhost:2,127.0.0.1:1,elsewhere:2"), 5),
+    env={"GIVEN": "yes", "HOSTNAME": "here"},
+    cwd="/",
+    ssh=Ssh(None, None, 1.0),
+)
+MEETING = WorkerRendezvous("10.0.0.1", 1234, 5678, b"k" * 32)
+
+
+@pytest.fixture(scope="module")
+def agents() -> Iterator[dict[str, HostAgent]]:
+    """Agents of this machine; the last stands for one on another host, with other cores."""
+    found = {name: HostAgent(name) for name in REQUEST.hosts}
+    for name, agent in found.items():
+        agent.hello = {"cores": 32 if name == "elsewhere" else 12}
+    found["elsewhere"].link.remote = True
+    yield found
+    found["elsewhere"].link.remote = False
+    for agent in found.values():
+        agent.release()
+        agent.wait()
+
+
+def test_cores_are_shared_by_machine(agents: dict[str, HostAgent]):
+    bound = replace(REQUEST, cpu_bind="core")
+    specs = {name: worker_specs(bound, agent) for name, agent in agents.items()}
+    assert {name: [spec.bind for spec in found] for name, found in specs.items()} == {
+        "localhost": [("core", 0, 3), ("core", 1, 3)],
+        "127.0.0.1": [("core", 2, 3)],
+        "elsewhere": [("core", 0, 2), ("core", 1, 2)],
+    }
+    assert [spec.bind for spec in worker_specs(REQUEST, agents["localhost"])] == [None, None]
+
+
+def test_one_worker_gets_the_input(agents: dict[str, HostAgent]):
+    attached = replace(REQUEST, attach=2)
+    takers = [s.id for a in agents.values() for s in worker_specs(attached, a) if s.input]
+    assert takers == [2]
+
+
+def test_threads_are_shared_by_machine(agents: dict[str, HostAgent]):
+    threads = {
+        name: host_variables(REQUEST, agent, MEETING, [])["OMP_NUM_THREADS"]
+        for name, agent in agents.items()
+    }
+    assert threads == {"localhost": "4", "127.0.0.1": "4", "elsewhere": "16"}
+    first, second = describe_threads(REQUEST, agents.values())
+    assert first.startswith("OMP_NUM_THREADS=4 for each worker on localhost, 127.0.0.1 (12 cores,")
+    assert second.startswith("OMP_NUM_THREADS=16 for each worker on elsewhere (32 cores, 2 workers")
+
+
+def test_threads_that_the_user_chose_stay(agents: dict[str, HostAgent]):
+    chosen = replace(REQUEST, env={"OMP_NUM_THREADS": "7"})
+    env = host_variables(chosen, agents["localhost"], MEETING, [])
+    assert env["OMP_NUM_THREADS"] == "7"
+    assert describe_threads(chosen, agents.values()) == []
+
+
+def test_variables_of_this_machine_stay_here(agents: dict[str, HostAgent]):
+    here = host_variables(REQUEST, agents["localhost"], MEETING, ["eth1"])
+    there = host_variables(REQUEST, agents["elsewhere"], MEETING, ["eth1"])
+    assert (here["HOSTNAME"], here["GIVEN"], here["HOROVOD_GLOO_IFACE"]) == ("here", "yes", "eth1")
+    assert "HOSTNAME" not in there
+    assert here[KEY] == there[KEY]
+    assert (there["GIVEN"], there["MASTER_ADDR"]) == ("yes", "10.0.0.1")
+
+
+def test_a_host_that_has_the_key_gets_none(agents: dict[str, HostAgent]):
+    link = agents["elsewhere"].link
+    kept, link.keeps = link.keeps, None
+    env = host_variables(REQUEST, agents["elsewhere"], MEETING, [])
+    link.keeps = kept
+    assert KEY not in env
+    assert "OMP_NUM_THREADS" not in env

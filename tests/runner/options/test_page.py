@@ -1,0 +1,27 @@
+"""docs/horovodrun.md is made from the parser."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from horovod.runner.options.config_file import schema
+from horovod.runner.options.page import option_page
+from horovod.runner.options.parser import make_parser
+from horovod.runner.options.tunables import TUNABLES
+
+PAGE = Path(__file__).parents[3] / "docs" / "horovodrun.md"
+
+
+def test_page_is_current():
+    command = "python -m horovod.runner.options.page > docs/horovodrun.md"
+    assert PAGE.read_text() == option_page(), f"run: {command}"
+
+
+def test_page_names_every_option_variable_and_key():
+    page = option_page()
+    for action in make_parser()._actions:
+        if action.help != argparse.SUPPRESS:
+            assert all(f"`{flag}`" in page for flag in action.option_strings)
+    assert all(f"`{row.env}`" in page for row in TUNABLES)
+    assert all(f"`{key}`" in page for key, row in schema().items() if row)
