@@ -14,6 +14,7 @@ from collections.abc import Callable
 from horovod.engine.request_queue import RequestQueue
 
 _LONGEST_GATHERING = 5  # cycles that the thread waits while requests keep coming
+_ENOUGH = 1 << 17  # bytes that are worth a round of their own
 _LONGEST_END = 60.0  # seconds that the end of the process waits for a round in progress
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of all channels
@@ -81,9 +82,21 @@ class BackgroundThread:
         return self._closed
 
     def _let_gather(self) -> None:
-        """Wait while requests keep coming: one round then serves many, and disturbs nobody."""
+        """Wait while small requests keep coming: one round serves many, and disturbs nobody."""
         for _ in range(_LONGEST_GATHERING):
+            if self._is_enough():
+                return
             before = len(self._queue.requests)
             time.sleep(self.cycle)
             if len(self._queue.requests) <= before or self._closed:
                 return
+
+    def _is_enough(self) -> bool:
+        """Whether what is there would only be held up by waiting for more."""
+        size = 0
+        for request in self._queue.copy():
+            for tensor in request.tensors:
+                size += tensor.nbytes
+                if size >= _ENOUGH:
+                    return True
+        return False

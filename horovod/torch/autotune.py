@@ -88,7 +88,8 @@ def stages(
                 sizes += BUCKET_SIZES
             tried = set()
             for size in sizes:
-                form = tuple(map(len, cut([param.nbytes for _, param in params], size)))
+                nbytes = [param.nbytes for _, param in params]
+                form = tuple(map(len, cut(nbytes, size, agreed.fusion_threshold)))
                 if form not in tried:
                     tried.add(form)
                     yield replace(best, overlap=True, bucket_bytes=size)

@@ -27,6 +27,7 @@ MEBIBYTE = 1 << 20
 LARGEST_BUCKET = 128 * MEBIBYTE
 SMALLEST_BUCKET = 8 * MEBIBYTE
 _SHARES = 4
+_LITTLE = 8  # less than this part of a bucket goes with the next
 
 SMALLEST_HOST_BUCKET = MEBIBYTE // 2  # inside a host
 
@@ -145,20 +146,23 @@ def num_early(sizes: Sequence[int], hidden: float) -> int:
     """
     begun = 0
     for number, size in enumerate(sizes):
-        if number > 0 and begun + size / 2 > hidden:
+        if begun + size / 2 > hidden:
             return number
         begun += size
     return len(sizes)
 
 
-def cut(sizes: Sequence[int], most: int) -> list[range]:
+def cut(sizes: Sequence[int], most: int, limit: int) -> list[range]:
     """Which of the gradients of these sizes, in bytes, make a bucket: consecutive, up to `most`.
 
-    None is divided: one that is larger has a bucket of its own.
+    None is divided: one that is larger has a bucket of its own, together with the little that
+    comes right before it (biases, say), which is not worth a reduction by itself; but not if
+    that makes more than `limit`.
     """
     starts, size = [0], 0
     for index, nbytes in enumerate(sizes):
-        if index > starts[-1] and size + nbytes > most:
+        goes_along = size <= most // _LITTLE and nbytes > most and size + nbytes <= limit
+        if index > starts[-1] and size + nbytes > most and not goes_along:
             starts.append(index)
             size = 0
         size += nbytes

@@ -310,12 +310,13 @@ class GradientReducer:
             groups = self._groups
         elif overlap:
             sizes = [param.nbytes for _, param in params]
-            groups = [[params[index] for index in part] for part in cut(sizes, most)]
-        parts = [members for members in groups if members]
+            parts = cut(sizes, most, self._agreed.fusion_threshold)
+            groups = [[params[index] for index in part] for part in parts]
+        found = [members for members in groups if members]
         self._buckets = []
-        for number, members in enumerate(parts, 1):
+        for number, members in enumerate(found, 1):
             names = [name for name, _ in members]
-            bucket = Bucket(f"{self.name}.{bucket_title(number, len(parts), names)}", members)
+            bucket = Bucket(f"{self.name}.{bucket_title(number, len(found), names)}", members)
             runtime.name_members(bucket.name, names)
             self._buckets.append(bucket)
         self._bucket_of = {self._index[param]: b for b in self._buckets for _, param in b.params}

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from horovod.engine.background import BackgroundThread
 from horovod.engine.request import Kind, Request
@@ -73,3 +74,12 @@ def test_what_comes_after_it_was_closed_stays(work: Work):
     work.ring()
     work.thread.join(PATIENCE)
     assert [request.name for request in work.queue.requests] == ["late"]
+
+
+def test_what_is_large_enough_does_not_wait_for_more(work: Work):
+    """The gathering would last five hours, and its thread could not be ended."""
+    work.thread.cycle = 3600.0
+    tensors = [torch.empty(1 << 16), torch.empty(0), torch.empty(1 << 15)]
+    work.queue.append(Request(None, Kind.ALLREDUCE, "large", b"8 bytes.", tensors))
+    work.ring()
+    assert work.run.get(timeout=PATIENCE)[0] == "large"

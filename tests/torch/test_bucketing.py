@@ -200,8 +200,8 @@ def test_what_a_core_cannot_keep_up_with_is_not_worth_a_thread(total: int, secon
 @given(st.lists(st.integers(1, 1000), max_size=20), st.floats(0, 1e4))
 def test_backward_hides_a_first_part_of_the_buckets(sizes: list[int], hidden: float):
     early = num_early(sizes, hidden)
-    assert min(1, len(sizes)) <= early <= len(sizes)
-    if early > 1:
+    assert 0 <= early <= len(sizes)
+    if early:
         assert sum(sizes[: early - 1]) + sizes[early - 1] / 2 <= hidden
     if early < len(sizes):
         assert sum(sizes[:early]) + sizes[early] / 2 > hidden
@@ -209,7 +209,14 @@ def test_backward_hides_a_first_part_of_the_buckets(sizes: list[int], hidden: fl
 
 @pytest.mark.parametrize(
     ("sizes", "hidden", "early"),
-    [([4, 4, 4, 4], 8, 2), ([4, 4], 100, 2), ([9, 1, 1], 0, 1), ([1, 9, 1], 3, 1), ([], 5, 0)],
+    [
+        ([4, 4, 4, 4], 8, 2),
+        ([4, 4], 100, 2),
+        ([9, 1, 1], 0, 0),
+        ([9, 1, 1], 5, 1),
+        ([1, 9, 1], 3, 1),
+        ([], 5, 0),
+    ],
 )
 def test_what_backward_hides_is_not_held_back(sizes: list[int], hidden: float, early: int):
     assert num_early(sizes, hidden) == early
@@ -218,24 +225,38 @@ def test_what_backward_hides_is_not_held_back(sizes: list[int], hidden: float, e
 # -- who travels with whom -------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(0, 200))
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(0, 200), st.integers(0, 99)
+)
 def test_every_gradient_is_in_one_bucket_and_no_bucket_could_take_the_next(
-    sizes: list[int], most: int
+    sizes: list[int], most: int, more: int
 ):
-    parts = cut(sizes, most)
+    parts = cut(sizes, most, most + more)
     assert list(chain.from_iterable(parts)) == list(range(len(sizes))), "all, in their order"
     for part in parts:
-        assert len(part) == 1 or sum(sizes[index] for index in part) <= most
+        *little, last = (sizes[index] for index in part)
+        if sum(little) + last > most and little:
+            assert last > most, "by itself as well"
+            assert sum(little) <= most // 8
+            assert sum(little) + last <= most + more
     for part, after in pairwise(parts):
         assert sum(sizes[index] for index in part) + sizes[after[0]] > most
 
 
 @pytest.mark.parametrize(
     ("sizes", "most", "lengths"),
-    [([4, 4, 4], 8, [2, 1]), ([9, 1, 1], 8, [1, 2]), ([1, 9], 8, [1, 1]), ([0, 0], 0, [2])],
+    [
+        ([4, 4, 4], 8, [2, 1]),
+        ([9, 1, 1], 8, [1, 2]),
+        ([2, 9], 8, [1, 1]),
+        ([1, 9, 1, 9, 1], 8, [2, 2, 1]),
+        ([1, 20], 8, [1, 1]),
+        ([1, 8], 8, [1, 1]),
+        ([0, 0], 0, [2]),
+    ],
 )
 def test_cuts(sizes: list[int], most: int, lengths: list[int]):
-    assert [len(part) for part in cut(sizes, most)] == lengths
+    assert [len(part) for part in cut(sizes, most, limit=16)] == lengths
 
 
 def test_the_names_of_buckets():
