@@ -1,8 +1,9 @@
 # make train   install into .venv and train a real model on two processes
-# make test    install and run every check and test: the core and Lightning in .venv, TensorFlow,
-#              Keras, JAX, Spark and Ray in .venv-frameworks (`make test-core`, `test-lightning`,
-#              `test-tensorflow`, `test-jax`, `test-spark` and `test-ray` do one part); MXNet in
-#              .venv-mxnet where it can be installed (`make test-mxnet`)
+# make test    install and run every check and test: the core, what runs whole programs (examples,
+#              pages, benchmarks, the dashboard in a browser) and Lightning in .venv, TensorFlow,
+#              Keras, JAX, Spark and Ray in .venv-frameworks (`make test-core`, `test-programs`,
+#              `test-lightning`, `test-tensorflow`, `test-jax`, `test-spark` and `test-ray` do one
+#              part); MXNet in .venv-mxnet where it can be installed (`make test-mxnet`)
 # make test-versions   tests/torch and tests/engine with the oldest, a middle and the newest PyTorch,
 #              each in an environment of its own (old versions bring CUDA on x86-64)
 # make docs    build the documentation site into build/site, in .venv-docs, with all links checked
@@ -24,8 +25,8 @@ TF      := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
 INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-core test-lightning test-tensorflow test-jax test-spark test-ray
-.PHONY: test-mxnet test-versions lint docs bench clean
+.PHONY: help train test test-core test-programs test-lightning test-tensorflow test-jax
+.PHONY: test-spark test-ray test-mxnet test-versions lint docs bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
@@ -33,10 +34,16 @@ help:
 train: $(VENV)/.examples
 	PATH="$(abspath $(BIN)):$$PATH" horovodrun -np 2 python examples/pytorch/pytorch_mnist.py
 
-test: test-core test-lightning test-tensorflow test-jax test-spark test-ray test-mxnet
+test: test-core test-programs test-lightning test-tensorflow test-jax test-spark test-ray test-mxnet
+
+PROGRAMS := $(addprefix tests/,examples docs dashboard test_benchmarks.py test_scaling_model.py)
+OTHERS   := $(addprefix tests/,lightning jax bindings mxnet spark ray)
 
 test-core: lint
-	$(BIN)/python -m pytest $(PYTEST) $(patsubst %,--ignore tests/%,lightning jax bindings mxnet spark ray)
+	$(BIN)/python -m pytest $(PYTEST) $(addprefix --ignore ,$(PROGRAMS) $(OTHERS))
+
+test-programs: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST) $(PROGRAMS)
 
 test-lightning: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST) tests/lightning
