@@ -88,6 +88,12 @@ def finalise_if(question: Callable[[], bool]) -> None:
     _may_finalise = question
 
 
+def finalise_at_exit() -> None:
+    """To be called before what uses MPI registers its own end, which then comes first."""
+    atexit.unregister(_finalise)
+    atexit.register(_finalise)
+
+
 def _finalise() -> None:
     # After an uncaught exception the other ranks may never finalise; mpirun ends them instead.
     if not _is_ours or hasattr(sys, "last_value"):
@@ -105,5 +111,5 @@ def _after_fork_in_child() -> None:
     _is_ours = False
 
 
-atexit.register(_finalise)  # runs last: what uses MPI registers later
+finalise_at_exit()
 os.register_at_fork(after_in_child=_after_fork_in_child)

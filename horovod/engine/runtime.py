@@ -63,6 +63,7 @@ class Runtime(Submission):
         if self._job is not None:
             return
         check_not_inherited()
+        _stop_at_exit()
         install_hook()
         config = Config.from_env()
         if config.keep_heap:
@@ -345,5 +346,21 @@ def _end() -> None:
         let_others_end()
 
 
-atexit.register(_end)
+_stops_in = 0  # the process that calls `_end` when it ends
+
+
+def _stop_at_exit() -> None:
+    """See to it that this process stops the engine when it ends, and then finalises MPI.
+
+    What multiprocessing has forked, from Python 3.14 on, forgets what its parent has registered.
+    """
+    global _stops_in
+    if _stops_in != os.getpid():
+        _stops_in = os.getpid()
+        mpi.finalise_at_exit()
+        atexit.unregister(_end)
+        atexit.register(_end)
+
+
+_stop_at_exit()
 os.register_at_fork(after_in_child=lambda: runtime._after_fork_in_child())

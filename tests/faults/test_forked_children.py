@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -123,3 +124,22 @@ def _train_with_workers(rank: int, size: int) -> list[float]:
 def test_data_loader_workers_live_beside_collectives(transport: str):
     expected = [2.0 * sum(range(start, start + 8)) for start in (0, 8, 16, 24)] * 2
     assert run_ranks(_train_with_workers, 2, env=TRANSPORTS[transport]) == [expected] * 2
+
+
+FORGETFUL = """
+import atexit, os, sys
+import horovod.torch as hvd
+
+child = os.fork()
+if child == 0:
+    atexit._clear()
+    hvd.init()
+    atexit._run_exitfuncs()
+    os._exit(hvd.is_initialized())
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_child_that_has_forgotten_what_its_parent_registered_stops_the_engine():
+    """As a process of multiprocessing has, from Python 3.14 on."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORGETFUL], check=True, timeout=120)
