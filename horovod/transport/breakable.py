@@ -60,7 +60,11 @@ class BreakableTransport(Transport):
     # -- what a subclass may know better ---------------------------------------------------
 
     def _explain(self, error: BaseException) -> HorovodInternalError:
-        """The error for the caller and the others, from what a collective raised here."""
+        """The error for the caller and the others, from what a collective raised here.
+
+        Others post the reason, then let go of their connections. So see first who is gone, and then
+        look at the board.
+        """
         if isinstance(error, HorovodInternalError):
             return error
         me = self.group.describe(self.rank)
@@ -71,7 +75,7 @@ class BreakableTransport(Transport):
         self._board.post(failure)
 
     def _wake(self, failure: HorovodInternalError) -> None:
-        """End what ranks wait for."""
+        """End what ranks wait for, here and on the others, whoever it is that they wait for."""
 
     # -- the end ---------------------------------------------------------------------------
 

@@ -324,18 +324,28 @@ class TcpTransport(PairwiseTransport):
             return self._failure
         if not isinstance(error, OSError):
             return super()._explain(error)
-        posted = self._board.look()
-        return posted if posted is not None else self._lost(error)
+        return self._reason(error)
 
     def _on_end(self, rank: int, error: OSError | None) -> None:
         """The other end of a connection is gone, whether or not anybody here waits for it."""
         if self._failure is None and not self._board.said_goodbye(rank):
-            self._break(self._board.look() or self._lost(error))
+            self._break(self._reason(error))
 
-    def _lost(self, error: OSError | None = None) -> HorovodInternalError:
-        """Nobody said why: find out whose end of the connection is gone."""
+    def _reason(self, error: OSError | None) -> HorovodInternalError:
+        """Why a connection has ended."""
+        broken = self._broken()  # first: whoever only follows has posted why before it ends them
+        posted = self._board.look()
+        if posted is not None:
+            return posted
+        return self._lost(self._broken() if self._board.unreachable else broken, error)
+
+    def _broken(self) -> list[int]:
+        """The ranks whose connections have ended."""
         links = self._links
-        broken = [] if links is None else [rank for rank in links.open if links.is_dead(rank)]
+        return [] if links is None else [rank for rank in links.open if links.is_dead(rank)]
+
+    def _lost(self, broken: list[int], error: OSError | None) -> HorovodInternalError:
+        """Nobody said why: find out who is gone, of those whose connections have ended."""
         dead = [rank for rank in broken if self._has_died(rank)]
         served = [r for r in broken if self.group.global_ranks[r] == 0]
         if dead:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import platform
@@ -11,12 +12,22 @@ from typing import Any
 import numpy as np
 
 
+def _find(module: str, name: str) -> Any:
+    """What a module calls by that name, which may have dots."""
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+def mxnet_array(array: Any) -> Any:
+    return _find("mxnet", "nd.array")(np.atleast_1d(array), dtype=array.dtype)
+
+
 @dataclass(frozen=True)
 class Framework:
-    """A framework and the binding for it; used inside ranks."""
+    """A framework and the binding for it; used inside ranks. Pairs: a module, a name in it."""
 
     name: str
     package: str
+    from_numpy: tuple[str, str]  # what makes an array of the framework
     mismatch: tuple[str, str] = ("horovod.common.exceptions", "HorovodInternalError")
     invalid: tuple[str, str] = ("builtins", "ValueError")
     missing: frozenset[str] = field(default_factory=frozenset)  # parts of the contract
@@ -26,14 +37,7 @@ class Framework:
         return importlib.import_module(f"horovod.{self.name}")
 
     def array(self, values: Any, dtype: str = "float32") -> Any:
-        array = np.asarray(values, dtype)
-        if self.name == "torch":
-            return importlib.import_module("torch").from_numpy(array)
-        if self.name == "tensorflow":
-            return importlib.import_module("tensorflow").constant(array)
-        if self.name == "jax":
-            return importlib.import_module("jax.numpy").asarray(array)
-        return importlib.import_module("mxnet").nd.array(np.atleast_1d(array), dtype=array.dtype)
+        return _find(*self.from_numpy)(np.asarray(values, dtype))
 
     def values(self, array: Any) -> Any:
         """As lists; a scalar as a list of one, which is all that MXNet has."""
@@ -41,11 +45,8 @@ class Framework:
         return np.atleast_1d(array).tolist()
 
     def error(self, kind: str) -> type[Exception]:
-        module, name = getattr(self, kind)
-        found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found
+        error: type[Exception] = _find(*getattr(self, kind))
+        return error
 
     def unusable(self) -> str | None:
         """Why it cannot be used here."""
@@ -59,17 +60,19 @@ class Framework:
 FRAMEWORKS = {
     each.name: each
     for each in (
-        Framework("torch", "torch"),
+        Framework("torch", "torch", ("torch", "from_numpy")),
         Framework(
             "tensorflow",
             "tensorflow",
+            ("tensorflow", "constant"),
             mismatch=("tensorflow", "errors.FailedPreconditionError"),
             invalid=("tensorflow", "errors.InvalidArgumentError"),
         ),
-        Framework("jax", "jax"),
+        Framework("jax", "jax", ("jax.numpy", "asarray")),
         Framework(
             "mxnet",
             "mxnet",
+            (__name__, "mxnet_array"),
             mismatch=("mxnet", "base.MXNetError"),
             invalid=("mxnet", "base.MXNetError"),
             missing=frozenset({"join"}),

@@ -16,6 +16,7 @@ from horovod.torch.bucketing import (
     OVERLAP_KNOB,
     SIZE_KNOB,
     SMALLEST_BUCKET,
+    SMALLEST_HOST_BUCKET,
     SMALLEST_NETWORK_BUCKET,
     Bucketing,
     BucketPolicy,
@@ -156,6 +157,14 @@ def test_a_device_takes_a_quarter_at_a_time(total: int, expected: int):
 
 
 @pytest.mark.parametrize(
+    ("total", "expected"),
+    [(0, 0.5), (1, 0.5), (4, 1), (100, 25), (4000, 128)],
+)
+def test_a_host_takes_a_quarter_too_but_less_at_least(total: int, expected: float):
+    assert host_bucket(total * MEBIBYTE, 1 << 40) == expected * MEBIBYTE
+
+
+@pytest.mark.parametrize(
     ("total", "took", "expected"),
     [
         (100, 0.8, 1.0),  # about 1 Gbit/s
@@ -174,12 +183,14 @@ def test_a_network_takes_what_it_moves_in_8_ms(total: int, took: float, expected
 @given(totals, limits, seconds)
 def test_never_more_than_the_user_allows(total: int, limit: int, took: float):
     assert device_bucket(total, limit) <= limit
+    assert host_bucket(total, limit) <= limit
     assert network_bucket(total, limit, took) <= limit
 
 
 @given(totals, seconds)
 def test_bounds(total: int, took: float):
     assert SMALLEST_BUCKET <= device_bucket(total, 1 << 40) <= LARGEST_BUCKET
+    assert SMALLEST_HOST_BUCKET <= host_bucket(total, 1 << 40) <= LARGEST_BUCKET
     assert SMALLEST_NETWORK_BUCKET <= network_bucket(total, 1 << 40, took) <= LARGEST_BUCKET
 
 
@@ -195,6 +206,11 @@ def test_what_a_core_cannot_keep_up_with_is_not_worth_a_thread(total: int, secon
     assert slower or not pays_beside_backward(total, seconds), "a slower network pays rather"
     assert pays_beside_backward(total, total / 100e6), "1 Gbit/s"
     assert not pays_beside_backward(total, total / 1.2e9), "10 Gbit/s"
+
+
+def test_a_core_keeps_up_with_500_megabytes_a_second():
+    assert pays_beside_backward(10**9, 2.01)
+    assert not pays_beside_backward(10**9, 1.99)
 
 
 @given(st.lists(st.integers(1, 1000), max_size=20), st.floats(0, 1e4))

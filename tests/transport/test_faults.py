@@ -125,6 +125,47 @@ def test_abort_wakes_everybody(kind: str, count: int) -> None:
         assert "enough" in outcome.result[2], outcome.describe()
 
 
+def one_looks_while_another_posts(rank: int, size: int) -> Any:
+    """Rank 2 dies. Rank 0 looks for a reason before rank 1 posts one and ends its connections.
+
+    Rank 0 sees no processes of the others, as if they were on another host.
+    """
+    transport = build("tcp in small pieces", rank, connect())
+    assert isinstance(transport, TcpTransport)
+    transport.barrier()
+    if rank == 2:
+        tell("waiting")
+        listen()
+    links, look = transport._links, transport._board.look
+    assert links is not None
+    links.open = dict(sorted(links.open.items()))
+
+    def look_early() -> HorovodInternalError | None:
+        found = look()
+        connect().set("rank 0 has looked", b"")
+        while not links.is_dead(1):
+            pass
+        return found
+
+    def look_late() -> HorovodInternalError | None:
+        connect().get("rank 0 has looked", 20)
+        return look()
+
+    transport._board.look = look_early if rank == 0 else look_late  # type: ignore[method-assign]
+    transport._has_died = lambda rank: False  # type: ignore[method-assign]
+    return blocked_call(transport, 300_000)
+
+
+def test_who_only_followed_is_not_named() -> None:
+    with start_ranks(one_looks_while_another_posts, 3) as ranks:
+        until_waiting(ranks, 3, victim=2)
+        ranks.signal(2, signal.SIGKILL)
+        outcomes = ranks.wait(20, ranks=[0, 1])
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.describe()
+        assert tuple(outcome.result[1]) == (2,), outcome.describe()
+
+
 def close_early(rank: int, size: int) -> list[int]:
     """Many lives of a transport; whoever is ready first leaves at once."""
     store = connect()

@@ -376,6 +376,7 @@ class Driver:
             "decision",
             number=decision.number,
             kind=decision.kind,
+            too_few=decision.too_few,
             workers={name: [slot.hostname, slot.rank] for name, slot in slots.items()},
             lost=decision.lost,
         )
