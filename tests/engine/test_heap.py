@@ -18,6 +18,7 @@ from tests.ranks import run_ranks
 
 BLOCKS, MEBIBYTES, STEPS = 4, 24, 5
 PAGES = BLOCKS * MEBIBYTES * 256
+HUGE = 512  # pages in a huge one
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="this is about glibc")
 
@@ -47,14 +48,11 @@ def _faults_of_a_step(rank: int, size: int) -> float:
     return (count() - before) / STEPS
 
 
-def test_a_step_finds_the_memory_of_the_one_before():
-    (faults,) = run_ranks(_faults_of_a_step, 1)
-    assert faults < PAGES / 20
-
-
-def test_what_the_user_tells_glibc_is_left_alone():
-    (faults,) = run_ranks(_faults_of_a_step, 1, env={"MALLOC_TRIM_THRESHOLD_": "131072"})
-    assert faults > PAGES / 2
+def test_a_step_finds_the_memory_of_the_one_before_unless_the_user_tells_glibc_otherwise():
+    (kept,) = run_ranks(_faults_of_a_step, 1)
+    (given_back,) = run_ranks(_faults_of_a_step, 1, env={"MALLOC_TRIM_THRESHOLD_": "131072"})
+    assert given_back > PAGES / HUGE / 2  # a glibc of today may ask for huge pages by itself
+    assert kept < given_back / 4
 
 
 def _join(rank: int, size: int, nbytes: int) -> tuple[int, int, bool]:
