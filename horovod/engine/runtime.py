@@ -352,7 +352,7 @@ _stops_in = 0  # the process that calls `_end` when it ends
 def _stop_at_exit() -> None:
     """See to it that this process stops the engine when it ends, and then finalises MPI.
 
-    What multiprocessing has forked, in Python 3.13 and newer, forgets what its parent has registered.
+    What multiprocessing forks, in Python 3.13 and newer, forgets what its parent has registered.
     """
     global _stops_in
     if _stops_in != os.getpid():
