@@ -17,7 +17,7 @@ from horovod.ray.elastic import RayHostDiscovery, TestDiscovery
 from horovod.runner.functions.run_function import RemoteError
 from tests.ray import training
 from tests.ray.conftest import add_node
-from tests.ray.processes import await_ends
+from tests.ray.processes import await_ends, await_true
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(900)]
 
@@ -81,6 +81,8 @@ def test_nodes_come_and_go(cluster: Any):
     nodes = {message["node"] for message in events.messages}
     assert len(nodes) == 2
     assert added.node_id in nodes
+    # Ray itself takes its time to notice, and would give the next test a node that is gone.
+    await_true(lambda: added.node_id not in {n["NodeID"] for n in ray.nodes() if n["Alive"]})
 
 
 def test_the_function_fails_everywhere():
