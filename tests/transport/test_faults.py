@@ -148,7 +148,7 @@ def one_looks_while_another_posts(rank: int, size: int) -> Any:
         return found
 
     def look_late() -> HorovodInternalError | None:
-        connect().get("rank 0 has looked", 20)
+        connect().get("rank 0 has looked", 120)
         return look()
 
     transport._board.look = look_early if rank == 0 else look_late  # type: ignore[method-assign]
@@ -160,7 +160,7 @@ def test_who_only_followed_is_not_named() -> None:
     with start_ranks(one_looks_while_another_posts, 3) as ranks:
         until_waiting(ranks, 3, victim=2)
         ranks.signal(2, signal.SIGKILL)
-        outcomes = ranks.wait(20, ranks=[0, 1])
+        outcomes = ranks.wait(120, ranks=[0, 1])
     for outcome in outcomes:
         assert outcome.error is None, outcome.describe()
         assert tuple(outcome.result[1]) == (2,), outcome.describe()
