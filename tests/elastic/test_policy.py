@@ -341,3 +341,28 @@ def test_who_finishes_before_the_first_decision_is_not_replaced_and_not_waited_f
     proposal = make_plan(dataclasses.replace(view, workers=workers), LIMITS).proposal
     assert proposal is not None
     assert [(w.id, w.joined) for w in proposal.members] == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_who_ends_before_others_are_started_does_not_end_the_job():
+    ended = View(
+        now=0.0,
+        hosts={"a": 2, "b": 1},
+        resting=frozenset("a"),
+        connecting=True,
+        running=False,
+        finishing=True,
+        anybody_finished=True,
+        ended_early=("b",),
+    )
+    limits = Limits(num_proc=3, min_np=3, max_np=3)
+    assert make_plan(ended, limits) == ElasticPlan(), "the other host is on its way"
+    connected = dataclasses.replace(ended, resting=frozenset(), connecting=False)
+    assert make_plan(connected, limits) == ElasticPlan(start=("a", "a"))
+    waiting = dataclasses.replace(ended, workers=[new(1, "b", ready_at=0.0)], running=True)
+    assert make_plan(waiting, limits) == ElasticPlan(), "nobody begins without them"
+    for change in (
+        {"connecting": False},  # it cannot be reached
+        {"interrupted": True},
+        {"number": 1},
+    ):
+        assert make_plan(dataclasses.replace(ended, **change), limits).ending is not None

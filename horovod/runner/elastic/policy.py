@@ -62,7 +62,7 @@ class ElasticPlan:
 def make_plan(view: View, limits: Limits) -> ElasticPlan:
     """The next step."""
     ending = termination.find_ending(view, limits)
-    if ending is not None:
+    if ending is not None and not _some_never_ran(view, limits):
         return ElasticPlan(ending=ending)
     if view.over:
         return _finish(view, limits)
@@ -227,16 +227,24 @@ def _begin_without(view: View, limits: Limits) -> ElasticPlan:
 
     Those who come wait until all others have come or ended. Slots that were never used are filled.
     """
-    ended = view.ended_early
-    room = dict(view.hosts)
-    for host in ended:
-        room[host] = room.get(host, 0) - 1
-    start = _missing(dataclasses.replace(view, hosts=room, failures=()), [], view.workers, limits)
-    if limits.max_np is not None:
-        start = start[: max(0, limits.max_np - len(view.workers) - len(ended))]
-    if start or not view.workers or any(worker.ready_at is None for worker in view.workers):
+    start = _never_used(view, limits)
+    more_to_come = view.connecting or any(worker.ready_at is None for worker in view.workers)
+    if start or more_to_come or not view.workers:
         return ElasticPlan(tuple(start))
     return ElasticPlan(proposal=Proposal(tuple(_seated(view, view.workers)), "start"))
+
+
+def _some_never_ran(view: View, limits: Limits) -> bool:
+    """Whether those who have ended did so before others were even started, which still will be."""
+    if view.number or not view.finishing or view.interrupted or view.no_hosts:
+        return False
+    return view.connecting or bool(_never_used(view, limits))
+
+
+def _never_used(view: View, limits: Limits) -> list[str]:
+    """Where workers can be started on slots that had none so far, before the first decision."""
+    gone = [WorkerView(-1, host) for host in view.ended_early]
+    return _missing(dataclasses.replace(view, failures=()), [], [*view.workers, *gone], limits)
 
 
 def _shrink(view: View, members: Sequence[WorkerView]) -> Proposal | None:
