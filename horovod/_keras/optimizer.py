@@ -8,12 +8,15 @@ are clipped, accumulated or checked for overflow. How it does that is in `keras3
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from horovod._keras.flavour import backend_of, is_optimizer, is_tf_keras
 from horovod._keras.rebuild import derived_class, rebuilt, taken_over
 from horovod._keras.reduction import Distribution
+from horovod.common.compression import NoneCompressor
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.reduce_op import ReduceOp
 
 
 def distribute(optimizer: Any, *, num_groups: int = 0, **arguments: Any) -> Any:
@@ -25,6 +28,46 @@ def distribute(optimizer: Any, *, num_groups: int = 0, **arguments: Any) -> Any:
     distribution = Distribution(**arguments)
     _check(optimizer)
     return _distributed(optimizer, distribution, rebuilt)
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = NoneCompressor,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A `DistributedOptimizer` that leaves `local_layers`, one or several, to each rank.
+
+    `optimizer`, `name`, `device_dense`, `device_sparse`, `compression`, `sparse_as_dense`,
+    `gradient_predivide_factor`, `op`, `backward_passes_per_step`, `average_aggregated_gradients`,
+    `groups`, `process_set` and `scale_local_gradients` are those of `DistributedOptimizer`.
+    """
+    distributed = distribute(
+        optimizer,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    return register_local_layers(distributed, local_layers)
 
 
 def distribute_in_place(optimizer: Any, **arguments: Any) -> Any:

@@ -1,6 +1,6 @@
 """Collectives on single values: numbers, arrays and tensors of whatever backend.
 
-`horovod.tensorflow.keras` and `horovod.keras` export them with their signatures. Results are there
+`horovod.tensorflow.keras` and `horovod.keras` export them. Results are there
 at once, as tensors of the backend; in a v1 graph of TensorFlow the session is asked for them.
 """
 
@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from horovod._keras.arrays import to_numpy, to_torch
+from horovod.common.compression import NoneCompressor
 from horovod.common.reduce_op import ReduceOp
+from horovod.common.util import resolve_reduce_op
 from horovod.torch import mpi_ops
 
 
@@ -23,9 +25,37 @@ class Values:
     def __init__(self, backend: str) -> None:
         self._backend = backend
 
-    def allreduce(self, value: Any, **arguments: Any) -> Any:
-        """Reduce a value over all ranks; the packages have the arguments, with their defaults."""
-        return _run(self._backend, "allreduce", value, **arguments)
+    def allreduce(
+        self,
+        value: Any,
+        name: str | None = None,
+        average: bool | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        op: ReduceOp | None = None,
+        compression: Any = NoneCompressor,
+    ) -> Any:
+        """Reduce a number, array or tensor over all ranks.
+
+        Args:
+            value: Of the same shape and type on all ranks.
+            name: Ranks match operations by name; left out, by the order of their calls.
+            average: Older form of `op`: True for `Average`, False for `Sum`.
+            prescale_factor: Multiplies tensors before the reduction.
+            postscale_factor: Multiplies the result.
+            op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
+            compression: What travels in place of a tensor, such as `Compression.fp16`.
+        """
+        return _run(
+            self._backend,
+            "allreduce",
+            value,
+            name=name,
+            op=resolve_reduce_op(op, average),
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            compression=compression,
+        )
 
     def allgather(self, value: Any, name: str | None = None) -> Any:
         """All ranks' `value`, concatenated along the first dimension.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from horovod._keras.arrays import to_numpy, to_torch
 from horovod._keras.flavour import backend_of, is_tf_keras, keras_of
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.runtime import runtime
+from horovod.engine.wait_for_all import wait_for_all
 from horovod.torch.mpi_ops import broadcast_async_, synchronize
 from horovod.torch.objects import allgather_object
 
@@ -129,12 +131,5 @@ def _broadcast(values: Sequence[Any], root_rank: int) -> list[Any]:
         broadcast_async_(tensor, root_rank, f"BroadcastGlobalVariables.{number}")
         for number, tensor in enumerate(tensors)
     ]
-    failure = None
-    for handle in handles:
-        try:
-            synchronize(handle)
-        except HorovodInternalError as error:
-            failure = failure or error  # but wait for all: none may be left in flight
-    if failure is not None:
-        raise failure
+    wait_for_all(partial(synchronize, handle) for handle in handles)
     return [to_numpy(tensor, value) for tensor, value in zip(tensors, values, strict=True)]

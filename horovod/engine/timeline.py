@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from types import TracebackType
 
 from horovod.common.logging import get_logger
 from horovod.timeline.format import BACKWARD, START_TIME, STEP, VERSION, WAIT
@@ -268,12 +267,7 @@ class Activity:
     def __enter__(self) -> None:
         self._timeline.activity_start(self._name, self._activity)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._timeline.activity_end(self._name)
 
 

@@ -10,45 +10,11 @@ from horovod.jax import versions as _versions  # first: says if JAX is missing o
 _versions.check()
 
 from horovod.common.exceptions import HorovodInternalError  # noqa: E402
-from horovod.common.process_sets import (  # noqa: E402
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from horovod.jax.basics import (  # noqa: E402
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    barrier,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stats,
-    stop_timeline,
-)
+from horovod.common.reduce_op import Adasum, Max, Min, Product  # noqa: E402
+from horovod.engine import shared_api as _shared_api  # noqa: E402
+from horovod.engine.shared_api import *  # noqa: E402, F403
+from horovod.engine.shared_api import is_homogeneous  # noqa: E402
+from horovod.jax.basics import barrier, init, join, shutdown  # noqa: E402
 from horovod.jax.compression import Compression  # noqa: E402
 from horovod.jax.functions import (  # noqa: E402
     allgather_object,
@@ -81,16 +47,12 @@ from horovod.torch.handles import poll, synchronize  # noqa: E402
 
 __all__ = [
     "Adasum",
-    "Average",
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
-    "ProcessSet",
     "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -104,14 +66,6 @@ __all__ = [
     "broadcast_async",
     "broadcast_object",
     "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grad",
     "grouped_allgather",
     "grouped_allgather_async",
@@ -121,28 +75,15 @@ __all__ = [
     "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
     "shutdown",
-    "size",
-    "start_timeline",
-    "stats",
-    "stop_timeline",
     "synchronize",
     "value_and_grad",
 ]
+__all__ += _shared_api.__all__
 
 if typing.TYPE_CHECKING:
     from horovod.jax import elastic as elastic

@@ -1,8 +1,6 @@
-"""Gradient compression: what travels in place of an array.
+"""The compressors of JAX arrays; see `horovod.common.compression`.
 
-A compressor is a class with two static methods; users write their own by the same shape and pass
-them as ``compression=`` to the reductions and to `DistributedOptimizer`. Inside of jit they are
-compiled with the rest of the step.
+Inside of jit they are compiled with the rest of the step.
 """
 
 from __future__ import annotations
@@ -11,31 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from horovod.common.compression import Compressor, NoneCompressor
 
-class Compressor:
-    """Turns an array into a smaller one and back."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """The array to send, and what `decompress` needs to know."""
-        raise NotImplementedError("a compressor defines compress(array) -> (array, context)")
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """The received array in its original form."""
-        raise NotImplementedError("a compressor defines decompress(array, context) -> array")
-
-
-class NoneCompressor(Compressor):
-    """Sends arrays as they are."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, None]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        return tensor
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class _CastCompressor(Compressor):

@@ -13,69 +13,35 @@ except ImportError as _error:
         f"to 3.11: pip install 'horovod[mxnet]' ({_error})"
     ) from _error
 
-from horovod.common.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from horovod.common.reduce_op import Adasum
+from horovod.common.reduce_op import Adasum, Max, Min, Product
+from horovod.engine import shared_api as _shared_api
+from horovod.engine.shared_api import *  # noqa: F403
+from horovod.engine.shared_api import init, shutdown
 from horovod.mxnet.compression import Compression
 from horovod.mxnet.functions import allgather_object, broadcast_object, broadcast_parameters
 from horovod.mxnet.mpi_ops import (
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
     allgather,
     allreduce,
     allreduce_,
     alltoall,
     broadcast,
     broadcast_,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
     grouped_allgather,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_reducescatter,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
     reducescatter,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stats,
-    stop_timeline,
 )
 from horovod.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
 
 __all__ = [
     "Adasum",
-    "Average",
     "Compression",
     "DistributedOptimizer",
     "DistributedTrainer",
     "Max",
     "Min",
-    "ProcessSet",
     "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -85,33 +51,12 @@ __all__ = [
     "broadcast_",
     "broadcast_object",
     "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_reducescatter",
     "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
     "shutdown",
-    "size",
-    "start_timeline",
-    "stats",
-    "stop_timeline",
 ]
+__all__ += _shared_api.__all__

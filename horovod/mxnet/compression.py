@@ -1,7 +1,4 @@
-"""Gradient compression: what travels in place of an array.
-
-A compressor is a class with two static methods; users write their own by the same shape.
-"""
+"""The compressors of MXNet's arrays; see `horovod.common.compression`."""
 
 from __future__ import annotations
 
@@ -9,31 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from horovod.common.compression import Compressor, NoneCompressor
 
-class Compressor:
-    """Turns an array into a smaller one and back."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """The array to send, and what `decompress` needs to know."""
-        raise NotImplementedError("a compressor defines compress(array) -> (array, context)")
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """The received array in its original form."""
-        raise NotImplementedError("a compressor defines decompress(array, context) -> array")
-
-
-class NoneCompressor(Compressor):
-    """Sends arrays as they are."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, None]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        return tensor
+__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class FP16Compressor(Compressor):

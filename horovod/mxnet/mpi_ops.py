@@ -13,46 +13,14 @@ from typing import Any
 import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.common.reduce_op import Adasum, ReduceOp
-from horovod.common.reduce_op import Average as _Average
-from horovod.common.reduce_op import Sum as _Sum
+from horovod.common.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from horovod.common.util import resolve_reduce_op
 from horovod.engine.arguments import movement_input, reduction_input, set_id
-from horovod.engine.basics import HorovodBasics
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
+from horovod.engine.shared_api import *
+from horovod.engine.shared_api import _basics, init, shutdown
 from horovod.mxnet.arrays import check_array, mxnet_errors, to_mxnet, to_torch, write_back
-
-_basics = HorovodBasics()
-
-init = _basics.init
-shutdown = _basics.shutdown
-is_initialized = _basics.is_initialized
-stats = _basics.stats
-start_timeline = _basics.start_timeline
-stop_timeline = _basics.stop_timeline
-size = _basics.size
-local_size = _basics.local_size
-cross_size = _basics.cross_size
-rank = _basics.rank
-local_rank = _basics.local_rank
-cross_rank = _basics.cross_rank
-mpi_threads_supported = _basics.mpi_threads_supported
-mpi_enabled = _basics.mpi_enabled
-mpi_built = _basics.mpi_built
-gloo_enabled = _basics.gloo_enabled
-gloo_built = _basics.gloo_built
-nccl_built = _basics.nccl_built
-ddl_built = _basics.ddl_built
-ccl_built = _basics.ccl_built
-cuda_built = _basics.cuda_built
-rocm_built = _basics.rocm_built
-
-Average = _basics.Average
-Sum = _basics.Sum
-Min = _basics.Min
-Max = _basics.Max
-Product = _basics.Product
 
 Finish = Callable[[], Any]
 
@@ -325,7 +293,7 @@ def _check_splits(splits: Any) -> list[int]:
 
 def reducescatter(
     tensor: Any,
-    op: ReduceOp = _Average,
+    op: ReduceOp = Average,
     name: str | None = None,
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
@@ -339,7 +307,7 @@ def reducescatter(
 
 def grouped_reducescatter(
     tensors: Sequence[Any],
-    op: ReduceOp = _Average,
+    op: ReduceOp = Average,
     name: str | None = None,
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
@@ -347,7 +315,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Reduce and scatter several arrays as one operation."""
-    if op not in (_Average, _Sum):
+    if op not in (Average, Sum):
         raise AssertionError(f"reducescatter takes Average or Sum, not {op!r}")
     if not tensors:
         return list(tensors)

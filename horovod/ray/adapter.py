@@ -29,7 +29,6 @@ class Adapter(ABC):
     ) -> None:
         """Start the workers, each with an object of its own if `executable_cls` is given."""
 
-    @abstractmethod
     def run(
         self,
         fn: Callable[..., Any],
@@ -38,6 +37,7 @@ class Adapter(ABC):
         callbacks: Sequence[Callback] | None = None,
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every worker; what each returned, by rank."""
+        return self.execute(Call(fn, args, kwargs), callbacks)
 
     @abstractmethod
     def run_remote(

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from horovod.ray.adapter import Adapter, Call, Callback
+from horovod.ray.adapter import Adapter, Callback
 from horovod.ray.cluster import kill
 
 _POLL_SECONDS = 0.2
@@ -72,15 +72,6 @@ class RemoteAdapter(Adapter):
         except BaseException:
             kill([self._actor])
             raise
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        callbacks: Sequence[Callback] | None = None,
-    ) -> list[Any]:
-        return self.execute(Call(fn, args, kwargs), callbacks)
 
     def run_remote(
         self,

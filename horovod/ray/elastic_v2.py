@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import ray
 
 from horovod.common.config import Config
-from horovod.ray.adapter import Adapter, Call, Callback
+from horovod.ray.adapter import Adapter, Callback
 from horovod.ray.cluster import require_ray
 from horovod.ray.coordinator import watch
 from horovod.ray.discovery import RayHostDiscovery, TestDiscovery
@@ -63,15 +63,6 @@ class ElasticAdapter(Adapter):
         self._env = {name: str(value) for name, value in (extra_env_vars or {}).items()}
         self._executable = executable_cls, executable_args, executable_kwargs
         self._started = True
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        callbacks: Sequence[Callback] | None = None,
-    ) -> list[Any]:
-        return self.execute(Call(fn, args, kwargs), callbacks)
 
     def run_remote(self, fn: Any, args: Any = None, kwargs: Any = None) -> NoReturn:
         raise NotImplementedError(

@@ -140,15 +140,6 @@ class StaticAdapter(Adapter):
 
     # -- functions -------------------------------------------------------------------------
 
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        callbacks: Sequence[Callback] | None = None,
-    ) -> list[Any]:
-        return self.execute(Call(fn, args, kwargs), callbacks)
-
     def run_remote(
         self,
         fn: Callable[..., Any],

@@ -1,40 +1,12 @@
-"""Gradient compression: what travels in place of a tensor.
-
-A compressor is a class with two static methods; users write their own by the same shape and pass
-them as ``compression=`` to the reductions, tapes and optimizers.
-"""
+"""The compressors of TensorFlow's tensors; see `horovod.common.compression`."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
+from horovod.common.compression import Compressor, NoneCompressor
 
-class Compressor:
-    """Turns a tensor into a smaller one and back."""
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """The tensor to send, and what `decompress` needs to know."""
-        raise NotImplementedError("a compressor defines compress(tensor) -> (tensor, context)")
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """The received tensor in its original form."""
-        raise NotImplementedError("a compressor defines decompress(tensor, context) -> tensor")
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, None]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        return tensor
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class _CastCompressor(Compressor):

@@ -10,17 +10,18 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 import torch
 
-from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine import objects
 from horovod.engine.arguments import set_id
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
+from horovod.engine.wait_for_all import wait_for_all
 from horovod.tensorflow import bridge
 from horovod.tensorflow.errors import FailedPreconditionError, eager_error
 
@@ -174,14 +175,7 @@ def _exchange(
         requests.append(
             runtime.broadcast(buffer, buffer, root_rank, own_name, process_set_id=number)
         )
-    failure = None
-    for request in requests:
-        try:
-            bridge.wait(request)
-        except HorovodInternalError as error:
-            failure = failure or error  # but wait for all: none may be left in flight
-    if failure is not None:
-        raise failure
+    wait_for_all(partial(bridge.wait, request) for request in requests)
     return results
 
 

@@ -60,7 +60,8 @@ def allreduce(
     op = resolve_reduce_op(op, average)
     compressed, context = compression.compress(tensor)
     reduced = _allreduce(compressed, name, op, prescale_factor, postscale_factor, process_set)
-    return compression.decompress(reduced, context)
+    result: torch.Tensor = compression.decompress(reduced, context)
+    return result
 
 
 def allreduce_async(

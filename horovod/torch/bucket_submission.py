@@ -200,6 +200,7 @@ class BucketSubmitter:
         """What is reduced in place of `flat`, which gets the result before anything else."""
         if self._compression is NoneCompressor:
             return flat
+        compressed: torch.Tensor
         compressed, context = self._compression.compress(flat)
         if compressed is not flat:
             target, decompress = flat, self._compression.decompress

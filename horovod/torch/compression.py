@@ -1,43 +1,16 @@
-"""Gradient compression: what travels in place of a tensor.
-
-A compressor is a class with two static methods; users write their own by the same shape and pass
-them as ``compression=`` to allreduce, reducescatter and their grouped forms.
-"""
+"""The compressors of PyTorch tensors; see `horovod.common.compression`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from horovod.common.compression import Compressor, NoneCompressor
+
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+
 _WIDE = (torch.float32, torch.float64)
-
-
-class Compressor:
-    """Turns a tensor into a smaller one and back."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor to send, and what `decompress` needs to know."""
-        raise NotImplementedError("a compressor defines compress(tensor) -> (tensor, context)")
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The received tensor in its original form."""
-        raise NotImplementedError("a compressor defines decompress(tensor, context) -> tensor")
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor
 
 
 class _CastCompressor(Compressor):

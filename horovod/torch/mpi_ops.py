@@ -10,9 +10,12 @@ from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.reduce_op import Adasum, Max, Min, Product
+from horovod.engine import shared_api as _shared_api
 from horovod.engine.arguments import set_id
-from horovod.engine.basics import HorovodBasics
 from horovod.engine.runtime import runtime
+from horovod.engine.shared_api import *
+from horovod.engine.shared_api import _basics, is_homogeneous, is_initialized
 from horovod.torch import handles, pending
 from horovod.torch.allgather_ops import (
     HorovodAllgather,
@@ -56,37 +59,6 @@ from horovod.torch.reducescatter_ops import (
 )
 from horovod.torch.sparse import sparse_allreduce_async
 
-_basics = HorovodBasics()
-
-is_initialized = _basics.is_initialized
-stats = _basics.stats
-start_timeline = _basics.start_timeline
-stop_timeline = _basics.stop_timeline
-size = _basics.size
-local_size = _basics.local_size
-cross_size = _basics.cross_size
-rank = _basics.rank
-local_rank = _basics.local_rank
-cross_rank = _basics.cross_rank
-mpi_threads_supported = _basics.mpi_threads_supported
-mpi_enabled = _basics.mpi_enabled
-mpi_built = _basics.mpi_built
-gloo_enabled = _basics.gloo_enabled
-gloo_built = _basics.gloo_built
-nccl_built = _basics.nccl_built
-ddl_built = _basics.ddl_built
-ccl_built = _basics.ccl_built
-cuda_built = _basics.cuda_built
-rocm_built = _basics.rocm_built
-is_homogeneous = _basics.is_homogeneous
-
-Average = _basics.Average
-Sum = _basics.Sum
-Adasum = _basics.Adasum
-Min = _basics.Min
-Max = _basics.Max
-Product = _basics.Product
-
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Start Horovod in this process; all processes of the job must call it.
@@ -107,10 +79,10 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         >>> hvd.init()
         >>> print(f"rank {hvd.rank()} of {hvd.size()}")
     """
-    if not _basics.is_initialized():
+    if not is_initialized():
         # Handles from before a shutdown could be waited for until now.
         handles.restart()
-    _basics.init(comm, process_sets)
+    _shared_api.init(comm, process_sets)
 
 
 def shutdown() -> None:
@@ -121,7 +93,7 @@ def shutdown() -> None:
     try:
         pending.finish()
     finally:
-        _basics.shutdown()
+        _shared_api.shutdown()
 
 
 def join(device: int = -1) -> int:
@@ -153,21 +125,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 __all__ = [
     "Adasum",
-    "Average",
-    "Compression",
-    "HorovodAllgather",
-    "HorovodAllreduce",
-    "HorovodAlltoall",
-    "HorovodBroadcast",
-    "HorovodGroupedAllgather",
-    "HorovodGroupedAllreduce",
-    "HorovodGroupedReducescatter",
-    "HorovodInternalError",
-    "HorovodReducescatter",
     "Max",
     "Min",
     "Product",
-    "Sum",
     "allgather",
     "allgather_async",
     "allreduce",
@@ -181,14 +141,6 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -198,25 +150,12 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "rocm_built",
     "shutdown",
-    "size",
     "sparse_allreduce_async",
-    "start_timeline",
-    "stats",
-    "stop_timeline",
     "synchronize",
 ]
+__all__ += _shared_api.__all__

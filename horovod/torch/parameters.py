@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.runtime import runtime
+from horovod.engine.wait_for_all import wait_for_all
 from horovod.torch import fresh_state
 from horovod.torch.broadcast_ops import broadcast_async_
 from horovod.torch.handles import synchronize
@@ -66,14 +67,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         if names[name] > 1:
             raise ValueError(f"{names[name]} parameters are called {name!r}")
     handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
-    failure = None
-    for handle in handles:
-        try:
-            synchronize(handle)
-        except HorovodInternalError as error:
-            failure = failure or error  # but wait for all: none may be left in flight
-    if failure is not None:
-        raise failure
+    wait_for_all(partial(synchronize, handle) for handle in handles)
 
 
 def broadcast_optimizer_state(

@@ -61,7 +61,8 @@ def reducescatter(
         reduced = HorovodReducescatter.apply(compressed, *arguments)  # type: ignore[no-untyped-call]
     else:
         reduced = _start([compressed], *arguments, background=False).wait()[0]
-    return compression.decompress(reduced, context)
+    result: torch.Tensor = compression.decompress(reduced, context)
+    return result
 
 
 def reducescatter_async(

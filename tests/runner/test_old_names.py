@@ -409,7 +409,7 @@ def test_an_event_ends_a_command_with_all_that_it_started(tmp_path: Path):
     run.join(60)
     assert results == [143]
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(child)], capture_output=True, text=True)
-    assert state.stdout.strip() in ("", "Z", "Zs")
+    assert state.stdout.strip()[:1] in ("", "Z")
 
 
 def test_threads():

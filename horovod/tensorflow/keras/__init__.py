@@ -15,87 +15,34 @@ import tensorflow as tf
 
 from horovod._keras import loading, old_compile
 from horovod._keras import optimizer as optimizer_module
+from horovod._keras.optimizer import PartialDistributedOptimizer
 from horovod._keras.values import Values
-from horovod.common.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
 from horovod.common.reduce_op import ReduceOp
-from horovod.common.util import resolve_reduce_op
+from horovod.engine import shared_api as _shared_api
+from horovod.engine.shared_api import *  # noqa: F403
+from horovod.engine.shared_api import Average, ProcessSet, global_process_set, init, shutdown
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.keras import callbacks
-from horovod.tensorflow.mpi_ops import (
-    Average,
-    Sum,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stats,
-    stop_timeline,
-)
 
 __all__ = [
-    "Average",
     "Compression",
     "DistributedOptimizer",
     "PartialDistributedOptimizer",
-    "ProcessSet",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allreduce",
     "broadcast",
     "broadcast_global_variables",
     "callbacks",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "init",
-    "is_initialized",
     "load_model",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
     "shutdown",
-    "size",
-    "start_timeline",
-    "stats",
-    "stop_timeline",
 ]
+__all__ += _shared_api.__all__
 
 _values = Values("tensorflow")
 allgather = _values.allgather
+allreduce = _values.allreduce
 broadcast = _values.broadcast
 broadcast_global_variables = _values.broadcast_global_variables
 reducescatter = _values.reducescatter
@@ -176,76 +123,6 @@ def DistributedOptimizer(
         groups=groups,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
-    )
-
-
-def PartialDistributedOptimizer(
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: ReduceOp = Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: ProcessSet = global_process_set,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-) -> Any:
-    """A `DistributedOptimizer` that leaves `local_layers`, one or several, to each rank.
-
-    `optimizer`, `name`, `device_dense`, `device_sparse`, `compression`, `sparse_as_dense`,
-    `gradient_predivide_factor`, `op`, `backward_passes_per_step`, `average_aggregated_gradients`,
-    `groups`, `process_set` and `scale_local_gradients` are those of `DistributedOptimizer`.
-    """
-    distributed = DistributedOptimizer(
-        optimizer,
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
-    return optimizer_module.register_local_layers(distributed, local_layers)
-
-
-def allreduce(
-    value: Any,
-    name: str | None = None,
-    average: bool | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    op: ReduceOp | None = None,
-    compression: Any = Compression.none,
-) -> Any:
-    """Reduce a number, array or tensor over all ranks.
-
-    Args:
-        value: Of the same shape and type on all ranks.
-        name: Ranks match operations by name; left out, by the order of their calls.
-        average: Older form of `op`: True for `Average`, False for `Sum`.
-        prescale_factor: Multiplies tensors before the reduction.
-        postscale_factor: Multiplies the result.
-        op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
-        compression: What travels in place of a tensor, such as `Compression.fp16`.
-    """
-    return _values.allreduce(
-        value,
-        name=name,
-        op=resolve_reduce_op(op, average),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
     )
 
 
