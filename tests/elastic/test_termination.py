@@ -147,7 +147,8 @@ def test_workers_killed_with_their_hosts_are_tried_again_twice():
 
 
 def test_when_none_could_be_started_the_host_says_why():
-    seen = lost(failure(0, 127, pid=0), number=0, host_problem="cannot start: no such file")
+    problem = "cannot start: no such file"
+    seen = lost(failure(0, 127, pid=0), number=0, hosts={"a": 1}, host_problem=problem)
     assert find(seen) == Ending("cannot start: no such file", status=127)
 
 
@@ -257,3 +258,15 @@ def test_none_could_be_started(tmp_path: Path):
         job.failures.could_not_start(process, "python: no such file")
         ending = look(job, 0.0).ending
         assert ending == Ending("cannot start a worker on a: python: no such file", status=127)
+
+
+def test_none_could_be_started_but_there_are_other_hosts(tmp_path: Path):
+    limits = dataclasses.replace(LIMITS, num_proc=1, min_np=1, max_np=1)
+    with parts(tmp_path, {"a": 1, "b": 1}, limits) as job:
+        for host, ends in ("a", False), ("b", True):
+            (process,) = job.start(host)
+            process.pid = 0
+            job.failures.could_not_start(process, "the node is gone")
+            plan = look(job, 0.0)
+            assert plan.begin_anew != ends
+            assert (plan.ending is not None) == ends, "once: then it is the job's fault"

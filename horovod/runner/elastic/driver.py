@@ -226,6 +226,9 @@ class Driver:
         if process is None or self._ending:
             return
         self._failures.could_not_start(process, why)
+        if not self._state.on(process.host):  # others may do better
+            self._hosts.let_go(process.host)
+            self._hosts.rest(process.host)
         self._reconcile()
 
     def exited(self, agent: Host, exits: Sequence[tuple[int, int]]) -> None:

@@ -85,11 +85,13 @@ def _useless(view: View) -> Ending | None:
     first = first_to_fail([failure.exit for failure in view.failures])
     assert first is not None, "all of them failed"
     blamed = next(failure for failure in view.failures if failure.exit is first)
-    if all(failure.exit.pid == 0 for failure in view.failures):
-        return Ending(view.host_problem, status=first.status)  # none could be started
+    again = view.fruitless + (not view.met) >= _MOST_FRUITLESS
+    if all(failure.exit.pid == 0 for failure in view.failures):  # none could be started
+        others = set(view.usable) - {failure.exit.host for failure in view.failures}
+        return None if others and not again else Ending(view.host_problem, status=first.status)
     if all(failure.exit.code > 0 for failure in view.failures):
         return Ending(failure=blamed)  # by themselves, not by a signal or with their host
-    if view.fruitless + (not view.met) >= _MOST_FRUITLESS:
+    if again:
         return Ending("all workers were lost again before they could begin", blamed)
     return None
 
