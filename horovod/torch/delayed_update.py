@@ -53,7 +53,8 @@ class DelayedUpdates:
     def begin(self, buckets: Iterable[Bucket], groups: Sequence[Mapping[str, Any]]) -> None:
         """Reductions of these buckets are under way: update the parameters when they are needed.
 
-        The options of the groups are those of now, whatever a scheduler makes of them next.
+        Those that backward has hidden entirely are updated at once. The options of the groups are
+        those of now, whatever a scheduler makes of them next.
         """
         with pending.lock():
             self._options = [_options(group) for group in groups]
@@ -63,16 +64,17 @@ class DelayedUpdates:
                     param.grad = None
                     self._updates[param] = update
                 pending.mark(update.params, self)
+            self._make(self._reduced())
 
     def any_left(self) -> bool:
         return bool(self._updates)
 
     def finish(self, params: Iterable[Parameter] | None = None) -> None:
         with pending.lock():
-            for param in list(self._updates if params is None else params):
-                update = self._updates.get(param)
-                if update is not None:
-                    self._make(update)
+            found = map(self._updates.get, list(self._updates if params is None else params))
+            needed = [update for update in dict.fromkeys(found) if update is not None]
+            if needed:
+                self._make(list(dict.fromkeys([*needed, *self._reduced()])))
 
     def clear_gradients(self) -> None:
         """Leave no gradients behind: the program does not want to see them any more."""
@@ -87,20 +89,29 @@ class DelayedUpdates:
                 self._take_back(update)
                 update.bucket.settle()
 
-    def _make(self, update: Update) -> None:
-        for request in update.bucket.requests:
-            self._let_end(request)
-        self._take_back(update)
-        failure = update.bucket.settle()
-        if failure is not None:
-            logger.warning("the last step is incomplete: not all parameters were updated")
-            self.abandon()
-            raise failure
-        with _as_in_step():
-            self._step_on(self._options, update.params)
-        if update.cleared:
-            for param, _ in update.gradients:
-                param.grad = None
+    def _reduced(self) -> list[Update]:
+        """Those for which nobody would have to wait."""
+        updates = dict.fromkeys(self._updates.values())
+        return [u for u in updates if all(request.done() for request in u.bucket.requests)]
+
+    def _make(self, updates: Sequence[Update]) -> None:
+        """All in one step of the optimizer, each call of which costs something."""
+        for update in updates:
+            for request in update.bucket.requests:
+                self._let_end(request)
+            self._take_back(update)
+            failure = update.bucket.settle()
+            if failure is not None:
+                logger.warning("the last step is incomplete: not all parameters were updated")
+                self.abandon()
+                raise failure
+        if updates:
+            with _as_in_step():
+                self._step_on(self._options, [p for update in updates for p in update.params])
+        for update in updates:
+            if update.cleared:
+                for param, _ in update.gradients:
+                    param.grad = None
 
     def _let_end(self, request: Request) -> None:
         """Wait for one request beside the engine's thread."""

@@ -24,6 +24,7 @@ from tests.dashboard.browser import Tab, browser
 from tests.dashboard.served import TOKEN, Served, served
 from tests.runner.horovodrun import HANG, command, environment
 
+pytestmark = pytest.mark.usefixtures("never_silent")
 SHOTS = os.environ.get("DASHBOARD_SHOTS")  # a folder for pictures, to be looked at
 
 

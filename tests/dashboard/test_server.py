@@ -19,6 +19,7 @@ from horovod.runner.dashboard.connections import Connections, Guarded
 from horovod.runner.output.lines import Line
 from tests.dashboard.served import HANG, TOKEN, Served, served
 
+pytestmark = pytest.mark.usefixtures("never_silent")
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 PATHS = ["/", "/changes", "/output?worker=0", "/metrics", "/nothing", "/..%2f..%2fetc/passwd"]
 

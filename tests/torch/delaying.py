@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import horovod.torch as hvd
+from horovod.torch.delayed_update import DelayedUpdates, Update
 from horovod.torch.pending import is_pending
 from tests.torch.training import MODELS, OPTIMIZERS, batch_of, loss_of, my_rows, weights_of
 
+NONE, EVERY_OTHER, ALL = slice(0), slice(1, None, 2), slice(None)
 NETWORK = {"HOROVOD_CPU_OPERATIONS": "gloo"}  # TCP, as between hosts
 
 
@@ -171,25 +173,39 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def small_buckets() -> Iterator[None]:
-    """Several buckets of the models here, from the second step on."""
+def small_buckets(arrived: slice = NONE) -> Iterator[None]:
+    """Several buckets of the models here, from the second step on.
+
+    Of those that are not updated yet `arrived` are reduced whenever somebody looks: none, as on a
+    very slow network, unless told otherwise.
+    """
+
+    def reduced(updates: DelayedUpdates) -> list[Update]:
+        found = list(dict.fromkeys(updates._updates.values()))[arrived]
+        for update in found:
+            for request in update.bucket.requests:
+                while not request.done():
+                    request.wait_beside(1.0)
+        return found
+
     with (
         mock.patch("horovod.torch.gradients.TRIAL_STEPS", 1),
         mock.patch("horovod.torch.bucketing.network_bucket", return_value=100),
+        mock.patch.object(DelayedUpdates, "_reduced", reduced),
     ):
         yield
 
 
-def compare(change: Callable[[Run], Any], **options: Any) -> Any:
+def compare(change: Callable[[Run], Any], arrived: slice = NONE, **options: Any) -> Any:
     """What `change` leaves with and without the option, for `assert_same`."""
     results = []
-    with small_buckets():
+    with small_buckets(arrived):
         for delay in (True, False):
             run = Run(delay, **options)
             seen = change(run)
             results.append((weights_of(run.model), seen))
             if delay:
-                assert max(run.delayed) > 0, "no update was delayed"
+                assert (max(run.delayed) > 0) == (arrived != ALL), "delayed while it had to wait"
     return results
 
 

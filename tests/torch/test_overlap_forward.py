@@ -17,9 +17,12 @@ from torch import nn
 import horovod.torch as hvd
 from tests.ranks import RankPool
 from tests.torch.delaying import (
+    ALL,
     ALL_MODELS,
     ALL_OPTIMIZERS,
+    EVERY_OTHER,
     NETWORK,
+    NONE,
     SCHEDULERS,
     Run,
     assert_same,
@@ -57,8 +60,9 @@ def _trained(steps: int, passes: int, zero: str, options: dict[str, Any]) -> Any
     steps=st.integers(4, 7),
     passes=st.integers(1, 2),
     zero=st.sampled_from(["before", "after", "between", "zeros", "model", "never"]),
+    arrived=st.sampled_from([NONE, EVERY_OTHER, ALL]),
 )
-def test_same_as_without(network2: RankPool, steps: int, passes: int, zero: str, **options: str):
+def test_same_as_without(network2: RankPool, steps: int, passes: int, zero: str, **options: Any):
     passes = 1 if zero == "between" else passes
     assert_same(network2.run(_trained, steps, passes, zero, options))
 
@@ -71,6 +75,12 @@ def test_models(network2: RankPool, model: str):
 @pytest.mark.parametrize("optimizer", ALL_OPTIMIZERS)
 def test_optimizers(network2: RankPool, optimizer: str):
     options = {"optimizer": optimizer, "scheduler": "step"}
+    assert_same(network2.run(_trained, 6, 1, "before", options))
+
+
+@pytest.mark.parametrize("arrived", [EVERY_OTHER, ALL], ids=["every other", "all"])
+def test_what_has_arrived_is_updated_at_once(network2: RankPool, arrived: slice):
+    options = {"model": "keeps", "optimizer": "Adam", "arrived": arrived}
     assert_same(network2.run(_trained, 6, 1, "before", options))
 
 
