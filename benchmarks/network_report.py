@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,6 +51,25 @@ class Training(Run):
     @property
     def title(self) -> str:
         return f"{self.setting.title}, a core each" if self.bound else self.setting.title
+
+    def most(self, model: str) -> float | None:
+        """How many times as fast as DDP the best could be, all types as they are.
+
+        A step takes no less than its computing, nor than the link for the gradients: between two
+        hosts each sends as many bytes as there are. None where the link has no rate.
+        """
+        plain, theirs = self.step(model, "plain"), self.step(model, "ddp")
+        setting = self.setting
+        if setting.hosts != 2 or setting.link == UNLIMITED or plain is None or theirs is None:
+            return None
+        nbytes = sum(param.nbytes for param in WORKLOADS[model].model().parameters())
+        return theirs / max(plain, 8000 * nbytes / bits_per_second(setting.link))
+
+
+def bits_per_second(link: str) -> float:
+    """The rate of a link such as 1gbit, as `tc` understands it."""
+    number, unit = re.fullmatch(r"([\d.]+)([kmg])bit", link).groups()  # type: ignore[union-attr]
+    return float(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit]
 
 
 @dataclass

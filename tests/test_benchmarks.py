@@ -109,6 +109,20 @@ def test_what_counts_as_level(ratio: float, interval: tuple[float, float], wante
     assert at_least(ratio, interval, wanted) is expected
 
 
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (Setting(2, 1, "1gbit"), 80.0 / (1_863_690 * 32 / 1e6)),  # the link's time
+        (Setting(2, 1, "10gbit"), 80.0 / 20.0),  # its own
+        (Setting(2, 1), None),
+        (Setting(3, 1, "1gbit"), None),
+    ],
+)
+def test_how_much_faster_than_ddp_anybody_could_be(setting: Setting, expected: float | None):
+    speed = {"mlp": {"plain": [20.0] * 5, "ddp": [80.0] * 5}}
+    assert Training(2, speed, setting=setting).most("mlp") == pytest.approx(expected)
+
+
 def test_promises_between_hosts():
     def judged(ours: float, small: float) -> dict[str, bool | None]:
         speed = {"mlp": {"plain": [1.0] * 20, "ours": [ours] * 20, "ddp": [2.0] * 20}}

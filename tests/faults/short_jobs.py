@@ -111,6 +111,8 @@ def rank_main(kind: str, end: str, shutdown: bool) -> object:
 def serve(path: str) -> object:
     """Fork a rank for everybody who asks; in a rank this returns, and the program ends."""
 
+    import torch._dynamo  # noqa: F401 (what optimizers and DDP load when they are first used)
+
     import horovod.torch  # noqa: F401
 
     listener = socket.socket(socket.AF_UNIX)
