@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.fs as arrow
 import pytest
 
+from horovod.spark.common.hdfs import HadoopFiles, look_at
+from horovod.spark.common.reader import ParquetFiles
 from horovod.spark.common.store import (
     AbstractFilesystemStore,
     DBFSLocalStore,
@@ -69,11 +72,11 @@ def test_paths_that_were_given(tmp_path: Path):
 @pytest.mark.parametrize("prefix", ["{folder}", "memory://stores/contract"])
 def test_files_on_any_file_system(tmp_path: Path, prefix: str):
     store = Store.create(prefix.format(folder=tmp_path))
-    _check_files(store, tmp_path)
-    _check_files(pickle.loads(pickle.dumps(store)), tmp_path)
+    check_files(store, tmp_path)
+    check_files(pickle.loads(pickle.dumps(store)), tmp_path)
 
 
-def _check_files(store: Any, tmp_path: Path) -> None:
+def check_files(store: Any, tmp_path: Path) -> None:
     path = f"{store.prefix_path}/a/b.txt"
     store.remove(path)
     assert not store.exists(path)
@@ -98,14 +101,70 @@ class OnArrow(HDFSStore):
     """HDFS's store with pyarrow's local files below: the same wrapper, without a cluster."""
 
     def _open_filesystem(self) -> Any:
-        import pyarrow.fs as arrow
-        from fsspec.implementations.arrow import ArrowFSWrapper
-
-        return ArrowFSWrapper(arrow.LocalFileSystem())
+        return HadoopFiles(arrow.LocalFileSystem())
 
 
 def test_the_operations_of_hdfs(tmp_path: Path):
-    _check_files(OnArrow(f"hdfs://namenode:8020{tmp_path}/hdfs"), tmp_path)
+    check_files(OnArrow(f"hdfs://namenode:8020{tmp_path}/hdfs"), tmp_path)
+
+
+def test_a_file_that_was_being_replaced_when_its_writer_died(tmp_path: Path):
+    """HDFS does not rename onto a file: the old one has another name for a moment."""
+    store = OnArrow(f"hdfs://namenode:8020{tmp_path}/hdfs")
+    path = f"{store.prefix_path}/checkpoint"
+    store.write_text(path, "old")
+    (tmp_path / "hdfs" / "checkpoint").rename(tmp_path / "hdfs" / ".checkpoint.previous")
+    assert store.exists(path)
+    assert store.read(path) == b"old"
+    store.write_text(path, "new")
+    assert store.read(path) == b"new"
+    assert os.listdir(tmp_path / "hdfs") == ["checkpoint"]
+    (tmp_path / "hdfs" / ".checkpoint.previous").touch()
+    store.remove(path)
+    assert not store.exists(path)
+
+
+def test_hdfs_without_hadoop_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    store = HDFSStore("hdfs://namenode:8020/user/me")
+    monkeypatch.delenv("CLASSPATH", raising=False)
+    with pytest.raises(ConnectionError, match=r"CLASSPATH is not set.*hadoop classpath --glob"):
+        store.check_writable()
+    monkeypatch.setenv("CLASSPATH", "nothing.jar")
+    monkeypatch.setenv("ARROW_LIBHDFS_DIR", str(tmp_path))
+    monkeypatch.setenv("LIBHDFS_OPTS", "-Xmx1g")
+    monkeypatch.delenv("HADOOP_HOME", raising=False)
+    with pytest.raises(ConnectionError, match=r"namenode:8020: Unable to load.*ARROW_LIBHDFS"):
+        ParquetFiles(store.get_train_data_path(), store.storage_options)
+    assert os.environ["LIBHDFS_OPTS"] == "-Xmx1g -Xrs", "Java must not take Ctrl-C"
+
+
+class Unreachable(arrow.FileSystemHandler):
+    """As pyarrow's HDFS is while the NameNode is away: nothing is there, and listing fails."""
+
+    def get_file_info(self, paths: list[str]) -> Any:
+        return [arrow.FileInfo(path, arrow.FileType.NotFound) for path in paths]
+
+    def get_file_info_selector(self, selector: Any) -> Any:
+        raise OSError(255, "Unknown error 255")
+
+    def _none(self, *arguments: Any, **more: Any) -> Any:
+        raise NotImplementedError
+
+    get_type_name = normalize_path = create_dir = delete_dir = delete_dir_contents = _none
+    delete_root_dir_contents = delete_file = move = copy_file = open_input_stream = _none
+    open_input_file = open_output_stream = open_append_stream = _none
+
+
+def test_an_unreachable_namenode_is_not_an_empty_store():
+    away = arrow.PyFileSystem(Unreachable())
+    with pytest.raises(OSError, match="Unknown error 255"):
+        look_at(away, "/user/me/checkpoint")
+
+
+def test_a_path_of_hdfs_that_is_not_there(tmp_path: Path):
+    there = look_at(arrow.LocalFileSystem(), f"{tmp_path}")
+    missing = look_at(arrow.LocalFileSystem(), f"{tmp_path}/a/b")
+    assert (there.type, missing.type) == (arrow.FileType.Directory, arrow.FileType.NotFound)
 
 
 def test_only_what_has_changed_is_synchronised(tmp_path: Path):
