@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow.fs as arrow
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from horovod.spark.common.hdfs import HadoopFiles, look_at
 from horovod.spark.common.reader import ParquetFiles
@@ -284,6 +286,22 @@ def test_a_place_that_cannot_be_written_to(tmp_path: Path):
         store = Store.create(str(prefix))
         with pytest.raises(OSError, match=r"cannot write .*choose another prefix"):
             store.check_writable()
+
+
+class Refusing(MemoryFileSystem):
+    """A client with exceptions of its own, as Azure's has."""
+
+    protocol = "refusing"
+
+    def _open(self, *arguments: Any, **more: Any) -> Any:
+        raise RuntimeError("The specified container does not exist.\nRequestId: 1")
+
+
+def test_a_client_with_exceptions_of_its_own():
+    fsspec.register_implementation("refusing", Refusing, clobber=True)
+    store = Store.create("refusing://container/x")
+    with pytest.raises(OSError, match=r"RuntimeError: The .* not exist\. Nothing is there"):
+        store.check_writable()
 
 
 FULL_DISK = """

@@ -116,15 +116,18 @@ class AbstractFilesystemStore(Store):
             put(temporary)
             if not atomic:
                 self._move(temporary, target)
-        except OSError as error:
+        except Exception as error:  # clients of object stores have exceptions of their own
             if not atomic:
                 with contextlib.suppress(OSError):
                     self.fs.rm_file(temporary)
-            raise type(error)(
-                error.errno,
-                f"cannot write {target}: {error.strerror or error}. "
+            known = error if isinstance(error, OSError) else OSError()
+            first = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+            below = self.prefix_path + (" (a bucket must be there already)" if atomic else "")
+            raise type(known)(
+                known.errno or errno.EIO,
+                f"cannot write {target}: {known.strerror or first}. "
                 "Nothing is there under that name that was not there before; check the rights of "
-                f"this user and the room below {self.prefix_path}, or choose another prefix",
+                f"this user and the room below {below}, or choose another prefix",
             ) from error
 
     def _move(self, temporary: str, target: str) -> None:
