@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_a_file_that_was_being_replaced_when_its_writer_died(tmp_path: Path):
 
 
 def test_hdfs_without_hadoop_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    store = HDFSStore("hdfs://namenode:8020/user/me")
+    store = HDFSStore("hdfs://namenode/user/me")
     monkeypatch.delenv("CLASSPATH", raising=False)
     with pytest.raises(ConnectionError, match=r"CLASSPATH is not set.*hadoop classpath --glob"):
         store.check_writable()
@@ -135,9 +136,27 @@ def test_hdfs_without_hadoop_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ARROW_LIBHDFS_DIR", str(tmp_path))
     monkeypatch.setenv("LIBHDFS_OPTS", "-Xmx1g")
     monkeypatch.delenv("HADOOP_HOME", raising=False)
-    with pytest.raises(ConnectionError, match=r"namenode:8020: Unable to load.*ARROW_LIBHDFS"):
+    with pytest.raises(ConnectionError, match=r"namenode: Unable to load.*ARROW_LIBHDFS"):
         ParquetFiles(store.get_train_data_path(), store.storage_options)
     assert os.environ["LIBHDFS_OPTS"] == "-Xmx1g -Xrs", "Java must not take Ctrl-C"
+
+
+def test_a_namenode_that_does_not_listen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CLASSPATH", "nothing.jar")
+    with socket.socket() as taken:  # bound and not listening: nobody else gets the port
+        taken.bind(("127.0.0.1", 0))
+        server = f"hdfs://127.0.0.1:{taken.getsockname()[1]}"
+        store = HDFSStore(f"{server}/user/me")
+        wanted = f"the NameNode of {server} does not answer: .*refused.*Check that it runs"
+        for use in (
+            lambda: store.exists(store.get_checkpoint_path("run")),
+            lambda: store.get_checkpoints("run"),
+            lambda: store.write_text(f"{store.prefix_path}/a", "a"),
+            lambda: store.is_parquet_dataset(store.get_train_data_path()),
+            lambda: ParquetFiles(store.get_train_data_path(), store.storage_options),
+        ):
+            with pytest.raises(ConnectionError, match=wanted):
+                use()
 
 
 class Unreachable(arrow.FileSystemHandler):

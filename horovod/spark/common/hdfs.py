@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
+import socket
 from typing import Any
 
 from fsspec.implementations.arrow import ArrowFSWrapper
@@ -19,6 +20,9 @@ _INSTALL = (
     "or ARROW_LIBHDFS_DIR to the folder of libhdfs.so, JAVA_HOME, and CLASSPATH to what "
     "`hadoop classpath --glob` prints"
 )
+
+_CHECK = "Check that it runs, and its host and port: fs.defaultFS in core-site.xml has them"
+ANSWER_SECONDS = 30.0  # for the NameNode to accept a connection
 
 
 def connect(
@@ -34,6 +38,8 @@ def connect(
     name = "fs.defaultFS" if host == "default" else f"hdfs://{host}" + (f":{port}" if port else "")
     if not os.environ.get("CLASSPATH"):
         raise ConnectionError(f"cannot connect to {name}: CLASSPATH is not set. {_INSTALL}")
+    if port and "://" not in host:
+        _knock(name, host, port)
     _leave_signals_to_python()
     try:
         # With a replication of 0 the cluster's own setting holds; pyarrow's default is 3.
@@ -52,9 +58,19 @@ def connect(
     except OSError as error:
         raise ConnectionError(
             f"the NameNode of {name} does not answer: {error}. libhdfs has printed the cause. "
-            "Check that it runs, and its host and port: fs.defaultFS in core-site.xml has them"
+            f"{_CHECK}"
         ) from error
     return filesystem
+
+
+def _knock(name: str, host: str, port: int) -> None:
+    """Where packets are lost without an answer, Hadoop itself tries for half an hour."""
+    try:
+        socket.create_connection((host, port), timeout=ANSWER_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"the NameNode of {name} does not answer: {error}. {_CHECK}"
+        ) from error
 
 
 def look_at(filesystem: Any, path: str) -> Any:
