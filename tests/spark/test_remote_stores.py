@@ -15,7 +15,6 @@ import os
 import pickle
 import socket
 import subprocess
-import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,8 @@ import pytest
 
 from horovod.spark.common.reader import ParquetFiles
 from horovod.spark.common.store import Store
-from tests.spark.cluster import REPOSITORY
 from tests.spark.parquet import PATIENCE, points, write
-from tests.spark.test_store import check_files
+from tests.spark.test_store import check_files, run_program
 
 URLS = os.environ.get("HOROVOD_TEST_STORES", "").split()
 HDFS = [url for url in URLS if url.startswith("hdfs://")]
@@ -213,11 +211,5 @@ except KeyboardInterrupt:
 
 @remote(HDFS, "HDFS")
 def test_ctrl_c_is_still_an_exception(store: Any):
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, store.prefix_path],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"},
-    )
+    done = run_program(INTERRUPTED, store.prefix_path)
     assert (done.stdout.split(), done.returncode) == (["told"], 0), done

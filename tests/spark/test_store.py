@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -25,7 +26,20 @@ from horovod.spark.common.store import (
     LocalStore,
     Store,
 )
+from tests.spark.cluster import HANG, REPOSITORY
 from tests.spark.parquet import points, write
+
+
+def run_program(program: str, *arguments: str, **settings: str) -> Any:
+    """A program in a process of its own, with variables that it finds in its environment."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        env={**os.environ, "PYTHONPATH": path, **settings},
+    )
 
 
 def test_a_bare_path_is_a_file_url(tmp_path: Path):
@@ -127,18 +141,33 @@ def test_a_file_that_was_being_replaced_when_its_writer_died(tmp_path: Path):
     assert not store.exists(path)
 
 
-def test_hdfs_without_hadoop_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    store = HDFSStore("hdfs://namenode/user/me")
+def test_hdfs_without_a_classpath(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CLASSPATH", raising=False)
     with pytest.raises(ConnectionError, match=r"CLASSPATH is not set.*hadoop classpath --glob"):
-        store.check_writable()
-    monkeypatch.setenv("CLASSPATH", "nothing.jar")
-    monkeypatch.setenv("ARROW_LIBHDFS_DIR", str(tmp_path))
-    monkeypatch.setenv("LIBHDFS_OPTS", "-Xmx1g")
-    monkeypatch.delenv("HADOOP_HOME", raising=False)
-    with pytest.raises(ConnectionError, match=r"namenode: Unable to load.*ARROW_LIBHDFS"):
-        ParquetFiles(store.get_train_data_path(), store.storage_options)
-    assert os.environ["LIBHDFS_OPTS"] == "-Xmx1g -Xrs", "Java must not take Ctrl-C"
+        HDFSStore("hdfs://namenode:8020/user/me").check_writable()
+
+
+WITHOUT_LIBHDFS = """
+import os
+from horovod.spark.common.store import Store
+try:
+    Store.create("hdfs://namenode/user/me").check_writable()
+except ConnectionError as error:
+    print(error, os.environ["LIBHDFS_OPTS"], sep="\\n")
+"""
+
+
+def test_hdfs_without_libhdfs(tmp_path: Path):
+    """In a process of its own, because a libhdfs that is loaded stays."""
+    settings = {
+        "CLASSPATH": "nothing.jar",
+        "ARROW_LIBHDFS_DIR": str(tmp_path),
+        "HADOOP_HOME": str(tmp_path),
+        "LIBHDFS_OPTS": "-Xmx1g",
+    }
+    printed = run_program(WITHOUT_LIBHDFS, **settings).stdout
+    assert re.match(r"cannot connect to hdfs://namenode: Unable to load.*ARROW_LIBHDFS", printed)
+    assert printed.splitlines()[1:] == ["-Xmx1g -Xrs"], "Java must not take Ctrl-C"
 
 
 def test_a_namenode_that_does_not_listen(monkeypatch: pytest.MonkeyPatch):
@@ -338,14 +367,7 @@ except OSError as error:
 def test_a_disk_that_fills_up_while_writing_leaves_what_was_there(tmp_path: Path):
     """The limit on file sizes makes write fail halfway, as a full disk does."""
     (tmp_path / "big").write_text("old")
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
+    done = run_program(FULL_DISK, str(tmp_path))
     assert "cannot write" in done.stdout, done.stdout + done.stderr
     assert (tmp_path / "big").read_text() == "old"
     assert os.listdir(tmp_path) == ["big"], "nothing half-written is left"
