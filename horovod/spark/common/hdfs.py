@@ -78,7 +78,7 @@ def look_at(filesystem: Any, path: str) -> Any:
     import pyarrow.fs as arrow
 
     found = nearest = filesystem.get_file_info(path)
-    while nearest.type == arrow.FileType.NotFound and nearest.path != "/":
+    while nearest.type == arrow.FileType.NotFound and nearest.path not in ("", "/"):
         nearest = filesystem.get_file_info(posixpath.dirname(nearest.path))
     if found.type == arrow.FileType.NotFound and nearest.type != arrow.FileType.File:
         filesystem.get_file_info(arrow.FileSelector(nearest.path))  # fails if it was not an answer
