@@ -336,19 +336,33 @@ def test_a_place_that_cannot_be_written_to(tmp_path: Path):
             store.check_writable()
 
 
-class Refusing(MemoryFileSystem):
-    """A client with exceptions of its own, as Azure's has."""
+class NotConnected(OSError):
+    """As that of aiohttp, which Google's client uses."""
 
-    protocol = "refusing"
+    def __init__(self, host: str, cause: OSError) -> None:
+        self.host, self.cause = host, cause
 
-    def _open(self, *arguments: Any, **more: Any) -> Any:
-        raise RuntimeError("The specified container does not exist.\nRequestId: 1")
+    def __str__(self) -> str:
+        return f"no connection to {self.host}.\nerrno {self.cause.errno}"
 
 
-def test_a_client_with_exceptions_of_its_own():
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (RuntimeError("no container.\nRequestId: 1"), "RuntimeError: no container"),  # Azure
+        (NotConnected("here", OSError()), "NotConnected: no connection to here"),
+    ],
+)
+def test_a_client_with_exceptions_of_its_own(raised: Exception, said: str):
+    class Refusing(MemoryFileSystem):
+        protocol = "refusing"
+
+        def _open(self, *arguments: Any, **more: Any) -> Any:
+            raise raised
+
     fsspec.register_implementation("refusing", Refusing, clobber=True)
     store = Store.create("refusing://container/x")
-    with pytest.raises(OSError, match=r"RuntimeError: The .* not exist\. Nothing is there"):
+    with pytest.raises(OSError, match=rf"{said}\. Nothing is there.*another prefix"):
         store.check_writable()
 
 

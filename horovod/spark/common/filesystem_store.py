@@ -118,9 +118,11 @@ class AbstractFilesystemStore(Store):
                 self._move(temporary, target)
         except Exception as error:  # clients of object stores have exceptions of their own
             if not atomic:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(Exception):
                     self.fs.rm_file(temporary)
-            known = error if isinstance(error, OSError) else OSError()
+            # Those that others derive from OSError may not be made from a number and a text.
+            builtin = type(error).__module__ == "builtins"
+            known = error if isinstance(error, OSError) and builtin else OSError()
             first = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
             below = self.prefix_path + (" (a bucket must be there already)" if atomic else "")
             raise type(known)(
