@@ -63,22 +63,14 @@ def executor_of(worker: int) -> psutil.Process:
 
 
 class Daemon:
-    """A master or a worker."""
+    """A process that serves others until it is stopped: of Spark, or of HDFS."""
 
-    def __init__(self, folder: Path, name: str, *arguments: str, env: Mapping[str, str]) -> None:
-        import pyspark
-
+    def __init__(self, folder: Path, name: str, *command: str, env: Mapping[str, str]) -> None:
         self._log = folder / f"{name}.log"
-        spark_class = Path(pyspark.__file__).parent / "bin" / "spark-class"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [str(spark_class), *arguments],
-                env={
-                    **spark_environment(),
-                    "SPARK_DAEMON_MEMORY": "512m",
-                    "SPARK_DAEMON_JAVA_OPTS": QUICK_JAVA,
-                    **env,
-                },
+                command,
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -157,7 +149,12 @@ class StandaloneCluster:
         self._daemons.remove(worker)
 
     def _add(self, name: str, *arguments: str, env: Mapping[str, str]) -> Daemon:
-        self._daemons.append(Daemon(self.folder, name, *arguments, env=env))
+        import pyspark
+
+        spark_class = str(Path(pyspark.__file__).parent / "bin" / "spark-class")
+        settings = {"SPARK_DAEMON_MEMORY": "512m", "SPARK_DAEMON_JAVA_OPTS": QUICK_JAVA}
+        env = {**spark_environment(), **settings, **env}
+        self._daemons.append(Daemon(self.folder, name, spark_class, *arguments, env=env))
         return self._daemons[-1]
 
     def close(self) -> None:

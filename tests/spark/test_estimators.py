@@ -12,6 +12,7 @@ import torch
 from horovod.spark.common import util
 from horovod.spark.common.columns import ColumnError
 from horovod.spark.common.store import Store
+from horovod.spark.common.util import _write_frame
 from horovod.spark.torch import TorchEstimator, TorchModel
 from tests.ranks import RankPool
 from tests.spark.frames import points
@@ -219,6 +220,14 @@ def test_a_store_that_cannot_be_written_to(df: Any, tmp_path: Path, pool2: RankP
     broken = Store.create(str(tmp_path / "file" / "below"))
     with pytest.raises(OSError, match=r"cannot write .*check the rights"):
         estimator(broken, backend=PoolBackend(pool2)).fit(df)
+
+
+def test_a_store_that_spark_cannot_write_to(df: Any, pool2: RankPool):
+    elsewhere = Store.create("memory://estimators/connector")
+    with pytest.raises(OSError, match=r"no connector for memory://.*fit_on_parquet"):
+        estimator(elsewhere, backend=PoolBackend(pool2)).fit(df)
+    with pytest.raises(OSError, match=r"s3a://.*hadoop-aws"):
+        _write_frame(df.select("y"), "s3://nobody/nothing", False, 1)
 
 
 def test_keras_predictions_and_persistence(df: Any, tmp_path: Path):

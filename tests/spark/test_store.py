@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import pyarrow.fs as arrow
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
+from horovod.spark.common.hdfs import HadoopFiles, look_at
+from horovod.spark.common.reader import ParquetFiles
 from horovod.spark.common.store import (
     AbstractFilesystemStore,
     DBFSLocalStore,
@@ -19,7 +26,20 @@ from horovod.spark.common.store import (
     LocalStore,
     Store,
 )
+from tests.spark.cluster import HANG, REPOSITORY
 from tests.spark.parquet import points, write
+
+
+def run_program(program: str, *arguments: str, **settings: str) -> Any:
+    """A program in a process of its own, with variables that it finds in its environment."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        env={**os.environ, "PYTHONPATH": path, **settings},
+    )
 
 
 def test_a_bare_path_is_a_file_url(tmp_path: Path):
@@ -69,11 +89,11 @@ def test_paths_that_were_given(tmp_path: Path):
 @pytest.mark.parametrize("prefix", ["{folder}", "memory://stores/contract"])
 def test_files_on_any_file_system(tmp_path: Path, prefix: str):
     store = Store.create(prefix.format(folder=tmp_path))
-    _check_files(store, tmp_path)
-    _check_files(pickle.loads(pickle.dumps(store)), tmp_path)
+    check_files(store, tmp_path)
+    check_files(pickle.loads(pickle.dumps(store)), tmp_path)
 
 
-def _check_files(store: Any, tmp_path: Path) -> None:
+def check_files(store: Any, tmp_path: Path) -> None:
     path = f"{store.prefix_path}/a/b.txt"
     store.remove(path)
     assert not store.exists(path)
@@ -98,14 +118,103 @@ class OnArrow(HDFSStore):
     """HDFS's store with pyarrow's local files below: the same wrapper, without a cluster."""
 
     def _open_filesystem(self) -> Any:
-        import pyarrow.fs as arrow
-        from fsspec.implementations.arrow import ArrowFSWrapper
-
-        return ArrowFSWrapper(arrow.LocalFileSystem())
+        return HadoopFiles(arrow.LocalFileSystem())
 
 
 def test_the_operations_of_hdfs(tmp_path: Path):
-    _check_files(OnArrow(f"hdfs://namenode:8020{tmp_path}/hdfs"), tmp_path)
+    check_files(OnArrow(f"hdfs://namenode:8020{tmp_path}/hdfs"), tmp_path)
+
+
+def test_a_file_that_was_being_replaced_when_its_writer_died(tmp_path: Path):
+    """HDFS does not rename onto a file: the old one has another name for a moment."""
+    store = OnArrow(f"hdfs://namenode:8020{tmp_path}/hdfs")
+    path = f"{store.prefix_path}/checkpoint"
+    store.write_text(path, "old")
+    (tmp_path / "hdfs" / "checkpoint").rename(tmp_path / "hdfs" / ".checkpoint.previous")
+    assert store.exists(path)
+    assert store.read(path) == b"old"
+    store.write_text(path, "new")
+    assert store.read(path) == b"new"
+    assert os.listdir(tmp_path / "hdfs") == ["checkpoint"]
+    (tmp_path / "hdfs" / ".checkpoint.previous").touch()
+    store.remove(path)
+    assert not store.exists(path)
+
+
+def test_hdfs_without_a_classpath(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CLASSPATH", raising=False)
+    with pytest.raises(ConnectionError, match=r"CLASSPATH is not set.*hadoop classpath --glob"):
+        HDFSStore("hdfs://namenode:8020/user/me").check_writable()
+
+
+WITHOUT_LIBHDFS = """
+import os
+from horovod.spark.common.store import Store
+try:
+    Store.create("hdfs://namenode/user/me").check_writable()
+except ConnectionError as error:
+    print(error, os.environ["LIBHDFS_OPTS"], sep="\\n")
+"""
+
+
+def test_hdfs_without_libhdfs(tmp_path: Path):
+    """In a process of its own, because a libhdfs that is loaded stays."""
+    settings = {
+        "CLASSPATH": "nothing.jar",
+        "ARROW_LIBHDFS_DIR": str(tmp_path),
+        "HADOOP_HOME": str(tmp_path),
+        "LIBHDFS_OPTS": "-Xmx1g",
+    }
+    printed = run_program(WITHOUT_LIBHDFS, **settings).stdout
+    assert re.match(r"cannot connect to hdfs://namenode: Unable to load.*ARROW_LIBHDFS", printed)
+    assert printed.splitlines()[1:] == ["-Xmx1g -Xrs"], "Java must not take Ctrl-C"
+
+
+def test_a_namenode_that_does_not_listen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CLASSPATH", "nothing.jar")
+    with socket.socket() as taken:  # bound and not listening: nobody else gets the port
+        taken.bind(("127.0.0.1", 0))
+        server = f"hdfs://127.0.0.1:{taken.getsockname()[1]}"
+        store = HDFSStore(f"{server}/user/me")
+        wanted = f"the NameNode of {server} does not answer: .*refused.*Check that it runs"
+        for use in (
+            lambda: store.exists(store.get_checkpoint_path("run")),
+            lambda: store.get_checkpoints("run"),
+            lambda: store.write_text(f"{store.prefix_path}/a", "a"),
+            lambda: store.is_parquet_dataset(store.get_train_data_path()),
+            lambda: ParquetFiles(store.get_train_data_path(), store.storage_options),
+        ):
+            with pytest.raises(ConnectionError, match=wanted):
+                use()
+
+
+class Unreachable(arrow.FileSystemHandler):
+    """As pyarrow's HDFS is while the NameNode is away: nothing is there, and listing fails."""
+
+    def get_file_info(self, paths: list[str]) -> Any:
+        return [arrow.FileInfo(path, arrow.FileType.NotFound) for path in paths]
+
+    def get_file_info_selector(self, selector: Any) -> Any:
+        raise OSError(255, "Unknown error 255")
+
+    def _none(self, *arguments: Any, **more: Any) -> Any:
+        raise NotImplementedError
+
+    get_type_name = normalize_path = create_dir = delete_dir = delete_dir_contents = _none
+    delete_root_dir_contents = delete_file = move = copy_file = open_input_stream = _none
+    open_input_file = open_output_stream = open_append_stream = _none
+
+
+def test_an_unreachable_namenode_is_not_an_empty_store():
+    away = arrow.PyFileSystem(Unreachable())
+    with pytest.raises(OSError, match="Unknown error 255"):
+        look_at(away, "/user/me/checkpoint")
+
+
+def test_a_path_of_hdfs_that_is_not_there(tmp_path: Path):
+    there = look_at(arrow.LocalFileSystem(), f"{tmp_path}")
+    missing = look_at(arrow.LocalFileSystem(), f"{tmp_path}/a/b")
+    assert (there.type, missing.type) == (arrow.FileType.Directory, arrow.FileType.NotFound)
 
 
 def test_only_what_has_changed_is_synchronised(tmp_path: Path):
@@ -227,6 +336,36 @@ def test_a_place_that_cannot_be_written_to(tmp_path: Path):
             store.check_writable()
 
 
+class NotConnected(OSError):
+    """As that of aiohttp, which Google's client uses."""
+
+    def __init__(self, host: str, cause: OSError) -> None:
+        self.host, self.cause = host, cause
+
+    def __str__(self) -> str:
+        return f"no connection to {self.host}.\nerrno {self.cause.errno}"
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (RuntimeError("no container.\nRequestId: 1"), "RuntimeError: no container"),  # Azure
+        (NotConnected("here", OSError()), "NotConnected: no connection to here"),
+    ],
+)
+def test_a_client_with_exceptions_of_its_own(raised: Exception, said: str):
+    class Refusing(MemoryFileSystem):
+        protocol = "refusing"
+
+        def _open(self, *arguments: Any, **more: Any) -> Any:
+            raise raised
+
+    fsspec.register_implementation("refusing", Refusing, clobber=True)
+    store = Store.create("refusing://container/x")
+    with pytest.raises(OSError, match=rf"{said}\. Nothing is there.*another prefix"):
+        store.check_writable()
+
+
 FULL_DISK = """
 import resource, sys
 from horovod.spark.common.store import Store
@@ -242,14 +381,7 @@ except OSError as error:
 def test_a_disk_that_fills_up_while_writing_leaves_what_was_there(tmp_path: Path):
     """The limit on file sizes makes write fail halfway, as a full disk does."""
     (tmp_path / "big").write_text("old")
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
+    done = run_program(FULL_DISK, str(tmp_path))
     assert "cannot write" in done.stdout, done.stdout + done.stderr
     assert (tmp_path / "big").read_text() == "old"
     assert os.listdir(tmp_path) == ["big"], "nothing half-written is left"

@@ -35,19 +35,18 @@ def arrow_filesystem(url: str, storage_options: dict[str, Any] | None = None) ->
 
 
 def _hadoop(url: str, options: dict[str, Any]) -> tuple[Any, str]:
-    import pyarrow.fs as arrow
+    from horovod.spark.common import hdfs
 
     host, port, path = split_hdfs(url)
-    return (
-        arrow.HadoopFileSystem(
-            options.get("host") or host or "default",
-            options.get("port") or port or 0,
-            user=options.get("user"),
-            kerb_ticket=options.get("kerb_ticket"),
-            extra_conf=options.get("extra_conf"),
-        ),
-        path,
+    filesystem = hdfs.connect(
+        options.get("host") or host or "default",
+        options.get("port") or port or 0,
+        user=options.get("user"),
+        kerb_ticket=options.get("kerb_ticket"),
+        extra_conf=options.get("extra_conf"),
     )
+    hdfs.look_at(filesystem, path)  # no right to look is not the same as no data
+    return filesystem, path
 
 
 def split_hdfs(url: str) -> tuple[str | None, int | None, str]:

@@ -7,6 +7,7 @@ one piece where the storage itself makes that atomic.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import posixpath
 import shutil
@@ -78,11 +79,13 @@ class AbstractFilesystemStore(Store):
         return {**self.__dict__, "_filesystem": None}  # connections do not travel
 
     def exists(self, path: str) -> bool:
-        return bool(self.fs.exists(self.get_localized_path(path)))
+        return any(self.fs.exists(name) for name in self._names(path))
 
     def read(self, path: str) -> bytes:
-        with self.fs.open(self.get_localized_path(path), "rb") as file:
-            return bytes(file.read())
+        for name in self._names(path):
+            with contextlib.suppress(FileNotFoundError), self.fs.open(name, "rb") as file:
+                return bytes(file.read())
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     def write(self, path: str, data: bytes) -> None:
         target = self.get_localized_path(path)
@@ -105,7 +108,7 @@ class AbstractFilesystemStore(Store):
     def _put_complete(self, target: str, put: Callable[[str], None]) -> None:
         """Have `put` write a file that nobody sees before it is complete."""
         folder, name = posixpath.split(target)
-        atomic = bool(_PUT_IS_ATOMIC & set(_protocols(self.fs)))
+        atomic = self._put_is_atomic
         temporary = target if atomic else posixpath.join(folder, f".{name}.{uuid.uuid4().hex}")
         try:
             if not atomic:  # object stores have no folders, and would make a bucket of a typo
@@ -113,28 +116,50 @@ class AbstractFilesystemStore(Store):
             put(temporary)
             if not atomic:
                 self._move(temporary, target)
-        except OSError as error:
+        except Exception as error:  # clients of object stores have exceptions of their own
             if not atomic:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(Exception):
                     self.fs.rm_file(temporary)
-            raise type(error)(
-                error.errno,
-                f"cannot write {target}: {error.strerror or error}. "
+            # Those that others derive from OSError may not be made from a number and a text.
+            builtin = type(error).__module__ == "builtins"
+            known = error if isinstance(error, OSError) and builtin else OSError()
+            first = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+            below = self.prefix_path + (" (a bucket must be there already)" if atomic else "")
+            raise type(known)(
+                known.errno or errno.EIO,
+                f"cannot write {target}: {known.strerror or first}. "
                 "Nothing is there under that name that was not there before; check the rights of "
-                f"this user and the room below {self.prefix_path}, or choose another prefix",
+                f"this user and the room below {below}, or choose another prefix",
             ) from error
 
     def _move(self, temporary: str, target: str) -> None:
         if "file" in _protocols(self.fs):
             os.replace(temporary, target)
             return
+        previous = _previous(target)
         if self.fs.exists(target):  # HDFS does not rename onto a file
-            self.fs.rm_file(target)
+            if self.fs.exists(previous):
+                self.fs.rm_file(previous)
+            self.fs.mv(target, previous)
         self.fs.mv(temporary, target)
+        if self.fs.exists(previous):
+            self.fs.rm_file(previous)
+
+    @property
+    def _put_is_atomic(self) -> bool:
+        return bool(_PUT_IS_ATOMIC & set(_protocols(self.fs)))
+
+    def _names(self, path: str) -> list[str]:
+        """Where the contents of a file may be: under another name while it is being replaced."""
+        local = self.get_localized_path(path)
+        if self._put_is_atomic or "file" in _protocols(self.fs):
+            return [local]
+        return [local, _previous(local), local]
 
     def remove(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.fs.rm(self.get_localized_path(path), recursive=True)
+        for name in dict.fromkeys(self._names(path)):
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm(name, recursive=True)
 
     def check_writable(self) -> None:
         probe = posixpath.join(self.prefix_path, f".probe.{uuid.uuid4().hex}")
@@ -255,6 +280,11 @@ def _local_output_dir() -> Iterator[str]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _previous(target: str) -> str:
+    folder, name = posixpath.split(target)
+    return posixpath.join(folder, f".{name}.previous")
 
 
 def _protocols(filesystem: Any) -> tuple[str, ...]:

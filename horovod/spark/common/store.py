@@ -124,14 +124,10 @@ class HDFSStore(AbstractFilesystemStore):
         return split_hdfs(path)[2]
 
     def _open_filesystem(self) -> Any:
-        from fsspec.implementations.arrow import HadoopFileSystem
+        from horovod.spark.common.hdfs import HadoopFiles, connect
 
-        return HadoopFileSystem(
-            self._host,
-            self._port,
-            user=self._user,
-            kerb_ticket=self._kerb_ticket,
-            extra_conf=self._extra_conf,
+        return HadoopFiles(
+            connect(self._host, self._port, self._user, self._kerb_ticket, self._extra_conf)
         )
 
 

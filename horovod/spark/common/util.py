@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,11 +12,26 @@ from horovod.common.logging import get_logger
 from horovod.spark.common import metadata as meta
 from horovod.spark.common.cache import Prepared, TrainingDataCache
 from horovod.spark.common.columns import ColumnError
+from horovod.spark.common.filesystem import split_url
 from horovod.spark.common.reader import ParquetFiles
 
 logger = get_logger(__name__)
 
 _cache = TrainingDataCache()
+
+# What Hadoop says of a protocol that it does not know, or knows only the connector's name of.
+_NO_CONNECTOR = re.compile(
+    r"No FileSystem for scheme|ClassNotFoundException: Class org\.apache\.hadoop\.fs\.\S+ not found"
+)
+_AZURE = ": org.apache.hadoop:hadoop-azure, of the version of Spark's Hadoop"
+_CONNECTORS = {
+    "s3": " and call it s3a://, as Hadoop does: org.apache.hadoop:hadoop-aws, of its version",
+    "s3a": ": org.apache.hadoop:hadoop-aws, of the version of Spark's Hadoop",
+    "gs": ": org.apache.hadoop:hadoop-gcp, or Google's gcs-connector before Hadoop 3.5",
+    "abfs": _AZURE,
+    "abfss": _AZURE,
+    "az": f" and call it abfs://, as Hadoop does{_AZURE}",
+}
 
 
 def clear_training_cache() -> None:
@@ -262,6 +278,14 @@ def _write_frame(frame: Any, path: str, compress_sparse: bool, partitions: int) 
     try:
         frame.repartition(partitions).write.mode("overwrite").parquet(path)
     except Exception as error:
+        if _NO_CONNECTOR.search(str(error)):
+            protocol, _ = split_url(path)
+            raise OSError(
+                f"Spark has no connector for {protocol}://, so it could not write the DataFrame to "
+                f"{path}. Give the session one by spark.jars.packages"
+                f"{_CONNECTORS.get(protocol, '')}; or write Parquet there by other means, and call "
+                "fit_on_parquet(): the processes read it without Spark"
+            ) from error
         raise OSError(
             f"Spark could not write the DataFrame to {path}; nothing half-written is used. If the "
             "cause below names the path, executors need rights and room there; a local path must "
