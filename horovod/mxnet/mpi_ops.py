@@ -7,7 +7,7 @@ by optimizers and trainers: of those, the highest comes first.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from horovod.common.reduce_op import Sum as _Sum
 from horovod.common.util import resolve_reduce_op
 from horovod.engine.arguments import movement_input, reduction_input, set_id
 from horovod.engine.basics import HorovodBasics
-from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.mxnet.arrays import check_array, mxnet_errors, to_mxnet, to_torch, write_back
 
@@ -54,7 +53,30 @@ Min = _basics.Min
 Max = _basics.Max
 Product = _basics.Product
 
-Finish = Callable[[], Any]
+Started = Callable[[], Any]  # waits for an operation, and returns its arrays
+
+
+def wait_for_all(operations: Iterable[Started]) -> None:
+    """Also if one fails: none may be left in flight. The first failure is raised."""
+    failure = None
+    for wait in operations:
+        try:
+            wait()
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _results(
+    outputs: Sequence[torch.Tensor], tensors: Sequence[Any], in_place: bool = False
+) -> list[Any]:
+    """The outputs in the arrays that were given, or as new ones like them."""
+    if not in_place:
+        return [to_mxnet(*pair) for pair in zip(outputs, tensors, strict=True)]
+    for array, output in zip(tensors, outputs, strict=True):
+        write_back(array, output)
+    return list(tensors)
 
 
 # -- allreduce -------------------------------------------------------------------------------
@@ -72,7 +94,7 @@ def allreduce(
 ) -> Any:
     """Reduce an array over all ranks into a new one."""
     factors = prescale_factor, postscale_factor
-    return _reduce([tensor], average, name, factors, process_set, op, in_place=False)[0]
+    return _allreduce([tensor], average, name, factors, process_set, op, in_place=False)[0]
 
 
 def allreduce_(
@@ -87,7 +109,7 @@ def allreduce_(
 ) -> Any:
     """Reduce an array over all ranks in place."""
     factors = prescale_factor, postscale_factor
-    return _reduce([tensor], average, name, factors, process_set, op, in_place=True)[0]
+    return _allreduce([tensor], average, name, factors, process_set, op, in_place=True)[0]
 
 
 def grouped_allreduce(
@@ -101,10 +123,8 @@ def grouped_allreduce(
     op: ReduceOp | None = None,
 ) -> Any:
     """Reduce several arrays as one operation into new ones; an empty list is returned as it is."""
-    if not tensors:
-        return tensors
     factors = prescale_factor, postscale_factor
-    return _reduce(tensors, average, name, factors, process_set, op, in_place=False)
+    return _allreduce(tensors, average, name, factors, process_set, op, in_place=False)
 
 
 def grouped_allreduce_(
@@ -118,13 +138,11 @@ def grouped_allreduce_(
     op: ReduceOp | None = None,
 ) -> Any:
     """Reduce several arrays as one operation in place; an empty list is returned as it is."""
-    if not tensors:
-        return tensors
     factors = prescale_factor, postscale_factor
-    return _reduce(tensors, average, name, factors, process_set, op, in_place=True)
+    return _allreduce(tensors, average, name, factors, process_set, op, in_place=True)
 
 
-def _reduce(
+def _allreduce(
     tensors: Sequence[Any],
     average: bool | None,
     name: str | None,
@@ -132,13 +150,13 @@ def _reduce(
     process_set: ProcessSet,
     op: ReduceOp | None,
     in_place: bool,
-) -> list[Any]:
+) -> Any:
+    if not tensors:
+        return tensors
     op = resolve_reduce_op(op, average)
     with mxnet_errors():
-        start = start_allreduce if in_place else _start_new
-        request, finish = start(tensors, name, op, factors, process_set, background=False)
-        request.wait()
-        return finish()
+        wait = start_allreduce(tensors, name, op, factors, process_set, in_place, background=False)
+        return wait()
 
 
 def start_allreduce(
@@ -147,41 +165,14 @@ def start_allreduce(
     op: ReduceOp,
     factors: tuple[float, float],
     process_set: ProcessSet,
+    in_place: bool = True,
     background: bool = True,
-) -> tuple[Request, Finish]:
-    """Start reducing arrays in place; also what there is to do when the request is done."""
-    _check_op(op)
-    buffers = [_reducible(to_torch(each, write=True), op, factors) for each in tensors]
-    request = runtime.allreduce(
-        buffers,
-        buffers,
-        name,
-        op,
-        prescale=factors[0],
-        postscale=factors[1],
-        process_set_id=set_id(process_set),
-        background=background,
-    )
-
-    def finish() -> list[Any]:
-        for array, buffer in zip(tensors, buffers, strict=True):
-            write_back(array, buffer)
-        return list(tensors)
-
-    return request, finish
-
-
-def _start_new(
-    tensors: Sequence[Any],
-    name: str | None,
-    op: ReduceOp,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    background: bool = True,
-) -> tuple[Request, Finish]:
-    _check_op(op)
-    sources = [_reducible(to_torch(each), op, factors) for each in tensors]
-    outputs = [torch.empty_like(source) for source in sources]
+) -> Started:
+    """Start reducing arrays as one operation."""
+    if op is Adasum:
+        raise AssertionError("Adasum is not supported by the MXNet binding")
+    sources = [_reducible(to_torch(each, in_place), op, factors) for each in tensors]
+    outputs = sources if in_place else [torch.empty_like(source) for source in sources]
     request = runtime.allreduce(
         sources,
         outputs,
@@ -192,16 +183,16 @@ def _start_new(
         process_set_id=set_id(process_set),
         background=background,
     )
-    return request, lambda: [to_mxnet(*pair) for pair in zip(outputs, tensors, strict=True)]
+
+    def wait() -> list[Any]:
+        request.wait()
+        return _results(outputs, tensors, in_place)
+
+    return wait
 
 
 def _reducible(tensor: torch.Tensor, op: ReduceOp, factors: tuple[float, float]) -> torch.Tensor:
     return reduction_input(tensor, op, factors != (1.0, 1.0))
-
-
-def _check_op(op: ReduceOp) -> None:
-    if op is Adasum:
-        raise AssertionError("Adasum is not supported by the MXNet binding")
 
 
 # -- the others --------------------------------------------------------------------------------
@@ -231,7 +222,7 @@ def grouped_allgather(
         gathered = runtime.allgather(
             sources, name, process_set_id=set_id(process_set), background=False
         ).wait()
-        return [to_mxnet(*pair) for pair in zip(gathered, tensors, strict=True)]
+        return _results(gathered, tensors)
 
 
 def broadcast(
@@ -243,13 +234,10 @@ def broadcast(
 ) -> Any:
     """The root's array as a new one on every rank."""
     with mxnet_errors():
-        source = movement_input(to_torch(tensor))
-        output = torch.empty_like(source)
-        number = set_id(process_set)
-        runtime.broadcast(
-            source, output, root_rank, name, process_set_id=number, background=False
-        ).wait()
-        return to_mxnet(output, tensor)
+        wait = start_broadcast(
+            tensor, root_rank, name, process_set, in_place=False, background=False
+        )
+        return wait()
 
 
 def broadcast_(
@@ -261,9 +249,8 @@ def broadcast_(
 ) -> Any:
     """Overwrite an array with the root's."""
     with mxnet_errors():
-        request, finish = start_broadcast(tensor, root_rank, name, process_set, background=False)
-        request.wait()
-        return finish()
+        wait = start_broadcast(tensor, root_rank, name, process_set, background=False)
+        return wait()
 
 
 def start_broadcast(
@@ -271,19 +258,21 @@ def start_broadcast(
     root_rank: int,
     name: str | None,
     process_set: ProcessSet = global_process_set,
+    in_place: bool = True,
     background: bool = True,
-) -> tuple[Request, Finish]:
-    """Start overwriting an array; also what there is to do when the request is done."""
-    buffer = movement_input(to_torch(tensor, write=True))
+) -> Started:
+    """Start sending the root's array to every rank."""
+    source = movement_input(to_torch(tensor, in_place))
+    output = source if in_place else torch.empty_like(source)
     request = runtime.broadcast(
-        buffer, buffer, root_rank, name, process_set_id=set_id(process_set), background=background
+        source, output, root_rank, name, process_set_id=set_id(process_set), background=background
     )
 
-    def finish() -> Any:
-        write_back(tensor, buffer)
-        return tensor
+    def wait() -> Any:
+        request.wait()
+        return _results([output], [tensor], in_place)[0]
 
-    return request, finish
+    return wait
 
 
 def alltoall(
@@ -363,4 +352,4 @@ def grouped_reducescatter(
             process_set_id=set_id(process_set),
             background=False,
         )
-        return [to_mxnet(*pair) for pair in zip(request.wait(), tensors, strict=True)]
+        return _results(request.wait(), tensors)
