@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from horovod.common.exceptions import HorovodInternalError
-
 
 def wait_for_all(waits: Iterable[Callable[[], object]]) -> None:
     """Call every one of `waits`, and raise the first failure afterwards: none is left in flight."""
@@ -13,7 +11,7 @@ def wait_for_all(waits: Iterable[Callable[[], object]]) -> None:
     for wait in waits:
         try:
             wait()
-        except HorovodInternalError as error:
+        except Exception as error:
             failure = failure or error
     if failure is not None:
         raise failure

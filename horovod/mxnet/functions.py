@@ -10,10 +10,10 @@ from typing import Any
 
 import mxnet as mx
 
-from horovod.common.exceptions import HorovodInternalError
 from horovod.engine import objects
 from horovod.engine.job import WORLD
 from horovod.engine.runtime import runtime
+from horovod.engine.wait_for_all import wait_for_all
 from horovod.mxnet.arrays import mxnet_errors
 from horovod.mxnet.mpi_ops import broadcast_, start_broadcast
 
@@ -50,15 +50,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
             name = f"{prefix or ''}{key}"
             for array in _arrays(value, root_rank, name):
                 started.append(start_broadcast(array, root_rank, name))
-        failure = None
-        for request, finish in started:
-            try:
-                request.wait()
-                finish()
-            except HorovodInternalError as error:
-                failure = failure or error  # but wait for all: none may be left in flight
-        if failure is not None:
-            raise failure
+        wait_for_all(started)
 
 
 def _arrays(value: Any, root_rank: int, name: str) -> list[Any]:

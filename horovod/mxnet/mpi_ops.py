@@ -16,13 +16,23 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from horovod.common.util import resolve_reduce_op
 from horovod.engine.arguments import movement_input, reduction_input, set_id
-from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.engine.shared_api import *
 from horovod.engine.shared_api import _basics, init, shutdown
 from horovod.mxnet.arrays import check_array, mxnet_errors, to_mxnet, to_torch, write_back
 
-Finish = Callable[[], Any]
+Started = Callable[[], Any]  # waits for an operation, and returns its arrays
+
+
+def _results(
+    outputs: Sequence[torch.Tensor], tensors: Sequence[Any], in_place: bool = False
+) -> list[Any]:
+    """The outputs in the arrays that were given, or as new ones like them."""
+    if not in_place:
+        return [to_mxnet(*pair) for pair in zip(outputs, tensors, strict=True)]
+    for array, output in zip(tensors, outputs, strict=True):
+        write_back(array, output)
+    return list(tensors)
 
 
 # -- allreduce -------------------------------------------------------------------------------
@@ -40,7 +50,7 @@ def allreduce(
 ) -> Any:
     """Reduce an array over all ranks into a new one."""
     factors = prescale_factor, postscale_factor
-    return _reduce([tensor], average, name, factors, process_set, op, in_place=False)[0]
+    return _allreduce([tensor], average, name, factors, process_set, op, in_place=False)[0]
 
 
 def allreduce_(
@@ -55,7 +65,7 @@ def allreduce_(
 ) -> Any:
     """Reduce an array over all ranks in place."""
     factors = prescale_factor, postscale_factor
-    return _reduce([tensor], average, name, factors, process_set, op, in_place=True)[0]
+    return _allreduce([tensor], average, name, factors, process_set, op, in_place=True)[0]
 
 
 def grouped_allreduce(
@@ -69,10 +79,8 @@ def grouped_allreduce(
     op: ReduceOp | None = None,
 ) -> Any:
     """Reduce several arrays as one operation into new ones; an empty list is returned as it is."""
-    if not tensors:
-        return tensors
     factors = prescale_factor, postscale_factor
-    return _reduce(tensors, average, name, factors, process_set, op, in_place=False)
+    return _allreduce(tensors, average, name, factors, process_set, op, in_place=False)
 
 
 def grouped_allreduce_(
@@ -86,13 +94,11 @@ def grouped_allreduce_(
     op: ReduceOp | None = None,
 ) -> Any:
     """Reduce several arrays as one operation in place; an empty list is returned as it is."""
-    if not tensors:
-        return tensors
     factors = prescale_factor, postscale_factor
-    return _reduce(tensors, average, name, factors, process_set, op, in_place=True)
+    return _allreduce(tensors, average, name, factors, process_set, op, in_place=True)
 
 
-def _reduce(
+def _allreduce(
     tensors: Sequence[Any],
     average: bool | None,
     name: str | None,
@@ -100,13 +106,13 @@ def _reduce(
     process_set: ProcessSet,
     op: ReduceOp | None,
     in_place: bool,
-) -> list[Any]:
+) -> Any:
+    if not tensors:
+        return tensors
     op = resolve_reduce_op(op, average)
     with mxnet_errors():
-        start = start_allreduce if in_place else _start_new
-        request, finish = start(tensors, name, op, factors, process_set, background=False)
-        request.wait()
-        return finish()
+        wait = start_allreduce(tensors, name, op, factors, process_set, in_place, background=False)
+        return wait()
 
 
 def start_allreduce(
@@ -115,41 +121,14 @@ def start_allreduce(
     op: ReduceOp,
     factors: tuple[float, float],
     process_set: ProcessSet,
+    in_place: bool = True,
     background: bool = True,
-) -> tuple[Request, Finish]:
-    """Start reducing arrays in place; also what there is to do when the request is done."""
-    _check_op(op)
-    buffers = [_reducible(to_torch(each, write=True), op, factors) for each in tensors]
-    request = runtime.allreduce(
-        buffers,
-        buffers,
-        name,
-        op,
-        prescale=factors[0],
-        postscale=factors[1],
-        process_set_id=set_id(process_set),
-        background=background,
-    )
-
-    def finish() -> list[Any]:
-        for array, buffer in zip(tensors, buffers, strict=True):
-            write_back(array, buffer)
-        return list(tensors)
-
-    return request, finish
-
-
-def _start_new(
-    tensors: Sequence[Any],
-    name: str | None,
-    op: ReduceOp,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    background: bool = True,
-) -> tuple[Request, Finish]:
-    _check_op(op)
-    sources = [_reducible(to_torch(each), op, factors) for each in tensors]
-    outputs = [torch.empty_like(source) for source in sources]
+) -> Started:
+    """Start reducing arrays as one operation."""
+    if op is Adasum:
+        raise AssertionError("Adasum is not supported by the MXNet binding")
+    sources = [_reducible(to_torch(each, in_place), op, factors) for each in tensors]
+    outputs = sources if in_place else [torch.empty_like(source) for source in sources]
     request = runtime.allreduce(
         sources,
         outputs,
@@ -160,16 +139,16 @@ def _start_new(
         process_set_id=set_id(process_set),
         background=background,
     )
-    return request, lambda: [to_mxnet(*pair) for pair in zip(outputs, tensors, strict=True)]
+
+    def wait() -> list[Any]:
+        request.wait()
+        return _results(outputs, tensors, in_place)
+
+    return wait
 
 
 def _reducible(tensor: torch.Tensor, op: ReduceOp, factors: tuple[float, float]) -> torch.Tensor:
     return reduction_input(tensor, op, factors != (1.0, 1.0))
-
-
-def _check_op(op: ReduceOp) -> None:
-    if op is Adasum:
-        raise AssertionError("Adasum is not supported by the MXNet binding")
 
 
 # -- the others --------------------------------------------------------------------------------
@@ -199,7 +178,7 @@ def grouped_allgather(
         gathered = runtime.allgather(
             sources, name, process_set_id=set_id(process_set), background=False
         ).wait()
-        return [to_mxnet(*pair) for pair in zip(gathered, tensors, strict=True)]
+        return _results(gathered, tensors)
 
 
 def broadcast(
@@ -211,13 +190,10 @@ def broadcast(
 ) -> Any:
     """The root's array as a new one on every rank."""
     with mxnet_errors():
-        source = movement_input(to_torch(tensor))
-        output = torch.empty_like(source)
-        number = set_id(process_set)
-        runtime.broadcast(
-            source, output, root_rank, name, process_set_id=number, background=False
-        ).wait()
-        return to_mxnet(output, tensor)
+        wait = start_broadcast(
+            tensor, root_rank, name, process_set, in_place=False, background=False
+        )
+        return wait()
 
 
 def broadcast_(
@@ -229,9 +205,8 @@ def broadcast_(
 ) -> Any:
     """Overwrite an array with the root's."""
     with mxnet_errors():
-        request, finish = start_broadcast(tensor, root_rank, name, process_set, background=False)
-        request.wait()
-        return finish()
+        wait = start_broadcast(tensor, root_rank, name, process_set, background=False)
+        return wait()
 
 
 def start_broadcast(
@@ -239,19 +214,21 @@ def start_broadcast(
     root_rank: int,
     name: str | None,
     process_set: ProcessSet = global_process_set,
+    in_place: bool = True,
     background: bool = True,
-) -> tuple[Request, Finish]:
-    """Start overwriting an array; also what there is to do when the request is done."""
-    buffer = movement_input(to_torch(tensor, write=True))
+) -> Started:
+    """Start sending the root's array to every rank."""
+    source = movement_input(to_torch(tensor, in_place))
+    output = source if in_place else torch.empty_like(source)
     request = runtime.broadcast(
-        buffer, buffer, root_rank, name, process_set_id=set_id(process_set), background=background
+        source, output, root_rank, name, process_set_id=set_id(process_set), background=background
     )
 
-    def finish() -> Any:
-        write_back(tensor, buffer)
-        return tensor
+    def wait() -> Any:
+        request.wait()
+        return _results([output], [tensor], in_place)[0]
 
-    return request, finish
+    return wait
 
 
 def alltoall(
@@ -331,4 +308,4 @@ def grouped_reducescatter(
             process_set_id=set_id(process_set),
             background=False,
         )
-        return [to_mxnet(*pair) for pair in zip(request.wait(), tensors, strict=True)]
+        return _results(request.wait(), tensors)

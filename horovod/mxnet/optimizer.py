@@ -15,6 +15,7 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
 from horovod.common.util import split_list
 from horovod.engine.runtime import runtime
+from horovod.engine.wait_for_all import wait_for_all
 from horovod.mxnet.arrays import mxnet_errors
 from horovod.mxnet.compression import Compression, Compressor
 from horovod.mxnet.mpi_ops import start_allreduce
@@ -44,15 +45,7 @@ def _average(
         started = [
             start_allreduce(arrays, name, Average, factors, process_set) for name, arrays in groups
         ]
-        failure = None
-        for request, finish in started:
-            try:
-                request.wait()
-                finish()
-            except Exception as error:
-                failure = failure or error  # but wait for all: none may be left in flight
-        if failure is not None:
-            raise failure
+        wait_for_all(started)
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):
