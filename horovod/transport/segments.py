@@ -21,6 +21,7 @@ import secrets
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from horovod.transport.base import Group
@@ -76,13 +77,10 @@ def _exchange(group: Group, nbytes: int, timeout: float) -> list[Member]:
     if sys.platform != "linux":
         raise OSError(f"shared memory needs Linux, this is {sys.platform}")
     with contextlib.ExitStack() as stack:
-        memory = os.memfd_create("horovod", os.MFD_CLOEXEC)
-        stack.callback(os.close, memory)
+        memory = _opened(stack, os.memfd_create, "horovod", os.MFD_CLOEXEC)
         os.ftruncate(memory, nbytes)
-        doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        stack.callback(os.close, doorbell)
-        process = os.pidfd_open(os.getpid())
-        stack.callback(os.close, process)
+        doorbell = _opened(stack, os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        process = _opened(stack, os.pidfd_open, os.getpid())
         mine = (memory, doorbell, process)
         if group.rank == 0:
             everyone, pids = _host(group, mine, timeout, stack)
@@ -97,6 +95,16 @@ def _exchange(group: Group, nbytes: int, timeout: float) -> list[Member]:
                 Member(mmap.mmap(memory, nbytes), os.dup(doorbell), os.dup(process), pid)
             )
         return members
+
+
+def _opened(stack: contextlib.ExitStack, call: Callable[..., int], *arguments: object) -> int:
+    """A descriptor that `stack` closes. A sandbox may refuse the call: the error names it."""
+    try:
+        descriptor = call(*arguments)
+    except OSError as error:
+        raise OSError(f"{call.__name__}: {error}") from error
+    stack.callback(os.close, descriptor)
+    return descriptor
 
 
 def _host(

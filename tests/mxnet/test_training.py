@@ -87,6 +87,24 @@ def test_broadcast_parameters(mx_pool2: RankPool):
     assert first[0] == {"a": [[1.0, 1.0]], "b": [1.0]}
 
 
+def _disagreement() -> list[Any]:
+    """Of two operations that are started together the first fails; the second is waited for."""
+    rank = hvd.rank()
+    arrays = {"a": mx.nd.zeros(1 + rank), "b": mx.nd.array([rank])}
+    with pytest.raises(mx.base.MXNetError, match=r"odd\.a"):
+        hvd.broadcast_parameters(arrays, root_rank=1, prefix="odd.")
+    optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd"))
+    weights = [mx.nd.zeros(1 + rank), mx.nd.zeros(1)]
+    gradients = [mx.nd.ones(1 + rank), mx.nd.array([rank])]
+    with pytest.raises(mx.base.MXNetError, match="rank 1"):
+        optimizer.update_multi_precision([0, 1], weights, gradients, [None, None])
+    return [arrays["b"].asscalar(), gradients[1].asscalar(), weights[1].asscalar()]
+
+
+def test_what_ranks_do_not_agree_on_fails_and_leaves_nothing_in_flight(mx_pool2: RankPool):
+    assert mx_pool2.run(_disagreement) == [[1.0, 0.5, 0.0]] * 2
+
+
 # -- training ------------------------------------------------------------------------------------
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)

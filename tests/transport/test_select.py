@@ -46,10 +46,10 @@ def test_one_process_needs_nothing() -> None:
 def without_memory_files(rank: int, size: int) -> tuple[str, float]:
     if rank == 1:
 
-        def refuse(*_: object) -> int:
+        def memfd_create(*_: object) -> int:
             raise OSError("this system has no memory files")
 
-        os.memfd_create = refuse
+        os.memfd_create = memfd_create
     return use(rank, size)
 
 
@@ -57,7 +57,8 @@ def test_a_rank_that_cannot_share_memory_makes_all_fall_back_to_tcp_and_says_so(
     with start_ranks(without_memory_files, 2) as ranks:
         outcomes = ranks.wait(60)
     assert [outcome.result for outcome in outcomes] == [("TCP", 1.0)] * 2
-    assert "no shared memory (rank 1: this system has no memory files)" in outcomes[0].output
+    refusal = "no shared memory (rank 1: memfd_create: this system has no memory files)"
+    assert refusal in outcomes[0].output
 
 
 def insisting(rank: int, size: int) -> str:
