@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import ctypes
 import itertools
 import json
 import os
@@ -76,6 +77,9 @@ def work(kind: str) -> object:
         hvd.allreduce(torch.ones(10), name="beside")
         if kind == "ddp":
             dist.destroy_process_group()
+        # Never freed: DDP waits with Python's lock for a thread of its group, which may want that
+        # lock for its last operation (torch 2.13). A process with DDP alone hangs likewise.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(model))
         return model
     return None
 
