@@ -21,23 +21,29 @@ _HEADER = struct.Struct("<QQ")  # number of the message, bytes that follow
 _NOW = socket.MSG_DONTWAIT
 _MOST_PIECES = 512  # that one call takes; the kernel's limit is 1024
 
+# Of a long message the kernel collects so much before it wakes whoever waits: on a slow network
+# every packet would, and what wakes up takes the core from backward. At 1 Gbit/s this is 4 ms.
+_WORTH_WAKING = 512 * 1024
+_LOOK_MS = 1000  # and this often we look at less: what comes may not be what we expect
+
 Piece = Any  # a contiguous buffer that is not empty: memoryview, bytes or numpy array
 
 
 class Outgoing:
     """A message to be sent. Its memory must not change until it is `done`."""
 
-    __slots__ = ("done", "pieces")
+    __slots__ = ("done", "left", "pieces")
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, pieces: list[Piece], nbytes: int) -> None:
         self.pieces = pieces
+        self.left = nbytes
         self.done = False
 
 
 class Incoming:
     """A message to be received. Without `pieces` it is of any size, and put into `body`."""
 
-    __slots__ = ("body", "done", "header", "nbytes", "pieces", "then")
+    __slots__ = ("body", "done", "header", "left", "nbytes", "pieces", "then")
 
     def __init__(
         self,
@@ -50,6 +56,7 @@ class Incoming:
         if pieces is not None:
             self.pieces += pieces
         self.nbytes = nbytes  # None: whatever comes
+        self.left = _HEADER.size + (nbytes or 0)  # bytes that are known to come
         self.then = then  # called when it has arrived, before the next message of the stream
         self.body = b"" if nbytes is not None else bytearray()
         self.done = False
@@ -58,17 +65,19 @@ class Incoming:
 class MessageStream:
     """The messages of one connection."""
 
-    __slots__ = ("_received", "_sent", "arriving", "leaving", "socket")
+    __slots__ = ("_mark", "_received", "_sent", "arriving", "leaving", "socket")
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.leaving: deque[Outgoing] = deque()
         self.arriving: deque[Incoming] = deque()
         self._sent = self._received = 0
+        self._mark = 1  # bytes for which the kernel wakes us
 
     def send(self, pieces: list[Piece], nbytes: int) -> Outgoing:
         """Queue a message."""
-        message = Outgoing([_HEADER.pack(self._sent, nbytes), *pieces])
+        header = _HEADER.pack(self._sent, nbytes)
+        message = Outgoing([header, *pieces], len(header) + nbytes)
         self._sent += 1
         self.leaving.append(message)
         return message
@@ -85,28 +94,29 @@ class MessageStream:
         return message
 
     def push(self) -> bool:
-        """Send what the kernel takes; whether it took anything."""
-        moved = False
+        """Send what the kernel takes; whether it may take more."""
         while self.leaving:
             message = self.leaving[0]
             pieces = message.pieces
             try:
                 count = self.socket.sendmsg(pieces[:_MOST_PIECES], (), _NOW)
             except BlockingIOError:
-                return moved
-            moved = True
+                return False
             _take(pieces, count)
-            if not pieces:
-                message.done = True
-                self.leaving.popleft()
-        return moved
+            message.left -= count
+            if message.left:
+                return False
+            message.done = True
+            self.leaving.popleft()
+        return True
 
     def pull(self, flags: int = _NOW) -> bool:
-        """Receive what has arrived; whether there was anything.
+        """Receive what has arrived; whether there may be more.
 
         Without flags it waits for the first bytes.
         """
-        moved = False
+        if not flags:
+            self.mark()
         while self.arriving:
             message = self.arriving[0]
             pieces = message.pieces
@@ -116,19 +126,29 @@ class MessageStream:
                 else:
                     count = self.socket.recvmsg_into(pieces[:_MOST_PIECES], 0, flags)[0]
             except BlockingIOError:
-                return moved
+                return False
             if count == 0:
                 raise ConnectionResetError("the connection is closed")
-            moved, flags = True, _NOW
+            flags = _NOW
             _take(pieces, count)
+            message.left -= count
             if message.header is not None:
                 self._check(message)
+            elif message.left:
+                return False
             if not pieces:
                 message.done = True
                 self.arriving.popleft()
                 if message.then is not None:
                     message.then()
-        return moved
+        return True
+
+    def mark(self) -> None:
+        """Tell the kernel for how much to wake us, before we wait."""
+        mark = min(self.arriving[0].left, _WORTH_WAKING) if self.arriving else 1
+        if mark != self._mark:
+            self._mark = mark
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
 
     def _check(self, message: Incoming) -> None:
         """Once the header is complete, see whether this is the message that we expect."""
@@ -147,35 +167,55 @@ class MessageStream:
         self._received += 1
         if message.nbytes is None and nbytes:
             message.body = bytearray(nbytes)
+            message.left = nbytes
             pieces.append(memoryview(message.body))
 
 
 def finish(streams: Collection[MessageStream], done: Callable[[], bool] | None = None) -> None:
     """Move messages until `done`, or until there is nothing left to move."""
+    full: set[MessageStream] = set()  # take nothing
+    empty: set[MessageStream] = set()  # bring nothing
     while done is None or not done():
         busy = [stream for stream in streams if stream.leaving or stream.arriving]
         if not busy:
             return
         moved = False
         for stream in busy:
-            if stream.leaving and stream.push():
+            if stream.leaving and stream not in full:
                 moved = True
-            if stream.arriving and stream.pull():
+                if not stream.push():
+                    full.add(stream)
+            if stream.arriving and stream not in empty:
                 moved = True
+                if not stream.pull():
+                    empty.add(stream)
         if moved:
             continue
-        if len(busy) == 1 and not busy[0].leaving:
+        if len(busy) == 1 and not busy[0].leaving and busy[0].arriving[0].nbytes is None:
             busy[0].pull(0)  # waits in the kernel: one call less than to poll before
         else:
-            _wait(busy)
+            _wait(busy, full, empty)
 
 
-def _wait(streams: Iterable[MessageStream]) -> None:
+def _wait(
+    streams: Iterable[MessageStream], full: set[MessageStream], empty: set[MessageStream]
+) -> None:
+    """Until a stream takes or brings something again."""
     poll = select.poll()
+    waiting: dict[int, MessageStream] = {}
     for stream in streams:
+        stream.mark()
+        waiting[stream.socket.fileno()] = stream
         events = select.POLLIN if stream.arriving else 0
         poll.register(stream.socket, events | (select.POLLOUT if stream.leaving else 0))
-    poll.poll()
+    found = poll.poll(_LOOK_MS)
+    for descriptor, events in found:
+        if events & ~select.POLLIN:
+            full.discard(waiting[descriptor])
+        if events & ~select.POLLOUT:
+            empty.discard(waiting[descriptor])
+    if not found:
+        empty.clear()
 
 
 def _take(pieces: list[Piece], count: int) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from unittest import mock
 
 import numpy as np
@@ -18,6 +19,8 @@ from hypothesis import strategies as st
 from horovod.common.exceptions import HorovodInternalError
 from horovod.transport import streams
 from horovod.transport.streams import Incoming, MessageStream, finish
+
+Connected = Callable[[], AbstractContextManager[tuple[socket.socket, socket.socket]]]
 
 SECONDS = 20  # until something counts as hanging
 
@@ -37,6 +40,18 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 20_000)
         each.settimeout(None)
     with mine, theirs:
+        yield mine, theirs
+
+
+@contextmanager
+def tcp_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """As ranks have them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        mine = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    with mine, theirs:
+        for each in (mine, theirs):
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield mine, theirs
 
 
@@ -92,9 +107,11 @@ def alongside(function) -> threading.Thread:
 
 
 @settings(max_examples=60, deadline=None)
-@given(messages, messages, st.integers(1, 5))
-def test_messages_arrive_intact_and_in_order_both_ways(there: list, back: list, most: int):
-    with pair() as (mine, theirs), mock.patch.object(streams, "_MOST_PIECES", most):
+@given(messages, messages, st.integers(1, 5), st.sampled_from([pair, tcp_pair]))
+def test_messages_arrive_intact_and_in_order_both_ways(
+    there: list, back: list, most: int, connected: Connected
+):
+    with connected() as (mine, theirs), mock.patch.object(streams, "_MOST_PIECES", most):
         here, other = MessageStream(mine), MessageStream(theirs)
         queue(here, there, 0)
         queue(other, back, 100)
@@ -176,6 +193,39 @@ def test_ranks_out_of_step_find_out(sent: bytes, awaited: int | None):
         stream.receive(pieces, awaited)
         with pytest.raises(HorovodInternalError, match="out of step"):
             finish([stream])
+
+
+def test_ranks_out_of_step_find_out_although_they_wait_for_more():
+    """The kernel lets us sleep until as much is there as we expect, which never comes."""
+    with tcp_pair() as (mine, theirs), mock.patch.object(streams, "_LOOK_MS", 50):
+        stream = MessageStream(mine)
+        stream.receive([memoryview(bytearray(100_000))], 100_000)
+        stream.mark()
+        theirs.sendall(struct.pack("<QQ", 0, 3) + b"abc")
+        with pytest.raises(HorovodInternalError, match="out of step"):
+            finish([stream])
+
+
+def test_nobody_is_woken_for_a_little_of_a_long_message():
+    def is_readable(seconds: float) -> bool:
+        return bool(select.select([mine], [], [], seconds)[0])
+
+    with tcp_pair() as (mine, theirs):
+        stream = MessageStream(mine)
+        long, short = bytearray(10_000), bytearray(3)
+        stream.receive([memoryview(long)], len(long))
+        stream.receive([memoryview(short)], len(short))
+        stream.mark()
+        theirs.sendall(struct.pack("<QQ", 0, len(long)) + bytes(100))
+        assert not is_readable(0.1)
+        theirs.sendall(bytes(len(long) - 100))
+        assert is_readable(SECONDS)
+        stream.pull()
+        stream.mark()
+        theirs.sendall(struct.pack("<QQ", 1, 3) + b"abc")
+        assert is_readable(SECONDS)
+        finish([stream])
+        assert short == b"abc"
 
 
 def test_a_message_that_was_lost_is_noticed():
