@@ -16,6 +16,7 @@ from benchmarks.scaling_steps import Network, Setting, cut
 LINEAR = 1.5  # growth from which something goes with the ranks, not with their logarithm
 QUADRATIC = 3.0
 IDENTITY = 80  # bytes by which a rank says on which host it is
+STALL_KEY = 12  # bytes of the key under which a rank says what it waits for
 WORD = 8  # bytes of an element of the first step's agreement
 
 
@@ -64,7 +65,9 @@ def of_job(network: Network, setting: Setting) -> dict[str, float]:
         "init: rank 0 asks for every rank": size * machine.store_request,
         "init: all ranks get the list of all ranks": size * size * IDENTITY * machine.store_byte,
         "first step: buckets are agreed on, a word for each rank": first.seconds(setting.crowding),
-        "stall report: every waiting rank asks for every rank": size * size * machine.store_request,
+        "stall report: every rank says what it waits for": 2 * size * machine.store_request,
+        "stall report: the lowest asks for every rank": size * machine.store_request,
+        "stall report: all ranks hear who waits": size * size * STALL_KEY * machine.store_byte,
     }
 
 
