@@ -15,7 +15,7 @@ import os
 answer = 41
 if os.environ["RANK"] == "1":
     breakpoint()
-print("the answer is", answer)
+print(f"the answer is {answer}\\n", end="")  # as one piece
 """
 
 
@@ -43,7 +43,7 @@ def test_a_breakpoint_of_one_rank():
 def test_the_others_have_no_stdin_and_the_end_of_ours_is_the_end():
     program = """
 import os, sys
-print("read", os.environ["RANK"], repr(sys.stdin.read()))
+print(f"read {os.environ['RANK']} {sys.stdin.read()!r}\\n", end="")  # as one piece
 """
     done = attached(0, program, "a\nb")
     assert done.returncode == 0, done.stderr
