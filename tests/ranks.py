@@ -30,6 +30,7 @@ __all__ = ["Outcome", "RankPool", "Ranks", "listen", "run_ranks", "start_ranks",
 
 Environment = dict[str, str] | Callable[[int], dict[str, str]] | None  # of all, or of each rank
 
+PATIENCE = 200.0  # seconds until something counts as hanging, also on a machine that is very busy
 GRACE = 10.0  # seconds the others get to finish once one rank has failed
 
 # What a launcher that happens to run the tests would leave in the environment.
@@ -94,7 +95,7 @@ class Ranks:
     def output(self, rank: int) -> str:
         return self._ranks[rank].output()
 
-    def heard(self, rank: int, timeout: float = 30) -> Any:
+    def heard(self, rank: int, timeout: float = PATIENCE) -> Any:
         """The next note that the rank sent with `tell`."""
         member = self._ranks[rank]
         self._until(lambda: bool(member.notes), timeout, f"a note from rank {rank}", [rank])
@@ -106,7 +107,7 @@ class Ranks:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 member.connection.send_bytes(message)
 
-    def wait_for_output(self, rank: int, pattern: str, timeout: float = 30) -> str:
+    def wait_for_output(self, rank: int, pattern: str, timeout: float = PATIENCE) -> str:
         """The rank's output, once it has a match of the regular expression `pattern`."""
         expression = re.compile(pattern, re.DOTALL)
         self._until(
@@ -117,7 +118,7 @@ class Ranks:
         )
         return self.output(rank)
 
-    def wait_until_blocked(self, rank: int, timeout: float = 30) -> None:
+    def wait_until_blocked(self, rank: int, timeout: float = PATIENCE) -> None:
         """Return once the rank's main thread sleeps in the kernel, as it does in a collective."""
         path = f"/proc/{self._ranks[rank].pid}/task/{self._ranks[rank].pid}/stat"
         seen = [""]
@@ -132,7 +133,7 @@ class Ranks:
 
         self._until(sleeps, timeout, f"rank {rank} to block", [rank])
 
-    def wait(self, timeout: float = 60, ranks: Iterable[int] | None = None) -> list[Outcome]:
+    def wait(self, timeout: float = PATIENCE, ranks: Iterable[int] | None = None) -> list[Outcome]:
         """How these ranks (all, by default) ended; AssertionError if they do not."""
         chosen = list(range(self.size)) if ranks is None else list(ranks)
         self._until(
@@ -143,7 +144,7 @@ class Ranks:
         )
         return [self._ranks[r].finish() for r in chosen]
 
-    def results(self, timeout: float = 60) -> list[Any]:
+    def results(self, timeout: float = PATIENCE) -> list[Any]:
         """What every rank returned; AssertionError showing all ranks if one did not."""
         deadline = time.monotonic() + timeout
         self._until(
@@ -262,7 +263,7 @@ def run_ranks(
     size: int,
     *args: Any,
     env: Environment = None,
-    timeout: float = 60,
+    timeout: float = PATIENCE,
 ) -> list[Any]:
     """What fn(rank, size, *args) returned on every rank; AssertionError if one failed."""
     with start_ranks(fn, size, *args, env=env) as ranks:
@@ -280,7 +281,7 @@ class RankPool:
         self._env = env
         self._ranks: Ranks | None = None
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> list[Any]:
         """What fn(*args) returned on every rank; AssertionError if one failed."""
         if self._ranks is None or self._ranks.any_ended():
             self.close()

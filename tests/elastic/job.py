@@ -17,7 +17,7 @@ from horovod.common.decisions import (
 from horovod.common.store import StoreServer
 from horovod.common.wire import new_key
 from tests.rank_process import Rank
-from tests.ranks import Ranks, clean_environment
+from tests.ranks import PATIENCE, Ranks, clean_environment
 
 
 class ElasticJob(Ranks):
@@ -92,12 +92,12 @@ class ElasticJob(Ranks):
         for worker in workers:
             self._ranks[worker].connection.send_bytes(message)
 
-    def await_seen(self, number: int, *workers: int, timeout: float = 30) -> None:
+    def await_seen(self, number: int, *workers: int, timeout: float = PATIENCE) -> None:
         """Until these workers have entered decision `number`."""
         for worker in workers:
             self.store.get(seen_key(number, f"w{worker}"), timeout)
 
-    def await_leaving(self, worker: int, timeout: float = 30) -> None:
+    def await_leaving(self, worker: int, timeout: float = PATIENCE) -> None:
         self.store.get(leaving_key(f"w{worker}"), timeout)
 
     def lose_driver(self) -> None:

@@ -22,7 +22,7 @@ from horovod.transport.streams import Incoming, MessageStream, finish
 
 Connected = Callable[[], AbstractContextManager[tuple[socket.socket, socket.socket]]]
 
-SECONDS = 20  # until something counts as hanging
+SECONDS = 120  # until something counts as hanging
 
 # A message is the sizes of its pieces on the sending side, how the receiver cuts the same bytes
 # (its seed), and whether it knows the size before.
