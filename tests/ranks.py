@@ -26,7 +26,16 @@ from horovod.common.store import StoreServer
 from horovod.common.wire import new_key
 from tests.rank_process import Outcome, Rank, answer, listen, tell
 
-__all__ = ["Outcome", "RankPool", "Ranks", "listen", "run_ranks", "start_ranks", "tell"]
+__all__ = [
+    "Outcome",
+    "RankPool",
+    "Ranks",
+    "check_times",
+    "listen",
+    "run_ranks",
+    "start_ranks",
+    "tell",
+]
 
 Environment = dict[str, str] | Callable[[int], dict[str, str]] | None  # of all, or of each rank
 
@@ -228,10 +237,11 @@ class Ranks:
         for member in self._ranks:
             if not member.ended:
                 before[member] = len(member.output())
-                os.kill(member.pid, signal.SIGUSR1)
-        deadline = time.monotonic() + 1  # a stopped process never answers
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(member.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + GRACE  # a stopped process never answers
         while time.monotonic() < deadline and any(
-            "most recent call first" not in m.output(before[m]) for m in before
+            "most recent call first" not in m.output(before[m]) and not m.ended for m in before
         ):
             time.sleep(0.01)
 
@@ -270,6 +280,19 @@ def run_ranks(
         return ranks.results(timeout)
 
 
+def check_times(measure: Callable[[], Any], check: Callable[[Any], None]) -> None:
+    """Pass what `measure` returns to `check`, which compares times, and once more if it must be.
+
+    A rank may get no core for seconds at any point of a measurement. What counts the wrong time
+    is wrong in every one.
+    """
+    for _ in range(4):
+        result = measure()
+        with contextlib.suppress(AssertionError):
+            return check(result)
+    return check(measure())
+
+
 class RankPool:
     """Ranks that have called `hvd.init()` and stay, so that a test costs no start.
 
@@ -300,7 +323,7 @@ class RankPool:
         with ranks:
             if orderly and not ranks.any_ended():
                 ranks.say(b"")
-                ranks.results(timeout=GRACE)
+                ranks.results()
 
 
 def _serve_pool(rank: int, size: int) -> None:

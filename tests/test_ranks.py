@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from tests.ranks import RankPool, run_ranks, start_ranks, tell
+from tests.ranks import PATIENCE, RankPool, run_ranks, start_ranks, tell
 
 
 def _place(rank: int, size: int, factor: int) -> tuple[int, int, str, str | None, int]:
@@ -51,7 +51,7 @@ def _meet(rank: int, size: int) -> bytes:
 
     store = connect(detect(), Config.from_env())
     store.set(f"from {rank}", b"%d" % rank)
-    return store.get(f"from {(rank + 1) % size}", timeout=20)
+    return store.get(f"from {(rank + 1) % size}", timeout=PATIENCE)
 
 
 def test_ranks_meet_in_their_store():
@@ -76,7 +76,8 @@ def _fail_on_one(rank: int, size: int) -> None:
         raise KeyError("the reason")
 
 
-def test_a_failure_shows_traceback_and_output_of_all_ranks():
+def test_a_failure_shows_traceback_and_output_of_all_ranks(monkeypatch):
+    monkeypatch.setattr("tests.ranks.GRACE", PATIENCE)  # until rank 0 has said it too
     with pytest.raises(AssertionError) as caught:
         run_ranks(_fail_on_one, 2)
     message = str(caught.value)
@@ -92,13 +93,18 @@ def test_a_failure_shows_traceback_and_output_of_all_ranks():
 
 
 def _hang_on_one(rank: int, size: int) -> None:
+    tell("here")
     if rank == 1:
         signal.pause()
 
 
-def test_a_hang_shows_where():
-    with pytest.raises(AssertionError, match=r"waited 2 s(.|\n)*in _hang_on_one"):
-        run_ranks(_hang_on_one, 2, timeout=2)
+def test_a_hang_shows_where(monkeypatch):
+    monkeypatch.setattr("tests.ranks.GRACE", PATIENCE)  # for saying where it is
+    with start_ranks(_hang_on_one, 2) as ranks:
+        for rank in range(2):
+            ranks.heard(rank)
+        with pytest.raises(AssertionError, match=r"waited 2 s(.|\n)*in _hang_on_one"):
+            ranks.results(timeout=2)
 
 
 def _exit_badly(rank: int, size: int) -> None:
@@ -123,7 +129,7 @@ def test_ranks_can_be_watched_and_signalled():
         ranks.wait_for_output(1, "about to wait")
         ranks.wait_until_blocked(1)
         ranks.signal(1, signal.SIGKILL)
-        (outcome,) = ranks.wait(20, ranks=[1])
+        (outcome,) = ranks.wait(ranks=[1])
         assert outcome.exitcode == -signal.SIGKILL
         assert outcome.error == "ended without returning: killed by SIGKILL"
         assert "about to wait" in outcome.output
@@ -154,12 +160,19 @@ def _fork(rank: int, size: int) -> None:
 def test_processes_that_a_rank_leaves_behind_end_with_the_block():
     with start_ranks(_fork, 1) as ranks:
         child = ranks.heard(0)
-        ranks.wait(20)
-        assert psutil.pid_exists(child)
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        ranks.wait()
+        assert _lives(child)
+    deadline = time.monotonic() + PATIENCE
+    while _lives(child):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 # -- pools ---------------------------------------------------------------------------------------

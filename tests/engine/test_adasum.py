@@ -20,7 +20,7 @@ from horovod.engine.adasum import BLOCK, adasum_, segments_of_slice
 from horovod.transport.base import Group, Transport
 from horovod.transport.shared_memory import SharedMemoryTransport
 from horovod.transport.tcp import TcpTransport
-from tests.ranks import run_ranks
+from tests.ranks import PATIENCE, run_ranks
 
 TOLERANCES = {
     torch.float64: (1e-12, 1e-14),
@@ -276,7 +276,7 @@ def rank_of_adasum(
         environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
         int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]),
         base64.b64decode(environ["_HOROVOD_SECRET_KEY"]),
-        timeout=30,
+        timeout=PATIENCE,
     )
     prefixed = PrefixStore(store, "adasum/")
     transport = kind(Group(rank, size, tuple(range(size)), prefixed, Config()))

@@ -151,7 +151,8 @@ def _mismatched() -> str:
     assert prepared is not None
     try:
         if runtime.topology.rank == 0:
-            prepared.allreduce_inline([torch.ones(2)])
+            while not prepared.allreduce_inline([torch.ones(2)]):
+                pass  # the background thread of an earlier request may not have let go yet
         else:
             other = [torch.ones(2)]
             runtime.allreduce(other, other, "tree", Sum, background=False, labels=("b",)).wait()

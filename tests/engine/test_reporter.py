@@ -14,10 +14,11 @@ import torch
 
 import horovod.torch as hvd
 from horovod.common.store import MemoryStore, Store
+from horovod.engine import reporter
 from horovod.engine.reporter import WaitingNotes, report_key
 from horovod.engine.runtime import runtime
 from tests.elastic.job import ElasticJob
-from tests.ranks import RankPool, Ranks, listen, run_ranks, start_ranks, tell
+from tests.ranks import PATIENCE, RankPool, Ranks, listen, run_ranks, start_ranks, tell
 
 OFTEN = {"HOROVOD_STATS_INTERVAL": "0.05"}
 
@@ -102,11 +103,17 @@ def await_report(
         found[:] = [] if text is None else [check_report(text)]
         return bool(found) and wanted(found[0])
 
-    ranks._until(look, 60, f"a report of rank {rank}", ())
+    ranks._until(look, PATIENCE, f"a report of rank {rank}", ())
     return found[0]
 
 
+def be_patient() -> None:
+    """Called in a rank: reports arrive, the last one too, however slow the machine is."""
+    reporter._CONNECT_SECONDS = reporter._GOODBYE = PATIENCE
+
+
 def training(rank: int, size: int) -> None:
+    be_patient()
     hvd.init()
     model = torch.nn.Linear(4, 2)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -134,8 +141,12 @@ def test_a_static_job():
         ranks.say()
         for rank in range(2):
             assert ranks.heard(rank) == "trained"
-            report = await_report(ranks, rank, lambda report: report["stats"]["steps"] == 7)
-            assert report["state"] == "training"
+            # Not the one of a rank that waited for long at the beginning of its last step.
+            await_report(
+                ranks,
+                rank,
+                lambda report: (report["stats"]["steps"], report["state"]) == (7, "training"),
+            )
         ranks.say()
         assert all(outcome.exitcode == 0 for outcome in ranks.wait())
         for rank in range(2):
@@ -164,6 +175,7 @@ def test_steps_and_metrics_come_once():
 
 
 def alone(rank: int, size: int) -> None:
+    be_patient()
     hvd.init()
     hvd.allreduce(torch.ones(3))
 
@@ -188,6 +200,7 @@ def test_no_reporter_unless_asked_for():
 
 
 def late(rank: int, size: int) -> None:
+    be_patient()
     hvd.init()
     hvd.allreduce(torch.ones(1), name="first")
     tell("ready")
@@ -200,15 +213,18 @@ def test_a_rank_that_waits_says_for_what_and_for_whom():
     with start_ranks(late, 3, env=OFTEN) as ranks:
         for rank in range(3):
             assert ranks.heard(rank) == "ready"
+        # On a slow machine there may still be reports from the time of the first operation.
+        wanted = {"tensors": ["allreduce.awaited"], "missing_ranks": [1]}
         for rank in (0, 2):
             report = await_report(
-                ranks, rank, lambda report: (report["waiting"] or {}).get("missing_ranks") == [1]
+                ranks,
+                rank,
+                lambda report: wanted.items() <= (report["waiting"] or {}).items(),
             )
             assert report["state"] == "waiting"
-            assert report["waiting"]["tensors"] == ["allreduce.awaited"]
             assert "test_reporter.py:" in report["waiting"]["source"]
-        absent = check_report(store_of(ranks).get(report_key(0, 1), 0))
-        assert (absent["state"], absent["waiting"]) == ("training", None)
+        absent = await_report(ranks, 1, lambda report: report["state"] == "training")
+        assert absent["waiting"] is None
         ranks.say()
         ranks.results()
         for rank in range(3):
@@ -243,6 +259,7 @@ def test_a_store_that_is_gone_is_no_reason_to_fail():
 
 
 def elastic(steps: int) -> list[dict[str, Any]]:
+    be_patient()
     hvd.init()
     model = torch.nn.Linear(2, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -277,7 +294,7 @@ def test_an_elastic_job_reports_each_generation_and_counts_on():
         job.kill(2)
         job.lose(2)
         job.say_to([0, 1])
-        for outcome in job.wait(90, [0, 1]):
+        for outcome in job.wait(ranks=[0, 1]):
             assert outcome.error is None, outcome.describe()
             before, after = outcome.result
             assert (before["generation"], after["generation"]) == (1, job.number)
@@ -320,7 +337,7 @@ def test_the_summary_of_an_elastic_job_comes_at_its_end_only():
         job.kill(2)
         job.lose(2)
         job.say_to([0, 1])
-        job.wait(90, [0, 1])
+        job.wait(ranks=[0, 1])
         assert job.output(0).count("% of the time") == 1
         assert "8 steps" in job.output(0)
         assert "% of the time" not in job.output(1)

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import horovod.torch as hvd
+from horovod.engine.runtime import runtime
 from horovod.engine.statistics import MOST_NAMES, MOST_VALUES, Counters, Statistics, Totals
-from tests.ranks import RankPool, run_ranks
+from tests.ranks import RankPool, check_times, run_ranks
 
 TCP = {"HOROVOD_CPU_OPERATIONS": "gloo"}
 
@@ -68,15 +69,19 @@ def sleepy(folder: str, late: int, seconds: float, repeats: int, way: str) -> di
 
 @pytest.mark.parametrize("way", ["inline", "request", "background"])
 @pytest.mark.parametrize("late", [0, 1])
-def test_the_time_of_a_late_rank_is_the_waiting_of_the_others(
-    pool3: RankPool, tmp_path: Path, late: int, way: str
-):
-    found = pool3.run(sleepy, str(tmp_path), late, 0.3, 2, way)
-    for rank, numbers in enumerate(found):
-        assert numbers["operations"] == 2
-        if rank != late:
-            assert numbers["wait_seconds"] > 0.3
-            assert numbers["wait_seconds"] > found[late]["wait_seconds"]
+def test_the_time_of_a_late_rank_is_the_waiting_of_the_others(pool3: RankPool, late: int, way: str):
+    def measure() -> list[dict[str, Any]]:
+        with tempfile.TemporaryDirectory() as folder:
+            return pool3.run(sleepy, folder, late, 0.3, 2, way)
+
+    def check(found: list[dict[str, Any]]) -> None:
+        for rank, numbers in enumerate(found):
+            assert numbers["operations"] == 2
+            if rank != late:
+                assert numbers["wait_seconds"] > 0.3
+                assert numbers["wait_seconds"] > found[late]["wait_seconds"]
+
+    check_times(measure, check)
 
 
 @settings(max_examples=5, deadline=None)
@@ -84,17 +89,28 @@ def test_the_time_of_a_late_rank_is_the_waiting_of_the_others(
 def test_others_wait_as_long_as_the_late_one_sleeps(
     pool2: RankPool, late: int, seconds: float, repeats: int
 ):
-    with tempfile.TemporaryDirectory() as folder:
-        found = pool2.run(sleepy, folder, late, seconds, repeats, "inline")
-    waited = [numbers["wait_seconds"] for numbers in found]
-    assert waited[1 - late] > 0.5 * seconds * repeats
-    assert waited[1 - late] > waited[late]
+    def measure() -> list[dict[str, Any]]:
+        with tempfile.TemporaryDirectory() as folder:
+            return pool2.run(sleepy, folder, late, seconds, repeats, "inline")
+
+    def check(found: list[dict[str, Any]]) -> None:
+        waited = [numbers["wait_seconds"] for numbers in found]
+        assert waited[1 - late] > 0.5 * seconds * repeats
+        assert waited[1 - late] > waited[late]
+
+    check_times(measure, check)
+
+
+def stats_between_rounds() -> dict[str, Any]:
+    """While no round is being counted: a thread completes requests before it has counted all."""
+    with runtime.channel(0).driving:
+        return hvd.stats()
 
 
 def in_the_background() -> dict[str, Any]:
     """Reductions while the program does something else, and then such that it waits for."""
     hvd.barrier()
-    before = hvd.stats()
+    before = stats_between_rounds()
     for number in range(3):
         if hvd.rank() == 1:
             time.sleep(0.05)
@@ -102,20 +118,25 @@ def in_the_background() -> dict[str, Any]:
         while not hvd.poll(handle):
             time.sleep(0.001)
         hvd.synchronize(handle)
-    between = hvd.stats()
+    between = stats_between_rounds()
     for _ in range(3):
         hvd.allreduce_(torch.ones(1000), name="waited for")
-    return {"beside": change(before, between), "waited": change(between, hvd.stats())}
+    after = stats_between_rounds()
+    return {"beside": change(before, between), "waited": change(between, after)}
 
 
 def test_what_the_program_does_not_wait_for_is_hidden(pool2: RankPool):
-    for numbers in pool2.run(in_the_background):
-        beside, waited = numbers["beside"], numbers["waited"]
-        busy = beside["wait_seconds"] + beside["reduce_seconds"]
-        assert busy > 0
-        assert beside["hidden_seconds"] == pytest.approx(busy, abs=1e-6)
-        assert waited["hidden_seconds"] == 0
-        assert waited["wait_seconds"] + waited["reduce_seconds"] > 0
+    def check(found: list[dict[str, Any]]) -> None:
+        for numbers in found:
+            beside, waited = numbers["beside"], numbers["waited"]
+            busy = beside["wait_seconds"] + beside["reduce_seconds"]
+            assert busy > 0
+            assert beside["hidden_seconds"] == pytest.approx(busy, abs=1e-6)
+            assert waited["hidden_seconds"] == 0
+            assert waited["wait_seconds"] + waited["reduce_seconds"] > 0
+
+    # A background thread that is slow to go to sleep may run what is waited for.
+    check_times(lambda: pool2.run(in_the_background), check)
 
 
 # -- bytes ---------------------------------------------------------------------------------------

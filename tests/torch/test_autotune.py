@@ -527,7 +527,7 @@ def test_a_worker_is_lost_while_tuning():
         assert job.heard(1) == "halt"
         job.kill(1)
         job.lose(1)
-        outcomes = job.wait(60, [0, 2])
+        outcomes = job.wait(ranks=[0, 2])
     for outcome in outcomes:
         assert outcome.error is None, outcome.describe()
         assert outcome.result["weights"] == pytest.approx(expected(60), abs=1e-5)

@@ -65,7 +65,7 @@ def test_process_sets_made_of_communicators():
         env=os.environ | root | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     ranks: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])

@@ -39,7 +39,8 @@ def _waiting_for_handles() -> str:
     if rank == 0:
         assert hvd.poll(early) is False  # nobody waited for it: it is still to come
         handle = early
-    else:
+    hvd.allreduce(torch.ones(1), name="rank 0 has looked")
+    if rank != 0:
         handle = hvd.allreduce_async(torch.ones(2), name="of rank 0")
     hvd.synchronize(handle)
     return str(caught.value)

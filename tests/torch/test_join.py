@@ -142,7 +142,7 @@ def _unnamed(repetitions: int) -> list[float]:
 
 
 def test_unnamed_operations_around_a_join(pool3: RankPool):
-    assert pool3.run(_unnamed, 3, timeout=20) == [[3.0] * 3] * 3
+    assert pool3.run(_unnamed, 3) == [[3.0] * 3] * 3
 
 
 def _all_at_once() -> tuple[int, int]:

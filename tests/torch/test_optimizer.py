@@ -292,5 +292,5 @@ def _compiled(backend: str, overlap: bool) -> Any:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_model(pool2: RankPool, backend: str, overlap: bool):
-    results = pool2.run(_compiled, backend, overlap, timeout=120)
+    results = pool2.run(_compiled, backend, overlap)
     assert_equal(results, rtol=1e-4, atol=1e-5)

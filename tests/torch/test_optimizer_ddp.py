@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod.torch as hvd
-from tests.ranks import run_ranks
+from tests.ranks import PATIENCE, run_ranks
 
 STEPS = 50
 
@@ -54,7 +54,7 @@ def _losses(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> li
 
 def _meet(rank: int, size: int) -> torch.distributed.Store:
     """A store of torch's own for its process group."""
-    here, limit = "127.0.0.1", timedelta(seconds=60)
+    here, limit = "127.0.0.1", timedelta(seconds=PATIENCE)
     if rank == 0:
         store = torch.distributed.TCPStore(here, 0, size, True, limit, wait_for_workers=False)
         hvd.broadcast_object(store.port)

@@ -167,9 +167,9 @@ def _leaves_early(rank: int, size: int) -> Any:
 
 def test_a_rank_that_ends_lets_the_others_finish():
     with start_ranks(_leaves_early, 2, env=NETWORK) as ranks:
-        ranks.wait(30, [1])
+        ranks.wait(ranks=[1])
         ranks.say()
-        (outcome,) = ranks.wait(30, [0])
+        (outcome,) = ranks.wait(ranks=[0])
         assert outcome.error is None, outcome.describe()
         assert_same([outcome.result])
 
@@ -201,6 +201,6 @@ def test_a_lost_rank_surfaces_in_the_next_forward():
         ranks.heard(1)
         ranks.heard(0)  # its step has returned
         ranks.signal(1, signal.SIGKILL)
-        (outcome,) = ranks.wait(30, [0])
+        (outcome,) = ranks.wait(ranks=[0])
         assert outcome.error is None, outcome.describe()
         assert "rank 1" in outcome.result
