@@ -73,7 +73,7 @@ def test_training_is_compared(tmp_path: Path):
     program = [sys.executable, str(ROOT / "benchmarks" / "training.py"), "--check"]
     program += ["--np", "2", "--models", "cnn", "--only-speed", "--seconds", "1"]
     program += ["--output", str(tmp_path)]
-    found = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    found = subprocess.run(program, capture_output=True, text=True, timeout=600)
     assert found.returncode == 1, found.stderr  # not everything was measured
     assert "MNIST CNN, 2 ranks: at least 1.2x DDP: " in found.stdout
     with (tmp_path / "training.csv").open() as file:
@@ -167,11 +167,11 @@ STUCK = "import sys; print(0, flush=True); sys.stdin.read()"
 def test_a_rank_that_does_not_answer_is_named(tmp_path: Path, second: str, said: str):
     programs = [STUCK, second, ANSWERING]
     commands = [([sys.executable, "-c", program], dict(os.environ)) for program in programs]
-    seconds = 200 if second == FAILING else 2
+    seconds = 200 if second == FAILING else 10
     with (
         pytest.raises(SystemExit, match=said),
-        limit(seconds),
         group(commands, tmp_path / "a race") as job,
+        limit(seconds),  # not of starting them
     ):
         job.ask("go")
 
@@ -180,7 +180,7 @@ def test_hosts_are_compared(tmp_path: Path):
     program = [sys.executable, str(ROOT / "benchmarks" / "network.py"), "--check", "--loopback"]
     program += ["--sections", "allreduce", "--sizes", "4,64K", "--call-seconds", "1"]
     found = subprocess.run(
-        [*program, "--output", str(tmp_path)], capture_output=True, text=True, timeout=300
+        [*program, "--output", str(tmp_path)], capture_output=True, text=True, timeout=600
     )
     assert found.returncode == 1, found.stderr  # not everything was measured
     assert "hosts are only names" in found.stdout
@@ -195,7 +195,7 @@ def test_hosts_are_compared(tmp_path: Path):
 def test_the_cost_of_statistics_is_measured():
     program = [sys.executable, str(ROOT / "benchmarks" / "stats.py"), "--np", "1"]
     options = ["--seconds", "0.2", "--models", "mlp"]
-    done = subprocess.run([*program, *options], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*program, *options], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     for line in ("allreduce of 1 KiB", "MLP 784-1024-1024-10"):
         assert re.search(

@@ -287,7 +287,7 @@ def test_what_the_launcher_needs_does_not_import_torch(layer: str):
         cwd=PACKAGE.parent,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
 

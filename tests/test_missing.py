@@ -19,7 +19,7 @@ def test_without_sshd_there_is_one_line_with_what_to_install():
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout

@@ -297,7 +297,7 @@ def test_ranks_believe_to_be_on_several_hosts():
 
 def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, str(ROOT / "benchmarks" / "scaling_model.py"), *arguments]
-    return subprocess.run(program, capture_output=True, text=True, timeout=300)
+    return subprocess.run(program, capture_output=True, text=True, timeout=600)
 
 
 def test_the_model_predicts_from_given_constants(tmp_path: Path):

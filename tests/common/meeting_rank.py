@@ -10,7 +10,7 @@ from horovod.common.config import Config
 from horovod.common.environments import detect
 from horovod.common.rendezvous import connect
 
-LONG = 60.0
+LONG = 200.0
 
 
 def main() -> None:

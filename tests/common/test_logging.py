@@ -18,7 +18,7 @@ def run(program: str, **environ: str) -> tuple[str, str]:
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     return result.stdout, result.stderr

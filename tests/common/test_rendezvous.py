@@ -24,7 +24,7 @@ from horovod.common.rendezvous import _Closing, connect
 from horovod.common.store import MemoryStore, StoreServer
 from horovod.common.wire import encode_key, new_key
 
-LONG = 120.0
+LONG = 300.0
 ROOT = Path(__file__).parents[2]
 RANK = [sys.executable, "-m", "tests.common.meeting_rank"]
 FOREIGN = (
@@ -53,7 +53,7 @@ def clean_environ(home: Path, **extra: str) -> dict[str, str]:
         "HOME": str(home),
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
-        "HOROVOD_START_TIMEOUT": "60",
+        "HOROVOD_START_TIMEOUT": "200",
         **extra,
     }
 
@@ -101,9 +101,13 @@ def assert_met(found: list[dict[str, Any]], size: int, launcher: str) -> None:
     assert {report["launcher"] for report in found} == {launcher}
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return str(listener.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[str]:
+    """A port at which nobody listens. It is bound, so that it is given to no other program."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ours may listen there
+        holder.bind(("127.0.0.1", 0))
+        yield str(holder.getsockname()[1])
 
 
 def slurm(rank: int, size: int, hosts: int) -> dict[str, str]:
@@ -193,9 +197,8 @@ def test_torchrun(tmp_path: Path) -> None:
     assert_met(found, 2, "torchrun")
 
 
-def test_kubeflow(tmp_path: Path) -> None:
+def test_kubeflow(tmp_path: Path, port: str) -> None:
     pytest.importorskip("torch")
-    port = free_port()
     environs = [
         clean_environ(
             tmp_path,
@@ -227,13 +230,13 @@ def test_slurm_on_several_hosts_meets_through_the_home_directory(tmp_path: Path)
     assert list(jobs.iterdir()) == [], "the file is gone once all have met"
 
 
-def test_what_an_earlier_run_left_behind_is_survived(tmp_path: Path) -> None:
+def test_what_an_earlier_run_left_behind_is_survived(tmp_path: Path, port: str) -> None:
     environs = [
         clean_environ(tmp_path, HOROVOD_GLOO_IFACE="lo", **slurm(rank, 2, 2)) for rank in range(2)
     ]
     job = detect(environs[0]).job_id()
     assert job is not None
-    left_behind = {"address": "127.0.0.1", "port": int(free_port()), "key": encode_key(new_key())}
+    left_behind = {"address": "127.0.0.1", "port": int(port), "key": encode_key(new_key())}
     SharedFile(job, tmp_path / ".horovod" / "jobs").publish(json.dumps(left_behind), LONG)
     late = start_ranks(environs[1:])
     found = run_ranks(environs[:1])
@@ -242,10 +245,10 @@ def test_what_an_earlier_run_left_behind_is_survived(tmp_path: Path) -> None:
     assert_met([*found, *reports(output)], 2, "Slurm srun")
 
 
-def test_slurm_with_address_and_key_given(tmp_path: Path) -> None:
+def test_slurm_with_address_and_key_given(tmp_path: Path, port: str) -> None:
     given = {
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": port,
         "_HOROVOD_SECRET_KEY": encode_key(new_key()),
     }
     environs = [clean_environ(tmp_path, **given, **slurm(rank, 2, 2)) for rank in range(2)]
@@ -269,9 +272,8 @@ def test_missing_rank_zero_is_an_error_that_says_what_to_check(
             assert text in str(caught.value)
 
 
-def test_missing_torch_store_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_missing_torch_store_is_an_error_that_names_it(port: str) -> None:
     pytest.importorskip("torch")
-    port = free_port()
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with pytest.raises(ConnectionError, match=port) as caught:
         connect(detect(environ), Config(start_timeout=1.0), environ)

@@ -234,5 +234,5 @@ def test_stream_reports_a_server_that_hangs_up() -> None:
         thread = threading.Thread(target=hang_up)
         thread.start()
         with pytest.raises(ConnectionError):
-            Stream.connect("127.0.0.1", listener.getsockname()[1], KEY, timeout=10)
+            Stream.connect("127.0.0.1", listener.getsockname()[1], KEY, timeout=60)
         thread.join()

@@ -118,7 +118,7 @@ def test_a_stranger_makes_the_store_keep_next_to_nothing(server: StoreServer):
         client = StoreClient(server.address, server.port, KEY, HANG)
         client.set("seen", b"")
         client.close()
-        assert all(len(each.session._input) <= 31 for each in server._connections)
+        assert all(len(each.session._input) <= 31 for each in list(server._connections))
     assert MAX_FRAME <= 1 << 28
 
 

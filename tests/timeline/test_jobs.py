@@ -32,7 +32,8 @@ def paths_in(folder: Path, size: int = 2) -> list[str]:
     return [str(folder / name) for name in names]
 
 
-def train(rank: int, steps: int, slow: float) -> None:
+def train(rank: int, steps: int, late: str | None = None) -> None:
+    """With a folder `late`, rank 1 loses time before each step, once all others are in backward."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.Linear(64, 4)
@@ -40,20 +41,26 @@ def train(rank: int, steps: int, slow: float) -> None:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters()
     )
-    for _ in range(steps):
-        if rank == 1:
-            time.sleep(slow)
+    for number in range(steps):
+        if late is not None and rank == 1:
+            files = [Path(late, f"{number}.{other}") for other in range(hvd.size()) if other != 1]
+            while not all(file.exists() for file in files):
+                time.sleep(0.001)  # between looks at the file system
+            time.sleep(SLOW)
         optimizer.zero_grad()
-        model(torch.randn(8, 32)).sum().backward()
+        loss = model(torch.randn(8, 32)).sum()
+        if late is not None and rank != 1:
+            Path(late, f"{number}.{rank}").touch()
+        loss.backward()
         optimizer.step()
 
 
 # -- one slow rank ---------------------------------------------------------------------------
 
 
-def _slow_rank(rank: int, size: int) -> None:
+def _slow_rank(rank: int, size: int, folder: str) -> None:
     hvd.init()
-    train(rank, STEPS, SLOW)
+    train(rank, STEPS, folder)
     hvd.grouped_allreduce([torch.ones(3), torch.ones(5)], name="mine")
     handle = hvd.allreduce_async(torch.ones(7), name="later")
     hvd.synchronize(handle)
@@ -66,7 +73,8 @@ def slow_job(
 ) -> tuple[list[str], list[Recording]]:
     folder = tmp_path_factory.mktemp("slow")
     buckets = {"HOROVOD_OVERLAP_BACKWARD": "1", "HOROVOD_FUSION_THRESHOLD": "20000"}
-    run_ranks(_slow_rank, 2, env={"HOROVOD_TIMELINE": f"{folder}/run.json", **buckets})
+    env = {"HOROVOD_TIMELINE": f"{folder}/run.json", **buckets}
+    run_ranks(_slow_rank, 2, str(tmp_path_factory.mktemp("late")), env=env)
     paths = paths_in(folder)
     return paths, read_recordings(paths)
 
@@ -202,7 +210,7 @@ def wrong_clock(tmp_path_factory: pytest.TempPathFactory) -> list[Recording]:
         names = {f"HOROVOD_{name}": str(value) for name, value in local.items()}
         return {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_HOSTNAME": f"host{rank}", **names}
 
-    run_ranks(_wrong_clock, 2, f"{folder}/run.json", env=environment, timeout=120)
+    run_ranks(_wrong_clock, 2, f"{folder}/run.json", env=environment)
     return read_recordings(paths_in(folder))
 
 
@@ -237,9 +245,9 @@ def test_a_join_ends_in_the_timeline(wrong_clock):
 
 def _train_for_ever(rank: int, size: int) -> None:
     hvd.init()
-    train(rank, 3, 0.0)
+    train(rank, 3)
     tell("in place")
-    train(rank, 10**9, 0.0)
+    train(rank, 10**9)
 
 
 def test_a_killed_job_can_be_merged_and_explained(tmp_path, capsys):
@@ -249,7 +257,7 @@ def test_a_killed_job_can_be_merged_and_explained(tmp_path, capsys):
             ranks.heard(rank)
         for rank in range(2):
             ranks.signal(rank, signal.SIGKILL)
-        ranks.wait(30)
+        ranks.wait()
     paths = paths_in(tmp_path)
     assert main(["merge", str(tmp_path / "all.json"), *paths]) == 0
     check(json.loads((tmp_path / "all.json").read_text()))
@@ -260,11 +268,11 @@ def test_a_killed_job_can_be_merged_and_explained(tmp_path, capsys):
 # -- two hosts -------------------------------------------------------------------------------
 
 
-def _on_two_hosts(rank: int, size: int) -> None:
+def _on_two_hosts(rank: int, size: int, folder: str) -> None:
     if rank >= 2:  # all ranks of a host have its clock
         shift_clock()
     hvd.init()
-    train(rank, STEPS, SLOW)
+    train(rank, STEPS, folder)
     hvd.shutdown()
 
 
@@ -273,8 +281,9 @@ def test_a_job_on_two_hosts_with_clocks_that_differ(tmp_path, capsys):
     if reason is not None:
         pytest.skip(reason)
     env = {"HOROVOD_TIMELINE": str(tmp_path / "run.json")}
+    (tmp_path / "late").mkdir()
     with Hosts(2) as hosts:
-        hosts.run(_on_two_hosts, [2, 2], env=env, timeout=180)
+        hosts.run(_on_two_hosts, [2, 2], str(tmp_path / "late"), env=env)
     paths = paths_in(tmp_path, 4)
     assert main(["merge", str(tmp_path / "all.json"), *paths]) == 0
     events = json.loads((tmp_path / "all.json").read_text())
