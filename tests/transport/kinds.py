@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from horovod.common.config import Config
 from horovod.common.store import PrefixStore, Store
 from horovod.common.store_client import StoreClient
-from horovod.transport import hierarchical, pairwise, peer_reduction
+from horovod.transport import failures, hierarchical, pairwise, peer_reduction
 from horovod.transport.base import Group, Transport
 from horovod.transport.hierarchical import HierarchicalTransport
 from horovod.transport.host_copy import HostCopyTransport
 from horovod.transport.shared_memory import SharedMemoryTransport
 from horovod.transport.single import SingleTransport
 from horovod.transport.tcp import TcpTransport
+from tests.ranks import PATIENCE
 
 WORLD = 10  # ranks of the world begin here, so that they differ from ranks of the group
 
@@ -30,17 +31,19 @@ class Kind:
 
 
 def connect() -> Store:
-    """The job's store, from the variables that every rank of a test has."""
+    """The job's store, from the variables that every rank of a test has; it is never given up."""
+    failures._PATIENCE = PATIENCE
     return StoreClient(
         os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
         int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]),
         base64.b64decode(os.environ["_HOROVOD_SECRET_KEY"]),
-        timeout=30,
+        timeout=PATIENCE,
     )
 
 
 def whole_group(rank: int, size: int, store: Store, config: Config | None = None) -> Group:
-    return Group(rank, size, tuple(range(WORLD, WORLD + size)), store, config or Config())
+    config = config or Config(gloo_timeout_seconds=PATIENCE)
+    return Group(rank, size, tuple(range(WORLD, WORLD + size)), store, config)
 
 
 def build(kind: str, rank: int, store: Store) -> Transport:

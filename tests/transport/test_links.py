@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import os
 import pickle
@@ -32,7 +34,7 @@ from horovod.transport.tcp import TcpTransport
 from tests.ranks import start_ranks, tell
 from tests.transport.kinds import connect, whole_group
 
-SECONDS = 20.0  # until something counts as hanging
+SECONDS = 120.0  # until something counts as hanging
 CONFIG = Config(gloo_timeout_seconds=SECONDS)
 GO = b"\x01"
 
@@ -58,6 +60,12 @@ class Ranks:
         """Open the connection between two ranks."""
         both = together([lambda: self.links[low].to(high), lambda: self.links[high].to(low)])
         return both[0], both[1]
+
+    def expect_answers_within(self, seconds: float) -> None:
+        """Of the connections that are open, which may take longer to come about."""
+        for each in self.links:
+            each._seconds = seconds
+            each._wake()
 
     def check(self, low: int = 0, high: int = 1) -> None:
         """The group works."""
@@ -234,12 +242,13 @@ def test_a_stranger_that_comes_and_goes_is_forgotten():
 
 
 def test_a_silent_stranger_is_dropped_in_time():
-    with mock.patch.object(links, "_HANDSHAKE_SECONDS", 0.1), linked(2) as ranks:
-        with socket.create_connection(ranks.address(0)) as stranger:
-            assert is_dropped(stranger)
-        with socket.create_connection(ranks.address(0)) as stranger:
-            stranger.sendall(b"HV")
-            assert is_dropped(stranger)
+    with linked(2) as ranks:
+        with mock.patch.object(links, "_HANDSHAKE_SECONDS", 0.1):  # too short for slow ranks
+            with socket.create_connection(ranks.address(0)) as stranger:
+                assert is_dropped(stranger)
+            with socket.create_connection(ranks.address(0)) as stranger:
+                stranger.sendall(b"HV")
+                assert is_dropped(stranger)
         ranks.check()
 
 
@@ -282,7 +291,7 @@ def test_a_rank_dropped_in_a_crowd_of_strangers_tries_again():
     ids=str,
 )
 def test_nobody_can_be_an_impossible_rank(header: dict[str, Any]):
-    with mock.patch.object(links, "_HANDSHAKE_SECONDS", 1.0), linked(3) as ranks:
+    with linked(3) as ranks:
         stranger = introduce(ranks, header)
         assert is_dropped(stranger)
         stranger.close()
@@ -377,8 +386,9 @@ def test_closing_after_a_reset_that_came_before_the_shut_down():
 
 def test_a_peer_that_does_not_read_for_long_is_not_lost():
     """As one that is stopped, or whose threads wait for the interpreter's lock."""
-    with linked(2, Config(gloo_timeout_seconds=2)) as ranks:
+    with linked(2) as ranks:
         near, far = ranks.join(0, 1)
+        ranks.expect_answers_within(2)
         sent = fill(near)
         with pytest.raises(queue.Empty):
             ranks.ended[0].get(timeout=3.5)
@@ -396,10 +406,11 @@ def test_a_peer_is_lost_when_its_kernel_is_silent_for_long_enough():
 
     with (
         mock.patch.object(links, "_unanswered", unanswered),
-        linked(3, Config(gloo_timeout_seconds=2)) as ranks,
+        linked(3) as ranks,
     ):
         ranks.check(0, 1)
         ranks.check(0, 2)
+        ranks.expect_answers_within(2)
         silent.set()
         assert ranks.ended[0].get(timeout=SECONDS) == 2
         assert ranks.links[0].is_dead(2)
@@ -408,7 +419,7 @@ def test_a_peer_is_lost_when_its_kernel_is_silent_for_long_enough():
 
 
 def test_a_peer_that_answers_now_and_then_is_not_lost():
-    ages = iter([0.1, 1.0, 0.1, 1.9] * 100)
+    ages = itertools.cycle([0.1, 1.0, 0.1, 1.9])
     looks: queue.Queue[float] = queue.Queue()
 
     def unanswered(link: socket.socket) -> float | None:
@@ -417,9 +428,10 @@ def test_a_peer_that_answers_now_and_then_is_not_lost():
 
     with (
         mock.patch.object(links, "_unanswered", unanswered),
-        linked(2, Config(gloo_timeout_seconds=2)) as ranks,
+        linked(2) as ranks,
     ):
         ranks.join(0, 1)
+        ranks.expect_answers_within(2)
         for _ in range(24):  # of both, four in a second: more than 2 s
             looks.get(timeout=SECONDS)
         assert ranks.ended[0].empty()
@@ -473,14 +485,16 @@ def test_draining_takes_sockets_that_are_closed_already():
 
 
 def test_nothing_is_left_after_closing():
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    gc.collect()  # what earlier tests have left must not go meanwhile
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):
         with linked(3) as ranks:
             ranks.check(0, 1)
             ranks.check(1, 2)
             stranger = socket.create_connection(ranks.address(0))
         stranger.close()
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert threading.active_count() <= threads
 
 
 def _fork(rank: int, size: int) -> int | None:

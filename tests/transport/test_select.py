@@ -55,7 +55,7 @@ def without_memory_files(rank: int, size: int) -> tuple[str, float]:
 
 def test_a_rank_that_cannot_share_memory_makes_all_fall_back_to_tcp_and_says_so() -> None:
     with start_ranks(without_memory_files, 2) as ranks:
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     assert [outcome.result for outcome in outcomes] == [("TCP", 1.0)] * 2
     refusal = "no shared memory (rank 1: memfd_create: this system has no memory files)"
     assert refusal in outcomes[0].output
@@ -82,7 +82,7 @@ def reason(rank: int, size: int) -> None:
 
 def test_one_line_says_what_was_chosen_and_why() -> None:
     with start_ranks(reason, 2, env={"HOROVOD_LOG_LEVEL": "info"}) as ranks:
-        outcomes = ranks.wait(60)
+        outcomes = ranks.wait()
     lines = [line for o in outcomes for line in o.output.splitlines() if "CPU tensors" in line]
     assert len(lines) == 1
     assert "through SHM (all ranks on one host)" in lines[0]

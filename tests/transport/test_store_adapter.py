@@ -14,7 +14,7 @@ from horovod.transport.store_adapter import StoreForTorch
 
 def test_torch_sees_what_we_store_and_the_other_way_round() -> None:
     ours = MemoryStore()
-    adapter = StoreForTorch(ours, timeout=10)  # torch does not keep the Python object alive
+    adapter = StoreForTorch(ours, timeout=60)  # torch does not keep the Python object alive
     theirs = torch.distributed.PrefixStore("group", adapter)
     theirs.set("a", "text")
     assert ours.get("group/a", 0) == b"text"
@@ -31,7 +31,7 @@ def test_torch_sees_what_we_store_and_the_other_way_round() -> None:
 
 def test_waiting_ends_when_the_key_comes() -> None:
     ours = MemoryStore()
-    store = StoreForTorch(ours, timeout=30)
+    store = StoreForTorch(ours, timeout=60)
     threading.Timer(0.05, ours.set, ["late", b"1"]).start()
     store.wait(["late"])
     assert store.get("late") == b"1"
