@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from horovod.common.store import MemoryStore, PrefixStore, Store, StoreClient, StoreServer
 from horovod.common.wire import new_key
 
-LONG = 60.0
+LONG = 200.0
 SHORT = 0.05
 KEY = new_key()
 
