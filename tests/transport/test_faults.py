@@ -14,7 +14,6 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import PrefixStore
-from horovod.transport import tcp
 from horovod.transport.base import Transport
 from horovod.transport.host_copy import HostCopyTransport
 from horovod.transport.tcp import TcpTransport
@@ -170,7 +169,6 @@ def test_who_only_followed_is_not_named() -> None:
 def close_early(rank: int, size: int) -> list[int]:
     """Many lives of a transport; whoever is ready first leaves at once."""
     store = connect()
-    tcp._LEAVE_SECONDS = PATIENCE  # on a machine on which the others come to a core at times only
     held = []
     for life in range(100):
         group = whole_group(rank, size, PrefixStore(store, str(life)))
