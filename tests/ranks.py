@@ -53,6 +53,7 @@ def rank_environment(rank: int, size: int, server: StoreServer, key: bytes) -> d
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": server.address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port),
         "_HOROVOD_SECRET_KEY": base64.b64encode(key).decode(),
+        "HOROVOD_START_TIMEOUT": f"{PATIENCE:g}",
         "OMP_NUM_THREADS": "1",
     }
 
@@ -300,7 +301,7 @@ class RankPool:
         with ranks:
             if orderly and not ranks.any_ended():
                 ranks.say(b"")
-                ranks.results(timeout=GRACE)
+                ranks.results()
 
 
 def _serve_pool(rank: int, size: int) -> None:
