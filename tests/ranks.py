@@ -62,6 +62,7 @@ def rank_environment(rank: int, size: int, server: StoreServer, key: bytes) -> d
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": server.address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port),
         "_HOROVOD_SECRET_KEY": base64.b64encode(key).decode(),
+        "HOROVOD_START_TIMEOUT": f"{PATIENCE:g}",
         "OMP_NUM_THREADS": "1",
     }
 

@@ -78,7 +78,7 @@ def _started_by(launcher: str | None, command: list[str]) -> list[str]:
 
 
 def _run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    environ = clean_environment() | {"PYTHONPATH": str(ROOT)}
+    environ = clean_environment() | {"PYTHONPATH": str(ROOT), "HOROVOD_START_TIMEOUT": "200"}
     environ.pop("OMP_NUM_THREADS", None)  # as a user has it
     return subprocess.run(
         command,

@@ -26,7 +26,7 @@ if HAS_JAX and "horovod.jax" not in rank_process.PRELOAD:
 class PatientPool(RankPool):
     """Compiling takes its time on a machine that is busy."""
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
         return super().run(fn, *args, timeout=timeout)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import horovod.jax as hvd
 from horovod.common.exceptions import HorovodInternalError
 from tests.jax.conftest import jax_pool
-from tests.ranks import RankPool, run_ranks, start_ranks
+from tests.ranks import RankPool, listen, run_ranks, start_ranks, tell
 
 
 def _trees_that_differ() -> list[str]:
@@ -221,14 +222,12 @@ def test_before_init_and_after_shutdown(jax_pool2: RankPool):
 
 
 def _lost(rank: int, size: int) -> str:
-    import os
-    import signal
-
     hvd.init()
     step = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))
     step(jnp.ones(3)).block_until_ready()
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        listen()  # it is killed here
+    tell("has stepped")
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
         step(jnp.ones(3)).block_until_ready()
     with pytest.raises(HorovodInternalError):
@@ -238,6 +237,8 @@ def _lost(rank: int, size: int) -> str:
 
 def test_a_rank_that_dies_in_a_compiled_step():
     with start_ranks(_lost, 2) as ranks:
+        ranks.heard(0, 240)
+        ranks.signal(1, signal.SIGKILL)
         (outcome,) = ranks.wait(240, [0])
     assert outcome.error is None, outcome.describe()
     assert "PeerLostError" in outcome.result or "HorovodInternalError" in outcome.result

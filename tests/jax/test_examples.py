@@ -93,7 +93,7 @@ def test_under_horovodrun_as_documented(tmp_path: Path):
     program = [sys.executable, str(EXAMPLES / "jax" / "jax_mnist.py"), "--fp16-allreduce"]
     done = subprocess.run(
         [sys.executable, "-m", "horovod.runner", "-np", "2", *program, "--epochs", "1"],
-        env=clean_environment() | {"PYTHONPATH": str(ROOT)},
+        env=clean_environment() | {"PYTHONPATH": str(ROOT), "HOROVOD_START_TIMEOUT": "200"},
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
         capture_output=True,

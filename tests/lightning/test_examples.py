@@ -14,6 +14,7 @@ from tests.runner.horovodrun import ROOT
 
 SCRIPT = "pytorch_lightning_mnist.py"
 PATIENCE = 250.0  # seconds; importing Lightning alone may take a busy machine one of the minutes
+PATIENT = {"HOROVOD_START_TIMEOUT": "200"}  # and one worker longer than the other
 ELASTIC = str(ROOT / "examples" / "elastic" / "pytorch_lightning_mnist_elastic.py")
 
 
@@ -79,7 +80,7 @@ def test_the_documented_line(tmp_path: Path, line: str, launcher: str):
 def test_the_elastic_example_survives_a_kill_and_learns(tmp_path: Path):
     options = ["-H", "localhost:2", "--min-np", "1", "-np", "2"]
     program = [ELASTIC, "--epochs", "10", "--batches-per-commit", "3", "--target-accuracy", "0.9"]
-    with Launched(tmp_path, options, program=program, patience=PATIENCE) as job:
+    with Launched(tmp_path, options, program=program, env=PATIENT, patience=PATIENCE) as job:
         job.await_output("epoch  1")
         job.kill("w0")
         job.await_event("formed", decision=2)
@@ -96,7 +97,7 @@ def test_the_elastic_example_survives_a_kill_and_learns(tmp_path: Path):
 def test_a_worker_that_is_told_to_leave_commits_first(tmp_path: Path):
     options = ["-H", "localhost:2", "--min-np", "1", "-np", "2"]
     program = [ELASTIC, "--epochs", "8", "--batches-per-commit", "2"]
-    with Launched(tmp_path, options, program=program, patience=PATIENCE) as job:
+    with Launched(tmp_path, options, program=program, env=PATIENT, patience=PATIENCE) as job:
         job.await_output("epoch  1")
         job.kill("w1", signal.SIGTERM)
         job.await_event("formed", decision=2)

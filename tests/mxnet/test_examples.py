@@ -19,7 +19,7 @@ def test_examples_learn(tmp_path: Path, script: str):
     program = [sys.executable, str(ROOT / "examples" / "mxnet" / script), *short]
     done = subprocess.run(
         [sys.executable, "-m", "horovod.runner", "-np", "2", *program],
-        env=clean_environment() | {"PYTHONPATH": str(ROOT)},
+        env=clean_environment() | {"PYTHONPATH": str(ROOT), "HOROVOD_START_TIMEOUT": "200"},
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -6,14 +6,18 @@ Ray's files are in a temporary directory.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import random
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -22,10 +26,16 @@ collect_ignore_glob = [] if HAS_RAY else ["test_*.py"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _ATTEMPTS = 5
+_SECONDS = 300  # for what only a machine that is very busy takes so long for
 
 # Before Ray is imported, and for everything that Ray starts.
 os.environ.update(
     {
+        "RAY_gcs_server_port_wait_time_s": f"{_SECONDS}",
+        "RAY_agent_register_timeout_ms": f"{_SECONDS}000",
+        "RAY_worker_register_timeout_seconds": f"{_SECONDS}",
+        "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": f"{_SECONDS}",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{_SECONDS}",
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -49,13 +59,40 @@ def ray_files() -> Iterator[str]:
 
 def add_node(cluster: Any, **how: Any) -> Any:
     """Add a node, and again if it was too slow for Ray: it has 30 s, whatever the machine does."""
-    for _ in range(_ATTEMPTS - 1):
+    me = psutil.Process()
+    for attempt in range(_ATTEMPTS):
+        head, workers, others = cluster.head_node, set(cluster.worker_nodes), set(me.children())
         try:
-            return cluster.add_node(**how)
-        except Exception as error:
-            if "timed out during startup" not in str(error):
+            added = cluster.add_node(**how)
+            break
+        except Exception:
+            # It would be there after all one day, as a node too many, and has the client's port.
+            cluster.head_node, cluster.worker_nodes = head, workers
+            for process in set(me.children()) - others:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+                    process.wait()
+            if attempt == _ATTEMPTS - 1:
                 raise
-    return cluster.add_node(**how)
+    cluster.wait_for_nodes(_SECONDS)
+    return added
+
+
+def remove_node(cluster: Any, node: Any, **how: Any) -> None:
+    """Remove a node; Ray takes its time to notice, and would give it to the next test."""
+    cluster.remove_node(node, **how)
+    cluster.wait_for_nodes(_SECONDS)
+
+
+def _port() -> int:
+    """A free port which the kernel gives to nobody who asks for any, nor Ray to its workers."""
+    while True:
+        with socket.socket() as candidate:
+            try:
+                candidate.bind(("", random.SystemRandom().randrange(20_000, 30_000)))
+            except OSError:
+                continue
+            return int(candidate.getsockname()[1])
 
 
 @pytest.fixture(scope="session")
@@ -64,16 +101,13 @@ def cluster(ray_files: str) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from horovod.runner.agents.probe import free_port
-
-    port = free_port("127.0.0.1")
+    port = _port()
     head = {"num_cpus": 8, "include_dashboard": False, "ray_client_server_port": port}
     found = Cluster()
     add_node(found, **head)
     found.client_port = port
     for _ in range(2):
         add_node(found, num_cpus=4)
-    found.wait_for_nodes()
     ray.init(address=found.address, log_to_driver=False)
     yield found
     ray.shutdown()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
-_SECONDS = 120.0
+_SECONDS = 300.0
 
 
 def await_true(condition: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.timeout(900)
 
 PORT = 6399
 SECONDS = 400
+ATTEMPTS = 5
 RAY = "from ray.scripts.scripts import main; main()"  # the program `ray`
 
 PROGRAM = """
@@ -28,7 +30,7 @@ import ray
 ray.init(address=sys.argv[1], log_to_driver=False)
 from horovod.ray import RayExecutor
 from tests.ray import training
-executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_hosts=3)
+executor = RayExecutor(RayExecutor.create_settings(timeout_s=300), num_hosts=3)
 executor.start()
 found = executor.run(training.total, args=[1.0])
 addresses = sorted(node["NodeManagerAddress"] for node in ray.nodes())
@@ -52,17 +54,23 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
                 where += ["--head", f"--port={PORT}", "--include-dashboard=false"]
             else:
                 where += [f"--address={host_address(0)}:{PORT}"]
-            log = stack.enter_context((tmp_path / f"node{host}").open("wb"))
-            node = found.popen(
-                host,
-                [*command, *where],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "RAY_TMPDIR": _short(tmp_path, stack)},
-                start_new_session=True,
-            )
-            stack.callback(_end, node)
-            _await_text(tmp_path / f"node{host}", node)
+            for attempt in range(ATTEMPTS):
+                log = tmp_path / f"node{host}.{attempt}"
+                with log.open("wb") as file:
+                    node = found.popen(
+                        host,
+                        [*command, *where],
+                        stdout=file,
+                        stderr=file,
+                        env={**os.environ, "RAY_TMPDIR": _short(tmp_path, stack)},
+                        start_new_session=True,
+                    )
+                if _starts(node, log):
+                    stack.callback(_end, node)
+                    break
+                _end(node)
+            else:
+                pytest.fail(log.read_text())
         yield found
 
 
@@ -76,12 +84,14 @@ def _short(folder: Path, stack: ExitStack) -> str:
     return str(link)
 
 
-def _await_text(log: Path, node: subprocess.Popen[bytes]) -> None:
+def _starts(node: subprocess.Popen[bytes], log: Path) -> bool:
+    """Wait for a node; it gives up after 30 s, whatever the machine does."""
     deadline = time.monotonic() + SECONDS
     while "Ray runtime started" not in log.read_text():
-        assert node.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
+        if node.poll() is not None or time.monotonic() > deadline:
+            return False
         time.sleep(0.1)
+    return True
 
 
 def _end(node: subprocess.Popen[bytes]) -> None:
@@ -89,8 +99,10 @@ def _end(node: subprocess.Popen[bytes]) -> None:
     try:
         node.wait(30)
     except subprocess.TimeoutExpired:
+        pass
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(node.pid, signal.SIGKILL)
-        node.wait()
+    node.wait()
 
 
 def test_three_nodes_with_addresses_of_their_own(hosts: Hosts, tmp_path: Path):

@@ -23,7 +23,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def call(**how: Any) -> list[int]:
-    executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), **how)
+    executor = RayExecutor(RayExecutor.create_settings(timeout_s=300), **how)
     executor.start()
     try:
         found: list[int] = executor.run(train)

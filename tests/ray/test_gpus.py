@@ -14,7 +14,7 @@ import ray
 
 from horovod.ray import RayExecutor
 from horovod.ray.elastic import RayHostDiscovery
-from tests.ray.conftest import add_node
+from tests.ray.conftest import add_node, remove_node
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -22,12 +22,9 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module", autouse=True)
 def node(cluster: Any) -> Iterator[str]:
     """A node with four GPUs; its identity."""
-    before = {found["NodeID"] for found in ray.nodes()}
     added = add_node(cluster, num_cpus=4, num_gpus=4)
-    cluster.wait_for_nodes()
-    (identity,) = {found["NodeID"] for found in ray.nodes() if found["Alive"]} - before
-    yield identity
-    cluster.remove_node(added)
+    yield added.node_id
+    remove_node(cluster, added)
 
 
 def devices() -> dict[str, Any]:
@@ -47,7 +44,7 @@ def devices() -> dict[str, Any]:
 
 
 def start(**how: Any) -> RayExecutor:
-    executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), use_gpu=True, **how)
+    executor = RayExecutor(RayExecutor.create_settings(timeout_s=300), use_gpu=True, **how)
     executor.start()
     return executor
 
@@ -88,7 +85,7 @@ def test_hosts_with_gpus_are_found(node: str):
 
 
 def test_more_than_there_are(node: str):
-    settings = RayExecutor.create_settings(timeout_s=120, placement_group_timeout_s=3)
+    settings = RayExecutor.create_settings(timeout_s=300, placement_group_timeout_s=3)
     executor = RayExecutor(settings, num_workers=5, use_gpu=True)
     with pytest.raises(TimeoutError, match=r"1 GPU.*The cluster has"):
         executor.start()

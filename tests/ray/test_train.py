@@ -56,7 +56,7 @@ def trainer(folder: Path, steps: int) -> HorovodTrainer:
     return HorovodTrainer(
         loop,
         train_loop_config={"steps": steps},
-        horovod_config=HorovodConfig(timeout_s=120, env_vars={"MINE": "x"}),
+        horovod_config=HorovodConfig(timeout_s=300, env_vars={"MINE": "x"}),
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
             name="run", storage_path=str(folder), failure_config=FailureConfig(max_failures=1)
@@ -110,7 +110,7 @@ def tune(trial: Any, folder: Path, bundles: list[dict[str, float]]) -> list[dict
 
 def test_an_executor_in_the_placement_group_of_a_trial(tmp_path: Path):
     def trial(config: dict[str, float]) -> None:
-        executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_workers=2)
+        executor = RayExecutor(RayExecutor.create_settings(timeout_s=300), num_workers=2)
         executor.start()
         found = executor.run(training.place)
         executor.shutdown()

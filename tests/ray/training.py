@@ -37,10 +37,10 @@ def join_elastic_job() -> int:
         assert world is not None
         world.set(f"here/{world.topology.rank}", b"")
         for rank in range(world.topology.size):
-            world.get(f"here/{rank}", 120)
+            world.get(f"here/{rank}", 300)
         world.mark_formed()
 
-    member.form(meet, 120)
+    member.form(meet, 300)
     assert member.generation is not None
     os.environ["HOROVOD_RANK"] = str(member.generation.topology.rank)
     return member.generation.topology.rank
@@ -68,8 +68,13 @@ def total(value: float) -> dict[str, Any]:
         hvd.shutdown()
 
 
-def train_through(sizes: Sequence[int]) -> dict[str, Any]:
-    """Train until the job has had these numbers of ranks, one after the other."""
+def train_through(sizes: Sequence[int], door: str = "") -> dict[str, Any]:
+    """Train until the job has had these numbers of ranks, one after the other.
+
+    Who comes while there is a file `door` waits, and joins when it is gone.
+    """
+    while door and os.path.exists(door):
+        time.sleep(0.05)
     import torch
 
     import horovod.torch as hvd

@@ -19,11 +19,12 @@ from typing import Any
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-HANG = 240.0  # seconds: only what never happens takes so long
+HANG = 600.0  # seconds: only what never happens takes so long
 QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # to start, which is most of what we do
 
 _MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
 _REGISTERED = "Successfully registered with master"
+_ATTEMPTS = 3
 
 
 def spark_environment() -> dict[str, str]:
@@ -36,6 +37,7 @@ def spark_environment() -> dict[str, str]:
         "PYSPARK_DRIVER_PYTHON": sys.executable,
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",
+        "HOROVOD_START_TIMEOUT": "300",
         "HOROVOD_TEST_CLUSTER": str(os.getpid()),  # tells our processes from those of others
     }
 
@@ -55,6 +57,13 @@ def newest_group(spark: Any) -> str:
     while tracker.getJobIdsForGroup(f"horovod.spark.run.{newest + 1}"):
         newest += 1
     return f"horovod.spark.run.{newest}"
+
+
+def executors(spark: Any) -> list[str]:
+    """The addresses of the executors that Spark tells of. A new one has another."""
+    from horovod.spark.cluster import Cluster
+
+    return Cluster(spark.sparkContext)._executors()
 
 
 def executor_of(worker: int) -> psutil.Process:
@@ -114,15 +123,18 @@ class StandaloneCluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._daemons: list[Daemon] = []
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            try:
+                self._start()
+                return
+            except BaseException as error:
+                self.close()
+                if not isinstance(error, AssertionError) or not attempts_left:
+                    raise
 
     def _start(self) -> None:
         # Without the server for submitting by HTTP, whose port is fixed.
-        options = "-Dspark.master.rest.enabled=false"
+        options = "-Dspark.master.rest.enabled=false -Dspark.worker.timeout=600"
         master = self._add(
             "master",
             "org.apache.spark.deploy.master.Master",

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.spark.cluster import QUICK_JAVA, StandaloneCluster, spark_environment, until
+from tests.spark.cluster import (
+    QUICK_JAVA,
+    StandaloneCluster,
+    executors,
+    spark_environment,
+    until,
+)
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +33,7 @@ def spark(cluster: StandaloneCluster, tmp_path_factory: pytest.TempPathFactory) 
     os.environ.update(spark_environment())
     events = tmp_path_factory.mktemp("events")
     warehouse = tmp_path_factory.mktemp("warehouse")
-    session = (
+    builder = (
         SparkSession.builder.master(cluster.url)
         .appName("horovod-tests")
         .config("spark.ui.enabled", "false")
@@ -43,8 +49,15 @@ def spark(cluster: StandaloneCluster, tmp_path_factory: pytest.TempPathFactory) 
         .config("spark.eventLog.dir", events.as_uri())
         .config("spark.sql.warehouse.dir", str(warehouse))
         .config("spark.sql.shuffle.partitions", "2")
-        .getOrCreate()
+        .config("spark.network.timeout", "600s")
     )
+    for attempts_left in reversed(range(3)):  # Java may be too slow for its own patience
+        try:
+            session = builder.getOrCreate()
+            break
+        except Exception:
+            if not attempts_left:
+                raise
     _wait_for_executors(session)
     yield session
     session.stop()
@@ -61,4 +74,7 @@ def _wait_for_executors(session: Any) -> None:
     from horovod.spark.cluster import Cluster
 
     slots = 2 * 2  # two workers, two cores each
-    until(lambda: Cluster(session.sparkContext).slots == slots, f"{slots} slots")
+    until(
+        lambda: Cluster(session.sparkContext).slots == slots and len(executors(session)) == 2,
+        f"{slots} slots",
+    )

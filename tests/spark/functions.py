@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-HANG = 240.0
+HANG = 600.0
 
 
 def place() -> dict[str, int]:
@@ -83,8 +83,11 @@ def everything_visible() -> tuple[str, list[str]]:
 def train(folder: str) -> tuple[int, int]:
     """Count steps until the file `stop` exists; rank 0 tells step and size in the file `log`.
 
-    `tests.spark.training` looks at these files, and tells processes to fail.
+    `tests.spark.training` looks at these files, and tells processes to fail. A process that comes
+    while there is a file `door` waits until it is gone, and joins then.
     """
+    while Path(folder, "door").exists():
+        time.sleep(0.05)
     import torch
 
     import horovod.torch as hvd

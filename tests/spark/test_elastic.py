@@ -53,12 +53,16 @@ def test_what_fails_is_replaced(whole: Any, tmp_path: Path):
     first_workers = training.workers()
     (victim,) = set(first_workers) - {first}
     assert executor_of(victim).pid != executor_of(first).pid
+    training.close_door()
     executor_of(victim).kill()
     alone = training.until_size(1, before)
+    training.open_door()
     together = training.until_size(2, alone)
     (new,) = set(training.workers()) - set(first_workers)
+    training.close_door()
     training.fail(new)  # this time the worker alone; Spark starts its task again
     alone = training.until_size(1, together)
+    training.open_door()
     together = training.until_size(2, alone)
     ((steps, rank),) = job.stop()
     assert rank == 0

@@ -40,7 +40,8 @@ def test_run_learns_the_digits(tmp_path: Path):
 
 
 def test_run_elastic_learns_the_digits(tmp_path: Path):
-    options = ["--epochs", "4", "--max-num-proc", "2", "--target-accuracy", "0.9"]
+    options = ["--epochs", "4", "--min-num-proc", "2", "--max-num-proc", "2"]
+    options += ["--target-accuracy", "0.9"]
     said = submit(tmp_path, "pytorch_spark_elastic_mnist.py", *options)
     assert said.count("epoch") >= 4
     assert re.search(r"final accuracy: [\d.]+%, 2 process\(es\)", said)

@@ -19,8 +19,15 @@ import pytest
 import horovod.spark
 from horovod.runner.common.util.timeout import TimeoutException
 from horovod.runner.functions.run_function import RemoteError
+from tests.files import contents
 from tests.spark import functions
-from tests.spark.cluster import StandaloneCluster, executor_of, newest_group, until
+from tests.spark.cluster import (
+    StandaloneCluster,
+    executor_of,
+    executors,
+    newest_group,
+    until,
+)
 
 pytestmark = pytest.mark.timeout(900)  # a busy machine may take minutes to start the cluster
 
@@ -35,11 +42,15 @@ def agents() -> list[int]:
     return found
 
 
-def statuses(spark: Any) -> list[str]:
-    """How the newest Horovod job ended, for Spark."""
+def await_status(spark: Any, status: str) -> None:
+    """Until Spark knows that the newest Horovod job ended like this; events take their time."""
     tracker = spark.sparkContext.statusTracker()
-    jobs = tracker.getJobIdsForGroup(newest_group(spark))
-    return [tracker.getJobInfo(job).status for job in jobs]
+
+    def statuses() -> list[str]:
+        jobs = tracker.getJobIdsForGroup(newest_group(spark))
+        return [tracker.getJobInfo(job).status for job in jobs]
+
+    until(lambda: statuses() == [status], f"the status {status}")
 
 
 # -- what works ----------------------------------------------------------------------------
@@ -59,7 +70,7 @@ def test_ranks_by_host_and_results_in_their_order(whole: Any):
     assert [each["local_size"] for each in found] == [2] * 4
     assert [each["cross_rank"] for each in found] == [0, 0, 1, 1]
     assert [each["cross_size"] for each in found] == [2] * 4
-    assert statuses(whole) == ["SUCCEEDED"]
+    await_status(whole, "SUCCEEDED")
 
 
 def test_as_many_as_spark_runs_at_once_by_default(spark: Any):
@@ -121,10 +132,9 @@ def test_the_key_is_in_no_command_line_and_no_log(spark: Any, cluster: Standalon
     assert not any(key in line for line in lines)
     raw = base64.b64decode(key)
     events = Path(spark.conf.get("spark.eventLog.dir").removeprefix("file:"))
-    files = [path for top in (events, cluster.folder) for path in top.rglob("*") if path.is_file()]
+    files = {**contents(events), **contents(cluster.folder)}
     assert any("app-" in path.name for path in files)
-    for path in files:
-        content = path.read_bytes()
+    for path, content in files.items():
         assert key.encode() not in content, path
         assert raw not in content, path
 
@@ -141,7 +151,7 @@ def test_a_function_that_raises_on_one_rank(spark: Any):
     shown = "".join(traceback.format_exception(caught.value))
     assert "rank 1 on " in shown
     assert "functions.py" in shown, "the traceback there"
-    assert statuses(spark) == ["FAILED"]
+    await_status(spark, "FAILED")
     until(lambda: not agents())
 
 
@@ -151,6 +161,7 @@ def test_a_killed_executor(whole: Any, tmp_path: Path):
         until(lambda: all(file.exists() and " " in file.read_text() for file in files))
         executor_of(int(files[1].read_text().split()[0])).kill()
 
+    before = executors(whole)
     killer = threading.Thread(target=kill)
     killer.start()
     with pytest.raises(RemoteError, match=r"lost: its Spark task or its executor ended"):
@@ -160,6 +171,7 @@ def test_a_killed_executor(whole: Any, tmp_path: Path):
     assert len(pids) == 4
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     until(lambda: not agents())
+    until(lambda: executors(whole) != before, "that Spark notices")
 
 
 def test_more_processes_than_slots(whole: Any):

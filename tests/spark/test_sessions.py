@@ -83,8 +83,10 @@ def _fail_and_recover(training: Training) -> None:
     """Here Spark would end the job after one failure, so tasks begin again by themselves."""
     together = training.until_size(2)
     (victim,) = set(training.workers()) - {pid for _, _, pid in training.log()}
+    training.close_door()
     training.fail(victim)
     alone = training.until_size(1, together)
+    training.open_door()
     training.until_size(2, alone)
     training.stop()
 

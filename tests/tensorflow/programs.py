@@ -25,6 +25,7 @@ from tests.ranks import clean_environment, run_ranks
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 HANG = 280.0  # seconds; no example that is cut short takes a tenth of it
+_PATIENT = {"HOROVOD_START_TIMEOUT": "200"}  # one rank may import a minute longer than the other
 
 
 def run_in_ranks(
@@ -46,7 +47,7 @@ def run_under_horovodrun(
     program = [sys.executable, "-m", "tests.tensorflow.programs", str(EXAMPLES / script)]
     done = subprocess.run(
         [sys.executable, "-m", "horovod.runner", "-np", "2", *program, *map(str, options)],
-        env=clean_environment() | {"PYTHONPATH": str(ROOT)} | (env or {}),
+        env=clean_environment() | _PATIENT | {"PYTHONPATH": str(ROOT)} | (env or {}),
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         capture_output=True,

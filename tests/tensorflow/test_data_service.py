@@ -25,8 +25,9 @@ from tests.hosts import Hosts, host_address
 from tests.hosts import available as hosts_available
 from tests.ranks import RankPool, start_ranks
 
-LONG = 120.0
+LONG = 240.0
 COUNT = 40
+pytestmark = pytest.mark.timeout(900)  # some tests wait as long as that several times
 MODULE = "horovod.tensorflow.data.compute_worker"
 EXAMPLE = (
     Path(__file__).parents[2] / "examples" / "tensorflow2" / "tensorflow2_mnist_data_service.py"
@@ -211,7 +212,7 @@ def describe() -> Iterator[Any]:
             "dispatcher_side": side,
             "addresses": services[-1].addresses(),
             "key": key.hex(),
-            "timeout": 60,
+            "timeout": 200,
         }
 
     yield start
@@ -298,7 +299,7 @@ def test_compute_workers_as_processes_and_the_example(tf_pool2: RankPool, tmp_pa
         from horovod.tensorflow.data.compute_service import TfDataServiceConfig
 
         config = TfDataServiceConfig.read(path, wait_for_file_creation=True)
-        assert config.timeout == 100
+        assert config.timeout == 200
         assert [doors[0][0] for doors in config.addresses.values()] == ["127.0.0.1"]
         return [
             _squares(config, reuse_dataset=True),
@@ -307,7 +308,7 @@ def test_compute_workers_as_processes_and_the_example(tf_pool2: RankPool, tmp_pa
         ]
 
     squares = [x * x for x in range(COUNT)]
-    with start_ranks(_run_module, 2, MODULE, str(path), "--timeout", "100") as workers:
+    with start_ranks(_run_module, 2, MODULE, str(path), "--timeout", "200") as workers:
         (shared, parallel, own), (shared1, parallel1, own1) = tf_pool2.run(train, timeout=LONG)
         assert sorted(shared + shared1) == squares
         assert sorted(own) == sorted(own1) == squares
@@ -329,7 +330,7 @@ def _serve_and_train(rank: int, size: int, path: Path) -> list[int]:
     from horovod.tensorflow.functions import allgather_object
 
     hvd.init()
-    worker = threading.Thread(target=main, args=(1, "compute", str(path), 60))
+    worker = threading.Thread(target=main, args=(1, "compute", str(path), 200))
     worker.start()
     config = TfDataServiceConfig.read(path, wait_for_file_creation=True)
     compute = config.compute_client()

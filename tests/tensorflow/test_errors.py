@@ -21,7 +21,7 @@ from horovod._keras.elastic import _our_errors
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import failed_output
-from tests.ranks import RankPool, run_ranks, start_ranks
+from tests.ranks import RankPool, listen, run_ranks, start_ranks, tell
 
 SIZE = 3
 ones = tf.ones
@@ -152,7 +152,7 @@ def _raise(mode: str, cases: dict[str, tuple[str, Callable[[], Any]]]) -> list[t
 
 @pytest.mark.parametrize("mode", MODES)
 def test_wrong_arguments(tf_pool3: RankPool, mode: str):
-    for found in tf_pool3.run(_raise, mode, LOCAL, timeout=120):
+    for found in tf_pool3.run(_raise, mode, LOCAL):
         assert [case for case, _ in found] == list(LOCAL)
         for case, (names, text) in found:
             # A set that does not exist is noticed while the graph is built, before there is an op.
@@ -165,9 +165,9 @@ def test_wrong_arguments(tf_pool3: RankPool, mode: str):
 
 def test_ranks_that_do_not_agree(tf_pool3: RankPool):
     """The class is the same everywhere, and a graph's text has all that an eager call says."""
-    said = dict(tf_pool3.run(_raise, "eager", MISMATCHES, timeout=120)[0])
+    said = dict(tf_pool3.run(_raise, "eager", MISMATCHES)[0])
     for mode in MODES:
-        for found in tf_pool3.run(_raise, mode, MISMATCHES, timeout=120):
+        for found in tf_pool3.run(_raise, mode, MISMATCHES):
             assert [case for case, _ in found] == list(MISMATCHES)
             for case, (names, text) in found:
                 assert "FailedPreconditionError" in names, (mode, case, names)
@@ -246,14 +246,19 @@ def test_ranks_that_do_not_agree_inside_of(tf_pool2: RankPool, place: str):
 
 
 def _disagree_often() -> int:
-    """The number of threads that this makes."""
+    """The number of threads that this makes, and that do not end."""
     step = tf.function(_disagree)
     for count in range(40):
         if count == 10:  # by then TensorFlow has all of its own
             before = len(os.listdir("/proc/self/task"))
         with pytest.raises(errors.FailedPreconditionError):
             step()
-    return len(os.listdir("/proc/self/task")) - before
+    deadline = time.monotonic() + 60
+    while (more := len(os.listdir("/proc/self/task")) - before) >= 10:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)  # they may not have had the processor yet
+    return more
 
 
 def test_failures_leave_no_threads(tf_pool2: RankPool):
@@ -395,7 +400,8 @@ def _lose_a_rank(rank: int, size: int) -> str:
     step = tf.function(lambda: hvd.allreduce(1.0, name="step"))
     step()
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        listen()  # it is killed here
+    tell("has stepped")
     with pytest.raises(errors.UnknownError, match="HorovodInternalError") as caught:
         step()
     with pytest.raises(errors.UnknownError, match=r"HorovodInternalError: .*rank 1"):
@@ -407,6 +413,8 @@ def _lose_a_rank(rank: int, size: int) -> str:
 
 def test_a_lost_rank():
     with start_ranks(_lose_a_rank, 2) as ranks:
+        ranks.heard(0)
+        ranks.signal(1, signal.SIGKILL)
         (outcome,) = ranks.wait(ranks=[0])
         assert outcome.error is None, outcome.describe()
         assert "rank 1" in outcome.result
