@@ -29,7 +29,7 @@ from horovod.runner.slots.hosts import Slot
 from horovod.runner.slots.worker_env import WorkerRendezvous, common_variables, slot_variables
 from tests.missing import HOSTS
 from tests.rank_process import Rank
-from tests.ranks import Ranks, clean_environment
+from tests.ranks import PATIENCE, Ranks, clean_environment
 
 T = TypeVar("T")
 
@@ -127,7 +127,7 @@ class Hosts:
     def heal(self, host: int) -> None:
         """Undo `cut`; returns once packets get through again."""
         self._switch.ip(f"link set port{host} up")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         # The kernel may remember for a while that a host could not be found.
         while not self.reach(host):
             if time.monotonic() > deadline:
@@ -172,7 +172,7 @@ class Hosts:
         env: Mapping[str, str] | None = None,
         launcher: Callable[[Slot], Mapping[str, str]] | None = None,
         in_turn: bool = False,
-        timeout: float = 60,
+        timeout: float = PATIENCE,
     ) -> list[Any]:
         """What function(rank, size, *args) returned on every rank; AssertionError if one failed."""
         with self.start(
@@ -327,7 +327,7 @@ class _NetworkSpace:
                 check=True,
                 capture_output=True,
                 text=True,
-                timeout=30,
+                timeout=PATIENCE,
             )
         )
 
