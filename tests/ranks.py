@@ -300,7 +300,7 @@ class RankPool:
         with ranks:
             if orderly and not ranks.any_ended():
                 ranks.say(b"")
-                ranks.results(timeout=GRACE)
+                ranks.results()
 
 
 def _serve_pool(rank: int, size: int) -> None:
