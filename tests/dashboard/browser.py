@@ -25,11 +25,21 @@ def browser() -> Iterator[Any]:
     if os.geteuid() == 0:
         arguments.append("--no-sandbox")
     with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=program, args=arguments)
+        found = _launch(playwright, program, arguments, api.Error)
         try:
             yield found
         finally:
             found.close()
+
+
+def _launch(playwright: Any, program: str, arguments: list[str], failure: type[Exception]) -> Any:
+    """On a busy machine it may fail to start; then once more."""
+    for last in (False, False, True):
+        try:
+            return playwright.chromium.launch(executable_path=program, args=arguments, timeout=HANG)
+        except failure:
+            if last:
+                raise
 
 
 class Tab:

@@ -64,8 +64,8 @@ def test_the_page_shows_ranks_charts_and_stragglers(chromium: Any):
         tab = Tab(chromium, link(job))
         tab.shows("#title", "train.py")
         tab.shows("#numbers", "ranks")
-        assert tab.page.locator(".cell").count() == 4
-        assert tab.page.locator(".host").count() == 2
+        tab.wait_for("document.querySelectorAll('.cell').length === 4")
+        tab.wait_for("document.querySelectorAll('.host').length === 2")
         tab.shows(".cell.training", "step 20")
         tab.wait_for("document.querySelectorAll('#steps-chart polygon').length >= 3")
         tab.shows("#metrics h3", "loss")
@@ -129,6 +129,7 @@ def test_keyboard_and_labels(chromium: Any):
         tab = Tab(chromium, link(job))
         tab.shows(".cell.training", "rank 1")
         cell = tab.page.locator(".cell").nth(1)
+        tab.wait_for("document.querySelectorAll('.cell')[1].ariaLabel.endsWith('of the time')")
         label = cell.get_attribute("aria-label")
         assert label.startswith("rank 1 on node00, training, step 20, ")
         assert re.search(r", [\d.]+ steps per second, waits \d+ % of the time$", label)

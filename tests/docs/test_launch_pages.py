@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +18,12 @@ import yaml
 
 from horovod.runner.options.arguments import make_options
 from tests.common.test_rendezvous import clean_environ
+from tests.docs.pages import reserved_port
 from tests.runner import stub_ssh
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "launch"
-LONG = 120
+LONG = 280
 
 SRUN = """
 import os, subprocess, sys
@@ -130,11 +130,11 @@ def test_commands(desk: tuple[Path, dict[str, str]], page: str, number: int):
     if page == "mpi" and shutil.which("mpirun", path=env["PATH"]) is None:
         pytest.skip("there is no mpirun in this environment")
     block = blocks(page, "bash")[number]
-    if "MASTER_ADDR" in block:  # of the first node, which is this machine here
-        env["NODES"] = "localhost"
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            block = block.replace("29400", str(listener.getsockname()[1]))
-    output = type_in(folder, env, block)
+    with reserved_port() as port:
+        if "MASTER_ADDR" in block:  # of the first node, which is this machine here
+            env["NODES"] = "localhost"
+            block = block.replace("29400", str(port))
+        output = type_in(folder, env, block)
     assert output.count("REPORT") == EXPECTED[page][number], output
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from tests.docs.pages import blocks
+from tests.docs.pages import blocks, reserved_port
 from tests.ranks import run_ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -68,8 +67,6 @@ def _run_pages(rank: int, size: int, folder: str) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, dict[str, Any]]], Path]:
     folder = tmp_path_factory.mktemp("pages")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
 
     def environment(rank: int) -> dict[str, str]:
         # As horovodrun sets them, for the page that uses torch.distributed as well.
@@ -77,7 +74,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, dict[s
         ours = {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_GLOO_TIMEOUT_SECONDS": "200"}
         return {"MASTER_PORT": str(port), **ours, **torch_names}
 
-    return run_ranks(_run_pages, 2, str(folder), env=environment, timeout=240), folder
+    with reserved_port() as port:
+        return run_ranks(_run_pages, 2, str(folder), env=environment, timeout=240), folder
 
 
 def test_every_page_with_code_is_run_by_a_test():

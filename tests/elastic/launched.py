@@ -17,6 +17,9 @@ from tests.runner.horovodrun import HANG, command, environment
 
 _END = re.compile(r"end (\d+) ([\d.]+) worker (w\d+) rank (\d+) size (\d+)")
 
+# A job begins without the workers that are later than this, on however busy a machine.
+PATIENT = {"HOROVOD_START_TIMEOUT": "200"}
+
 
 class Launched:
     """A running ``horovodrun``; what happens is read from its status file."""
@@ -39,7 +42,7 @@ class Launched:
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 command("--status-file", str(self._status), *options, sys.executable, *worker),
-                env=environment({"OMP_NUM_THREADS": "1", **(env or {})}),
+                env=environment({"OMP_NUM_THREADS": "1", **PATIENT, **(env or {})}),
                 stdout=out,
                 stderr=err,
             )

@@ -10,7 +10,8 @@ happened in between. The argument is a JSON object:
   signal, or it raises ("raise"), ends ("exit 0"), or does nothing for some seconds ("slow 3"), or
   even holds the interpreter's lock meanwhile ("hold 10").
 - host_faults: the same for all workers of a host.
-- size: also go on until there are so many ranks. silence: seconds after which a peer counts as
+- size: also go on until there are so many ranks. until: also go on until that file is there (in
+  a job of one rank: others may see it a step later). silence: seconds after which a peer counts as
   lost.
 """
 
@@ -165,8 +166,10 @@ sizes: list[int] = []  # of the generations in which this process took a step
 def train(state: ObjectState) -> None:
     say(f"begin at {state.step}")
     wanted = PLAN.get("size")
+    until = PLAN.get("until")
     while (
         state.step < PLAN.get("steps", 10)
+        or (until and not os.path.exists(until))
         or max(sizes, default=0) < PLAN.get("largest", 0)
         or (wanted and generation().topology.size != wanted)
     ):

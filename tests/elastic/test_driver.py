@@ -19,7 +19,7 @@ from tests.elastic.launched import Launched
 
 PAGE = Path(__file__).parents[2] / "docs" / "elastic.md"
 LOCAL = ["-H", "localhost:3", "--min-np", "2", "--max-np", "3", "-np", "3"]
-PATIENT = {"HOROVOD_ELASTIC_ANSWER_TIMEOUT": "2"}
+PATIENT = {"HOROVOD_ELASTIC_ANSWER_TIMEOUT": "10"}  # seconds, for all on a busy machine
 
 
 def missing(events: list[dict[str, Any]], folder: Path) -> list[str]:
@@ -121,10 +121,10 @@ def test_all_are_lost(tmp_path: Path):
 
 
 def test_a_stopped_worker_is_given_up(tmp_path: Path):
-    plan = {"steps": 30, "size": 3, "silence": 2, "faults": {"w1": ["step", 7, "SIGSTOP"]}}
+    plan = {"steps": 30, "size": 3, "silence": 5, "faults": {"w1": ["step", 7, "SIGSTOP"]}}
     with Launched(tmp_path, LOCAL, plan, env=PATIENT) as job:
         job.check_success(size=3)
-        assert "w1 (rank 1, localhost) failed: did not react within 2 s" in job.errors
+        assert "w1 (rank 1, localhost) failed: did not react within 10 s" in job.errors
         before = list(itertools.takewhile(lambda e: e["event"] != "failed", job.events()))
     called = [event["number"] for event in before if event["event"] == "decision"]
     heard = {e["worker"] for e in before if e["event"] == "heard" and e["decision"] == called[-1]}
@@ -133,9 +133,9 @@ def test_a_stopped_worker_is_given_up(tmp_path: Path):
     assert stopped in missing(before, tmp_path)
 
 
-@pytest.mark.parametrize("how", ["slow 3", "hold 3"])
+@pytest.mark.parametrize("how", ["slow 8", "hold 8"])
 def test_a_slow_worker_is_waited_for(tmp_path: Path, how: str):
-    plan = {"steps": 10, "silence": 1, "faults": {"w1": ["step", 5, how]}}
+    plan = {"steps": 10, "silence": 5, "faults": {"w1": ["step", 5, how]}}
     begun = time.monotonic()
     with Launched(tmp_path, LOCAL, plan, env=PATIENT) as job:
         job.check_success(size=3)
@@ -166,7 +166,7 @@ def test_the_status_file_has_what_workers_answered(tmp_path: Path):
 
 
 def test_who_ends_early_has_finished_and_the_others_go_on(tmp_path: Path):
-    plan = {"steps": 20, "silence": 2, "faults": {"w1": ["step", 7, "exit 0"]}}
+    plan = {"steps": 20, "silence": 5, "faults": {"w1": ["step", 7, "exit 0"]}}
     with Launched(tmp_path, LOCAL, plan) as job:
         job.check_success(size=2)
         assert set(job.ends()) == {"w0", "w2"}
@@ -179,7 +179,7 @@ def test_one_dies_while_another_has_finished(tmp_path: Path):
         "w1": ["end", 1, "SIGKILL"],
         "w2": ["last", 1, "slow 3"],
     }
-    with Launched(tmp_path, LOCAL, {"steps": 10, "silence": 2, "faults": faults}) as job:
+    with Launched(tmp_path, LOCAL, {"steps": 10, "silence": 5, "faults": faults}) as job:
         assert job.wait() == 137, str(job)  # w1 was done with training, but not with its work
         assert set(job.ends()) == {"w0", "w2"}
         assert job.events("started")[-1]["worker"] == "w2", "it is not replaced"
@@ -246,10 +246,10 @@ def test_the_reset_limit(tmp_path: Path):
 def test_the_elastic_timeout(tmp_path: Path):
     plan = {"steps": 1000, "faults": {"w1": ["step", 3, "SIGKILL"]}}
     options = ["-H", "localhost:2", "--min-np", "2", "--max-worker-failures", "1"]
-    options += ["--blacklist-cooldown-range", "3600", "3600", "--elastic-timeout", "4"]
+    options += ["--blacklist-cooldown-range", "3600", "3600", "--elastic-timeout", "20"]
     with Launched(tmp_path, options, plan) as job:
         assert job.wait() == 137, str(job)
-        assert "gave up after 4 s (--elastic-timeout): the job needs 2 workers" in job.errors
+        assert "gave up after 20 s (--elastic-timeout): the job needs 2 workers" in job.errors
         assert "not used after failures: localhost" in job.errors
 
 

@@ -53,5 +53,5 @@ def descendants(ranks: Ranks) -> list[psutil.Process]:
 
 def still_running(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Those that do not end by themselves soon."""
-    _, alive = psutil.wait_procs(list(processes), timeout=10)
+    _, alive = psutil.wait_procs(list(processes), timeout=100)
     return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]

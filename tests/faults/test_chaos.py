@@ -81,7 +81,7 @@ def test_kill_a_random_rank_at_a_random_time(transport: str, rounds: int):
                 assert not named_shared_memory(ranks.pids)
                 processes = descendants(ranks)
                 ranks.signal(victim, signal.SIGKILL)
-                outcomes = ranks.wait(30)
+                outcomes = ranks.wait()
                 survivors = [o for o in outcomes if o.rank != victim]
                 for outcome in survivors:
                     assert outcome.error is None, f"round {number}\n{outcome.describe()}"

@@ -42,25 +42,25 @@ def check(code: int, stderr: str, way: str, *, late: bool) -> None:
 
 
 def test_over_shared_memory(tmp_path: Path):
-    done = run("-np", "3", *ALONE, "raise", str(tmp_path))
+    done = run("-np", "3", *ALONE, "raise", str(tmp_path), patient=True)
     check(done.returncode, done.stderr, "raise", late=True)
 
 
 def test_over_tcp(tmp_path: Path):
     env = {"HOROVOD_CPU_OPERATIONS": "gloo"}
-    done = run("-np", "3", *ALONE, "3", str(tmp_path), env=env)
+    done = run("-np", "3", *ALONE, "3", str(tmp_path), env=env, patient=True)
     check(done.returncode, done.stderr, "3", late=True)
 
 
 def test_a_rank_that_ends_well_too_early():
-    done = run("-np", "2", *ALONE, "0")
+    done = run("-np", "2", *ALONE, "0", patient=True)
     check(done.returncode, done.stderr, "0", late=False)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_over_shared_memory_inside_hosts_and_tcp_between_them(way: str, tmp_path: Path):
     hosts = ["-H", "localhost:2,127.0.0.1:2", "--log-level", "INFO"]
-    done = run("-np", "4", *hosts, *ALONE, way, str(tmp_path))
+    done = run("-np", "4", *hosts, *ALONE, way, str(tmp_path), patient=True)
     assert "HIERARCHICAL (2 hosts, SHM inside" in done.stdout
     check(done.returncode, done.stderr, way, late=True)
 
@@ -91,7 +91,9 @@ def test_over_mpi(way: str):
     assert re.search(named, said), said
     assert ("ValueError: the reason of it all" in said) == (way == "raise")
     if way != "raise":  # mpirun may have ended the others before they could say it
-        assert "PeerLostError: rank 1 has shut down Horovod" in said
+        # Two ranks say it at once, in pieces, which mpirun passes on as they come.
+        assert "PeerLostError" in said
+        assert "rank 1 has shut down Horovod" in said
 
 
 @needs_mpirun

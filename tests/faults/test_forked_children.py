@@ -142,4 +142,4 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_a_child_that_has_forgotten_what_its_parent_registered_stops_the_engine():
     """As a process of multiprocessing has, in Python 3.13 and newer."""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORGETFUL], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORGETFUL], check=True, timeout=280)

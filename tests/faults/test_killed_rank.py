@@ -56,9 +56,9 @@ def _check(operation: str, size: int, env: dict[str, str], forks: bool = False) 
             ranks.wait_until_blocked(rank)
         ranks.signal(VICTIM, signal.SIGKILL)
         for rank in survivors:
-            assert f"rank {VICTIM}" in ranks.heard(rank, timeout=20)
+            assert f"rank {VICTIM}" in ranks.heard(rank)
         ranks.say()
-        for outcome in ranks.wait(20, survivors):
+        for outcome in ranks.wait(ranks=survivors):
             assert (outcome.result, outcome.exitcode) == ("ended in order", 0), outcome.describe()
 
 
@@ -99,5 +99,5 @@ def test_a_survivor_can_start_again(transport: str):
         for rank in (0, 1):
             ranks.heard(rank)
         ranks.signal(VICTIM, signal.SIGKILL)
-        (outcome,) = ranks.wait(30, [0])
+        (outcome,) = ranks.wait(ranks=[0])
         assert outcome.result == "alone: 1.0 of 1", outcome.describe()

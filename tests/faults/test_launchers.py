@@ -58,7 +58,7 @@ def _start(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
 
 

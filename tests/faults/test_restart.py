@@ -56,7 +56,7 @@ def _cycles(rank: int, size: int, number: int) -> tuple[dict[str, int], dict[str
             settled = _settled_holdings({**_holdings(), "threads": 1})
             memory = psutil.Process().memory_info().rss
     grown = (psutil.Process().memory_info().rss - memory) / MEBIBYTE
-    return settled, _settled_holdings(settled), grown
+    return settled, _settled_holdings(settled, patience=100), grown
 
 
 @pytest.mark.parametrize(("transport", "number"), [("shm", 100), ("gloo", 20)])
@@ -101,7 +101,7 @@ def _leave_at_once(rank: int, size: int) -> float:
     return total
 
 
-def _await(condition: Callable[[], bool], patience: float = 30) -> None:
+def _await(condition: Callable[[], bool], patience: float = 100) -> None:
     deadline = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < deadline

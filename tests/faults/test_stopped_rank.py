@@ -49,10 +49,10 @@ def test_a_late_rank_is_reported_and_nothing_is_lost(transport: str, stopped: bo
         if stopped:
             ranks.signal(LATE, signal.SIGSTOP)
         advice = "set HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-        _check_report(ranks.wait_for_output(0, f"grad/ünï.*py:[0-9].*{advice}", timeout=20))
+        _check_report(ranks.wait_for_output(0, f"grad/ünï.*py:[0-9].*{advice}"))
         ranks.signal(LATE, signal.SIGCONT)
         ranks.say()
-        assert ranks.results(20) == [2.0, 2.0]
+        assert ranks.results() == [2.0, 2.0]
 
 
 def _one_never_comes(rank: int, size: int) -> str:
@@ -78,12 +78,12 @@ def test_with_a_shutdown_time_everybody_gets_an_error(transport: str, stopped: b
             ranks.heard(rank)
         if stopped:
             ranks.signal(LATE, signal.SIGSTOP)
-        (waiting,) = ranks.wait(30, [0])
+        (waiting,) = ranks.wait(ranks=[0])
         assert waiting.error is None, waiting.describe()
         assert re.search(r"stall", waiting.result, re.IGNORECASE), waiting.result
         ranks.signal(LATE, signal.SIGCONT)
         ranks.say()
-        (late,) = ranks.wait(30, [LATE])
+        (late,) = ranks.wait(ranks=[LATE])
         assert late.error is None, late.describe()
         assert late.result
 
@@ -96,4 +96,4 @@ def test_no_report_when_switched_off():
         with pytest.raises(AssertionError, match=r"waited 2\.5 s"):
             ranks.wait_for_output(0, "issing", timeout=2.5)
         ranks.say()
-        assert ranks.results(20) == [2.0, 2.0]
+        assert ranks.results() == [2.0, 2.0]

@@ -11,7 +11,6 @@ import functools
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -20,6 +19,7 @@ from tests.hosts import Hosts, host_address, host_name
 from tests.hosts import available as hosts_available
 from tests.missing import SSH
 from tests.ranks import clean_environment
+from tests.runner.horovodrun import command
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERFACES = ["eth0", "ens7", "lan0"]  # one for each host: they need not be alike
@@ -100,8 +100,12 @@ class SshHosts:
         config: str = "",
         env: Mapping[str, str] | None = None,
         output: IO[str] | int = subprocess.PIPE,
+        patient: bool = False,
     ) -> subprocess.Popen[bytes]:
-        """horovodrun with these arguments on host 0, and perhaps another configuration of ssh."""
+        """horovodrun with these arguments on host 0, and perhaps another configuration of ssh.
+
+        `patient`: where it is the cause of a failure that matters.
+        """
         inside = ["sh", "-c", 'mount --bind "$0" /etc/ssh/ssh_config && exec "$@"']
         file = self.folder / "ssh_config"
         if config:
@@ -113,7 +117,7 @@ class SshHosts:
             [
                 *inside,
                 str(file),
-                *(sys.executable, "-m", "horovod.runner", *arguments),
+                *command(*arguments, patient=patient),
             ],
             env=environ | {"HOME": str(self.folder)} | dict(env or {}),
             cwd=self.folder,
@@ -122,9 +126,11 @@ class SshHosts:
             stderr=output,
         )
 
-    def run(self, *arguments: str, config: str = "", timeout: float = 120) -> tuple[int, str, str]:
+    def run(
+        self, *arguments: str, config: str = "", timeout: float = 280, patient: bool = False
+    ) -> tuple[int, str, str]:
         """The same to the end: exit code, stdout and stderr."""
-        process = self.start(*arguments, config=config)
+        process = self.start(*arguments, config=config, patient=patient)
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         finally:

@@ -187,7 +187,7 @@ def _no_such_interface(rank: int, size: int) -> str:
 
 
 def test_an_interface_that_is_not_there(hosts: Hosts):
-    env = {"HOROVOD_GLOO_IFACE": "eth7", "HOROVOD_GLOO_TIMEOUT_SECONDS": "5"}
+    env = {"HOROVOD_GLOO_IFACE": "eth7", "HOROVOD_GLOO_TIMEOUT_SECONDS": "100"}
     for reason in hosts.run(_no_such_interface, [1, 1], env=env):
         assert "no interface 'eth7'" in reason
         assert INTERFACE in reason

@@ -108,7 +108,7 @@ def test_a_link_has_the_rate_that_it_is_given(hosts: Hosts):
     def shown() -> bytes:
         command = ["tc", "qdisc", "show", "dev", "eth0"]
         path = {"PATH": "/usr/sbin:/sbin:/usr/bin:/bin"}
-        return hosts.popen(1, command, stdout=subprocess.PIPE, env=path).communicate(timeout=30)[0]
+        return hosts.popen(1, command, stdout=subprocess.PIPE, env=path).communicate(timeout=100)[0]
 
     hosts.limit(1, "1gbit")
     assert b"rate 1Gbit" in shown()

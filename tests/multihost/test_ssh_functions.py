@@ -14,7 +14,7 @@ import pytest
 from tests.multihost.ssh_hosts import ROOT, SshHosts, available
 from tests.ranks import clean_environment
 
-LONG = 120
+LONG = 280
 BIN = Path(sys.executable).parent
 
 SCRIPT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -21,16 +22,20 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     return {**env, "PYTHONPATH": str(ROOT), **(extra or {})}
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "horovod.runner", *arguments]
+def command(*arguments: str, patient: bool = False) -> list[str]:
+    module = "tests.runner.patient_launcher" if patient else "horovod.runner"
+    return [sys.executable, "-m", module, *arguments]
 
 
 def run(
-    *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    patient: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end."""
+    """Run to the end; `patient`: where it is the cause of a failure that matters."""
     return subprocess.run(
-        command(*arguments),
+        command(*arguments, patient=patient),
         env=environment(env),
         cwd=cwd,
         capture_output=True,
@@ -47,6 +52,17 @@ def run_python(
     """Run ``program`` with ``num_proc`` workers."""
     worker = (sys.executable, "-c", program, *arguments)
     return run("-np", str(num_proc), *options, *worker, **how)  # type: ignore[arg-type]
+
+
+def wait_for_starts(process: subprocess.Popen[bytes], count: int) -> None:
+    """Until horovodrun, which is verbose, knows that so many ranks have started."""
+    assert process.stderr is not None
+    known, said = 0, b""
+    while known < count:
+        line = process.stderr.readline()
+        said += line
+        assert line, f"horovodrun ended early:\n{said.decode()}"
+        known += re.match(rb"horovodrun: rank \d+ started", line) is not None
 
 
 class Job:

@@ -33,6 +33,14 @@ def serving(
         service.shutdown()
 
 
+@contextmanager
+def closed_port() -> Iterator[tuple[str, int]]:
+    """An address that is bound, so that nobody else gets it, and listened at by nobody."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()
+
+
 @pytest.fixture
 def service() -> Iterator[ComputeService]:
     with serving() as (service, _):
@@ -216,18 +224,18 @@ def test_whoever_has_another_key_is_refused(service: ComputeService, client: Com
 
 
 def test_the_first_address_that_works_is_taken(service: ComputeService) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        free = taken.getsockname()
-    client = ComputeClient({"eth0": [free], **service.addresses()}, KEY)
+    with closed_port() as nobody:
+        client = ComputeClient({"eth0": [nobody], **service.addresses()}, KEY)
     client.register_dispatcher(0, "grpc://a")
     assert client.own_address == "127.0.0.1"
 
 
 def test_no_address_that_works() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        free = taken.getsockname()
-    with pytest.raises(NoValidAddressesFound, match="HOROVOD_GLOO_IFACE"):
-        ComputeClient({"lo": [free]}, KEY)
+    with (
+        closed_port() as nobody,
+        pytest.raises(NoValidAddressesFound, match="HOROVOD_GLOO_IFACE"),
+    ):
+        ComputeClient({"lo": [nobody]}, KEY)
     with pytest.raises(NoValidAddressesFound, match="no addresses"):
         ComputeClient({}, KEY)
 

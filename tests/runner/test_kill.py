@@ -145,7 +145,8 @@ def test_one_signal_lets_the_workers_end_in_peace(number: signal.Signals, status
 
 
 def test_a_second_signal_kills_at_once():
-    with started(2, STUBBORN) as job:
+    ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    with started(2, ignoring + STUBBORN) as job:
         pids = job.wait_for_pids(6)
         job.process.send_signal(signal.SIGINT)
         assert job.process.stderr is not None

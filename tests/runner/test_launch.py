@@ -66,11 +66,11 @@ store = StoreClient(
     os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
     int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]),
     decode_key(os.environ["_HOROVOD_SECRET_KEY"]),
-    20,
+    200,
 )
 rank = os.environ["HOROVOD_RANK"]
 store.set(rank, b"from " + rank.encode())
-print({"other": store.get(str(1 - int(rank)), 20).decode()})
+print({"other": store.get(str(1 - int(rank)), 200).decode()})
 """
 
 

@@ -30,7 +30,7 @@ import json, os
 from horovod.common.store import StoreClient
 from horovod.common.wire import decode_key
 address, port = (os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{what}"] for what in ("ADDR", "PORT"))
-store = StoreClient(address, int(port), decode_key(os.environ["_HOROVOD_SECRET_KEY"]), 20)
+store = StoreClient(address, int(port), decode_key(os.environ["_HOROVOD_SECRET_KEY"]), 200)
 assert float(os.environ["HOROVOD_STATS_INTERVAL"]) > 0
 rank, size = os.environ["HOROVOD_RANK"], int(os.environ["HOROVOD_SIZE"])
 stats = {"steps": 120 - 20 * size, "step_seconds": 10.0, "steps_per_second": 99.0}
@@ -211,7 +211,7 @@ def test_a_dry_run_shows_every_size_and_starts_nothing(tmp_path: Path):
 def test_with_mpirun(tmp_path: Path):
     path = os.pathsep.join([BIN, os.environ["PATH"]])
     allowed = {"PATH": path} | {f"OMPI_ALLOW_RUN_AS_ROOT{end}": "1" for end in ("", "_CONFIRM")}
-    program = "import os; print('fraction', os.environ['HOROVOD_SCALING_FRACTION'])"
+    program = "import os; os.write(1, b'fraction %s\\n' % os.environb[b'HOROVOD_SCALING_FRACTION'])"
     options = ("--scaling", "1,2", "--strong", "--mpi", "--mpi-args=--oversubscribe")
     done = study(tmp_path, *options, program=program, **allowed)
     assert done.returncode == 0, done.stderr

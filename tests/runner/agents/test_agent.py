@@ -119,10 +119,11 @@ LEAVE_BEHIND = f"""
 import signal, subprocess, sys
 subprocess.Popen([sys.executable, "-u", "-c", {CHILD!r}])
 """
+# It ignores the signal, if it does, before the child says that it is there.
 FAMILY = (
-    LEAVE_BEHIND
+    "import signal\n{ignore}\n"
+    + LEAVE_BEHIND
     + """
-{ignore}
 while True:
     signal.pause()
 """

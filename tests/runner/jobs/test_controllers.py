@@ -268,7 +268,9 @@ import os, sys, torch
 import horovod.torch as hvd
 hvd.init()
 total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item()
-print("found", hvd.rank(), hvd.size(), hvd.local_size(), total, os.environ["OMP_NUM_THREADS"])
+place = f"{hvd.rank()} {hvd.size()} {hvd.local_size()} {total} {os.environ['OMP_NUM_THREADS']}"
+os.write(1, f"found {place}\\n".encode())  # as one piece
+hvd.barrier()  # mpirun ends all when one has failed
 hvd.shutdown()
 sys.exit(6)
 """

@@ -21,9 +21,9 @@ import os
 from horovod.common.store import StoreClient
 from horovod.common.wire import decode_key
 address, port = (os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{what}"] for what in ("ADDR", "PORT"))
-store = StoreClient(address, int(port), decode_key(os.environ["_HOROVOD_SECRET_KEY"]), 20)
+store = StoreClient(address, int(port), decode_key(os.environ["_HOROVOD_SECRET_KEY"]), 200)
 rank = os.environ["HOROVOD_RANK"]
-store.set(f"result/{rank}", store.get("work", 20) + rank.encode())
+store.set(f"result/{rank}", store.get("work", 200) + rank.encode())
 print("told", os.environ["GIVEN"])
 """
 
