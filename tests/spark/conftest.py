@@ -65,8 +65,16 @@ def spark(cluster: StandaloneCluster, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def whole(spark: Any) -> Any:
-    """The session, with all executors there: the master replaces those that a test has killed."""
+    """The session, with all executors there: the master replaces those that a test has killed.
+
+    They are idle: tasks that were cancelled may still end, and new ones would all go elsewhere.
+    """
     _wait_for_executors(spark)
+    tracker = spark.sparkContext._jsc.sc().statusTracker()
+    until(
+        lambda: not any(info.numRunningTasks() for info in tracker.getExecutorInfos()),
+        "the end of all tasks",
+    )
     return spark
 
 
