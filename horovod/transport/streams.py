@@ -116,7 +116,7 @@ class MessageStream:
         Without flags it waits for the first bytes.
         """
         if not flags:
-            self.mark()
+            self._wake_for(1)  # once it has taken some, the kernel would not wake us for the rest
         while self.arriving:
             message = self.arriving[0]
             pieces = message.pieces
@@ -144,11 +144,13 @@ class MessageStream:
         return True
 
     def mark(self) -> None:
-        """Tell the kernel for how much to wake us, before we wait."""
-        mark = min(self.arriving[0].left, _WORTH_WAKING) if self.arriving else 1
-        if mark != self._mark:
-            self._mark = mark
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
+        """Tell the kernel for how much to wake us, before we poll."""
+        self._wake_for(min(self.arriving[0].left, _WORTH_WAKING) if self.arriving else 1)
+
+    def _wake_for(self, nbytes: int) -> None:
+        if nbytes != self._mark:
+            self._mark = nbytes
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def _check(self, message: Incoming) -> None:
         """Once the header is complete, see whether this is the message that we expect."""

@@ -7,6 +7,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from unittest import mock
@@ -226,6 +227,25 @@ def test_nobody_is_woken_for_a_little_of_a_long_message():
         assert is_readable(SECONDS)
         finish([stream])
         assert short == b"abc"
+
+
+def test_the_rest_of_a_message_of_which_some_was_there():
+    """Whoever has taken some and sleeps is woken only for as much as the kernel was told."""
+    with tcp_pair() as (mine, theirs):
+        stream = MessageStream(mine)
+        message = stream.receive(None, None)
+        theirs.sendall(struct.pack("<QQ", 0, 20))
+        stream.pull(0)
+        stream.mark()
+        theirs.sendall(bytes(10))
+        mine.recv(1, socket.MSG_PEEK)
+        thread = alongside(lambda: stream.pull(0))
+        time.sleep(0.2)  # by now it sleeps, most likely
+        theirs.sendall(bytes(10))
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+        finish([stream])
+        assert message.body == bytes(20)
 
 
 def test_a_message_that_was_lost_is_noticed():
