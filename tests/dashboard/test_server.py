@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from horovod.runner.dashboard import connections, page
+from horovod.runner.dashboard import connections, dashboard, page, server
 from horovod.runner.dashboard.connections import Connections, Guarded
 from horovod.runner.output.lines import Line
 from tests.dashboard.served import HANG, TOKEN, Served, served
@@ -200,12 +200,12 @@ def test_a_page_that_is_open_learns_of_the_end():
     found = job.wait_for(lambda board: board["job"]["step"] == 10)
     with socket.create_connection(("127.0.0.1", job.port), timeout=HANG) as sock:
         # Held by the server, since nothing is new.
-        query = f"since={found['version'] + 1_000_000}"
+        query = f"since={found['version'] + 1_000_000}&page=1"
         sock.sendall(f"GET /changes?{query} HTTP/1.1\r\nHost: localhost\r\n".encode())
         sock.sendall(f"Authorization: Bearer {TOKEN}\r\n\r\n".encode())
         assert b"200 OK" in sock.recv(100_000)
-        version = job.ask("/changes")["version"]
-        sock.sendall(f"GET /changes?since={version} HTTP/1.1\r\nHost: localhost\r\n".encode())
+        query = f"since={job.ask('/changes')['version']}&page=1"
+        sock.sendall(f"GET /changes?{query} HTTP/1.1\r\nHost: localhost\r\n".encode())
         sock.sendall(f"Authorization: Bearer {TOKEN}\r\nAccept-Encoding: identity\r\n\r\n".encode())
         job.dashboard.close()
         answer = b""
@@ -214,6 +214,35 @@ def test_a_page_that_is_open_learns_of_the_end():
         assert b"200 OK" in answer
     with pytest.raises(OSError):
         job.get("/", BEARER)
+
+
+def test_a_page_between_two_questions_learns_of_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server, "_FAREWELL", HANG)
+    monkeypatch.setattr(dashboard, "_PATIENCE", HANG)
+    job = Served()
+    job.train()
+    job.wait_for(lambda board: board["job"]["step"] == 10)
+    job.ask("/changes?page=7")
+    job.ask("/changes?page=0")  # no page: nobody waits for that
+    closing = threading.Thread(target=job.dashboard.close)
+    closing.start()
+    closing.join(1)  # as long as a page may take between an answer and the next question
+    assert closing.is_alive()
+    assert job.ask("/changes?page=7")["job"]["ended"]
+    closing.join(HANG)
+    assert not closing.is_alive()
+
+
+def test_nobody_waits_for_a_page_that_was_closed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dashboard, "_PATIENCE", HANG)
+    job = Served()
+    job.train()
+    job.wait_for(lambda board: board["job"]["step"] == 10)
+    job.ask("/changes?page=7")
+    closing = threading.Thread(target=job.dashboard.close)
+    closing.start()
+    closing.join(HANG)
+    assert not closing.is_alive()
 
 
 # -- escaping --------------------------------------------------------------------------------

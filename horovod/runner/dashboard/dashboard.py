@@ -32,7 +32,7 @@ from horovod.runner.output.watcher import JobWatcher
 
 _TICK = 0.5
 _MOST_QUEUED = 10_000
-_PATIENCE = 8.0
+_PATIENCE = 16.0
 """Seconds that the launcher's end may wait for this thread."""
 
 

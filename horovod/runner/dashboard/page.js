@@ -129,9 +129,11 @@
 
   async function follow() {
     let pause = 500;
+    const page = 1 + Math.floor(Math.random() * 1e12); // the launcher waits for it at the end
     for (;;) {
       try {
-        const answer = await fetch(`changes?since=${state.version}&event=${state.event}`);
+        const answer = await fetch(
+          `changes?since=${state.version}&event=${state.event}&page=${page}`);
         if (answer.status === 403) {
           state.refused = true;
           break;

@@ -28,8 +28,9 @@ _HOLD = 20.0
 """Seconds for which a page's question is held until there is something new."""
 _PACE = 0.002
 """Seconds by which every open page makes the others wait: many pages do not cost more than few."""
-_FAREWELL = 2.0
-"""Seconds for open pages to learn of the job's end."""
+_FAREWELL = 10.0
+"""Seconds for open pages to learn of the job's end; one that was answered earlier is closed."""
+_MOST_PAGES = 1024
 _SHUTDOWN = 0.5
 
 _HEADERS = {
@@ -66,6 +67,7 @@ class Server:
         self._visitor = hmac.new(token.encode(), b"cookie", hashlib.sha256).hexdigest()
         self._changed = asyncio.Event()
         self._asking = 0  # questions that are not answered yet
+        self._returning: dict[int, float] = {}  # page -> answered when; it will ask again
         self._packed: dict[tuple[int, int], bytes] = {}  # answers for this version
         self._packed_version = -1
         self._runner: web.AppRunner | None = None
@@ -97,7 +99,7 @@ class Server:
         """Let open pages see the end, and close."""
         deadline = time.monotonic() + _FAREWELL
         self.wake()
-        while self._asking and time.monotonic() < deadline:
+        while (self._asking or self._expects_pages()) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)  # the last answers are on their way
         if self._server is not None:
@@ -153,12 +155,27 @@ class Server:
     async def _changes(self, request: web.Request) -> web.Response:
         """What is new since a version and an event; waits for something if nothing is."""
         since, event = _number(request, "since"), _number(request, "event")
+        page_number = _number(request, "page")  # 0: somebody who need not ask again
+        self._returning.pop(page_number, None)
         self._asking += 1
         try:
             await self._news(since)
+            if page_number and self._board.ended is None and request.transport is not None:
+                self._expect(page_number)
             return self._answer(since, event)
         finally:
             self._asking -= 1
+
+    def _expect(self, page_number: int) -> None:
+        """This page gets an answer now, and comes back for the next."""
+        if len(self._returning) >= _MOST_PAGES:
+            self._returning.pop(next(iter(self._returning)))
+        self._returning[page_number] = time.monotonic()
+
+    def _expects_pages(self) -> bool:
+        """Whether an open page is between two questions, and has not heard of the end."""
+        closed = time.monotonic() - _FAREWELL
+        return any(answered > closed for answered in self._returning.values())
 
     async def _news(self, since: int) -> None:
         board = self._board
