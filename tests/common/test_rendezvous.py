@@ -23,6 +23,7 @@ from horovod.common.launcher_process import launcher_process
 from horovod.common.rendezvous import _Closing, connect
 from horovod.common.store import MemoryStore, StoreServer
 from horovod.common.wire import encode_key, new_key
+from tests.ports import reserved_port
 
 LONG = 300.0
 ROOT = Path(__file__).parents[2]
@@ -103,11 +104,8 @@ def assert_met(found: list[dict[str, Any]], size: int, launcher: str) -> None:
 
 @pytest.fixture
 def port() -> Iterator[str]:
-    """A port at which nobody listens. It is bound, so that it is given to no other program."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ours may listen there
-        holder.bind(("127.0.0.1", 0))
-        yield str(holder.getsockname()[1])
+    with reserved_port() as found:
+        yield str(found)
 
 
 def slurm(rank: int, size: int, hosts: int) -> dict[str, str]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from horovod.runner.options.arguments import parse_args
@@ -47,12 +44,3 @@ def blocks(page: Path, language: str) -> list[tuple[str, int]]:
     text = page.read_text()
     found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return [(block[1], text[: block.start(1)].count("\n")) for block in found]
-
-
-@contextmanager
-def reserved_port() -> Iterator[int]:
-    """A port that nobody gets by chance. A server that allows reuse of addresses can have it."""
-    with socket.socket() as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(("127.0.0.1", 0))
-        yield bound.getsockname()[1]

@@ -18,7 +18,7 @@ import yaml
 
 from horovod.runner.options.arguments import make_options
 from tests.common.test_rendezvous import clean_environ
-from tests.docs.pages import reserved_port
+from tests.ports import reserved_port
 from tests.runner import stub_ssh
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from tests.docs.pages import blocks, reserved_port
+from tests.docs.pages import blocks
+from tests.ports import reserved_port
 from tests.ranks import run_ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -15,6 +15,7 @@ from horovod.runner.common.service.compute_service import ComputeClient, Compute
 from horovod.runner.common.util.network import NoValidAddressesFound
 from horovod.runner.common.util.secret import make_secret_key
 from horovod.runner.common.util.timeout import TimeoutException
+from tests.ports import reserved_port
 
 LONG = 60.0
 KEY = make_secret_key()
@@ -31,14 +32,6 @@ def serving(
     finally:
         client.close()
         service.shutdown()
-
-
-@contextmanager
-def closed_port() -> Iterator[tuple[str, int]]:
-    """An address that is bound, so that nobody else gets it, and listened at by nobody."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        yield bound.getsockname()
 
 
 @pytest.fixture
@@ -224,18 +217,18 @@ def test_whoever_has_another_key_is_refused(service: ComputeService, client: Com
 
 
 def test_the_first_address_that_works_is_taken(service: ComputeService) -> None:
-    with closed_port() as nobody:
-        client = ComputeClient({"eth0": [nobody], **service.addresses()}, KEY)
+    with reserved_port() as nobody:
+        client = ComputeClient({"eth0": [("127.0.0.1", nobody)], **service.addresses()}, KEY)
     client.register_dispatcher(0, "grpc://a")
     assert client.own_address == "127.0.0.1"
 
 
 def test_no_address_that_works() -> None:
     with (
-        closed_port() as nobody,
+        reserved_port() as nobody,
         pytest.raises(NoValidAddressesFound, match="HOROVOD_GLOO_IFACE"),
     ):
-        ComputeClient({"lo": [nobody]}, KEY)
+        ComputeClient({"lo": [("127.0.0.1", nobody)]}, KEY)
     with pytest.raises(NoValidAddressesFound, match="no addresses"):
         ComputeClient({}, KEY)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import uuid
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 
 from horovod.spark.common.reader import ParquetFiles
 from horovod.spark.common.store import Store
+from tests.ports import reserved_port
 from tests.spark.parquet import PATIENCE, points, write
 from tests.spark.test_store import check_files, run_program
 
@@ -170,9 +170,8 @@ def test_spark_without_the_connector_names_it(store: Any, whole: Any, tmp_path: 
 
 @remote(HDFS, "HDFS")
 def test_a_namenode_that_is_not_there(store: Any):
-    with socket.socket() as taken:  # bound and not listening: nobody else gets the port
-        taken.bind(("127.0.0.1", 0))
-        away = Store.create(f"hdfs://127.0.0.1:{taken.getsockname()[1]}/x")
+    with reserved_port() as port:
+        away = Store.create(f"hdfs://127.0.0.1:{port}/x")
         for use in (
             lambda: away.exists(f"{away.prefix_path}/checkpoint"),
             lambda: away.get_checkpoints("r"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ from horovod.spark.common.store import (
     LocalStore,
     Store,
 )
+from tests.ports import reserved_port
 from tests.spark.cluster import HANG, REPOSITORY
 from tests.spark.parquet import points, write
 
@@ -172,9 +172,8 @@ def test_hdfs_without_libhdfs(tmp_path: Path):
 
 def test_a_namenode_that_does_not_listen(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CLASSPATH", "nothing.jar")
-    with socket.socket() as taken:  # bound and not listening: nobody else gets the port
-        taken.bind(("127.0.0.1", 0))
-        server = f"hdfs://127.0.0.1:{taken.getsockname()[1]}"
+    with reserved_port() as port:
+        server = f"hdfs://127.0.0.1:{port}"
         store = HDFSStore(f"{server}/user/me")
         wanted = f"the NameNode of {server} does not answer: .*refused.*Check that it runs"
         for use in (
