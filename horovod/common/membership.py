@@ -42,12 +42,13 @@ from horovod.common.decisions import (
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.launcher_store import launchers_store
 from horovod.common.logging import get_logger
-from horovod.common.store import Store
+from horovod.common.store import PrefixStore, Store
 
 logger = get_logger(__name__)
 
 WORKER_ID = "HOROVOD_WORKER_ID"
 
+_OVER = "over"  # set in a generation that somebody has left
 _SLICE = 0.2  # seconds after which a wait for other workers looks whether it is still worth it
 _WATCH_SLICE = 10.0  # the same for the watcher: a silent driver is noticed that much later
 _MOMENT = 1.0  # seconds for the driver to notice what broke a generation before it is tried again
@@ -61,7 +62,7 @@ def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
     return bool(environ.get(WORKER_ID)) and Config.from_env(environ).elastic
 
 
-class Generation(Store):
+class Generation(PrefixStore):
     """The workers of one decision in one attempt to work together: their part of the store.
 
     Until all have met (`mark_formed`), whoever waits for another worker gives up when a newer
@@ -71,14 +72,13 @@ class Generation(Store):
     def __init__(
         self, member: Membership, decision: Decision, attempt: int, slot: Assignment
     ) -> None:
+        super().__init__(member.store, f"generation/{decision.number}/{attempt}")
         self.decision = decision
         self.topology = slot.topology
         self.standing = False
         self.made_progress = False  # something was committed in it
         self.broken: str | None = None  # why its workers cannot go on
         self._member = member
-        self._prefix = f"generation/{decision.number}/{attempt}/"
-        self._over = f"{self._prefix}over"
         self._closed = False
 
     def mark_formed(self) -> None:
@@ -90,16 +90,13 @@ class Generation(Store):
         if self.topology.rank == 0:
             self._member.store.set(formed_key(self.decision.number), b"")
 
-    def set(self, key: str, value: bytes) -> None:
-        self._member.store.set(self._prefix + key, value)
-
     def get(self, key: str, timeout: float) -> bytes:
         deadline = time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()
             try:
                 # What is there is taken, whatever else happened: others may count on that.
-                return self._member.store.get(self._prefix + key, max(0.0, min(left, _SLICE)))
+                return super().get(key, max(0.0, min(left, _SLICE)))
             except TimeoutError:
                 self._check()
                 if left <= _SLICE:
@@ -108,23 +105,10 @@ class Generation(Store):
                     ) from None
 
     def try_get(self, key: str) -> bytes | None:
-        found = self._member.store.try_get(self._prefix + key)
+        found = super().try_get(key)
         if found is None and not self.standing:
             self._check()
         return found
-
-    def add(self, key: str, amount: int) -> int:
-        return self._member.store.add(self._prefix + key, amount)
-
-    def delete(self, key: str) -> bool:
-        return self._member.store.delete(self._prefix + key)
-
-    def keys(self, prefix: str) -> list[str]:
-        found = self._member.store.keys(self._prefix + prefix)
-        return [key[len(self._prefix) :] for key in found]
-
-    def derive_key(self, purpose: str) -> bytes:
-        return self._member.store.derive_key(self._prefix + purpose)
 
     def close(self) -> None:
         """Leave it; so nobody needs to wait for us in it."""
@@ -133,7 +117,7 @@ class Generation(Store):
         self._closed = True
         self._member._left(self)
         with contextlib.suppress(OSError):  # at the end of a job the driver may be gone
-            self._member.store.set(self._over, b"")
+            self.set(_OVER, b"")
 
     def _check(self) -> None:
         if self.broken is not None:
@@ -145,7 +129,7 @@ class Generation(Store):
             raise HorovodInternalError(f"decision {newest.number} came: {newest.reason}")
         if self._member.may_leave:
             raise HorovodInternalError("this worker was told to leave")
-        if self._member.store.try_get(self._over) is not None:
+        if super().try_get(_OVER) is not None:
             raise HorovodInternalError("another worker has given up this attempt to meet")
 
     def __str__(self) -> str:
@@ -247,7 +231,7 @@ class Membership:
                 continue
             self._had_place = True
             attempt = 0
-            while self.store.try_get(f"generation/{number}/{attempt}/over") is not None:
+            while self.store.try_get(f"generation/{number}/{attempt}/{_OVER}") is not None:
                 attempt += 1
             self.store.set(seen_key(number, self.worker_id), b"%d" % attempt)
             generation = Generation(self, decision, attempt, slot)

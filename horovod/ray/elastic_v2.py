@@ -27,9 +27,8 @@ from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import FAILURE_GRACE, Supervisor
 from horovod.runner.elastic.discovery import HostDiscovery, HostManager
 from horovod.runner.elastic.driver import Driver
-from horovod.runner.elastic.job_state import Process
+from horovod.runner.elastic.job_state import Limits, Process
 from horovod.runner.elastic.status import Status
-from horovod.runner.elastic.view import Limits
 from horovod.runner.functions.remote_error import RemoteError
 from horovod.runner.functions.run_function import raise_outcome
 from horovod.runner.options.parser import DEFAULT_WORKER_FAILURES

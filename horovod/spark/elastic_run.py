@@ -21,8 +21,8 @@ from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.discovery import HostDiscovery, HostManager, NoMoreHosts
 from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.job import WorkerLogs
+from horovod.runner.elastic.job_state import Limits
 from horovod.runner.elastic.status import Status
-from horovod.runner.elastic.view import Limits
 from horovod.runner.functions.run_function import collect_results, raise_failures
 from horovod.runner.output.outputs import Outputs
 from horovod.runner.output.report import Outcome, describe_failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +16,23 @@ from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import FixedHosts, HostManager
 from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.host_set import HostSet
-from horovod.runner.elastic.job_state import JobState, Process
+from horovod.runner.elastic.job_state import JobState, Limits, Process
 from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.policy import Proposal
 from horovod.runner.elastic.status import Status
-from horovod.runner.elastic.view import Limits, WorkerView
 from horovod.runner.output.console import Console
+
+
+def moment(state: JobState | None = None, **facts: Any) -> JobState:
+    """A job at one moment, or another one that differs in these facts.
+
+    `workers` are all that live; those who have joined have a place in the newest decision.
+    """
+    if "workers" in facts:
+        workers = facts.pop("workers")
+        facts["alive"] = {worker.number: worker for worker in workers}
+        facts["placed"] = frozenset(w.number for w in workers if w.joined is not None)
+    return dataclasses.replace(state or JobState(discovered=True), **facts)
 
 
 class Hosts(HostSet):
@@ -102,7 +114,7 @@ class Parts:
     def decide(self, *workers: int, kind: str = "start", min_np: int = 1) -> Decision:
         """A decision with places for these workers."""
         members = tuple(
-            WorkerView(w, self.state.alive[w].host, joined=1, seat=seat, placed=True)
+            Process(w, self.state.alive[w].host, joined=1, seat=seat)
             for seat, w in enumerate(workers)
         )
         decision = self.log.announce(Proposal(members, kind, min_np=min_np))

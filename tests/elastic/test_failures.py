@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.elastic.job_state import now
-from horovod.runner.elastic.view import Limits
+from horovod.runner.elastic.job_state import Limits
 from tests.elastic.parts import Parts, parts
 
 
@@ -83,7 +83,7 @@ def test_who_is_given_up_is_killed(job: Parts):
 def test_where_killing_is_not_certain_nobody_begins_before_the_worker_has_ended_itself(job: Parts):
     job.hosts.disobedient.add("b")
     job.failures.give_up(job.state.alive[2], "did not react within 30 s")
-    assert job.state.fenced_until > now()
+    assert job.state.fenced_until > time.monotonic()
 
 
 def test_with_a_host_its_workers_are_lost_and_those_told_to_end_are_not_missed(job: Parts):
@@ -93,7 +93,7 @@ def test_with_a_host_its_workers_are_lost_and_those_told_to_end_are_not_missed(j
     assert job.state.failed == [1]
     assert job.state.causes == ["w1 (rank 1, a) failed: lost with its host"]
     assert job.state.host_problem == "ssh: connection reset"
-    assert job.state.fenced_until > now(), "they may still run there"
+    assert job.state.fenced_until > time.monotonic(), "they may still run there"
     assert job.manager.blacklisting.failures("a") == 1, "one failure, however many workers"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod.runner.elastic.view import Limits
+from horovod.runner.elastic.job_state import Limits
 from tests.elastic.parts import Parts, parts
 
 LIMITS = Limits(num_proc=3, min_np=2, elastic_timeout=600.0, answer_timeout=30.0)

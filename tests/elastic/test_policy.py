@@ -9,63 +9,65 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.runner.elastic.blacklist import Blacklist
+from horovod.runner.elastic.job_state import JobState, Limits, Process, WorkerFailure
 from horovod.runner.elastic.policy import ElasticPlan, arrange, expect, make_plan
 from horovod.runner.elastic.termination import Ending
-from horovod.runner.elastic.view import Limits, View, WorkerFailure, WorkerView
 from horovod.runner.output.report import Exit
+from tests.elastic.parts import moment
 
 LIMITS = Limits(num_proc=2, min_np=2, max_np=4)
 FAILURE = WorkerFailure(0, Exit(rank=0, pid=7, code=-9, host="a"))
+ENDED = {0: Exit(rank=0, pid=7, code=0, host="a")}
 
 
-def member(number: int, host: str = "a", joined: int = 1) -> WorkerView:
-    return WorkerView(number, host, joined, seat=number, placed=True)
+def member(number: int, host: str = "a", joined: int = 1) -> Process:
+    return Process(number, host, joined=joined, seat=number)
 
 
-def new(number: int, host: str = "a", ready_at: float | None = None) -> WorkerView:
-    return WorkerView(number, host, ready_at=ready_at)
+def new(number: int, host: str = "a", ready_at: float | None = None) -> Process:
+    return Process(number, host, ready_at=ready_at)
 
 
-def running(*workers: WorkerView, **details: object) -> View:
+def running(*workers: Process, **details: object) -> JobState:
     """A job that trains."""
-    view = View(now=100.0, number=1, formed=True, hosts={"a": 4}, workers=workers)
-    return dataclasses.replace(view, **details)  # type: ignore[arg-type]
+    facts = {"now": 100.0, "number": 1, "formed": True, "hosts": {"a": 4}, "workers": workers}
+    return moment(**{**facts, **details})
 
 
 # -- beginning -----------------------------------------------------------------------------------
 
 
 def test_nothing_starts_without_enough_slots():
-    plan = make_plan(View(now=5.0, hosts={"a": 1}), LIMITS)
+    plan = make_plan(moment(now=5.0, hosts={"a": 1}), LIMITS)
     assert plan == ElasticPlan(short_since=5.0)
 
 
 def test_all_slots_are_used_up_to_the_maximum():
-    plan = make_plan(View(now=0.0, hosts={"a": 3, "b": 3}), LIMITS)
+    plan = make_plan(moment(now=0.0, hosts={"a": 3, "b": 3}), LIMITS)
     assert plan.start == ("a", "a", "a", "b")
 
 
 def test_the_first_decision_waits_for_all_that_start():
     workers = [new(0, ready_at=1.0), new(1, ready_at=2.0), new(2)]
-    view = View(now=3.0, hosts={"a": 3}, workers=workers)
+    view = moment(now=3.0, hosts={"a": 3}, workers=workers)
     assert make_plan(view, LIMITS).proposal is None
-    proposal = make_plan(dataclasses.replace(view, now=31.5), LIMITS).proposal
+    proposal = make_plan(moment(view, now=31.5), LIMITS).proposal
     assert proposal is not None, "but not for ever"
     assert (proposal.kind, proposal.added) == ("start", (0, 1))
 
 
 def test_places_follow_the_order_of_hosts_not_of_starting():
     workers = [new(0, "b", 1.0), new(1, "b", 1.0), new(2, "a", 1.0)]
-    proposal = make_plan(View(now=2.0, hosts={"a": 1, "b": 2}, workers=workers), LIMITS).proposal
+    proposal = make_plan(moment(now=2.0, hosts={"a": 1, "b": 2}, workers=workers), LIMITS).proposal
     assert proposal is not None
     places = arrange(proposal.members)
     assert [places[worker].rank for worker in (2, 0, 1)] == [0, 1, 2]
 
 
 def test_replacements_wait_until_it_is_clear_whether_all_fail():
-    view = View(now=3.0, hosts={"a": 3}, workers=[new(1)], failures=(FAILURE,))
+    view = moment(now=3.0, hosts={"a": 3}, workers=[new(1)], failures=[FAILURE])
     assert make_plan(view, LIMITS).start == ()
-    ready = dataclasses.replace(view, workers=[new(1, ready_at=2.0)])
+    ready = moment(view, workers=[new(1, ready_at=2.0)])
     assert make_plan(ready, LIMITS).start == ("a", "a")
 
 
@@ -73,11 +75,11 @@ def test_replacements_wait_until_it_is_clear_whether_all_fail():
 
 
 def test_a_loss_is_decided_at_once_and_the_replacement_comes_later():
-    view = running(member(0), member(2), failed=(1,), hosts={"a": 3})
+    view = running(member(0), member(2), failed=[1], hosts={"a": 3})
     plan = make_plan(view, LIMITS)
     assert plan.proposal is not None
     assert (plan.proposal.kind, plan.proposal.lost) == ("failure", (1,))
-    assert [worker.id for worker in plan.proposal.members] == [0, 2]
+    assert [worker.number for worker in plan.proposal.members] == [0, 2]
     assert plan.start == ("a",)
     waiting = running(member(0), member(2), new(3), number=2, hosts={"a": 3})
     assert make_plan(waiting, LIMITS) == ElasticPlan()
@@ -89,7 +91,7 @@ def test_a_loss_is_decided_at_once_and_the_replacement_comes_later():
 
 def test_survivors_below_the_minimum_are_told_but_nobody_joins_them_too_early():
     limits = dataclasses.replace(LIMITS, min_np=3)
-    plan = make_plan(running(member(0), failed=(1, 2)), limits)
+    plan = make_plan(running(member(0), failed=[1, 2]), limits)
     assert plan.proposal is not None
     assert (len(plan.proposal.members), plan.proposal.min_np) == (1, 3)
     waiting = running(member(0), new(3, ready_at=1.0), new(4), number=2)
@@ -97,16 +99,16 @@ def test_survivors_below_the_minimum_are_told_but_nobody_joins_them_too_early():
 
 
 def test_when_all_are_lost_others_begin_anew_but_not_before_the_old_are_surely_gone():
-    view = running(new(2, ready_at=90.0), new(3, ready_at=90.0), failed=(0, 1), fenced_until=101.0)
+    view = running(new(2, ready_at=90.0), new(3, ready_at=90.0), failed=[0, 1], fenced_until=101.0)
     assert make_plan(view, LIMITS).proposal is None
-    proposal = make_plan(dataclasses.replace(view, now=102.0), LIMITS).proposal
+    proposal = make_plan(moment(view, now=102.0), LIMITS).proposal
     assert proposal is not None
     assert (proposal.kind, proposal.lost, proposal.added) == ("start", (0, 1), (2, 3))
 
 
 def test_the_reset_limit():
     limits = dataclasses.replace(LIMITS, reset_limit=0)
-    lost = running(member(0), member(1), failed=(2,), last_failure=FAILURE)
+    lost = running(member(0), member(1), failed=[2], last_failure=FAILURE)
     ending = make_plan(lost, limits).ending
     assert ending is not None
     assert "exceeded limit: 0 (--reset-limit)" in ending.problem
@@ -116,10 +118,10 @@ def test_the_reset_limit():
 
 
 def test_when_all_are_lost_what_went_wrong_is_forgotten_and_others_start():
-    view = running(failed=(0, 1), failures=(FAILURE,), met=True)
+    view = running(failed=[0, 1], failures=[FAILURE], met=True)
     plan = make_plan(view, LIMITS)
     assert plan == ElasticPlan(start=("a",) * 4, begin_anew=True, short_since=100.0)
-    assert not make_plan(running(member(1), failed=(0,), failures=(FAILURE,)), LIMITS).begin_anew
+    assert not make_plan(running(member(1), failed=[0], failures=[FAILURE]), LIMITS).begin_anew
 
 
 def test_nobody_comes_to_those_who_wait_when_the_launcher_is_told_to_end():
@@ -131,20 +133,20 @@ def test_nobody_comes_to_those_who_wait_when_the_launcher_is_told_to_end():
 
 def test_the_end_comes_before_any_plan():
     """`test_termination` has the reasons."""
-    plan = make_plan(running(running=False, anybody_finished=True, failed=(0,)), LIMITS)
+    plan = make_plan(running(ended_well=ENDED, failed=[0]), LIMITS)
     assert plan == ElasticPlan(ending=Ending())
 
 
 def test_a_leaver_is_not_a_failure():
-    proposal = make_plan(running(member(0), member(1), left=(2,)), LIMITS).proposal
+    proposal = make_plan(running(member(0), member(1), left=[2]), LIMITS).proposal
     assert proposal is not None
     assert (proposal.kind, proposal.lost) == ("removed", ())
 
 
 def test_who_has_finished_is_not_replaced_and_not_missed_until_asked_for():
-    view = running(member(0), member(1), finished=(2,), finishing=True)
+    view = running(member(0), member(1), finished=[2], finishing=True)
     assert make_plan(view, LIMITS) == ElasticPlan()
-    proposal = make_plan(dataclasses.replace(view, asked=True), LIMITS).proposal
+    proposal = make_plan(moment(view, asked=True), LIMITS).proposal
     assert proposal is not None
     assert (proposal.kind, proposal.lost, proposal.min_np) == ("failure", (2,), 1)
 
@@ -156,7 +158,8 @@ def test_a_host_that_is_gone_loses_its_workers_in_order():
     view = running(member(0, "a"), member(1, "b"), member(2, "b"), hosts={"b": 2})
     proposal = make_plan(view, LIMITS).proposal
     assert proposal is not None
-    assert (proposal.kind, proposal.lost, proposal.removed) == ("removed", (), (0,))
+    assert (proposal.kind, proposal.lost) == ("removed", ())
+    assert [worker.number for worker in proposal.members] == [1, 2]
 
 
 def test_a_blacklisted_host_is_left_only_if_enough_others_stay():
@@ -164,8 +167,8 @@ def test_a_blacklisted_host_is_left_only_if_enough_others_stay():
     view = running(*workers, hosts={"a": 1, "b": 2}, blacklisted=frozenset({"a"}))
     proposal = make_plan(view, LIMITS).proposal
     assert proposal is not None
-    assert proposal.removed == (0,)
-    alone = dataclasses.replace(view, blacklisted=frozenset({"b"}))
+    assert [worker.number for worker in proposal.members] == [1, 2]
+    alone = moment(view, blacklisted=frozenset({"b"}))
     assert make_plan(alone, LIMITS) == ElasticPlan()
 
 
@@ -174,13 +177,13 @@ def test_the_state_is_handed_over_before_its_last_holder_goes():
     view = running(member(0, "a"), new(1, "b", 99.0), hosts={"b": 1})
     first = make_plan(view, limits).proposal
     assert first is not None
-    assert [worker.id for worker in first.members] == [0, 1]
+    assert [worker.number for worker in first.members] == [0, 1]
     both = [member(0, "a"), member(1, "b", joined=2)]
     meeting = running(*both, hosts={"b": 1}, number=2, formed=False)
     assert make_plan(meeting, limits) == ElasticPlan()
-    then = make_plan(dataclasses.replace(meeting, formed=True), limits).proposal
+    then = make_plan(moment(meeting, formed=True), limits).proposal
     assert then is not None
-    assert [worker.id for worker in then.members] == [1]
+    assert [worker.number for worker in then.members] == [1]
 
 
 # -- whatever happens ----------------------------------------------------------------------------
@@ -189,7 +192,7 @@ HOSTS = ("a", "b", "c")
 
 
 @st.composite
-def views(draw: st.DrawFn) -> tuple[View, Limits]:
+def views(draw: st.DrawFn) -> tuple[JobState, Limits]:
     number = draw(st.integers(0, 5))
     count = draw(st.integers(0, 8))
     workers = []
@@ -197,12 +200,12 @@ def views(draw: st.DrawFn) -> tuple[View, Limits]:
         host = draw(st.sampled_from(HOSTS))
         if number and draw(st.booleans()):
             joined = draw(st.integers(1, number))
-            workers.append(WorkerView(identity, host, joined, identity, placed=True))
+            workers.append(Process(identity, host, joined=joined, seat=identity))
         else:
             ready = draw(st.none() | st.floats(90, 100))
-            workers.append(WorkerView(identity, host, ready_at=ready))
-    gone = st.lists(st.integers(20, 25), max_size=2, unique=True).map(tuple)
-    lost = draw(gone) if number else ()
+            workers.append(Process(identity, host, ready_at=ready))
+    gone = st.lists(st.integers(20, 25), max_size=2, unique=True)
+    lost = draw(gone) if number else []
     min_np = draw(st.integers(1, 4))
     limits = Limits(
         num_proc=min_np,
@@ -210,7 +213,7 @@ def views(draw: st.DrawFn) -> tuple[View, Limits]:
         max_np=draw(st.none() | st.integers(min_np, 8)),
         reset_limit=draw(st.none() | st.integers(0, 5)),
     )
-    view = View(
+    view = moment(
         now=100.0,
         number=number,
         formed=draw(st.booleans()),
@@ -218,13 +221,12 @@ def views(draw: st.DrawFn) -> tuple[View, Limits]:
         blacklisted=frozenset(draw(st.sets(st.sampled_from(HOSTS), max_size=1))),
         workers=workers,
         failed=lost,
-        failures=(FAILURE,) * draw(st.integers(0, 1)),
+        failures=[FAILURE] * draw(st.integers(0, 1)),
         met=draw(st.booleans()),
         fruitless=draw(st.integers(0, 1)),
         short_since=draw(st.none() | st.floats(-1000, 100)),
         no_hosts=draw(st.sampled_from(["", "", "", "they are gone"])),
-        running=bool(workers),
-        anybody_finished=draw(st.booleans()),
+        ended_well=draw(st.sampled_from([{}, ENDED])),
         finishing=draw(st.booleans()),
         interrupted=draw(st.booleans()),
     )
@@ -233,34 +235,36 @@ def views(draw: st.DrawFn) -> tuple[View, Limits]:
 
 @settings(max_examples=300, deadline=None)
 @given(views())
-def test_rules_that_always_hold(case: tuple[View, Limits]):
+def test_rules_that_always_hold(case: tuple[JobState, Limits]):
     view, limits = case
     plan = make_plan(view, limits)
     proposal = plan.proposal
-    alive = {worker.id: worker for worker in view.workers}
-    assert set(plan.stop) <= {w.id for w in view.workers if w.joined is None}
+    alive = {worker.number: worker for worker in view.workers}
+    assert set(plan.stop) <= {w.number for w in view.workers if w.joined is None}
     assert all(host in view.usable for host in plan.start)
     if plan.ending is not None:
         assert plan == ElasticPlan(ending=plan.ending), "nothing else is to be done"
         return
     if view.over and (view.number or view.interrupted):
         assert not plan.start
-    placed = Counter(w.host for w in view.workers if w.id not in plan.stop)
+    placed = Counter(w.host for w in view.workers if w.number not in plan.stop)
     for host, extra in Counter(plan.start).items():
-        stays = proposal.members if proposal else [w for w in view.workers if w.placed]
+        stays = proposal.members if proposal else view.members()
         there = sum(w.host == host for w in stays)
         assert there + extra <= max(view.hosts[host], placed[host])
     if proposal is None:
         return
     assert proposal.members, "a decision without workers would lose the state"
-    assert {worker.id for worker in proposal.members} <= set(alive)
-    assert not set(proposal.lost) & {worker.id for worker in proposal.members}
+    assert {worker.number for worker in proposal.members} <= set(alive)
+    assert not set(proposal.lost) & {worker.number for worker in proposal.members}
     ages = [worker.age for worker in proposal.members]
     assert ages == sorted(ages), "the oldest comes first"
-    survivors = [w for w in view.workers if w.placed and w.id not in proposal.removed]
+    survivors = [w for w in proposal.members if w.number not in proposal.added]
+    if view.number:
+        assert {w.number for w in survivors} <= view.placed, "nobody else was there before"
     if survivors:
         oldest = min(survivors, key=lambda w: w.age)
-        assert arrange(proposal.members)[oldest.id].rank == 0
+        assert arrange(proposal.members)[oldest.number].rank == 0
     if limits.max_np is not None and proposal.added:
         assert len(proposal.members) <= max(limits.max_np, len(survivors))
     if limits.reset_limit is not None and not view.over:
@@ -322,7 +326,7 @@ def test_the_cooldown_stays_in_its_range(dice: float, times: int):
 
 
 def test_a_worker_starts_with_the_place_that_it_will_have():
-    view = View(now=0.0, hosts={"a": 2, "b": 3}, workers=[new(0, "b")], resting=frozenset("a"))
+    view = moment(now=0.0, hosts={"a": 2, "b": 3}, workers=[new(0, "b")], resting=frozenset("a"))
     place = expect(view, LIMITS)[0].topology
     assert (place.rank, place.size, place.local_rank, place.cross_rank) == (2, 4, 0, 1)
     view = running(member(0), member(1, "b"), new(2, "b"), hosts={"a": 1, "b": 2})
@@ -331,38 +335,37 @@ def test_a_worker_starts_with_the_place_that_it_will_have():
 
 
 def test_who_finishes_before_the_first_decision_is_not_replaced_and_not_waited_for():
-    view = View(now=0.0, hosts={"a": 2, "b": 2}, finishing=True, ended_early=("a",))
+    view = moment(now=0.0, hosts={"a": 2, "b": 2}, finishing=True, ended_early=["a"])
     workers = [new(1, "a", ready_at=1.0)]
-    plan = make_plan(dataclasses.replace(view, workers=workers), LIMITS)
+    plan = make_plan(moment(view, workers=workers), LIMITS)
     assert plan == ElasticPlan(start=("b", "b")), "slots that were never used are"
     workers += [new(2, "b", ready_at=1.0), new(3, "b")]
-    assert make_plan(dataclasses.replace(view, workers=workers), LIMITS) == ElasticPlan()
+    assert make_plan(moment(view, workers=workers), LIMITS) == ElasticPlan()
     workers[-1] = new(3, "b", ready_at=2.0)
-    proposal = make_plan(dataclasses.replace(view, workers=workers), LIMITS).proposal
+    proposal = make_plan(moment(view, workers=workers), LIMITS).proposal
     assert proposal is not None
-    assert [(w.id, w.joined) for w in proposal.members] == [(1, 1), (2, 1), (3, 1)]
+    assert [(w.number, w.joined) for w in proposal.members] == [(1, 1), (2, 1), (3, 1)]
 
 
 def test_who_ends_before_others_are_started_does_not_end_the_job():
-    ended = View(
+    ended = moment(
         now=0.0,
         hosts={"a": 2, "b": 1},
         resting=frozenset("a"),
         connecting=True,
-        running=False,
         finishing=True,
-        anybody_finished=True,
-        ended_early=("b",),
+        ended_well=ENDED,
+        ended_early=["b"],
     )
     limits = Limits(num_proc=3, min_np=3, max_np=3)
     assert make_plan(ended, limits) == ElasticPlan(), "the other host is on its way"
-    connected = dataclasses.replace(ended, resting=frozenset(), connecting=False)
+    connected = moment(ended, resting=frozenset(), connecting=False)
     assert make_plan(connected, limits) == ElasticPlan(start=("a", "a"))
-    waiting = dataclasses.replace(ended, workers=[new(1, "b", ready_at=0.0)], running=True)
+    waiting = moment(ended, workers=[new(1, "b", ready_at=0.0)])
     assert make_plan(waiting, limits) == ElasticPlan(), "nobody begins without them"
     for change in (
         {"connecting": False},  # it cannot be reached
         {"interrupted": True},
         {"number": 1},
     ):
-        assert make_plan(dataclasses.replace(ended, **change), limits).ending is not None
+        assert make_plan(moment(ended, **change), limits).ending is not None

@@ -11,25 +11,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horovod.runner.elastic import policy
+from horovod.runner.elastic.job_state import JobState, Limits, Process, WorkerFailure
 from horovod.runner.elastic.termination import Ending, all_lost, find_ending, short_since, shortage
-from horovod.runner.elastic.view import Limits, View, WorkerFailure, WorkerView
 from horovod.runner.output.report import Exit
-from tests.elastic.parts import Parts, parts
+from tests.elastic.parts import Parts, moment, parts
 
 LIMITS = Limits(num_proc=2, min_np=2, reset_limit=3, elastic_timeout=600.0)
-TRAINING = View(
+TRAINING = moment(
     now=100.0,
     number=1,
     formed=True,
     met=True,
     hosts={"a": 1, "b": 1},
-    workers=[WorkerView(0, "a", 1, 0, placed=True), WorkerView(1, "b", 1, 1, placed=True)],
+    workers=[Process(0, "a", joined=1, seat=0), Process(1, "b", joined=1, seat=1)],
 )
 
+ENDED = {0: Exit(rank=0, pid=7, code=0, host="a")}
 
-def view(**details: object) -> View:
+
+def view(**details: object) -> JobState:
     """Two workers that train, but for these details."""
-    return dataclasses.replace(TRAINING, **details)  # type: ignore[arg-type]
+    return moment(TRAINING, **details)
 
 
 def failure(worker: int, code: int, *, pid: int = 7, because_of: tuple[int, ...] | None = None):
@@ -37,14 +39,14 @@ def failure(worker: int, code: int, *, pid: int = 7, because_of: tuple[int, ...]
     return WorkerFailure(worker, Exit(worker, pid, code, host, because_of))
 
 
-def lost(*failures: WorkerFailure, **details: object) -> View:
+def lost(*failures: WorkerFailure, **details: object) -> JobState:
     """Nobody is left."""
     last = failures[-1]
-    facts = {"workers": [], "failures": failures, "last_failure": last, "running": False}
+    facts = {"workers": [], "failures": list(failures), "last_failure": last}
     return view(**{**facts, **details})
 
 
-def find(seen: View, limits: Limits = LIMITS) -> Ending:
+def find(seen: JobState, limits: Limits = LIMITS) -> Ending:
     ending = find_ending(seen, limits)
     assert ending is not None
     assert policy.make_plan(seen, limits).ending == ending, "the plan has it"
@@ -62,20 +64,20 @@ def test_a_job_with_enough_workers_never_ends_by_the_clock(now: float, since: fl
 
 
 def test_it_is_over_when_all_have_finished():
-    some = view(finishing=True, anybody_finished=True, workers=TRAINING.workers[1:])
+    some = view(finishing=True, ended_well=ENDED, workers=TRAINING.workers[1:])
     assert find_ending(some, LIMITS) is None
-    assert find(view(workers=[], running=False, anybody_finished=True)) == Ending()
+    assert find(view(workers=[], ended_well=ENDED)) == Ending()
 
 
 def test_a_failure_that_is_not_forgiven_is_the_end_of_those_who_finished():
     bad = failure(1, 7)
-    ending = find(view(workers=[], running=False, anybody_finished=True, unforgiven=bad))
+    ending = find(view(workers=[], ended_well=ENDED, unrecovered=bad))
     assert ending == Ending(failure=bad)
 
 
 @pytest.mark.parametrize("why", ["finishing", "interrupted"])
 def test_near_the_end_nothing_but_the_last_exit_ends_the_job(why: str):
-    seen = lost(failure(0, 1), failure(1, 1), running=True, **{why: True})
+    seen = lost(failure(0, 1), failure(1, 1), **{why: True})
     assert find_ending(seen, LIMITS) is None
     assert not all_lost(seen)
 
@@ -98,7 +100,7 @@ def test_every_host_blacklisted():
         blacklisted=both,
         for_good=both,
         last_failure=died,
-        failed=(1,),
+        failed=[1],
     )
     assert find(seen) == Ending(
         "every host has failed too often (--max-worker-failures), and 1 is left; the last: rank 1 "
@@ -106,7 +108,7 @@ def test_every_host_blacklisted():
         died,
     )
     assert find_ending(view(for_good=both, blacklisted=both), LIMITS) is None, "enough are left"
-    one = dataclasses.replace(seen, for_good=frozenset("a"))
+    one = moment(seen, for_good=frozenset("a"))
     assert find_ending(one, LIMITS) is None, "the other host may come back"
     unreachable = view(
         number=0, workers=[], blacklisted=both, for_good=both, host_problem="no route to b"
@@ -115,9 +117,9 @@ def test_every_host_blacklisted():
 
 
 def test_all_have_left_as_they_were_told_to():
-    seen = view(workers=[], hosts={"a": 0, "b": 0}, left=(0, 1))
+    seen = view(workers=[], hosts={"a": 0, "b": 0}, left=[0, 1])
     assert find(seen) == Ending("all workers have left, as they were told to", status=143)
-    assert find_ending(dataclasses.replace(seen, number=0), LIMITS) is None, "they never came"
+    assert find_ending(moment(seen, number=0), LIMITS) is None, "they never came"
 
 
 # -- all are lost --------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ def test_a_survivor_is_reason_enough_to_go_on():
     seen = lost(failure(0, 1), workers=TRAINING.workers[1:])
     assert not all_lost(seen)
     assert find_ending(seen, LIMITS) is None
-    newcomer = [WorkerView(2, "a")]
+    newcomer = [Process(2, "a")]
     assert all_lost(lost(failure(0, 1), workers=newcomer)), "it has nothing of the training"
     assert not all_lost(lost(failure(0, 1), workers=newcomer, number=0)), "nobody has"
 
@@ -160,7 +162,7 @@ def test_those_who_were_lost_do_not_hide_that_the_others_have_left():
 # -- too few -------------------------------------------------------------------------------------
 
 
-def one_is_left(**details: object) -> View:
+def one_is_left(**details: object) -> JobState:
     return view(**{"workers": TRAINING.workers[:1], "blacklisted": frozenset("b"), **details})
 
 
@@ -179,12 +181,12 @@ def test_too_few_workers_are_waited_for_as_long_as_the_timeout_and_not_longer():
 
 
 def test_before_the_first_decision_only_those_who_wait_get_impatient():
-    starting = view(number=0, workers=[WorkerView(0, "a"), WorkerView(1, "b")])
+    starting = view(number=0, workers=[Process(0, "a"), Process(1, "b")])
     assert short_since(starting, LIMITS) is None, "imports may take their time"
-    one_ready = view(number=0, workers=[WorkerView(0, "a", ready_at=1.0), WorkerView(1, "b")])
+    one_ready = view(number=0, workers=[Process(0, "a", ready_at=1.0), Process(1, "b")])
     assert short_since(one_ready, LIMITS) == 100.0
     assert short_since(view(number=0, workers=[]), LIMITS) == 100.0
-    problem = find(dataclasses.replace(one_ready, short_since=-500.0)).problem
+    problem = find(moment(one_ready, short_since=-500.0)).problem
     assert "the job needs 2 workers, and 0 are left (1 ready, 1 starting)" in problem
 
 
@@ -195,13 +197,13 @@ def test_what_is_waited_for():
         "(a:1; not used after failures: b)"
     )
     assert shortage(one_is_left(), LIMITS) == "", "it is not short yet"
-    assert shortage(dataclasses.replace(seen, blacklisted=frozenset()), LIMITS) == "", "only slow"
-    assert shortage(dataclasses.replace(seen, interrupted=True), LIMITS) == ""
-    empty = View(now=0.0, hosts={"a": 1}, short_since=0.0)
+    assert shortage(moment(seen, blacklisted=frozenset()), LIMITS) == "", "only slow"
+    assert shortage(moment(seen, interrupted=True), LIMITS) == ""
+    empty = moment(now=0.0, hosts={"a": 1}, short_since=0.0)
     assert shortage(empty, LIMITS) == (
         "waiting up to 600 s for hosts: the job needs 2 slots to begin, and 1 is offered (a:1)"
     )
-    assert shortage(dataclasses.replace(empty, discovered=False), LIMITS) == ""
+    assert shortage(moment(empty, discovered=False), LIMITS) == ""
 
 
 # -- with the state that the driver keeps --------------------------------------------------------
@@ -209,9 +211,10 @@ def test_what_is_waited_for():
 
 def look(job: Parts, now: float) -> policy.ElasticPlan:
     """What the driver does with a plan, as far as time and endings are concerned."""
-    record, hosts = job.manager.blacklisting, job.manager.current_hosts
-    for_good = frozenset(filter(record.is_for_good, hosts.host_slots))
-    plan = policy.make_plan(job.state.view(now, hosts, for_good=for_good), job.limits)
+    record, offered, state = job.manager.blacklisting, job.manager.current_hosts, job.state
+    state.now, state.hosts, state.blacklisted = now, offered.host_slots, offered.blacklisted
+    state.for_good = frozenset(filter(record.is_for_good, state.hosts))
+    plan = policy.make_plan(state, job.limits)
     if plan.begin_anew:
         job.state.begin_anew()
     job.state.short_since = plan.short_since

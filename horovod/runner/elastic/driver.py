@@ -10,6 +10,7 @@ only leave messages. Workers learn of decisions through the store, see `horovod.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -23,13 +24,19 @@ from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import HostManager, NoMoreHosts
 from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.host_set import Host, HostSet
-from horovod.runner.elastic.job_state import JobState, Process, name_of, now, number_of
+from horovod.runner.elastic.job_state import (
+    JobState,
+    Limits,
+    Process,
+    WorkerFailure,
+    name_of,
+    number_of,
+)
 from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.mailbox import Mailbox
 from horovod.runner.elastic.polling import DISCOVER_HOSTS_FREQUENCY_SECS, HostPoller
 from horovod.runner.elastic.status import Status, count
 from horovod.runner.elastic.upstream_driver import ElasticDriver, Results
-from horovod.runner.elastic.view import Limits, View, WorkerFailure
 from horovod.runner.output.progress import Progress
 from horovod.runner.output.report import Outcome, exit_status
 
@@ -150,11 +157,11 @@ class Driver:
         if kind == "formed":
             self._take_formed(number)
             return True
-        process, status = self._state.get(worker), self._status
+        process, status = self._state.alive.get(number_of(worker)), self._status
         if process is None:
             return False
         if kind == "ready":
-            process.ready_at = process.ready_at or now()
+            process.ready_at = process.ready_at or time.monotonic()
             status.note("ready", worker=worker, host=process.host)
         elif kind == "heard":
             process.heard = max(process.heard, number)
@@ -185,7 +192,8 @@ class Driver:
         if number != state.number or not state.formed_before:
             self._status.note("formed", decision=number)
         else:
-            seconds, ranks = now() - (state.forming_since or now()), len(state.placed)
+            now, ranks = time.monotonic(), len(state.placed)
+            seconds = now - (state.forming_since or now)
             text = f"re-formed with {count(ranks, 'rank')} in {seconds:.1f} s"
             self._status.tell(text, "formed", decision=number, ranks=ranks, seconds=seconds)
         if number == state.number:
@@ -283,7 +291,7 @@ class Driver:
         if self._supervisor.stopping:
             return
         state = self._state
-        plan = policy.make_plan(self._view(), self._limits)
+        plan = policy.make_plan(self._look(), self._limits)
         if plan.ending is not None:
             self._end(plan.ending)
             return
@@ -300,38 +308,37 @@ class Driver:
         for host in plan.start:
             self._start(host)
         self._mind_hosts()
-        told, state.shortage = state.shortage, termination.shortage(self._view(), self._limits)
+        told, state.shortage = state.shortage, termination.shortage(self._look(), self._limits)
         if state.shortage and state.shortage != told:
             self._status.tell(state.shortage, "waiting")
 
-    def _view(self) -> View:
-        offered = self._manager.current_hosts
-        resting = frozenset(h for h in offered.host_slots if not self._hosts.is_ready(h))
-        return self._state.view(
-            now(),
-            offered,
-            for_good=frozenset(filter(self._manager.blacklisting.is_for_good, offered.host_slots)),
-            resting=resting,
-            connecting=any(map(self._hosts.is_connecting, resting)),
-            interrupted=bool(self._supervisor.signals),
-        )
+    def _look(self) -> JobState:
+        """The state, with what is to be said of the hosts now."""
+        state, hosts, offered = self._state, self._hosts, self._manager.current_hosts
+        state.now = time.monotonic()
+        state.hosts, state.blacklisted = offered.host_slots, offered.blacklisted
+        state.for_good = frozenset(filter(self._manager.blacklisting.is_for_good, state.hosts))
+        state.resting = frozenset(host for host in state.hosts if not hosts.is_ready(host))
+        state.connecting = any(map(hosts.is_connecting, state.resting))
+        state.interrupted = bool(self._supervisor.signals)
+        return state
 
     def _mind_hosts(self) -> None:
         """Agents where workers may start, none where they may not and nobody is left."""
-        view = self._view()
-        if view.over:
+        state = self._look()
+        if state.over:
             return
-        if view.number or view.workers or view.slots >= self._limits.num_proc:
-            wanted = self._hosts.first(view.usable, self._limits.max_np)
+        if state.number or state.workers or state.slots >= self._limits.num_proc:
+            wanted = self._hosts.first(state.usable, self._limits.max_np)
             for host, problem in self._hosts.want(wanted).items():
                 self._failures.blame(host, f"cannot start on {host}: {problem}")
         for host in self._hosts.names():
-            if host not in view.usable and not self._state.on(host):
+            if host not in state.usable and not state.on(host):
                 self._hosts.let_go(host)
 
     def _start(self, host: str) -> None:
         process = self._state.new(host)
-        place = policy.expect(self._view(), self._limits).get(process.number)
+        place = policy.expect(self._look(), self._limits).get(process.number)
         process.rank = process.rank if place is None else place.rank
         self._outputs.open(process)
         slots = self._manager.current_hosts.get_slots(host)
@@ -385,7 +392,7 @@ class Driver:
         )
 
     def _end(self, ending: termination.Ending) -> None:
-        self._outcome, self.last_failure = self._state.outcome(ending), ending.failure
+        self._outcome, self.last_failure = termination.outcome(self._state, ending), ending.failure
         if ending.problem or ending.failure:
             self._decisions.announce_the_end()
         self._supervisor.stop(FAILURE_GRACE)

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import signal
+import time
 
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.processes import signal_groups
 from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.host_set import HostSet
-from horovod.runner.elastic.job_state import JobState, Process, now
+from horovod.runner.elastic.job_state import JobState, Process
 from horovod.runner.elastic.status import Status, count
 
 _FENCE_SECONDS = 60.0
@@ -84,4 +85,4 @@ class Failures:
         self._status.note("failed", worker=process.name, host=process.host, how=how, **said)
 
     def _fence(self) -> None:
-        self._state.fenced_until = now() + _FENCE_SECONDS
+        self._state.fenced_until = time.monotonic() + _FENCE_SECONDS

@@ -22,9 +22,8 @@ from horovod.runner.elastic.discovery import (
     HostManager,
 )
 from horovod.runner.elastic.driver import Driver
-from horovod.runner.elastic.job_state import Process
+from horovod.runner.elastic.job_state import Limits, Process
 from horovod.runner.elastic.status import Status
-from horovod.runner.elastic.view import Limits
 from horovod.runner.options.tunables import settings, settings_environment
 from horovod.runner.output.console import Console
 from horovod.runner.output.outputs import STREAMS, Outputs

@@ -1,8 +1,8 @@
 """What the driver of an elastic job knows, all in one place: workers, decisions, what went wrong.
 
-`driver`, `liveness` and `failures` note here what happens, `decision_log` what was decided; `view`
-is what the policy sees of it. Workers are numbered in the order of starting; their names in the
-store are "w0", "w1", ...
+`driver`, `liveness` and `failures` note here what happens, `decision_log` what was decided;
+`policy` and `termination` decide by it, by the user's `Limits`, and by nothing else. Workers are
+numbered in the order of starting; their names in the store are "w0", "w1", ...
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from horovod.common.decisions import Decision
-from horovod.runner.elastic.discovery import DiscoveredHosts
 from horovod.runner.elastic.status import count
-from horovod.runner.elastic.termination import Ending
-from horovod.runner.elastic.view import View, WorkerFailure, WorkerView
 from horovod.runner.output.progress import some
-from horovod.runner.output.report import Exit, Outcome
+from horovod.runner.output.report import Exit
 
 
 def name_of(number: int) -> str:
@@ -32,8 +29,17 @@ def names(numbers: Iterable[int]) -> tuple[str, ...]:
     return tuple(name_of(number) for number in numbers)
 
 
-def now() -> float:
-    return time.monotonic()
+@dataclass(frozen=True)
+class Limits:
+    """What the user asked for."""
+
+    num_proc: int  # slots without which the job does not begin
+    min_np: int
+    max_np: int | None = None
+    reset_limit: int | None = None
+    elastic_timeout: float = 600.0
+    start_timeout: float = 30.0
+    answer_timeout: float = 30.0  # for processes to notice a decision
 
 
 @dataclass(eq=False)
@@ -42,12 +48,12 @@ class Process:
 
     number: int
     host: str
-    index: int  # which of the host's slots it occupies
-    rank: int  # its newest, or for a new one a guess
+    index: int = 0  # which of the host's slots it occupies
+    rank: int = 0  # its newest, or for a new one a guess
     pid: int = 0
-    joined: int | None = None
-    seat: int = 0  # see `WorkerView`
-    ready_at: float | None = None
+    joined: int | None = None  # the first decision that had a place for it
+    seat: int = 0  # its order among those who joined with it
+    ready_at: float | None = None  # since when it waits for its first place
     heard: int = 0  # the newest decision that its process knows
     entered: tuple[int, int] = (0, 0)  # decision and attempt of the generation that it entered last
     done: bool = False  # its training function has returned
@@ -60,6 +66,15 @@ class Process:
     def name(self) -> str:
         return name_of(self.number)
 
+    @property
+    def age(self) -> tuple[int, int]:
+        """Oldest first: who joined earlier has the state of who joined later."""
+        return (1 << 62, self.number) if self.joined is None else (self.joined, self.seat)
+
+    @property
+    def ending(self) -> bool:
+        return self.done or self.leaving or self.dismissed
+
     def __str__(self) -> str:
         rank = f"rank {self.rank}, " if self.joined is not None else ""
         return f"{self.name} ({rank}{self.host})"
@@ -68,6 +83,14 @@ class Process:
         """With the rank that its own output speaks of: it may not have heard of the newest."""
         rank = self.ranks.get(self.entered[0], self.rank)
         return Exit(rank, self.pid, code, self.host, self.because_of)
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """How a worker failed, and which it was."""
+
+    worker: int
+    exit: Exit
 
 
 @dataclass
@@ -83,15 +106,22 @@ class JobState:
     ended_early: list[str] = field(default_factory=list)  # hosts of those that never had a place
     next_number: int = 0
 
-    # Decisions.
-    newest: Decision = field(default_factory=lambda: Decision(0, {}, "", "start"))
+    # The newest decision.
+    number: int = 0  # 0 before the first
+    too_few: bool = False  # its workers wait for others
     formed: bool = False  # its workers have met
     formed_before: bool = False  # workers have met at least once
     forming_since: float = 0.0  # when the first decision since they met was made
     causes: list[str] = field(default_factory=list)  # of the next one, for people
     asked: bool = False  # workers cannot go on without a new one
 
-    # Hosts.
+    # Hosts, as the driver saw them at the time `now`.
+    now: float = 0.0
+    hosts: Mapping[str, int] = field(default_factory=dict)  # offered, oldest first
+    blacklisted: frozenset[str] = frozenset()
+    for_good: frozenset[str] = frozenset()  # blacklisted, and never to be used again
+    resting: frozenset[str] = frozenset()  # hosts on which nothing can be started at the moment
+    connecting: bool = False  # some of them soon
     discovered: bool = False  # it is known which there are
     no_hosts: str = ""  # why none will come any more
     host_problem: str = ""  # the last that was said about one
@@ -106,7 +136,8 @@ class JobState:
     fruitless: int = 0  # times in a row that all were lost before they had met
 
     # The end.
-    finishing: bool = False  # somebody has finished
+    finishing: bool = False  # somebody has finished: shrink only
+    interrupted: bool = False  # the launcher was told to end: the same
     ended_well: dict[int, Exit] = field(default_factory=dict)  # by rank
     unrecovered: WorkerFailure | None = None  # since then nobody has ended well
     bad_end: WorkerFailure | None = None  # of a worker that had finished training
@@ -114,17 +145,27 @@ class JobState:
     # -- questions -------------------------------------------------------------------------
 
     @property
-    def number(self) -> int:
-        """Of the newest decision; 0 before the first."""
-        return self.newest.number
+    def over(self) -> bool:
+        """The end is near: nobody is added or replaced."""
+        return self.finishing or self.interrupted
 
-    def get(self, name: str) -> Process | None:
-        return self.alive.get(number_of(name))
+    @property
+    def usable(self) -> dict[str, int]:
+        """Hosts for new workers."""
+        return {host: n for host, n in self.hosts.items() if host not in self.blacklisted}
+
+    @property
+    def slots(self) -> int:
+        return sum(self.usable.values())
+
+    @property
+    def workers(self) -> list[Process]:
+        """Those that are, or may become, a part of the job."""
+        return [*self.members(), *self.newcomers()]
 
     def members(self) -> list[Process]:
         """Alive, in the newest decision, and staying."""
-        staying = [p for p in self.alive.values() if p.number in self.placed]
-        return [p for p in staying if not (p.leaving or p.done or p.dismissed)]
+        return [p for p in self.alive.values() if p.number in self.placed and not p.ending]
 
     def newcomers(self) -> list[Process]:
         """Alive and without a place so far."""
@@ -136,64 +177,12 @@ class JobState:
 
     def behind(self, number: int) -> list[Process]:
         """Those who should know decision `number` by now but do not, so probably hang."""
-        told = [p for p in self.alive.values() if p.joined is not None]
-        ending = [p for p in told if p.done or p.leaving or p.dismissed]
-        return [p for p in told if p not in ending and max(p.heard, p.entered[0]) < number]
+        told = [p for p in self.alive.values() if p.joined is not None and not p.ending]
+        return [p for p in told if max(p.heard, p.entered[0]) < number]
 
     def absent(self, number: int, attempt: int = 0) -> list[Process]:
         """Members who have not come to that generation."""
         return [p for p in self.members() if p.entered < (number, attempt)]
-
-    def view(
-        self,
-        now: float,
-        hosts: DiscoveredHosts,
-        *,
-        for_good: frozenset[str] = frozenset(),
-        resting: frozenset[str] = frozenset(),
-        connecting: bool = False,
-        interrupted: bool = False,
-    ) -> View:
-        """What the policy sees."""
-        return View(
-            now=now,
-            number=self.number,
-            formed=self.formed,
-            too_few=self.newest.too_few,
-            asked=self.asked,
-            failed=tuple(self.failed),
-            left=tuple(self.left),
-            finished=tuple(self.finished),
-            hosts=hosts.host_slots,
-            discovered=self.discovered,
-            no_hosts=self.no_hosts,
-            blacklisted=hosts.blacklisted,
-            for_good=for_good,
-            resting=resting,
-            connecting=connecting,
-            workers=self.workers(),
-            running=any(not process.dismissed for process in self.alive.values()),
-            fenced_until=self.fenced_until,
-            short_since=self.short_since,
-            failures=tuple(self.failures),
-            last_failure=self.last_failure,
-            host_problem=self.host_problem,
-            met=self.met,
-            fruitless=self.fruitless,
-            finishing=self.finishing,
-            interrupted=interrupted,
-            ended_early=tuple(self.ended_early),
-            anybody_finished=bool(self.ended_well or self.bad_end),
-            unforgiven=self.bad_end or self.unrecovered,
-        )
-
-    def workers(self) -> list[WorkerView]:
-        """The living, as the policy sees them."""
-        found = [*self.members(), *self.newcomers()]
-        return [
-            WorkerView(p.number, p.host, p.joined, p.seat, p.number in self.placed, p.ready_at)
-            for p in found
-        ]
 
     def awaited(self, connecting: Sequence[str]) -> str:
         """Who or what is awaited, for people; empty while the workers train."""
@@ -222,16 +211,16 @@ class JobState:
 
     def decided(self, decision: Decision) -> None:
         """There is a newest decision."""
-        self.newest, self.formed, self.asked = decision, False, False
-        self.causes = []
-        self.forming_since = self.forming_since or now()
+        self.number, self.too_few = decision.number, decision.too_few
+        self.formed, self.asked, self.causes = False, False, []
+        self.forming_since = self.forming_since or time.monotonic()
 
-    def place(self, members: Sequence[WorkerView], ranks: Mapping[int, int]) -> None:
+    def place(self, members: Sequence[Process], ranks: Mapping[int, int]) -> None:
         """The newest decision has places for these workers."""
         self.placed = frozenset(ranks)
         for worker in members:
-            process = self.alive[worker.id]
-            process.rank = process.ranks[self.number] = ranks[worker.id]
+            process = self.alive[worker.number]
+            process.rank = process.ranks[self.number] = ranks[worker.number]
             process.joined, process.seat = worker.joined, worker.seat
         self.failed, self.left, self.finished = [], [], []
 
@@ -239,7 +228,7 @@ class JobState:
         """A worker has come to meet the others; again, if there is an attempt before."""
         process.entered = max(process.entered, (number, attempt))
         if attempt and number == self.number:
-            self.forming_since = self.forming_since or now()
+            self.forming_since = self.forming_since or time.monotonic()
 
     def mark_formed(self) -> None:
         """The workers of the newest decision have met."""
@@ -285,13 +274,3 @@ class JobState:
         self.fruitless += not self.met
         self.met = False
         self.failures.clear()
-
-    def outcome(self, ending: Ending) -> Outcome:
-        """What became of the job."""
-        outcome = Outcome(problem=ending.problem, problem_status=ending.status)
-        if ending.failure is not None:
-            first = outcome.first_failure = ending.failure.exit
-            outcome.exits = [failure.exit for failure in self.failures]
-            early = [self.ended_well.get(rank) for rank in first.because_of or ()]
-            outcome.gone_early = [exit for exit in early if exit is not None]
-        return outcome

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 
 from horovod.common.decisions import Decision
 from horovod.runner.elastic.failures import Failures
-from horovod.runner.elastic.job_state import JobState, Process
+from horovod.runner.elastic.job_state import JobState, Limits, Process
 from horovod.runner.elastic.status import listing
-from horovod.runner.elastic.view import Limits
 
 _ABSENCE_SECONDS = 5.0
 """Seconds that workers whose generation broke wait for one another before all are called."""
@@ -56,7 +55,7 @@ class Liveness:
         state = self._state
         if not state.formed:
             waiting = any(member.entered[0] == state.number for member in state.members())
-            state.asked |= state.newest.too_few or waiting
+            state.asked |= state.too_few or waiting
 
     def _ask(self, number: int, attempt: int) -> None:
         state = self._state

@@ -12,9 +12,9 @@ import dataclasses
 import signal
 from dataclasses import dataclass
 
+from horovod.runner.elastic.job_state import JobState, Limits, WorkerFailure
 from horovod.runner.elastic.status import count
-from horovod.runner.elastic.view import Limits, View, WorkerFailure
-from horovod.runner.output.report import first_to_fail
+from horovod.runner.output.report import Outcome, first_to_fail
 
 RESET_LIMIT_EXCEEDED_MESSAGE = (
     "the number of resets during elastic job exceeded limit: {} (--reset-limit)"
@@ -32,114 +32,125 @@ class Ending:
     status: int = 1
 
 
-def find_ending(view: View, limits: Limits) -> Ending | None:
+def find_ending(state: JobState, limits: Limits) -> Ending | None:
     """The end, if this is it."""
-    if not view.running and view.anybody_finished:
-        return Ending(failure=view.unforgiven)
-    if view.no_hosts:
-        return Ending(view.no_hosts, view.last_failure)
-    if view.over:
+    running = any(not process.dismissed for process in state.alive.values())
+    if not running and (state.ended_well or state.bad_end):
+        return Ending(failure=state.bad_end or state.unrecovered)
+    if state.no_hosts:
+        return Ending(state.no_hosts, state.last_failure)
+    if state.over:
         return None
-    if all_lost(view):
-        ending = _useless(view)
+    if all_lost(state):
+        ending = _useless(state)
         if ending is not None:
             return ending
-        view = dataclasses.replace(view, failures=())
-    return _nowhere_to_go(view, limits) or _gave_up(view, limits)
+        state = dataclasses.replace(state, failures=[])
+    return _nowhere_to_go(state, limits) or _gave_up(state, limits)
 
 
-def exhausted(view: View, limits: Limits) -> Ending:
+def outcome(state: JobState, ending: Ending) -> Outcome:
+    """What became of the job."""
+    found = Outcome(problem=ending.problem, problem_status=ending.status)
+    if ending.failure is not None:
+        first = found.first_failure = ending.failure.exit
+        found.exits = [failure.exit for failure in state.failures]
+        early = [state.ended_well.get(rank) for rank in first.because_of or ()]
+        found.gone_early = [exit for exit in early if exit is not None]
+    return found
+
+
+def exhausted(state: JobState, limits: Limits) -> Ending:
     """A decision is needed that the reset limit forbids."""
-    return Ending(RESET_LIMIT_EXCEEDED_MESSAGE.format(limits.reset_limit), view.last_failure)
+    return Ending(RESET_LIMIT_EXCEEDED_MESSAGE.format(limits.reset_limit), state.last_failure)
 
 
-def all_lost(view: View) -> bool:
+def all_lost(state: JobState) -> bool:
     """Whether nobody is left of those that trained, or began to. Others may begin anew."""
-    survivors = any(worker.placed or view.number == 0 for worker in view.workers)
-    return bool(view.failures) and not survivors and not view.over
+    survivors = state.members() if state.number else state.workers
+    return bool(state.failures) and not survivors and not state.over
 
 
-def short_since(view: View, limits: Limits) -> float | None:
+def short_since(state: JobState, limits: Limits) -> float | None:
     """Since when there are too few workers; None if there are enough."""
-    placed = sum(worker.placed for worker in view.workers)
-    anybody_waits = not view.workers or any(w.ready_at is not None for w in view.workers)
-    enough = placed >= limits.min_np if view.number else not anybody_waits
+    anybody_waits = not state.workers or any(w.ready_at is not None for w in state.workers)
+    enough = len(state.members()) >= limits.min_np if state.number else not anybody_waits
     if enough:
         return None
-    return view.now if view.short_since is None else view.short_since
+    return state.now if state.short_since is None else state.short_since
 
 
-def shortage(view: View, limits: Limits) -> str:
+def shortage(state: JobState, limits: Limits) -> str:
     """What the job waits for because hosts are missing, for people; empty if none are."""
-    if not view.discovered or view.over or view.short_since is None:
+    if not state.discovered or state.over or state.short_since is None:
         return ""
-    wanted = limits.min_np if view.number else limits.num_proc
-    enough = max(view.slots, len(view.workers)) >= wanted
-    if enough or (view.workers and not view.number):
+    wanted = limits.min_np if state.number else limits.num_proc
+    enough = max(state.slots, len(state.workers)) >= wanted
+    if enough or (state.workers and not state.number):
         return ""
-    return f"waiting up to {limits.elastic_timeout:g} s for hosts: {_lack(view, limits)}"
+    return f"waiting up to {limits.elastic_timeout:g} s for hosts: {_lack(state, limits)}"
 
 
-def _useless(view: View) -> Ending | None:
+def _useless(state: JobState) -> Ending | None:
     """All are lost: the end, if it would be the same again."""
-    first = first_to_fail([failure.exit for failure in view.failures])
+    first = first_to_fail([failure.exit for failure in state.failures])
     assert first is not None, "all of them failed"
-    blamed = next(failure for failure in view.failures if failure.exit is first)
-    again = view.fruitless + (not view.met) >= _MOST_FRUITLESS
-    if all(failure.exit.pid == 0 for failure in view.failures):  # none could be started
-        others = set(view.usable) - {failure.exit.host for failure in view.failures}
-        return None if others and not again else Ending(view.host_problem, status=first.status)
-    if all(failure.exit.code > 0 for failure in view.failures):
+    blamed = next(failure for failure in state.failures if failure.exit is first)
+    again = state.fruitless + (not state.met) >= _MOST_FRUITLESS
+    if all(failure.exit.pid == 0 for failure in state.failures):  # none could be started
+        others = set(state.usable) - {failure.exit.host for failure in state.failures}
+        return None if others and not again else Ending(state.host_problem, status=first.status)
+    if all(failure.exit.code > 0 for failure in state.failures):
         return Ending(failure=blamed)  # by themselves, not by a signal or with their host
     if again:
         return Ending("all workers were lost again before they could begin", blamed)
     return None
 
 
-def _nowhere_to_go(view: View, limits: Limits) -> Ending | None:
-    if len(view.workers) >= limits.min_np or not view.hosts:
+def _nowhere_to_go(state: JobState, limits: Limits) -> Ending | None:
+    if len(state.workers) >= limits.min_np or not state.hosts:
         return None
-    if view.for_good >= set(view.hosts):
-        failure = view.last_failure
-        last = view.host_problem
+    if state.for_good >= set(state.hosts):
+        failure = state.last_failure
+        last = state.host_problem
         if failure is not None:
             last = f"rank {failure.exit.rank} on {failure.exit.host}, {failure.exit.describe()}"
         return Ending(
-            f"every host has failed too often (--max-worker-failures), and {_have(view)}; "
+            f"every host has failed too often (--max-worker-failures), and {_have(state)}; "
             f"the last: {last}",
             failure,
         )
-    if view.number and not view.workers and not view.slots and not view.failures:
+    if state.number and not state.workers and not state.slots and not state.failures:
         return Ending("all workers have left, as they were told to", status=128 + signal.SIGTERM)
     return None
 
 
-def _gave_up(view: View, limits: Limits) -> Ending | None:
-    since, seconds = short_since(view, limits), limits.elastic_timeout
-    if since is None or view.now - since < seconds:
+def _gave_up(state: JobState, limits: Limits) -> Ending | None:
+    since, seconds = short_since(state, limits), limits.elastic_timeout
+    if since is None or state.now - since < seconds:
         return None
     return Ending(
-        f"gave up after {seconds:g} s (--elastic-timeout): {_lack(view, limits)}",
-        view.last_failure,
+        f"gave up after {seconds:g} s (--elastic-timeout): {_lack(state, limits)}",
+        state.last_failure,
     )
 
 
-def _lack(view: View, limits: Limits) -> str:
-    hosts = ", ".join(f"{host}:{slots}" for host, slots in view.usable.items()) or "no host"
-    if view.blacklisted:
-        hosts += f"; not used after failures: {', '.join(sorted(view.blacklisted))}"
-    if view.number == 0 and not view.workers:
+def _lack(state: JobState, limits: Limits) -> str:
+    hosts = ", ".join(f"{host}:{slots}" for host, slots in state.usable.items()) or "no host"
+    if state.blacklisted:
+        hosts += f"; not used after failures: {', '.join(sorted(state.blacklisted))}"
+    if state.number == 0 and not state.workers:
         return (
             f"the job needs {count(limits.num_proc, 'slot')} to begin, and "
-            f"{view.slots} {'is' if view.slots == 1 else 'are'} offered ({hosts})"
+            f"{state.slots} {'is' if state.slots == 1 else 'are'} offered ({hosts})"
         )
-    return f"the job needs {limits.min_np} workers, and {_have(view)} ({hosts})"
+    return f"the job needs {limits.min_np} workers, and {_have(state)} ({hosts})"
 
 
-def _have(view: View) -> str:
-    placed = sum(worker.placed for worker in view.workers)
-    ready = sum(w.ready_at is not None for w in view.workers if not w.placed)
-    starting = len(view.workers) - placed - ready
+def _have(state: JobState) -> str:
+    placed, new = len(state.members()), state.newcomers()
+    ready = sum(w.ready_at is not None for w in new)
+    starting = len(new) - ready
     extra = [f"{ready} ready"] * bool(ready) + [f"{starting} starting"] * bool(starting)
     verb = "is" if placed == 1 else "are"
     return f"{placed} {verb} left" + (f" ({', '.join(extra)})" if extra else "")
