@@ -49,7 +49,6 @@ class Channel:
         group: Group,
         executor: Executor,
         *,
-        change_process_sets: Callable[[Request], Any],
         on_loss: Callable[[Sequence[int]], None],
         background_core: int | None = None,
     ) -> None:
@@ -70,7 +69,6 @@ class Channel:
             group,
             executor,
             self.queue,
-            change_process_sets=change_process_sets,
             waiters=self.waiters,
             cycle=cycle,
         )
@@ -90,11 +88,11 @@ class Channel:
             self._background.ring(self._background_round)
         return request
 
-    def change(self, kind: Kind, detail: Any) -> Any:
+    def change(self, kind: Kind, detail: Any, change: Callable[[], Any]) -> Any:
         """Change how operations run, on all ranks at the same point of their sequence."""
         name = f"{kind.value}.change"
         signature = signature_of(kind, name, (), detail=detail)
-        request = Request(self, kind, name, signature, detail=detail)
+        request = Request(self, kind, name, signature, detail=detail, change=change)
         return self.submit(request, background=False).wait()
 
     def pending(self) -> list[Request | InlineReduction]:
@@ -124,7 +122,7 @@ class Channel:
         """Run operations in this way from now on (milliseconds; None: no choice). Collective."""
         self.rounds.cycle = self._background.cycle = cycle_time / 1000
         if algorithm is not None:
-            self.change(Kind.ALGORITHM, algorithm)
+            self.change(Kind.ALGORITHM, algorithm, lambda: self.transport.use(algorithm))
 
     # -- driving ---------------------------------------------------------------------------
 

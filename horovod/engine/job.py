@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from horovod.common.config import Config
@@ -20,7 +20,6 @@ from horovod.common.topology import Topology
 from horovod.engine.channel import Channel
 from horovod.engine.executor import Executor, Trace
 from horovod.engine.reporter import Reporter
-from horovod.engine.request import Request
 from horovod.engine.stall import StallInspector
 from horovod.engine.statistics import Statistics, resident_bytes
 from horovod.engine.timeline import Timeline
@@ -42,7 +41,6 @@ class Job:
         connection: Store,
         store: Store,
         identities: Sequence[str],
-        change_process_sets: Callable[[Request], Any],
         statistics: Statistics,
         launched_ranks: Sequence[int] | None = None,
     ) -> None:
@@ -54,7 +52,6 @@ class Job:
         self.channels: dict[int, Channel] = {}  # of the sets that this rank belongs to
         self.trace = Trace()
         self._identities = list(identities)
-        self._change_process_sets = change_process_sets
         self.statistics = statistics
         statistics.times_devices = config.stats_interval is not None
         self._launched_ranks = launched_ranks  # what the launcher calls our ranks, if otherwise
@@ -237,7 +234,6 @@ class Job:
             set_id,
             group,
             executor,
-            change_process_sets=self._change_process_sets,
             on_loss=self._note_loss,
             background_core=_core_of_background(self.config, self.topology),
         )

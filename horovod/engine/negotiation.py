@@ -120,12 +120,7 @@ def gather_texts(text: bytes, transport: Transport) -> list[bytes]:
     counts: list[int] = lengths.tolist()
     output = torch.empty(sum(counts), dtype=torch.uint8)
     transport.allgather(torch.frombuffer(bytearray(text), dtype=torch.uint8), output, counts)
-    data = output.numpy().tobytes()
-    texts, start = [], 0
-    for count in counts:
-        texts.append(data[start : start + count])
-        start += count
-    return texts
+    return [part.numpy().tobytes() for part in torch.split(output, counts)]
 
 
 def _compare(queues: Sequence[Queue], joined: set[int]) -> dict[str, Finding]:
@@ -227,8 +222,8 @@ def _stand_in(name: str, entry: Entry) -> Request:
         entry["prescale"],
         entry["postscale"],
         None if entry["wire"] is None else getattr(torch, entry["wire"]),
+        alone=entry["alone"],
     )
-    request.alone = entry["alone"]
     request.follow_stream()  # on which the device fills the tensors
     return request
 

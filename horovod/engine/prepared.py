@@ -45,24 +45,6 @@ class PreparedAllreduce:
     repeats that of a group checks itself that the tensors are like those of the first request.
     """
 
-    __slots__ = (
-        "alone",
-        "channel",
-        "dtype",
-        "labels",
-        "name",
-        "nbytes",
-        "op",
-        "plain",
-        "postscale",
-        "saved",
-        "scale",
-        "set_id",
-        "shapes",
-        "signature",
-        "wire",
-    )
-
     def __init__(self, request: Request, channel: Channel) -> None:
         self.channel = channel
         self.set_id = channel.set_id
@@ -167,7 +149,7 @@ class PreparedAllreduce:
         tensors = vector
         if len(vector) == 1:  # the only one that comes flat
             tensors = [vector[0].view(self.shapes[0])]
-        request = Request(
+        return Request(
             self.channel,
             Kind.ALLREDUCE,
             self.name,
@@ -175,12 +157,10 @@ class PreparedAllreduce:
             tensors,
             tensors,
             self.op,
-            1.0,
-            self.postscale,
-            self.wire,
+            postscale=self.postscale,
+            detail=self.wire,
+            labels=self.labels,
+            alone=self.alone,
+            waiting=True,
+            nbytes=self.nbytes,
         )
-        request.nbytes = self.nbytes
-        request.labels = self.labels
-        request.alone = self.alone
-        request.waiting = True
-        return request

@@ -11,7 +11,7 @@ A channel lets one thread at a time run them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
@@ -39,7 +39,6 @@ class Rounds:
         executor: Executor,
         queue: RequestQueue,
         *,
-        change_process_sets: Callable[[Request], Any],
         waiters: Waiters,
         cycle: float,
     ) -> None:
@@ -54,7 +53,6 @@ class Rounds:
         self._transport = executor.transport
         self._trace = executor.trace
         self._queue = queue
-        self._change_process_sets = change_process_sets
         self._waiters = waiters
         self._threshold = group.config.fusion_threshold
         self._fuse_groups = not group.config.disable_group_fusion
@@ -214,12 +212,7 @@ class Rounds:
     def _run_batch(self, batch: Batch) -> Any:
         request = batch.request
         try:
-            if request.kind is Kind.PROCESS_SET:
-                return self._change_process_sets(request)
-            if request.kind is Kind.ALGORITHM:
-                self._transport.use(request.detail)
-                return None
-            return self._executor.run(batch)
+            return self._executor.run(batch) if request.change is None else request.change()
         except HorovodInternalError:
             raise
         except Exception as error:

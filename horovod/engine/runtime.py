@@ -12,7 +12,7 @@ import importlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from horovod.common import mpi
@@ -31,7 +31,7 @@ from horovod.engine.background import finish_threads
 from horovod.engine.channel import Channel
 from horovod.engine.heap import keep_heap
 from horovod.engine.job import WORLD, Job
-from horovod.engine.request import Kind, Request
+from horovod.engine.request import Kind
 from horovod.engine.statistics import Statistics
 from horovod.engine.submission import Submission
 from horovod.engine.timeline import Timeline, path_of_rank
@@ -107,7 +107,6 @@ class Runtime(Submission):
             connection,
             store,
             identities,
-            self._apply_change,
             self.statistics,
             launched or None,
         )
@@ -242,30 +241,29 @@ class Runtime(Submission):
 
     def add_process_set(self, ranks: Sequence[int]) -> int:
         """Register a set on all ranks; collective over the world. Returns its id."""
-        return int(self._change_sets("add", sorted(ranks)))
+        ranks = sorted(ranks)
+
+        def add() -> int:
+            self.want_process_set(ranks)
+            return self._running().open_set(tuple(ranks))
+
+        return int(self._change_sets(["add", *ranks], add))
 
     def remove_process_set(self, set_id: int) -> None:
         """Unregister a set on all ranks; collective over the world."""
-        self._change_sets("remove", [set_id])
 
-    def _change_sets(self, action: str, numbers: list[int]) -> Any:
-        result = self.channel(WORLD).change(Kind.PROCESS_SET, [action, *numbers])
+        def remove() -> None:
+            self.prepared.clear()
+            ranks = self._running().remove_set(set_id)
+            if ranks is not None and ranks in self._wanted_sets:
+                self._wanted_sets.remove(ranks)
+
+        self._change_sets(["remove", set_id], remove)
+
+    def _change_sets(self, what: list[Any], change: Callable[[], Any]) -> Any:
+        result = self.channel(WORLD).change(Kind.PROCESS_SET, what, change)
         self.barrier(WORLD, background=False).wait()  # nobody returns before everybody has it
         return result
-
-    def _apply_change(self, request: Request) -> int:
-        """Runs on every rank at the same point of the world's sequence of operations."""
-        job = self._running()
-        action, *numbers = request.detail
-        if action == "add":
-            self.want_process_set(numbers)
-            return job.open_set(tuple(numbers))
-        set_id: int = numbers[0]
-        self.prepared.clear()
-        ranks = job.remove_set(set_id)
-        if ranks is not None and ranks in self._wanted_sets:
-            self._wanted_sets.remove(ranks)
-        return set_id
 
     def want_process_set(self, ranks: Sequence[int]) -> None:
         """In an elastic job: make this set in every later generation that has its ranks."""

@@ -67,11 +67,19 @@ class Submission(ABC):
                 if capacity > 0:
                     self._signatures[kind, name, form, terms] = known
             full, signature = known
-        request = Request(
-            channel, kind, full, signature, tensors, outputs, op, prescale, postscale, detail
+        return Request(
+            channel,
+            kind,
+            full,
+            signature,
+            tensors,
+            outputs,
+            op,
+            prescale,
+            postscale,
+            detail,
+            labels,
         )
-        request.labels = labels
-        return request
 
     def _submit(
         self, channel: Channel, request: Request, background: bool, deferred: bool = False
@@ -109,18 +117,8 @@ class Submission(ABC):
         channel = self.channel(process_set_id)
         if len(tensors) > 1:
             _check_one_device(tensors)
-        request = self._request(
-            channel,
-            Kind.ALLREDUCE,
-            name,
-            tensors,
-            outputs,
-            op,
-            prescale,
-            postscale,
-            wire,
-            labels,
-        )
+        terms = op, prescale, postscale, wire, labels
+        request = self._request(channel, Kind.ALLREDUCE, name, tensors, outputs, *terms)
         request.alone = alone
         if (
             request.plain
