@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -73,7 +74,7 @@ class Request:
     labels: Sequence[str] = ()  # what the user calls the tensors, in mismatch messages
     alone: bool = False  # not to be fused with other requests
     waiting: bool = False
-    nbytes: int | None = None  # in all, if known to be of one dtype and on one device
+    nbytes: float = inf  # in all, if known to be of one dtype and on one device
     change: Callable[[], Any] | None = None  # what every rank does instead of a collective
     stream: Any = None  # where the caller gives work to the device,
     event: Any = None  # and what of it must be done before ours may start
@@ -99,10 +100,6 @@ class Request:
         self.source_line = caller(sys._getframe(2))
         self.submitted = time.monotonic()
         self.thread = threading.get_ident()
-
-    def fits(self, threshold: int) -> bool:
-        """Whether all tensors are known to go into a buffer of `threshold` bytes."""
-        return self.nbytes is not None and self.nbytes <= threshold
 
     def follow_stream(self) -> None:
         """Let the device come to this after all that it has been given so far by this thread."""
@@ -217,6 +214,6 @@ def bytes_on_wire(nbytes: int, dtype: torch.dtype, wire: torch.dtype | None) -> 
 
 def caller(frame: FrameType) -> tuple[str, int]:
     """File and line of the innermost frame outside this package."""
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
