@@ -21,23 +21,6 @@ from horovod.engine.scaling import sum_and_scale
 from horovod.transport.base import MAX_TENSORS
 
 
-def prepare(request: Request, channel: Channel) -> PreparedAllreduce | None:
-    """For repeating an allreduce; None where that is not one collective of a transport.
-
-    Ranks that go inline must do what others do who go by requests: those are cut by the fusion
-    threshold.
-    """
-    dtype, tensors = request.tensors[0].dtype, request.tensors
-    if request.prescale != 1.0 or request.op is ReduceOp.ADASUM or not dtype.is_floating_point:
-        return None
-    if len(tensors) > 1:
-        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
-            return None
-        if sum(tensor.nbytes for tensor in tensors) > channel.group.config.fusion_threshold:
-            return None
-    return PreparedAllreduce(request, channel)
-
-
 class PreparedAllreduce:
     """An allreduce of floating-point tensors that is repeated under one name.
 
@@ -137,15 +120,14 @@ class PreparedAllreduce:
 
         `background` false promises that the caller waits at once.
         """
-        request = self._request(tensors)
-        request.waiting = not background
+        request = self._request(tensors, waiting=not background)
         if not tensors[0].is_cpu:
             request.follow_stream()
             request.deferred = True
         return self.channel.submit(request, background)
 
-    def _request(self, vector: Sequence[torch.Tensor]) -> Request:
-        """An ordinary request for the same, whose caller waits."""
+    def _request(self, vector: Sequence[torch.Tensor], waiting: bool = True) -> Request:
+        """An ordinary request for the same."""
         tensors = vector
         if len(vector) == 1:  # the only one that comes flat
             tensors = [vector[0].view(self.shapes[0])]
@@ -161,6 +143,6 @@ class PreparedAllreduce:
             detail=self.wire,
             labels=self.labels,
             alone=self.alone,
-            waiting=True,
+            waiting=waiting,
             nbytes=self.nbytes,
         )

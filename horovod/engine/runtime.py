@@ -31,10 +31,12 @@ from horovod.engine.background import finish_threads
 from horovod.engine.channel import Channel
 from horovod.engine.heap import keep_heap
 from horovod.engine.job import WORLD, Job
+from horovod.engine.reporter import Reporter
 from horovod.engine.request import Kind
 from horovod.engine.statistics import Statistics
 from horovod.engine.submission import Submission
 from horovod.engine.timeline import Timeline, path_of_rank
+from horovod.transport import select
 from horovod.transport.base import Group
 
 logger = get_logger(__name__)
@@ -50,6 +52,7 @@ class Runtime(Submission):
         self._job: Job | None = None
         self.is_mpi_job = False  # whether MPI started the ranks
         self.statistics = Statistics()  # optimizers tell it about their steps
+        self._reporter: Reporter | None = None
         self._inits = 0
         self._parents_job: Job | None = None  # in a forked child: facts, but no operations
         self._ending = threading.Lock()  # held while a job is aborted from another thread
@@ -101,19 +104,14 @@ class Runtime(Submission):
             self.statistics.reform()
         else:
             self.statistics.restart()
-        job = Job(
-            topology,
-            config,
-            connection,
-            store,
-            identities,
-            self.statistics,
-            launched or None,
-        )
+        numbers = self.statistics
+        job = Job(topology, config, connection, store, identities, numbers, launched or None)
         self._parents_job = None
         self._job = job
         try:
             job.start()
+            if config.stats_interval is not None:
+                self._reporter = Reporter(job, config.stats_interval)
             if isinstance(connection, Generation):
                 self._open_wanted_sets(job)
                 connection.mark_formed()
@@ -141,6 +139,9 @@ class Runtime(Submission):
         if job is None:
             return
         unmark_process()
+        reporter, self._reporter = self._reporter, None
+        if reporter is not None:
+            reporter.stop()
         job.close()
         self._summary = job.summary()
         if not isinstance(job.connection, Generation):  # else others may come: see `_end`
@@ -158,7 +159,7 @@ class Runtime(Submission):
         return self._job is not None or self._parents_job is not None
 
     def _after_fork_in_child(self) -> None:
-        job, self._job = self._job, None
+        job, self._job, self._reporter = self._job, None, None
         self._ending = threading.Lock()  # another thread may have held it
         self.statistics.after_fork_in_child()
         self.prepared.clear()
@@ -182,7 +183,7 @@ class Runtime(Submission):
 
     def is_homogeneous(self) -> bool:
         """Whether every host runs the same number of ranks."""
-        return len({len(ranks) for ranks in self._known_job().hosts()}) == 1
+        return len({len(ranks) for ranks in select.by_host(self._known_job().identities)}) == 1
 
     def _known_job(self) -> Job:
         """For facts, which hold in forked children too."""
