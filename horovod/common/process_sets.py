@@ -2,7 +2,7 @@
 
 Every binding re-exports this module's public names. The engine keeps the sets; this module holds
 the objects users handle, and checks what they ask for. Nothing here may import the engine, so a
-binding's ``init`` hands over its basics object through `_setup`.
+binding's ``init`` hands over its engine through `_setup`.
 """
 
 from __future__ import annotations
@@ -13,25 +13,28 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any, Protocol
 
+from horovod.common.config import Config
 from horovod.common.logging import get_logger
+from horovod.common.topology import Topology
 
 logger = get_logger(__name__)
 
 
-class Basics(Protocol):
+class Engine(Protocol):
     """What process sets need of the engine."""
 
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
-    def _dynamic_process_sets(self) -> bool: ...
-    def _elastic(self) -> bool: ...
-    def _want_process_set(self, ranks: list[int]) -> None: ...
-    def _add_process_set(self, ranks: list[int]) -> int: ...
-    def _remove_process_set(self, process_set_id: int) -> None: ...
-    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def config(self) -> Config: ...
+    def is_elastic(self) -> bool: ...
+    def want_process_set(self, ranks: Sequence[int]) -> None: ...
+    def add_process_set(self, ranks: Sequence[int]) -> int: ...
+    def remove_process_set(self, set_id: int) -> None: ...
+    def process_set_ids_and_ranks(self) -> dict[int, list[int]]: ...
 
 
-_basics: Basics | None = None
+_engine: Engine | None = None
 _registered: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
 _awaited: weakref.WeakSet[ProcessSet] = weakref.WeakSet()  # elastic: of the worlds before this one
 
@@ -42,10 +45,10 @@ def _is_communicator(value: object) -> bool:
     return mpi is not None and isinstance(value, mpi.Comm)
 
 
-def _require_basics() -> Basics:
-    if _basics is None:
+def _running() -> Engine:
+    if _engine is None:
         raise ValueError("Horovod is not initialised: call hvd.init() first")
-    return _basics
+    return _engine
 
 
 class ProcessSet:
@@ -98,7 +101,7 @@ class ProcessSet:
         """
         if self.process_set_id is None or self.ranks is None:
             return None
-        rank = _require_basics().rank()
+        rank = _running().topology.rank
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} does not belong to {self}")
         return self.ranks.index(rank)
@@ -107,7 +110,7 @@ class ProcessSet:
         """Whether this process belongs to the set; None while its ranks are unknown."""
         if self.ranks is None:
             return None
-        return _require_basics().rank() in self.ranks
+        return _running().topology.rank in self.ranks
 
     def __str__(self) -> str:
         return (
@@ -143,23 +146,23 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Raises:
         ValueError: Sets are not dynamic, or the ranks do not exist or form a set already.
     """
-    basics = _require_basics()
+    engine = _running()
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    _require_dynamic(basics)
+    _require_dynamic(engine)
     if process_set.ranks is None:
         raise NotImplementedError(
             "a set made of an MPI communicator can only be registered by init(); give the ranks"
         )
-    _check_ranks(process_set.ranks, basics.size(), str(process_set))
-    if basics._elastic():
-        same = _known(basics).get(tuple(process_set.ranks))
+    _check_ranks(process_set.ranks, engine.topology.size, str(process_set))
+    if engine.is_elastic():
+        same = _known(engine).get(tuple(process_set.ranks))
         if same is not None:  # made again after the ranks changed
             _adopt(process_set, same)
             return process_set
-    elif process_set.ranks in basics._get_process_set_ids_and_ranks().values():
+    elif process_set.ranks in engine.process_set_ids_and_ranks().values():
         raise ValueError(f"the ranks {process_set.ranks} already form a registered process set")
-    _adopt(process_set, basics._add_process_set(process_set.ranks))
+    _adopt(process_set, engine.add_process_set(process_set.ranks))
     return process_set
 
 
@@ -174,19 +177,18 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     if process_set.process_set_id is None or process_set is global_process_set:
         return False
-    basics = _require_basics()
-    _require_dynamic(basics)
-    if process_set.process_set_id not in basics._get_process_set_ids_and_ranks():
+    engine = _running()
+    _require_dynamic(engine)
+    if process_set.process_set_id not in engine.process_set_ids_and_ranks():
         return False
-    basics._remove_process_set(process_set.process_set_id)
+    engine.remove_process_set(process_set.process_set_id)
     process_set.process_set_id = None
     _registered.discard(process_set)
     return True
 
 
-def _require_dynamic(basics: Basics) -> None:
-    basics.size()  # says so where the engine does not run
-    if not basics._dynamic_process_sets():
+def _require_dynamic(engine: Engine) -> None:
+    if not engine.config.dynamic_process_sets:
         raise ValueError(
             "process sets can only be added and removed after init(process_sets='dynamic') or "
             "with HOROVOD_DYNAMIC_PROCESS_SETS=1"
@@ -225,58 +227,58 @@ def _check_argument(process_sets: Any, comm: Any) -> list[ProcessSet]:
     return chosen
 
 
-def _setup(basics: Basics, process_sets: list[ProcessSet], comm: Any) -> None:
+def _setup(engine: Engine, process_sets: list[ProcessSet], comm: Any) -> None:
     """Bind the module to a running engine and register the sets given to ``init``.
 
     All or none: where one cannot be registered none is, on any rank, and the engine runs on. In an
     elastic job the engine has made the sets of earlier worlds again, and sets whose ranks do not
     exist wait until they do.
     """
-    global _basics
-    _basics = basics
-    global_process_set.ranks = list(range(basics.size()))
+    global _engine
+    _engine = engine
+    global_process_set.ranks = list(range(engine.topology.size))
     global_process_set.mpi_comm = comm if _is_communicator(comm) else None
     seen = {tuple(global_process_set.ranks)}
-    if basics._elastic():
+    if engine.is_elastic():
         seen.clear()  # a set may be as large as the world for a while
-        process_sets = _fitting(basics, process_sets)
+        process_sets = _fitting(engine, process_sets)
     everywhere: list[tuple[int, ...]] = []  # in the order of their ids, the same on all ranks
     for index, process_set in enumerate(process_sets):
         process_set.process_set_id = None
         for ranks in _ranks_everywhere(process_set, comm):
             what = f"process_sets[{index}] with ranks {list(ranks)}"
-            _check_ranks(list(ranks), basics.size(), what)
+            _check_ranks(list(ranks), engine.topology.size, what)
             if ranks in seen:
                 raise ValueError(f"{what} duplicates an earlier process set or the global one")
             seen.add(ranks)
             everywhere.append(ranks)
-    known = _known(basics)
+    known = _known(engine)
     for ranks in everywhere:
         if ranks not in known:
-            known[ranks] = basics._add_process_set(list(ranks))
+            known[ranks] = engine.add_process_set(list(ranks))
     for process_set in process_sets:
         assert process_set.ranks is not None
         _adopt(process_set, known[tuple(process_set.ranks)])
 
 
-def _known(basics: Basics) -> dict[tuple[int, ...], int]:
+def _known(engine: Engine) -> dict[tuple[int, ...], int]:
     """The ids of the sets that the engine has, except the set of all ranks."""
-    sets = basics._get_process_set_ids_and_ranks()
+    sets = engine.process_set_ids_and_ranks()
     return {tuple(ranks): number for number, ranks in sets.items() if number != 0}
 
 
-def _fitting(basics: Basics, process_sets: list[ProcessSet]) -> list[ProcessSet]:
+def _fitting(engine: Engine, process_sets: list[ProcessSet]) -> list[ProcessSet]:
     """In an elastic job: those of `process_sets` whose ranks exist; the others have to wait.
 
     Sets of earlier worlds are found among those that the engine has made again.
     """
-    known, size = _known(basics), basics.size()
+    known, size = _known(engine), engine.topology.size
     for process_set in [*_awaited, *process_sets]:
         ranks = process_set.ranks
         assert ranks is not None  # no communicators in an elastic job
         if ranks and ranks[-1] >= size:
             _awaited.add(process_set)
-            basics._want_process_set(ranks)
+            engine.want_process_set(ranks)
             logger.warning("process set %s cannot be used: there are only %d ranks", ranks, size)
         elif tuple(ranks) in known:
             _adopt(process_set, known[tuple(ranks)])
@@ -297,7 +299,7 @@ def _ranks_everywhere(process_set: ProcessSet, comm: Any) -> list[tuple[int, ...
 
 def _forget() -> None:
     """The engine stops: no set is registered any more. An elastic job will want them again."""
-    elastic = _basics is not None and _basics._elastic()
+    elastic = _engine is not None and _engine.is_elastic()
     for process_set in list(_registered):
         process_set.process_set_id = None
     if elastic:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError, UndefinedOperationError
+from horovod.common.exceptions import UndefinedOperationError
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.runtime import NOT_INITIALISED, runtime
@@ -121,12 +121,6 @@ def check_group(tensors: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Te
     tensors = list(tensors)
     if not tensors:
         raise ValueError("a grouped operation needs at least one tensor")
-    devices = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise HorovodInternalError(
-            f"the tensors of a group must be on one device; these are on {names}"
-        )
     return tensors
 
 

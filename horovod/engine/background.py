@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from itertools import accumulate
 
 from horovod.engine.request_queue import RequestQueue
 
@@ -44,7 +45,7 @@ class BackgroundThread:
         self._queue = queue
         self._core = core
         self._starting = threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def ring(self, run_round: Callable[[], None]) -> None:
@@ -60,7 +61,7 @@ class BackgroundThread:
 
     def close(self) -> None:
         """End with the round in progress; see `join`."""
-        self._closed = True
+        self._closed.set()
         self.rung.set()
 
     def join(self, timeout: float) -> None:
@@ -70,16 +71,13 @@ class BackgroundThread:
     def _run(self, run_round: Callable[[], None]) -> None:
         if self._core is not None:
             os.sched_setaffinity(0, {self._core})  # of this thread alone
-        while not self._is_closed():
+        while not self._closed.is_set():
             self.rung.wait()
             if self._queue.requests:
                 self._let_gather()
             self.rung.clear()
-            while self._queue.requests and not self._is_closed():
+            while self._queue.requests and not self._closed.is_set():
                 run_round()
-
-    def _is_closed(self) -> bool:
-        return self._closed
 
     def _let_gather(self) -> None:
         """Wait while small requests keep coming: one round serves many, and disturbs nobody."""
@@ -88,15 +86,10 @@ class BackgroundThread:
                 return
             before = len(self._queue.requests)
             time.sleep(self.cycle)
-            if len(self._queue.requests) <= before or self._closed:
+            if len(self._queue.requests) <= before or self._closed.is_set():
                 return
 
     def _is_enough(self) -> bool:
         """Whether what is there would only be held up by waiting for more."""
-        size = 0
-        for request in self._queue.copy():
-            for tensor in request.tensors:
-                size += tensor.nbytes
-                if size >= _ENOUGH:
-                    return True
-        return False
+        sizes = (tensor.nbytes for request in self._queue.copy() for tensor in request.tensors)
+        return any(size >= _ENOUGH for size in accumulate(sizes))

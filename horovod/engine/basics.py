@@ -119,7 +119,7 @@ class HorovodBasics:
         while True:
             runtime.init(comm)
             try:
-                sets._setup(self, process_sets, comm)
+                sets._setup(runtime, process_sets, comm)
                 return
             except HorovodInternalError:
                 member = membership()
@@ -249,22 +249,7 @@ class HorovodBasics:
         """Finish the trace that is being recorded."""
         runtime.stop_timeline()
 
-    # -- process sets (for horovod.common.process_sets) --------------------------------------
-
-    def _dynamic_process_sets(self) -> bool:
-        return runtime.config.dynamic_process_sets
-
-    def _elastic(self) -> bool:
-        return runtime.is_elastic()
-
-    def _want_process_set(self, ranks: list[int]) -> None:
-        runtime.want_process_set(ranks)
-
-    def _add_process_set(self, ranks: list[int]) -> int:
-        return runtime.add_process_set(ranks)
-
-    def _remove_process_set(self, process_set_id: int) -> None:
-        runtime.remove_process_set(process_set_id)
+    # -- process sets ------------------------------------------------------------------------
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         return runtime.process_set_ids_and_ranks()

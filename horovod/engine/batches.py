@@ -9,27 +9,26 @@ Which gradients an optimizer puts into one request is not decided here: `horovod
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from horovod.engine.request import Kind, Request
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
     """Tensors for one collective. `outputs` of an allreduce may be the very tensors of `inputs`."""
 
-    __slots__ = ("fused", "inputs", "nbytes", "outputs", "request", "requests", "vector")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request  # any one of them: they are alike in all that matters
-        self.requests: dict[Request, int] = {}  # and how many of their tensors are in here
-        self.inputs: list[torch.Tensor] = []
-        self.outputs: list[torch.Tensor] = []
-        self.nbytes = 0
-        # Filled in when the data has been packed: what will be reduced, and which tensors of the
-        # batch are in the last part of it, the fusion buffer.
-        self.vector: list[torch.Tensor] | None = None
-        self.fused = range(0)
+    request: Request  # any one of them: they are alike in all that matters
+    requests: dict[Request, int] = field(default_factory=dict)  # and how many of their tensors
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    nbytes: int = 0
+    # Filled in when the data has been packed: what will be reduced, and which tensors of the
+    # batch are in the last part of it, the fusion buffer.
+    vector: list[torch.Tensor] | None = None
+    fused: range = range(0)
 
     def add(self, request: Request, source: torch.Tensor, target: torch.Tensor) -> None:
         self.requests[request] = self.requests.get(request, 0) + 1
@@ -40,7 +39,7 @@ class Batch:
 
 def plan(requests: Sequence[Request], threshold: int, fuse_groups: bool) -> list[Batch]:
     """The batches for `requests`, in the order they will run."""
-    if len(requests) == 1 and (len(requests[0].tensors) <= 1 or requests[0].fits(threshold)):
+    if len(requests) == 1 and (len(requests[0].tensors) <= 1 or requests[0].nbytes <= threshold):
         return [_whole(requests[0])]
     batches: list[Batch] = []
     open_batches: dict[tuple[object, ...], Batch] = {}

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -49,7 +48,6 @@ class Channel:
         group: Group,
         executor: Executor,
         *,
-        change_process_sets: Callable[[Request], Any],
         on_loss: Callable[[Sequence[int]], None],
         background_core: int | None = None,
     ) -> None:
@@ -60,22 +58,13 @@ class Channel:
         self.tuned: tuple[float, str | None] | None = None  # what autotuning has settled on
         self.inline: tuple[str, float, FrameType] | None = None  # now: see `InlineReduction`
         self.driving = threading.Lock()  # held by the thread that runs a round
-        self.waiters = Waiters()
+        self.waiters = Waiters(executor.counters)
         self._executor = executor
         self._on_loss = on_loss  # told the ranks of the world because of which operations fail
-        cycle = group.config.cycle_time / 1000
         self.queue = RequestQueue()
-        self.rounds = Rounds(
-            set_id,
-            group,
-            executor,
-            self.queue,
-            change_process_sets=change_process_sets,
-            waiters=self.waiters,
-            cycle=cycle,
-        )
+        self.rounds = Rounds(set_id, group, executor, self.queue, self.waiters)
         self._background = BackgroundThread(
-            f"horovod-set{set_id}", self.queue, cycle, background_core
+            f"horovod-set{set_id}", self.queue, self.rounds.cycle, background_core
         )
 
     # -- submitting ------------------------------------------------------------------------
@@ -90,11 +79,11 @@ class Channel:
             self._background.ring(self._background_round)
         return request
 
-    def change(self, kind: Kind, detail: Any) -> Any:
+    def change(self, kind: Kind, detail: Any, change: Callable[[], Any]) -> Any:
         """Change how operations run, on all ranks at the same point of their sequence."""
         name = f"{kind.value}.change"
         signature = signature_of(kind, name, (), detail=detail)
-        request = Request(self, kind, name, signature, detail=detail)
+        request = Request(self, kind, name, signature, detail=detail, change=change)
         return self.submit(request, background=False).wait()
 
     def pending(self) -> list[Request | InlineReduction]:
@@ -112,19 +101,16 @@ class Channel:
 
     @property
     def num_joins(self) -> int:
-        """Times that ranks had joined, and all have gone on."""
         return self.rounds.num_joins
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """The ways to reduce among which `tune` chooses; the first is used at the beginning."""
         return self.transport.algorithms
 
     def tune(self, cycle_time: float, algorithm: str | None) -> None:
-        """Run operations in this way from now on (milliseconds; None: no choice). Collective."""
         self.rounds.cycle = self._background.cycle = cycle_time / 1000
         if algorithm is not None:
-            self.change(Kind.ALGORITHM, algorithm)
+            self.change(Kind.ALGORITHM, algorithm, lambda: self.transport.use(algorithm))
 
     # -- driving ---------------------------------------------------------------------------
 
@@ -135,7 +121,7 @@ class Channel:
         while not request.finished:
             if not self.driving.acquire(blocking=False):
                 with waiting(request):
-                    self._await(request)
+                    self.waiters.wait_for(lambda: request.finished or not self.driving.locked())
                 continue
             try:
                 if not request.finished:
@@ -148,7 +134,7 @@ class Channel:
             timeline.waited(request.name, began)
 
     def _background_round(self) -> None:
-        """A round that the program does not wait for, unless it says so (`_awaiting`)."""
+        """A round that the program does not wait for, unless it says so (`Waiters`)."""
         with self.driving:
             counters = self.rounds.counters
             if counters is None:
@@ -172,34 +158,9 @@ class Channel:
             if not isinstance(error, Exception):
                 raise
 
-    # -- waiting for what another thread drives --------------------------------------------
-
-    def _await(self, request: Request) -> None:
-        """While another thread runs rounds: until it has finished `request`, or has stopped."""
-        with self._awaiting() as wait:
-            while not request.finished and self.driving.locked():
-                wait(None)
-
     def wait_beside(self, request: Request, seconds: float) -> None:
-        """Wait for a request that the background thread runs, and for none that follow it.
-
-        For `seconds` at most. Whoever drives runs all that the ranks agree on.
-        """
-        with self._awaiting() as wait:
-            if not request.finished:
-                wait(seconds)
-
-    @contextmanager
-    def _awaiting(self) -> Iterator[Callable[[float | None], bool]]:
-        """What the background thread does meanwhile is waited for, not hidden."""
-        counters = self.rounds.counters
-        with self.waiters.joined() as wait:
-            before = 0.0 if counters is None else counters.in_background()
-            try:
-                yield wait
-            finally:
-                if counters is not None:
-                    counters.awaited += counters.in_background() - before
+        """Wait while another thread runs rounds, until `request` is finished, for so long."""
+        self.waiters.wait_for(lambda: request.finished, seconds)
 
     # -- ending ----------------------------------------------------------------------------
 

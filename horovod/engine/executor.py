@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,13 +86,8 @@ class Executor:
         """
         if batch.vector is not None:
             return batch.vector
-        count = len(batch.inputs)
-        if count == 1 or (transport.vectored and count <= MAX_TENSORS):
-            direct = count
-        elif transport.vectored:
-            direct = MAX_TENSORS - 1
-        else:
-            direct = 0
+        count, most = len(batch.inputs), MAX_TENSORS if transport.vectored else 1
+        direct = count if count <= most else most - 1
         vector = batch.outputs[:direct]
         if batch.inputs is not batch.outputs:
             for source, target in zip(batch.inputs[:direct], vector, strict=True):
@@ -103,7 +99,7 @@ class Executor:
         if batch.fused:
             sources = [batch.inputs[index].view(-1) for index in batch.fused]
             vector.append(self._fusion_buffer(sources))
-            with self._activity(batch, "MEMCPY_IN_FUSION_BUFFER"):
+            with self._activity(batch.request.name, "MEMCPY_IN_FUSION_BUFFER"):
                 torch.cat(sources, out=vector[-1])
         if batch.request.prescale != 1.0:
             for tensor in vector:
@@ -115,7 +111,7 @@ class Executor:
         """Bring results out of the fusion buffer."""
         if batch.vector and batch.fused:
             outputs = [batch.outputs[index].view(-1) for index in batch.fused]
-            with self._activity(batch, "MEMCPY_OUT_FUSION_BUFFER"):
+            with self._activity(batch.request.name, "MEMCPY_OUT_FUSION_BUFFER"):
                 sizes = [output.numel() for output in outputs]
                 parts = torch.split_with_sizes(batch.vector[-1], sizes)
                 torch._foreach_copy_(outputs, list(parts))
@@ -151,7 +147,7 @@ class Executor:
         with self._on_device(request.tensors[0].device, requests) as transport:
             if request.kind is Kind.ALLREDUCE:
                 return self._reduce_batch(batch, request, transport)
-            with self._activity(batch, f"{transport.name}_{request.kind.name}"):
+            with self._activity(batch.request.name, f"{transport.name}_{request.kind.name}"):
                 result = _RUN[request.kind](self, request, transport)
             _hand_over(result, request.stream)
             return result
@@ -161,7 +157,7 @@ class Executor:
             self._adasum(batch, transport)
             return
         vector = self.pack(batch, transport)
-        with self._activity(batch, f"{transport.name}_ALLREDUCE"):
+        with self._activity(batch.request.name, f"{transport.name}_ALLREDUCE"):
             reduce_(vector, request.op, request.postscale, transport, request.wire)
         self.unpack(batch)
 
@@ -172,7 +168,7 @@ class Executor:
                 target.copy_(source)
             outputs.append(target.view(-1))
             scale_(outputs[-1], batch.request.prescale)
-        with self._activity(batch, f"{transport.name}_ADASUM_ALLREDUCE"):
+        with self._activity(batch.request.name, f"{transport.name}_ADASUM_ALLREDUCE"):
             adasum_(outputs, transport)
         for output in outputs:
             scale_(output, batch.request.postscale)
@@ -188,7 +184,7 @@ class Executor:
         rows = self.gather_numbers([tensor.shape[0] for tensor in request.tensors])
         results = []
         for index, tensor in enumerate(request.tensors):
-            row = tensor[0].numel() if tensor.shape[0] else _row_size(tensor)
+            row = math.prod(tensor.shape[1:])
             counts = [ranks_rows[index] * row for ranks_rows in rows]
             total = sum(ranks_rows[index] for ranks_rows in rows)
             output = tensor.new_empty((total, *tensor.shape[1:]))
@@ -200,7 +196,7 @@ class Executor:
         tensor, splits = request.tensors[0], request.detail
         everyone = self.gather_numbers(splits)
         received = [ranks_splits[self.rank] for ranks_splits in everyone]
-        row = _row_size(tensor)
+        row = math.prod(tensor.shape[1:])
         output = tensor.new_empty((sum(received), *tensor.shape[1:]))
         source = tensor.reshape(-1)[: sum(splits) * row]
         transport.alltoall(
@@ -213,7 +209,7 @@ class Executor:
         plain = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
         results = []
         for tensor in request.tensors:
-            row = _row_size(tensor)
+            row = math.prod(tensor.shape[1:])
             each, extra = divmod(tensor.shape[0], self.size)
             rows = [each + (rank < extra) for rank in range(self.size)]
             output = tensor.new_empty((rows[self.rank], *tensor.shape[1:]))
@@ -247,7 +243,7 @@ class Executor:
         module = torch.get_device_module(device)
         transport = self._device_transports.get(device)
         if transport is None:
-            with self._activity_named(requests[0].name, f"INIT_{device.type.upper()}"):
+            with self._activity(requests[0].name, f"INIT_{device.type.upper()}"):
                 transport = self._device_transports[device] = self._for_device(device)
             self._streams[device] = module.Stream(device)
         stream = self._streams[device]
@@ -275,10 +271,7 @@ class Executor:
 
     # -- timeline --------------------------------------------------------------------------
 
-    def _activity(self, batch: Batch, activity: str) -> contextlib.AbstractContextManager[Any]:
-        return self._activity_named(batch.request.name, activity)
-
-    def _activity_named(self, name: str, activity: str) -> contextlib.AbstractContextManager[Any]:
+    def _activity(self, name: str, activity: str) -> contextlib.AbstractContextManager[Any]:
         timeline = self.trace.timeline
         return _NOTHING if timeline is None else timeline.activity(name, activity)
 
@@ -315,11 +308,3 @@ def _hand_over(result: Any, stream: Any) -> None:
     for tensor in result if isinstance(result, (list, tuple)) else (result,):
         if stream is not None and isinstance(tensor, torch.Tensor) and not tensor.is_cpu:
             tensor.record_stream(stream)
-
-
-def _row_size(tensor: torch.Tensor) -> int:
-    """Elements of one index of the first dimension, also where there is none."""
-    size = 1
-    for extent in tensor.shape[1:]:
-        size *= extent
-    return size

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from horovod.common.config import Config
@@ -19,8 +21,6 @@ from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
 from horovod.engine.channel import Channel
 from horovod.engine.executor import Executor, Trace
-from horovod.engine.reporter import Reporter
-from horovod.engine.request import Request
 from horovod.engine.stall import StallInspector
 from horovod.engine.statistics import Statistics, resident_bytes
 from horovod.engine.timeline import Timeline
@@ -32,37 +32,24 @@ logger = get_logger(__name__)
 WORLD = 0  # id of the set of all ranks
 
 
+@dataclass(eq=False, repr=False)
 class Job:
     """One job, as this rank sees it. Sets are made and removed on all ranks in the same order."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        config: Config,
-        connection: Store,
-        store: Store,
-        identities: Sequence[str],
-        change_process_sets: Callable[[Request], Any],
-        statistics: Statistics,
-        launched_ranks: Sequence[int] | None = None,
-    ) -> None:
-        self.topology = topology
-        self.config = config
-        self.connection = connection  # to the job's store
-        self.store = store  # this job's part of it
-        self.sets: dict[int, tuple[int, ...]] = {}
-        self.channels: dict[int, Channel] = {}  # of the sets that this rank belongs to
-        self.trace = Trace()
-        self._identities = list(identities)
-        self._change_process_sets = change_process_sets
-        self.statistics = statistics
-        statistics.times_devices = config.stats_interval is not None
-        self._launched_ranks = launched_ranks  # what the launcher calls our ranks, if otherwise
-        self._free_ids: list[int] = []
-        self._next_id = WORLD
-        self._generation = 0  # of process sets: makes their keys in the store unique
-        self._inspector: StallInspector | None = None
-        self._reporter: Reporter | None = None
+    topology: Topology
+    config: Config
+    connection: Store  # to the job's store
+    store: Store  # this job's part of it
+    identities: Sequence[str]  # of the hosts, by rank
+    statistics: Statistics
+    launched_ranks: Sequence[int] | None = None  # what the launcher calls our ranks, if otherwise
+    sets: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    channels: dict[int, Channel] = field(default_factory=dict)  # of sets that we belong to
+    trace: Trace = field(default_factory=Trace)
+    _free_ids: list[int] = field(default_factory=list)
+    _next_id: int = WORLD
+    _generation: int = 0  # of process sets: makes their keys in the store unique
+    _inspector: StallInspector | None = None
 
     @property
     def generation(self) -> int:
@@ -75,6 +62,7 @@ class Job:
     def start(self) -> None:
         """Connect with all other ranks, and watch that they keep up."""
         config = self.config
+        self.statistics.times_devices = config.stats_interval is not None
         if config.timeline and config.timeline.upper() != "DYNAMIC":
             self.trace.record(self.new_timeline(config.timeline, config.timeline_mark_cycles))
         self._agree_on_arrivals()
@@ -85,15 +73,12 @@ class Job:
                 config.stall_check_time_seconds,
                 config.stall_shutdown_time_seconds,
             )
-        if config.stats_interval is not None:
-            self._reporter = Reporter(self, config.stats_interval)
         take_note_back()
 
     def new_timeline(self, path: str, mark_cycles: bool) -> Timeline:
         topology = self.topology
-        host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
         members = self.trace.members
-        return Timeline(path, topology.rank, mark_cycles, topology.size, host, members)
+        return Timeline(path, topology.rank, mark_cycles, topology.size, self.host, members)
 
     def _agree_on_arrivals(self) -> None:
         """If rank 0 records from the start, ranks tell each other when they submit what.
@@ -117,8 +102,6 @@ class Job:
 
     def close(self) -> None:
         """Stop. Operations in flight fail, here and where other ranks wait for us."""
-        if self._reporter is not None:
-            self._reporter.stop()
         if self._inspector is not None:
             self._inspector.stop()
         error = HorovodInternalError("Horovod has been shut down")
@@ -126,7 +109,7 @@ class Job:
             channel.close(error)
             self.statistics.close(channel.rounds.counters)
         self.channels.clear()  # the inspector's hold on the job is a cycle: let go of memory now
-        self._inspector = self._reporter = None
+        self._inspector = None
         self.connection.close()
         if self.trace.timeline is not None:
             self.trace.timeline.close()
@@ -209,10 +192,6 @@ class Job:
             raise ValueError(f"there is no process set {set_id}")
         return ranks
 
-    def hosts(self) -> list[list[int]]:
-        """The ranks on each host."""
-        return select.by_host(self._identities)
-
     def _open_channel(self, set_id: int, ranks: tuple[int, ...]) -> Channel:
         group = Group(
             rank=ranks.index(self.topology.rank),
@@ -221,29 +200,24 @@ class Job:
             store=PrefixStore(self.store, f"set{self._generation}/"),
             config=self.config,
         )
-        hosts = select.by_host([self._identities[rank] for rank in ranks])
+        hosts = select.by_host([self.identities[rank] for rank in ranks])
         transport, reason = select.for_host_memory(group, hosts)
         if group.rank == 0:
             where = "all ranks" if set_id == WORLD else f"process set {set_id}"
             logger.info("%s: CPU tensors through %s (%s)", where, transport.name, reason)
         counters = self.statistics.open(transport.media)
-        executor = Executor(
-            transport,
-            lambda device: select.for_device(group, transport, device),
-            self.trace,
-            counters,
-        )
+        for_device = partial(select.for_device, group, transport)
+        executor = Executor(transport, for_device, self.trace, counters)
         return Channel(
             set_id,
             group,
             executor,
-            change_process_sets=self._change_process_sets,
             on_loss=self._note_loss,
             background_core=_core_of_background(self.config, self.topology),
         )
 
     def _note_loss(self, ranks: Sequence[int]) -> None:
-        known = self._launched_ranks
+        known = self.launched_ranks
         leave_note(ranks if known is None else [known[rank] for rank in ranks])
 
 

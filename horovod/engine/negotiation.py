@@ -74,8 +74,7 @@ def negotiate(
 ) -> Negotiated:
     """Exchange queues and decide. Collective over the group."""
     mine = [(request.name, request.signature.hex(), request.waiting) for request in queue]
-    text = json.dumps([is_stuck(queue), mine]).encode()
-    told = [json.loads(text) for text in gather_texts(text, transport)]
+    told = gather_json([is_stuck(queue), mine], transport)
     queues: list[Queue] = [
         {name: (signature, waiting) for name, signature, waiting in entries} for _, entries in told
     ]
@@ -95,9 +94,7 @@ def negotiate(
     if not obscure:
         return Negotiated(ready=[own[name] for name in findings])
     described = {name: own[name].describe() for name in own if name in obscure}
-    texts = gather_texts(json.dumps(described).encode(), transport)
-    descriptions = [json.loads(text) for text in texts]
-    outcome = _judge(findings, descriptions, own, group)
+    outcome = _judge(findings, gather_json(described, transport), own, group)
     if outcome.join_ended:
         memory.joined = set()
     return outcome
@@ -106,26 +103,20 @@ def negotiate(
 def _deadlock(queue: Sequence[Request], group: Group, transport: Transport) -> Negotiated:
     """Nothing can change any more: what ranks wait for fails. Collective."""
     waited = [request for request in queue if request.waiting]
-    text = json.dumps({request.name: request.describe() for request in waited}).encode()
-    waiting = [json.loads(text) for text in gather_texts(text, transport)]
+    waiting = gather_json({request.name: request.describe() for request in waited}, transport)
     error = HorovodInternalError(describe_deadlock(waiting, group))
     return Negotiated(failed=[(request, error) for request in waited])
 
 
-def gather_texts(text: bytes, transport: Transport) -> list[bytes]:
-    """Everybody's text."""
-    size = transport.size
+def gather_json(value: Any, transport: Transport) -> list[Any]:
+    """Everybody's value."""
+    text, size = json.dumps(value).encode(), transport.size
     lengths = torch.empty(size, dtype=torch.int64)
     transport.allgather(torch.tensor([len(text)]), lengths, [1] * size)
     counts: list[int] = lengths.tolist()
     output = torch.empty(sum(counts), dtype=torch.uint8)
     transport.allgather(torch.frombuffer(bytearray(text), dtype=torch.uint8), output, counts)
-    data = output.numpy().tobytes()
-    texts, start = [], 0
-    for count in counts:
-        texts.append(data[start : start + count])
-        start += count
-    return texts
+    return [json.loads(part.numpy().tobytes()) for part in torch.split(output, counts)]
 
 
 def _compare(queues: Sequence[Queue], joined: set[int]) -> dict[str, Finding]:
@@ -172,13 +163,11 @@ def _judge(
     for name, finding in findings.items():
         request = own.get(name)
         entries = {rank: known[name] for rank, known in enumerate(descriptions) if name in known}
-        if finding is Finding.READY:
-            outcome.ready.append(own[name])
-            continue
-        if finding is Finding.STOOD_IN_FOR and _kind(name) in _REDUCTIONS:
+        is_stood_in_for = finding is Finding.STOOD_IN_FOR
+        if finding is Finding.READY or (is_stood_in_for and _kind(name) in _REDUCTIONS):
             outcome.ready.append(request or _stand_in(name, next(iter(entries.values()))))
             continue
-        if finding is Finding.STOOD_IN_FOR and _kind(name) == Kind.REQUIRE_ALL.value:
+        if is_stood_in_for and _kind(name) == Kind.REQUIRE_ALL.value:
             missed = HorovodInternalError(_missed(entries, group))
             outcome.failed.append((request or own[JOIN], missed))
             outcome.join_ended = True
@@ -227,8 +216,8 @@ def _stand_in(name: str, entry: Entry) -> Request:
         entry["prescale"],
         entry["postscale"],
         None if entry["wire"] is None else getattr(torch, entry["wire"]),
+        alone=entry["alone"],
     )
-    request.alone = entry["alone"]
     request.follow_stream()  # on which the device fills the tensors
     return request
 

@@ -50,7 +50,7 @@ def allgather_object(obj: Any, name: str, process_set_id: int) -> list[Any]:
         raise ValueError(f"rank {rank} could not pickle its object")
     mine = torch.frombuffer(payload, dtype=torch.uint8)
     everything = _allgather(mine, f"{name}.t", process_set_id)
-    return [pickle.loads(_content(part)) for part in everything.split_with_sizes(sizes)]
+    return [pickle.loads(part.numpy().tobytes()) for part in everything.split_with_sizes(sizes)]
 
 
 def _broadcast(tensor: torch.Tensor, root_rank: int, name: str, process_set_id: int) -> None:
@@ -77,10 +77,3 @@ def _pickled(obj: Any) -> tuple[bytearray | None, Exception | None]:
     except Exception as error:
         return None, error
     return bytearray(buffer.getbuffer()), None
-
-
-def _content(tensor: torch.Tensor) -> bytearray:
-    """The bytes of a uint8 tensor."""
-    content = bytearray(tensor.numel())
-    torch.frombuffer(content, dtype=torch.uint8).copy_(tensor)
-    return content

@@ -21,47 +21,12 @@ from horovod.engine.scaling import sum_and_scale
 from horovod.transport.base import MAX_TENSORS
 
 
-def prepare(request: Request, channel: Channel) -> PreparedAllreduce | None:
-    """For repeating an allreduce; None where that is not one collective of a transport.
-
-    Ranks that go inline must do what others do who go by requests: those are cut by the fusion
-    threshold.
-    """
-    dtype, tensors = request.tensors[0].dtype, request.tensors
-    if request.prescale != 1.0 or request.op is ReduceOp.ADASUM or not dtype.is_floating_point:
-        return None
-    if len(tensors) > 1:
-        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
-            return None
-        if sum(tensor.nbytes for tensor in tensors) > channel.group.config.fusion_threshold:
-            return None
-    return PreparedAllreduce(request, channel)
-
-
 class PreparedAllreduce:
     """An allreduce of floating-point tensors that is repeated under one name.
 
     Keeps what a request would have to find out each time. `reduce` is for one tensor; whoever
     repeats that of a group checks itself that the tensors are like those of the first request.
     """
-
-    __slots__ = (
-        "alone",
-        "channel",
-        "dtype",
-        "labels",
-        "name",
-        "nbytes",
-        "op",
-        "plain",
-        "postscale",
-        "saved",
-        "scale",
-        "set_id",
-        "shapes",
-        "signature",
-        "wire",
-    )
 
     def __init__(self, request: Request, channel: Channel) -> None:
         self.channel = channel
@@ -155,19 +120,18 @@ class PreparedAllreduce:
 
         `background` false promises that the caller waits at once.
         """
-        request = self._request(tensors)
-        request.waiting = not background
+        request = self._request(tensors, waiting=not background)
         if not tensors[0].is_cpu:
             request.follow_stream()
             request.deferred = True
         return self.channel.submit(request, background)
 
-    def _request(self, vector: Sequence[torch.Tensor]) -> Request:
-        """An ordinary request for the same, whose caller waits."""
+    def _request(self, vector: Sequence[torch.Tensor], waiting: bool = True) -> Request:
+        """An ordinary request for the same."""
         tensors = vector
         if len(vector) == 1:  # the only one that comes flat
             tensors = [vector[0].view(self.shapes[0])]
-        request = Request(
+        return Request(
             self.channel,
             Kind.ALLREDUCE,
             self.name,
@@ -175,12 +139,10 @@ class PreparedAllreduce:
             tensors,
             tensors,
             self.op,
-            1.0,
-            self.postscale,
-            self.wire,
+            postscale=self.postscale,
+            detail=self.wire,
+            labels=self.labels,
+            alone=self.alone,
+            waiting=waiting,
+            nbytes=self.nbytes,
         )
-        request.nbytes = self.nbytes
-        request.labels = self.labels
-        request.alone = self.alone
-        request.waiting = True
-        return request

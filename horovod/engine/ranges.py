@@ -44,10 +44,6 @@ class Ranges:
         self._log = logger.isEnabledFor(logging.DEBUG)
         self.always = self._nvtx or self._log  # else only while a profiler records
 
-    def wanted(self) -> bool:
-        """Whether anybody looks, now and in this thread."""
-        return self.always or profiler_records()
-
     @contextmanager
     def around(self, batch: Batch, transport: str) -> Iterator[None]:
         """While `batch` runs."""

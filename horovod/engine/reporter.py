@@ -20,14 +20,14 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, launchers_store
 from horovod.common.logging import get_logger
 from horovod.common.store import Store
-from horovod.common.topology import Topology
 from horovod.engine.channel import Channel
-from horovod.engine.statistics import MOST_VALUES, Statistics, Step
+from horovod.engine.job import Job
+from horovod.engine.statistics import MOST_VALUES, Step
 
 logger = get_logger(__name__)
 
@@ -42,22 +42,6 @@ _NAMES_SHOWN = 6
 _LONGEST_TEXT = 300  # characters of a tensor's name, or of a path
 
 
-class ReportedJob(Protocol):
-    """What a reporter needs to know of a job (`horovod.engine.job`)."""
-
-    topology: Topology
-    statistics: Statistics
-    connection: Store
-    channels: dict[int, Channel]
-
-    @property
-    def generation(self) -> int:
-        """That of an elastic job; 0 in others."""
-
-    def stats(self) -> dict[str, Any]:
-        """What `hvd.stats()` returns."""
-
-
 def report_key(generation: int, rank: int) -> str:
     """Where the report of a rank is in the launcher's store."""
     return f"stats/{generation}/{rank}"
@@ -66,7 +50,7 @@ def report_key(generation: int, rank: int) -> str:
 class Reporter:
     """Reports on `job` from a thread of its own until `stop`."""
 
-    def __init__(self, job: ReportedJob, interval: float) -> None:
+    def __init__(self, job: Job, interval: float) -> None:
         self._job = job
         self._interval = interval
         self._key = report_key(job.generation, job.topology.rank)
@@ -148,7 +132,7 @@ class Reporter:
             "time": now,
             "state": state,
             "stats": {key: finite(value) for key, value in stats.items()},
-            "steps": [_row(step, to_epoch) for step in steps],
+            "steps": [[step.number, step.end + to_epoch, *step[2:]] for step in steps],
             "waiting": waiting,
             "metrics": {
                 name: [[step, finite(value)] for step, value in values]
@@ -175,7 +159,7 @@ class Reporter:
 class WaitingNotes:
     """What this rank waits for, and who else does. Used by the reporter's thread alone."""
 
-    def __init__(self, job: ReportedJob) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         self._posted: dict[int, str] = {}  # by process set: the key of our note
         self._compared: set[str] = set()  # notes that others have had the time to answer
@@ -241,8 +225,3 @@ def _oldest(channel: Channel, seconds: float) -> Any:
 def finite(value: Any) -> Any:
     """What JSON can tell of a number: null for NaN and infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _row(step: Step, to_epoch: float) -> list[float]:
-    number, end, *seconds = step
-    return [number, end + to_epoch, *seconds]

@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -54,89 +56,50 @@ class RoundDriver(Protocol):
 _RAGGED = (Kind.ALLGATHER, Kind.ALLTOALL)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """An operation in a channel's queue. Callers hold it as their handle."""
 
-    __slots__ = (
-        "alone",
-        "deferred",
-        "detail",
-        "driver",
-        "event",
-        "failure",
-        "finished",
-        "kind",
-        "labels",
-        "name",
-        "nbytes",
-        "op",
-        "outputs",
-        "plain",
-        "postscale",
-        "prescale",
-        "ready",
-        "result",
-        "signature",
-        "source_line",
-        "stream",
-        "submitted",
-        "tensors",
-        "thread",
-        "timing",
-        "waiting",
-    )
+    driver: RoundDriver | None  # None: nobody waits for it
+    kind: Kind
+    name: str
+    signature: bytes
+    tensors: Sequence[torch.Tensor] = ()
+    outputs: Sequence[torch.Tensor] = ()
+    op: ReduceOp = ReduceOp.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    # The root of a broadcast, the splits of an alltoall, the wire type of an allreduce, ...
+    detail: Any = None
+    labels: Sequence[str] = ()  # what the user calls the tensors, in mismatch messages
+    alone: bool = False  # not to be fused with other requests
+    waiting: bool = False
+    nbytes: float = inf  # in all, if known to be of one dtype and on one device
+    change: Callable[[], Any] | None = None  # what every rank does instead of a collective
+    stream: Any = None  # where the caller gives work to the device,
+    event: Any = None  # and what of it must be done before ours may start
+    deferred: bool = False  # finished as soon as the device knows what to do,
+    ready: Any = None  # and then this event tells when it has done so
+    timing: DeviceTiming | None = None  # of the device's work, for statistics
+    finished: bool = False
+    failure: HorovodInternalError | None = None
+    result: Any = None
+    plain: bool = field(init=False)  # one tensor in host memory, to be shown to others as it is
+    source_line: tuple[str, int] = field(init=False)
+    submitted: float = field(init=False)
+    thread: int = field(init=False)
 
-    def __init__(
-        self,
-        driver: RoundDriver | None,
-        kind: Kind,
-        name: str,
-        signature: bytes,
-        tensors: Sequence[torch.Tensor] = (),
-        outputs: Sequence[torch.Tensor] = (),
-        op: ReduceOp = ReduceOp.SUM,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        detail: Any = None,
-    ) -> None:
-        self.driver = driver  # None: nobody waits for it
-        self.kind = kind
-        self.name = name
-        self.signature = signature
-        self.tensors = tensors
-        self.outputs = outputs
-        self.op = op
-        self.prescale = prescale
-        self.postscale = postscale
-        self.nbytes: int | None = None  # in all, if known to be of one dtype and on one device
-        # The root of a broadcast, the splits of an alltoall, the wire type of an allreduce, ...
-        self.detail = detail
-        self.labels: Sequence[str] = ()  # what the user calls the tensors, in mismatch messages
-        # One tensor in host memory that may be shown to the others as it is.
+    def __post_init__(self) -> None:
         self.plain = (
-            kind is Kind.ALLREDUCE
-            and len(tensors) == 1
-            and prescale == 1.0
-            and op is not ReduceOp.ADASUM
-            and tensors[0].is_cpu
+            self.kind is Kind.ALLREDUCE
+            and len(self.tensors) == 1
+            and self.prescale == 1.0
+            and self.op is not ReduceOp.ADASUM
+            and self.tensors[0].is_cpu
         )
-        self.alone = False  # not to be fused with other requests
-        self.stream: Any = None  # where the caller gives work to the device,
-        self.event: Any = None  # and what of it must be done before ours may start
-        self.deferred = False  # finished as soon as the device knows what to do,
-        self.ready: Any = None  # and then this event tells when it has done so
-        self.timing: DeviceTiming | None = None  # of the device's work, for statistics
-        self.finished = False
-        self.waiting = False
-        self.failure: HorovodInternalError | None = None
-        self.result: Any = None
-        self.source_line = caller(sys._getframe(1))
+        self.source_line = caller(sys._getframe(2))
         self.submitted = time.monotonic()
         self.thread = threading.get_ident()
-
-    def fits(self, threshold: int) -> bool:
-        """Whether all tensors are known to go into a buffer of `threshold` bytes."""
-        return self.nbytes is not None and self.nbytes <= threshold
 
     def follow_stream(self) -> None:
         """Let the device come to this after all that it has been given so far by this thread."""
@@ -251,6 +214,6 @@ def bytes_on_wire(nbytes: int, dtype: torch.dtype, wire: torch.dtype | None) -> 
 
 def caller(frame: FrameType) -> tuple[str, int]:
     """File and line of the innermost frame outside this package."""
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno

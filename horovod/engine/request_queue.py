@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 from horovod.common.exceptions import HorovodInternalError, fresh_copy
@@ -17,15 +18,14 @@ class RequestQueue:
         self.failure: HorovodInternalError | None = None  # why no more are taken
         self.grown = threading.Event()  # set by what is submitted; whoever waits for it clears it
         self._in_flight: dict[str, Request] = {}
-        self._unnamed: dict[Kind, int] = {}
+        self._unnamed: Counter[Kind] = Counter()
         self._lock = threading.Lock()  # held for moments
 
     def auto_name(self, kind: Kind) -> str:
         """A name for an unnamed request: ranks that submit alike count alike."""
         with self._lock:
-            number = self._unnamed.get(kind, 0) + 1
-            self._unnamed[kind] = number
-        return f"noname.{number}"
+            self._unnamed[kind] += 1
+            return f"noname.{self._unnamed[kind]}"
 
     def restart_auto_names(self) -> None:
         with self._lock:

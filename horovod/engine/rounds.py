@@ -11,7 +11,7 @@ A channel lets one thread at a time run them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
@@ -22,7 +22,6 @@ from horovod.engine.ranges import Ranges, profiler_records, size_of
 from horovod.engine.request import Kind, Request, bytes_on_wire
 from horovod.engine.request_queue import RequestQueue
 from horovod.engine.statistics import Counters
-from horovod.engine.timeline import Timeline
 from horovod.engine.waiters import Waiters
 from horovod.transport.base import MAX_WORDS, Group
 
@@ -33,17 +32,9 @@ class Rounds:
     """Takes requests from the queue, together with the other ranks, and completes them."""
 
     def __init__(
-        self,
-        set_id: int,
-        group: Group,
-        executor: Executor,
-        queue: RequestQueue,
-        *,
-        change_process_sets: Callable[[Request], Any],
-        waiters: Waiters,
-        cycle: float,
+        self, set_id: int, group: Group, executor: Executor, queue: RequestQueue, waiters: Waiters
     ) -> None:
-        self.cycle = cycle  # seconds
+        self.cycle = group.config.cycle_time / 1000  # seconds
         self.counters: Counters | None = executor.counters  # None: nobody counts
         self.ranges = Ranges(group.config)
         self.num_run = 0  # operations so far, the same on all ranks
@@ -54,11 +45,10 @@ class Rounds:
         self._transport = executor.transport
         self._trace = executor.trace
         self._queue = queue
-        self._change_process_sets = change_process_sets
         self._waiters = waiters
         self._threshold = group.config.fusion_threshold
         self._fuse_groups = not group.config.disable_group_fusion
-        self._pause = cycle
+        self._pause = self.cycle
         self._join_state = JoinState()
 
     def run_next(self) -> None:
@@ -130,7 +120,7 @@ class Rounds:
         timeline = self._trace.timeline
         if timeline is not None:
             for request, _ in (*outcome.failed, *outcome.completed):
-                timeline.negotiate_end(request.name, request.label)
+                timeline.negotiate_end(request.name)
         for request, error in outcome.failed:
             self._queue.remove([request])
             request.fail(error)
@@ -162,13 +152,13 @@ class Rounds:
         first = self.num_run
         if timeline is not None:
             for number, request in enumerate(requests, first):
-                timeline.negotiate_end(request.name, request.label, agreed, self._set_id, number)
+                timeline.negotiate_end(request.name, agreed, self._set_id, number)
                 timeline.start(request.name, request.label, agreed)
         self.num_run += len(requests)
         left = {request: len(request.tensors) for request in requests}
         for batch in batches:
             began = time.monotonic()
-            if self.ranges.wanted():
+            if self.ranges.always or profiler_records():
                 with self.ranges.around(batch, self._transport.name):
                     result = self._run_batch(batch)
             else:
@@ -182,7 +172,7 @@ class Rounds:
                 if left[request] == 0 or not batch.requests:
                     done.append(request)
                     if timeline is not None:
-                        _end_in(timeline, request)
+                        timeline.end(request.name, request.tensors)
             if self.counters is not None:
                 self.counters.operations += len(done)
             self._queue.remove(done)
@@ -214,12 +204,7 @@ class Rounds:
     def _run_batch(self, batch: Batch) -> Any:
         request = batch.request
         try:
-            if request.kind is Kind.PROCESS_SET:
-                return self._change_process_sets(request)
-            if request.kind is Kind.ALGORITHM:
-                self._transport.use(request.detail)
-                return None
-            return self._executor.run(batch)
+            return self._executor.run(batch) if request.change is None else request.change()
         except HorovodInternalError:
             raise
         except Exception as error:
@@ -246,13 +231,3 @@ class Rounds:
                 request.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER),
                 bytes_on_wire(nbytes, tensor.dtype, request.wire),
             )
-
-
-def _end_in(timeline: Timeline, request: Request) -> None:
-    if len(request.tensors) > 1:
-        dtypes = [tensor.dtype for tensor in request.tensors]
-        timeline.end_group(request.name, dtypes, sum(t.nbytes for t in request.tensors))
-    elif request.tensors:
-        timeline.end(request.name, request.tensors[0].dtype, request.tensors[0].shape)
-    else:
-        timeline.end(request.name)

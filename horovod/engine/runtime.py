@@ -12,7 +12,7 @@ import importlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from horovod.common import mpi
@@ -31,10 +31,12 @@ from horovod.engine.background import finish_threads
 from horovod.engine.channel import Channel
 from horovod.engine.heap import keep_heap
 from horovod.engine.job import WORLD, Job
-from horovod.engine.request import Kind, Request
+from horovod.engine.reporter import Reporter
+from horovod.engine.request import Kind
 from horovod.engine.statistics import Statistics
 from horovod.engine.submission import Submission
 from horovod.engine.timeline import Timeline, path_of_rank
+from horovod.transport import select
 from horovod.transport.base import Group
 
 logger = get_logger(__name__)
@@ -50,6 +52,7 @@ class Runtime(Submission):
         self._job: Job | None = None
         self.is_mpi_job = False  # whether MPI started the ranks
         self.statistics = Statistics()  # optimizers tell it about their steps
+        self._reporter: Reporter | None = None
         self._inits = 0
         self._parents_job: Job | None = None  # in a forked child: facts, but no operations
         self._ending = threading.Lock()  # held while a job is aborted from another thread
@@ -101,20 +104,14 @@ class Runtime(Submission):
             self.statistics.reform()
         else:
             self.statistics.restart()
-        job = Job(
-            topology,
-            config,
-            connection,
-            store,
-            identities,
-            self._apply_change,
-            self.statistics,
-            launched or None,
-        )
+        numbers = self.statistics
+        job = Job(topology, config, connection, store, identities, numbers, launched or None)
         self._parents_job = None
         self._job = job
         try:
             job.start()
+            if config.stats_interval is not None:
+                self._reporter = Reporter(job, config.stats_interval)
             if isinstance(connection, Generation):
                 self._open_wanted_sets(job)
                 connection.mark_formed()
@@ -142,6 +139,9 @@ class Runtime(Submission):
         if job is None:
             return
         unmark_process()
+        reporter, self._reporter = self._reporter, None
+        if reporter is not None:
+            reporter.stop()
         job.close()
         self._summary = job.summary()
         if not isinstance(job.connection, Generation):  # else others may come: see `_end`
@@ -159,7 +159,7 @@ class Runtime(Submission):
         return self._job is not None or self._parents_job is not None
 
     def _after_fork_in_child(self) -> None:
-        job, self._job = self._job, None
+        job, self._job, self._reporter = self._job, None, None
         self._ending = threading.Lock()  # another thread may have held it
         self.statistics.after_fork_in_child()
         self.prepared.clear()
@@ -183,7 +183,7 @@ class Runtime(Submission):
 
     def is_homogeneous(self) -> bool:
         """Whether every host runs the same number of ranks."""
-        return len({len(ranks) for ranks in self._known_job().hosts()}) == 1
+        return len({len(ranks) for ranks in select.by_host(self._known_job().identities)}) == 1
 
     def _known_job(self) -> Job:
         """For facts, which hold in forked children too."""
@@ -242,30 +242,29 @@ class Runtime(Submission):
 
     def add_process_set(self, ranks: Sequence[int]) -> int:
         """Register a set on all ranks; collective over the world. Returns its id."""
-        return int(self._change_sets("add", sorted(ranks)))
+        ranks = sorted(ranks)
+
+        def add() -> int:
+            self.want_process_set(ranks)
+            return self._running().open_set(tuple(ranks))
+
+        return int(self._change_sets(["add", *ranks], add))
 
     def remove_process_set(self, set_id: int) -> None:
         """Unregister a set on all ranks; collective over the world."""
-        self._change_sets("remove", [set_id])
 
-    def _change_sets(self, action: str, numbers: list[int]) -> Any:
-        result = self.channel(WORLD).change(Kind.PROCESS_SET, [action, *numbers])
+        def remove() -> None:
+            self.prepared.clear()
+            ranks = self._running().remove_set(set_id)
+            if ranks is not None and ranks in self._wanted_sets:
+                self._wanted_sets.remove(ranks)
+
+        self._change_sets(["remove", set_id], remove)
+
+    def _change_sets(self, what: list[Any], change: Callable[[], Any]) -> Any:
+        result = self.channel(WORLD).change(Kind.PROCESS_SET, what, change)
         self.barrier(WORLD, background=False).wait()  # nobody returns before everybody has it
         return result
-
-    def _apply_change(self, request: Request) -> int:
-        """Runs on every rank at the same point of the world's sequence of operations."""
-        job = self._running()
-        action, *numbers = request.detail
-        if action == "add":
-            self.want_process_set(numbers)
-            return job.open_set(tuple(numbers))
-        set_id: int = numbers[0]
-        self.prepared.clear()
-        ranks = job.remove_set(set_id)
-        if ranks is not None and ranks in self._wanted_sets:
-            self._wanted_sets.remove(ranks)
-        return set_id
 
     def want_process_set(self, ranks: Sequence[int]) -> None:
         """In an elastic job: make this set in every later generation that has its ranks."""

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,46 +34,30 @@ _MOST_TIMINGS = 4096  # of operations that a device has not completed
 _SAMPLE_SECONDS = 1.0  # between looks at the memory of the GPU, which take tens of microseconds
 
 
+@dataclass(slots=True, eq=False)
 class Counters:
     """What one channel has done. Written by the thread that runs its rounds, read by any."""
 
-    __slots__ = (
-        "awaited",
-        "background",
-        "background_since",
-        "bytes_inline",
-        "bytes_moved",
-        "bytes_reduced",
-        "device_hidden",
-        "device_reduce",
-        "media",
-        "misses",
-        "operations",
-        "reduce",
-        "times_devices",
-        "timings",
-        "wait",
+    media: tuple[str, ...] = ()  # what carries tensors in host memory
+    times_devices: bool = False
+    wait: float = 0.0  # seconds until all ranks were there
+    reduce: float = 0.0  # seconds of moving and reducing after that
+    operations: int = 0
+    misses: int = 0  # operations for which the ranks had to exchange whole queues
+    bytes_inline: int = 0  # reduced in host memory by the shortest way: in none of the others
+    bytes_reduced: int = 0
+    bytes_moved: dict[str, int] = field(
+        default_factory=lambda: {SHARED_MEMORY: 0, NETWORK: 0, DEVICE: 0}
     )
-
-    def __init__(self, media: tuple[str, ...] = (), times_devices: bool = False) -> None:
-        self.media = media  # what carries tensors in host memory
-        self.times_devices = times_devices
-        self.wait = 0.0  # seconds until all ranks were there
-        self.reduce = 0.0  # seconds of moving and reducing after that
-        self.operations = 0
-        self.misses = 0  # operations for which the ranks had to exchange whole queues
-        self.bytes_inline = 0  # reduced in host memory by the shortest way: in none of the others
-        self.bytes_reduced = 0
-        self.bytes_moved = {SHARED_MEMORY: 0, NETWORK: 0, DEVICE: 0}
-        # Rounds of the background thread: their seconds of waiting and reducing, when the present
-        # one began (0: there is none), and how many of these seconds somebody waited for.
-        self.background = 0.0
-        self.background_since = 0.0
-        self.awaited = 0.0
-        # What devices complete later than this process goes on. Emptied by `settle`.
-        self.timings: deque[DeviceTiming] = deque(maxlen=_MOST_TIMINGS)
-        self.device_reduce = 0.0
-        self.device_hidden = 0.0
+    # Rounds of the background thread: their seconds of waiting and reducing, when the present
+    # one began (0: there is none), and how many of these seconds somebody waited for.
+    background: float = 0.0
+    background_since: float = 0.0
+    awaited: float = 0.0
+    # What devices complete later than this process goes on. Emptied by `settle`.
+    timings: deque[DeviceTiming] = field(default_factory=lambda: deque(maxlen=_MOST_TIMINGS))
+    device_reduce: float = 0.0
+    device_hidden: float = 0.0
 
     def settle(self) -> None:
         """Count what devices have completed. In threads of the program, one at a time."""
@@ -248,10 +233,6 @@ class Statistics:
         with self._lock:
             return self._sum()
 
-    def _settle(self) -> None:
-        for counters in self._counters:
-            counters.settle()
-
     def _sum(self) -> Totals:
         totals = self._past
         for counters in self._counters:
@@ -288,16 +269,12 @@ class Statistics:
             return
         now = time.monotonic()
         with self._lock:
-            if len(self._counters) == 1:  # nearly always: without the sum of everything
-                counters, past = self._counters[0], self._past
-                if counters.timings:
-                    counters.settle()
-                wait = past.wait + counters.wait
-                reduce = past.reduce + counters.reduce + counters.device_reduce
-                hidden = past.hidden + counters.hidden() + counters.device_hidden
-            else:
-                self._settle()
-                wait, reduce, hidden = self._sum()[:3]
+            wait, reduce, hidden = self._past[:3]
+            for counters in self._counters:  # without the sum of everything
+                counters.settle()
+                wait += counters.wait
+                reduce += counters.reduce + counters.device_reduce
+                hidden += counters.hidden() + counters.device_hidden
             while self._device_backward and self._device_backward[0].is_over():
                 self._backward += self._device_backward.popleft().seconds()[0]
             last_end, last = self._last_end, self._last
@@ -357,7 +334,8 @@ class Statistics:
         """
         self._sampled = time.monotonic()
         with self._lock:
-            self._settle()
+            for counters in self._counters:
+                counters.settle()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self.gpu_memory = int(torch.cuda.memory_allocated())
 

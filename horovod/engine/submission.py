@@ -18,7 +18,7 @@ from horovod.common.exceptions import HorovodInternalError, UndefinedOperationEr
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.channel import Channel
 from horovod.engine.job import WORLD
-from horovod.engine.prepared import PreparedAllreduce, prepare
+from horovod.engine.prepared import PreparedAllreduce
 from horovod.engine.request import Kind, Request, signature_of
 
 
@@ -67,11 +67,19 @@ class Submission(ABC):
                 if capacity > 0:
                     self._signatures[kind, name, form, terms] = known
             full, signature = known
-        request = Request(
-            channel, kind, full, signature, tensors, outputs, op, prescale, postscale, detail
+        return Request(
+            channel,
+            kind,
+            full,
+            signature,
+            tensors,
+            outputs,
+            op,
+            prescale,
+            postscale,
+            detail,
+            labels,
         )
-        request.labels = labels
-        return request
 
     def _submit(
         self, channel: Channel, request: Request, background: bool, deferred: bool = False
@@ -107,20 +115,9 @@ class Submission(ABC):
         them where they differ. They go with the other operations too.
         """
         channel = self.channel(process_set_id)
-        if len(tensors) > 1:
-            _check_one_device(tensors)
-        request = self._request(
-            channel,
-            Kind.ALLREDUCE,
-            name,
-            tensors,
-            outputs,
-            op,
-            prescale,
-            postscale,
-            wire,
-            labels,
-        )
+        _check_one_device(tensors)
+        terms = op, prescale, postscale, wire, labels
+        request = self._request(channel, Kind.ALLREDUCE, name, tensors, outputs, *terms)
         request.alone = alone
         if (
             request.plain
@@ -128,17 +125,27 @@ class Submission(ABC):
             and not background
             and len(self.prepared) < channel.group.config.cache_capacity
         ):
-            prepared = prepare(request, channel)
+            prepared = self.prepare(request, process_set_id)
             if prepared is not None:
                 self.prepared[name] = prepared
         return self._submit(channel, request, background, deferred)
 
     def prepare(self, request: Request, process_set_id: int = WORLD) -> PreparedAllreduce | None:
-        """For repeating a named allreduce that was submitted; None where that cannot be prepared.
+        """For repeating a named allreduce; None where that is not one collective of a transport.
 
-        It is good until the job ends or the set is removed, and then refuses.
+        It is good until the job ends or the set is removed, and then refuses. Ranks that go inline
+        must do what others do who go by requests: those are cut by the fusion threshold.
         """
-        return prepare(request, self.channel(process_set_id))
+        channel, tensors = self.channel(process_set_id), request.tensors
+        dtype = tensors[0].dtype
+        if request.prescale != 1.0 or request.op is ReduceOp.ADASUM or not dtype.is_floating_point:
+            return None
+        if len(tensors) > 1:
+            if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+                return None
+            if sum(tensor.nbytes for tensor in tensors) > channel.group.config.fusion_threshold:
+                return None
+        return PreparedAllreduce(request, channel)
 
     def allgather(
         self,
@@ -152,11 +159,8 @@ class Submission(ABC):
         """Concatenate along the first dimension, which may differ between ranks."""
         channel = self.channel(process_set_id)
         _check_one_device(tensors)
-        for tensor in tensors:
-            if tensor.dim() == 0:
-                raise UndefinedOperationError(
-                    "allgather needs at least one dimension, got a scalar"
-                )
+        if any(tensor.dim() == 0 for tensor in tensors):
+            raise UndefinedOperationError("allgather needs at least one dimension, got a scalar")
         request = self._request(channel, Kind.ALLGATHER, name, tensors, labels=labels)
         return self._submit(channel, request, background)
 
@@ -217,9 +221,8 @@ class Submission(ABC):
         channel = self.channel(process_set_id)
         _check_one_device(tensors)
         check_scattered(op)
-        for tensor in tensors:
-            if tensor.dim() == 0:
-                raise ValueError("reducescatter needs at least one dimension, got a scalar")
+        if any(tensor.dim() == 0 for tensor in tensors):
+            raise ValueError("reducescatter needs at least one dimension, got a scalar")
         request = self._request(
             channel, Kind.REDUCESCATTER, name, tensors, (), op, prescale, postscale, labels=labels
         )
@@ -255,10 +258,12 @@ def check_scattered(op: ReduceOp) -> None:
 
 def _check_one_device(tensors: Sequence[torch.Tensor]) -> None:
     if len(tensors) > 1:
-        kinds = {tensor.device for tensor in tensors}
-        if len(kinds) > 1:
-            names = ", ".join(sorted(map(str, kinds)))
-            raise HorovodInternalError(f"the tensors of a group are on several devices: {names}")
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise HorovodInternalError(
+                f"the tensors of a group must be on one device; these are on {names}"
+            )
 
 
 def _check_splits(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:

@@ -19,6 +19,7 @@ What upstream has not is in arguments of these events and in rows of their own:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -26,6 +27,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+
+import torch
 
 from horovod.common.logging import get_logger
 from horovod.timeline.format import BACKWARD, START_TIME, STEP, VERSION, WAIT
@@ -80,30 +83,18 @@ class Timeline:
         """The tensor was submitted here; agreement with the other ranks begins."""
         self._begin(name, f"NEGOTIATE_{kind.upper()}")
 
-    def rank_ready(
-        self, name: str, rank: int, at: float | None = None, number: int | None = None
-    ) -> None:
-        """That rank submitted the tensor: now, or at a time that was found out since.
+    def rank_ready(self, name: str, rank: int, at: float, number: int) -> None:
+        """That rank submitted the tensor, at a time that was found out since.
 
         `number` is that of `negotiate_end`, for by then the name may be in use again.
         """
-        body = f'"ph": "X", "name": "{rank}", "dur": 0'
-        if number is not None:
-            body += f', "args": {{"number": {number}}}'
+        body = f'"ph": "X", "name": "{rank}", "dur": 0, "args": {{"number": {number}}}'
         self._event(name, body, at)
 
     def negotiate_end(
-        self,
-        name: str,
-        kind: str,
-        at: float | None = None,
-        set_id: int = 0,
-        number: int | None = None,
+        self, name: str, at: float | None = None, set_id: int = 0, number: int | None = None
     ) -> None:
-        """All ranks agreed. `kind` must be that of `negotiate_start`; the format omits it.
-
-        `number` counts the collectives of the process set, alike on all ranks.
-        """
+        """All ranks agreed. `number` counts the process set's collectives, alike on all ranks."""
         body = '"ph": "E"'
         if number is not None:
             body += f', "args": {{"set": {set_id}, "number": {number}}}'
@@ -111,35 +102,25 @@ class Timeline:
 
     def start(self, name: str, kind: str, at: float | None = None) -> None:
         """The collective itself begins."""
-        self._event(name, f'"ph": "B", "name": {quoted(kind.upper())}', at)
+        self._begin(name, kind.upper(), at)
 
     def activity(self, name: str, activity: str) -> Activity:
         """A phase of the collective, as a context manager."""
         return Activity(self, name, activity)
 
-    def activity_start(self, name: str, activity: str) -> None:
-        self._begin(name, activity)
-
-    def activity_end(self, name: str) -> None:
-        self._event(name, '"ph": "E"')
-
-    def end(self, name: str, dtype: object = None, shape: Sequence[int] | None = None) -> None:
-        """The collective is over; `dtype` and `shape` describe its result where there is one."""
-        if dtype is None or shape is None:
-            self._event(name, '"ph": "E"')
-            return
-        described = f"[{', '.join(map(str, shape))}]"
-        text = quoted(str(dtype).removeprefix("torch."))
-        self._event(name, f'"ph": "E", "args": {{"dtype": {text}, "shape": "{described}"}}')
-
-    def end_group(self, name: str, dtypes: Sequence[object], nbytes: int) -> None:
-        """The collective of several tensors is over."""
-        kinds = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
-        about: dict[str, object] = {"dtype": ", ".join(kinds), "count": len(dtypes)}
-        about["bytes"] = nbytes
-        if name in self._members:
-            about["tensors"] = shortened(self._members[name])
-        self._event(name, f'"ph": "E", "args": {json.dumps(about)}')
+    def end(self, name: str, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """What began last is over. `tensors` describe the result of a collective."""
+        about: dict[str, object] = {}
+        if tensors:
+            kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+            about["dtype"] = ", ".join(kinds)
+        if len(tensors) == 1:
+            about["shape"] = str(list(tensors[0].shape))
+        elif tensors:
+            about |= {"count": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
+            if name in self._members:
+                about["tensors"] = shortened(self._members[name])
+        self._event(name, '"ph": "E"' + (f', "args": {json.dumps(about)}' if about else ""))
 
     # -- what the program does ---------------------------------------------------------------
 
@@ -167,7 +148,7 @@ class Timeline:
         if not self.mark_cycles:
             return
         with self._lock:
-            stamp = self._now()
+            stamp = self._stamp(time.perf_counter())
             self._write(f'{{"ph": "i", "name": "CYCLE_START", "ts": {stamp}, "pid": 0, "s": "g"}}')
 
     def close(self) -> None:
@@ -177,8 +158,8 @@ class Timeline:
 
     # -- writing -----------------------------------------------------------------------------
 
-    def _begin(self, name: str, what: str) -> None:
-        self._event(name, f'"ph": "B", "name": {quoted(what)}')
+    def _begin(self, name: str, what: str, at: float | None = None) -> None:
+        self._event(name, f'"ph": "B", "name": {quoted(what)}', at)
 
     def _event(self, name: str, body: str, at: float | None = None) -> None:
         """`at`: when it happened, by `time.perf_counter`, if not now."""
@@ -193,11 +174,8 @@ class Timeline:
                     about["tensors"] = list(self._members[name])
                 self._write(metadata("process_name", pid, **about))
                 self._write(metadata("process_sort_index", pid, sort_index=pid))
-            stamp = self._now() if at is None else self._stamp(at)
+            stamp = self._stamp(time.perf_counter() if at is None else at)
             self._write(f'{{{body}, "ts": {stamp}, "pid": {pid}}}')
-
-    def _now(self) -> int:
-        return (time.perf_counter_ns() - self._started) // 1000
 
     def _stamp(self, at: float) -> int:
         return max(0, (int(at * 1e9) - self._started) // 1000)
@@ -227,11 +205,9 @@ class Timeline:
     def _cut_back(self) -> None:
         """Drop a half-written event, so that what was recorded before stays readable."""
         assert self._descriptor is not None
-        try:
+        with contextlib.suppress(OSError):  # already reported: the same disk refused just now
             os.ftruncate(self._descriptor, self._end)
             os.pwrite(self._descriptor, CLOSING, self._end)
-        except OSError:
-            pass  # already reported: the same disk refused a moment ago
         self._release()
 
     def _release(self) -> None:
@@ -265,10 +241,10 @@ class Activity:
         self._activity = activity
 
     def __enter__(self) -> None:
-        self._timeline.activity_start(self._name, self._activity)
+        self._timeline._begin(self._name, self._activity)
 
     def __exit__(self, *error: object) -> None:
-        self._timeline.activity_end(self._name)
+        self._timeline.end(self._name)
 
 
 def path_of_rank(path: str, rank: int) -> str:

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+
+from horovod.engine.statistics import Counters
 
 
 class Waiters:
     """Those of one channel. Whoever has run something tells them, and they look again."""
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Counters | None = None) -> None:
         self.number = 0
+        self._counters = counters
         self._progress = threading.Condition()
 
-    @contextmanager
-    def joined(self) -> Iterator[Callable[[float | None], bool]]:
-        """For one that waits: what lets it wait until it is told, or for so many seconds."""
+    def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
+        """Wait until it is true, or for so long.
+
+        What the background thread does meanwhile is waited for, not hidden.
+        """
+        counters = self._counters
         with self._progress:
             self.number += 1
+            before = 0.0 if counters is None else counters.in_background()
             try:
-                yield self._progress.wait
+                self._progress.wait_for(condition, seconds)
             finally:
                 self.number -= 1
+                if counters is not None:
+                    counters.awaited += counters.in_background() - before
 
     def tell(self) -> None:
         """A request is finished, or nobody runs rounds."""

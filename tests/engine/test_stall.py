@@ -130,9 +130,7 @@ def channel_of(rank: int, size: int, store: MemoryStore) -> Channel:
     executor = Executor(alone, lambda device: alone, Trace())
     ranks = tuple(range(10, 10 + size))  # of the world: messages must not name those of the set
     group = Group(rank, size, ranks, store, Config())
-    return Channel(
-        1, group, executor, change_process_sets=lambda request: None, on_loss=lambda ranks: None
-    )
+    return Channel(1, group, executor, on_loss=lambda ranks: None)
 
 
 def submit(channel: Channel, name: str, seconds_ago: float) -> Request:

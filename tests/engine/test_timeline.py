@@ -10,10 +10,12 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,15 +30,15 @@ def read(path: str | Path) -> list[dict]:
 
 def one_allreduce(recorder: Timeline, name: str) -> None:
     recorder.negotiate_start(name, "allreduce")
-    recorder.rank_ready(name, 0)
-    recorder.rank_ready(name, 1)
-    recorder.negotiate_end(name, "allreduce")
+    recorder.rank_ready(name, 0, time.perf_counter(), 0)
+    recorder.rank_ready(name, 1, time.perf_counter(), 0)
+    recorder.negotiate_end(name)
     recorder.start(name, "allreduce")
     with recorder.activity(name, "MEMCPY_IN_FUSION_BUFFER"):
         pass
-    recorder.activity_start(name, "GLOO_ALLREDUCE")
-    recorder.activity_end(name)
-    recorder.end(name, "float32", (2, 3))
+    with recorder.activity(name, "GLOO_ALLREDUCE"):
+        pass
+    recorder.end(name, [torch.empty(2, 3)])
 
 
 def test_one_collective_has_upstreams_events(tmp_path):
@@ -91,7 +93,7 @@ def test_an_end_without_result_and_a_torch_dtype(tmp_path):
     torch = pytest.importorskip("torch")
     recorder = Timeline(str(tmp_path / "t.json"), rank=0)
     recorder.end("a")
-    recorder.end("a", torch.bfloat16, torch.Size([]))
+    recorder.end("a", [torch.empty((), dtype=torch.bfloat16)])
     recorder.close()
     without, with_result = read(tmp_path / "t.json")[4:]
     assert "args" not in without
@@ -168,7 +170,8 @@ def test_threads_do_not_tear_each_others_events(tmp_path):
     recorder.close()
     events = read(tmp_path / "t.json")
     assert len(events) == 2 + 4 * 2 + 4 * 200 * 11
-    timed = [event["ts"] for event in events if "ts" in event]
+    # "X": ranks that were ready, at a time that the caller knows.
+    timed = [event["ts"] for event in events if "ts" in event and event["ph"] != "X"]
     assert timed == sorted(timed)
 
 

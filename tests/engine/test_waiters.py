@@ -10,25 +10,31 @@ PATIENCE = 60.0
 
 
 def test_whoever_waits_is_told():
-    waiters, here, told = Waiters(), threading.Event(), []
+    waiters, here = Waiters(), threading.Event()
 
-    def wait() -> None:
-        with waiters.joined() as until_told:
-            here.set()
-            told.append(until_told(PATIENCE))
+    def is_second_look() -> bool:
+        was_here = here.is_set()
+        here.set()
+        return was_here
 
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=waiters.wait_for, args=(is_second_look,), daemon=True)
     thread.start()
     assert here.wait(PATIENCE)
     waiters.tell()  # gets the lock only once the thread waits, which lets go of it
     thread.join(PATIENCE)
-    assert told == [True]
+    assert not thread.is_alive()
     assert waiters.number == 0
 
 
 def test_nobody_waits_longer_than_it_wanted():
     waiters = Waiters()
-    with waiters.joined() as until_told:
-        assert waiters.number == 1
-        assert not until_told(0.001)
+    seen = set()
+
+    def never() -> bool:
+        seen.add(waiters.number)
+        return False
+
+    waiters.wait_for(never, 0.001)
+    assert seen == {1}
+    assert waiters.number == 0
     waiters.tell()

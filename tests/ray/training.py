@@ -52,6 +52,7 @@ def total(value: float) -> dict[str, Any]:
 
     import horovod.torch as hvd
     from horovod.engine.runtime import runtime
+    from horovod.transport.select import by_host
 
     hvd.init()
     try:
@@ -61,7 +62,7 @@ def total(value: float) -> dict[str, Any]:
             "local_rank": hvd.local_rank(),
             "cross_rank": hvd.cross_rank(),
             "total": summed.item(),
-            "hosts": runtime._running().hosts(),
+            "hosts": by_host(runtime._running().identities),
             "transport": runtime.channel(0).transport.name,
         }
     finally:

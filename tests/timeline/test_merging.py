@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,11 +115,11 @@ def test_real_files_and_their_cycles(tmp_path):
         recorder = Timeline(base, rank, mark_cycles=True, size=3, host="a")
         recorder.mark_cycle()
         recorder.negotiate_start("x", "allreduce")
-        recorder.negotiate_end("x", "allreduce", set_id=0, number=0)
+        recorder.negotiate_end("x", set_id=0, number=0)
         recorder.start("x", "allreduce")
         with recorder.activity("x", "GLOO_ALLREDUCE"):
             pass
-        recorder.end("x", "float32", (2, 3))
+        recorder.end("x", [torch.empty(2, 3)])
         recorder.close()
     assert merge([path_of_rank(base, rank) for rank in range(3)], str(tmp_path / "all.json")) == 3
     events = read(tmp_path / "all.json")
