@@ -67,19 +67,7 @@ class Submission(ABC):
                 if capacity > 0:
                     self._signatures[kind, name, form, terms] = known
             full, signature = known
-        return Request(
-            channel,
-            kind,
-            full,
-            signature,
-            tensors,
-            outputs,
-            op,
-            prescale,
-            postscale,
-            detail,
-            labels,
-        )
+        return Request(channel, kind, full, signature, tensors, outputs, *terms)
 
     def _submit(
         self, channel: Channel, request: Request, background: bool, deferred: bool = False
