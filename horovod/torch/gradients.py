@@ -36,7 +36,29 @@ from horovod.torch.buckets import Bucket, Named
 _JOINING = frozenset(2**power for power in range(2, 11))
 
 
-class GradientReducer:
+class Reducer:
+    """What becomes of the gradients of one optimizer: here nothing, they stay the rank's own."""
+
+    _first_arrival = 0.0  # when the first gradient of this step was there; 0: none is
+
+    def arrived(self, index: int) -> None:
+        """The gradient of this parameter, by its place among all, is complete on this rank."""
+        self._first_arrival = self._first_arrival or time.monotonic()
+
+    def in_flight(self) -> bool:
+        """Whether gradients have arrived that are not dealt with yet."""
+        return self._first_arrival > 0
+
+    def finish(self) -> None:
+        """Reduce what is left and wait for everything."""
+        self._first_arrival = 0.0
+
+    def abandon(self) -> None:
+        """Wait for what is under way, and drop the results: e.g. the state was replaced."""
+        self._first_arrival = 0.0
+
+
+class GradientReducer(Reducer):
     """All buckets of one optimizer."""
 
     def __init__(
@@ -64,8 +86,6 @@ class GradientReducer:
         self._overlap = False
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}  # by the places of parameters
-        self._any_arrived = False
-        self._first_arrival = 0.0  # when the first gradient of this step was there
         self._backward: DeviceTiming | None = None  # of this step, on a device
         self._steps = 0
         self._last_step = 0.0  # when the gradients of the step before were there
@@ -73,9 +93,7 @@ class GradientReducer:
     # -- a step ----------------------------------------------------------------------------
 
     def arrived(self, index: int) -> None:
-        """The gradient of this parameter, by its place among all, is complete on this rank."""
-        if not self._any_arrived:
-            self._any_arrived = True
+        if not self._first_arrival:
             self._first_arrival = time.monotonic()
             param = self._params[index][1]
             if not param.is_cpu and runtime.statistics.times_devices:
@@ -102,47 +120,43 @@ class GradientReducer:
             if not bucket.started:
                 self._start(bucket, background=True)
 
-    def in_flight(self) -> bool:
-        """Whether gradients have arrived that are not reduced yet."""
-        return self._any_arrived
-
     def is_tuning(self) -> bool:
         """Whether the best way to reduce is still being looked for."""
         return self._tuner is not None or self._trial is not None
 
     def finish(self) -> None:
-        """Reduce what is left and wait for everything."""
         if self._agreed_in is not runtime.topology:
             self._agree()
         failure: Exception | None = None
-        began = time.monotonic()
-        self._tell_backward(began)
+        arrival, began = self._first_arrival, time.monotonic()
+        backward = self._tell_backward(began)
         try:
             for bucket in self._by_need():
                 if not bucket.started:
                     self._start(bucket, background=len(self._buckets) > 1)
         except Exception as error:
             failure = error
-        arrival = self._first_arrival if self._any_arrived else 0.0
         failure = self._wait() or failure
         if failure is not None:
             raise failure
-        self._steps += 1
-        self._record_step(arrival, began)
+        took = time.monotonic() - began
+        self._end_step(arrival, began)
         if self._trial is not None:
-            hidden = began - self._first_arrival if self._first_arrival else 0.0
-            self._try(self._trial, time.monotonic() - began, hidden)
-        self._join_pages()
+            self._try(self._trial, took, backward)
         if self._tuner is not None:
             self._tune(self._tuner)
 
-    def _tell_backward(self, now: float) -> None:
-        """The gradients are wanted: what came before was backward, from the first of them on."""
-        seconds = now - self._first_arrival if self._any_arrived else 0.0
+    def _tell_backward(self, now: float) -> float:
+        """The gradients are wanted: what came before was backward, from the first of them on.
+
+        How many seconds of it.
+        """
+        seconds = now - self._first_arrival if self._first_arrival else 0.0
         timing, self._backward = self._backward, None
         if timing is not None:
             timing.end()
         runtime.statistics.add_backward(seconds, len(self._buckets), timing)
+        return seconds
 
     def _by_need(self) -> list[Bucket]:
         """In the order in which to start them: of those held, the last is needed first."""
@@ -154,10 +168,9 @@ class GradientReducer:
         return (
             self._overlap
             and self._agreed_in is runtime.topology
-            and self._trial is None
-            and self._tuner is None
-            and self._crosses_hosts()
-            and all(param.is_cpu for _, param in self._params)
+            and not self.is_tuning()
+            and self._policy.crosses_hosts
+            and not self._policy.on_device
         )
 
     def release(self) -> list[Bucket]:
@@ -165,7 +178,8 @@ class GradientReducer:
 
         The caller does so with all of them before it comes here again.
         """
-        self._tell_backward(time.monotonic())
+        arrival, began = self._first_arrival, time.monotonic()
+        self._tell_backward(began)
         try:
             for bucket in self._by_need():
                 if not bucket.started:
@@ -174,15 +188,11 @@ class GradientReducer:
         except Exception:
             self._wait()
             raise
-        arrival = self._first_arrival if self._any_arrived else 0.0
-        self._any_arrived = False
-        self._steps += 1
-        self._record_step(arrival, time.perf_counter())
-        self._join_pages()
+        self._first_arrival = 0.0
+        self._end_step(arrival, began)
         return self._buckets
 
     def abandon(self) -> None:
-        """Wait for what is under way, and drop the results: e.g. the state was replaced."""
         self._wait()
 
     def _wait(self) -> Exception | None:
@@ -193,24 +203,22 @@ class GradientReducer:
                 error = bucket.settle()
                 failure = failure or error
         finally:
-            self._any_arrived = False
+            self._first_arrival = 0.0
             self._arrivals.clear()
             for bucket in self._buckets:
                 bucket.reset()
         return failure
 
-    def _record_step(self, first_arrival: float, backward_ended: float) -> None:
+    def _end_step(self, first_arrival: float, backward_ended: float) -> None:
         """In the timeline a step lasts from the end of one exchange of gradients to the next."""
-        timeline = runtime.timeline
+        self._steps += 1
+        timeline, config = runtime.timeline, runtime.config
         if timeline is not None and self._last_step:
             backward = (first_arrival, backward_ended)
             timeline.step(self.name, self._steps, self._last_step, backward)
         self._last_step = time.perf_counter()
-
-    def _join_pages(self) -> None:
-        if self._steps not in _JOINING or not any(param.is_cpu for _, param in self._params):
-            return
-        if runtime.config.keep_heap and runtime.config.huge_pages:
+        joins = self._steps in _JOINING and config.keep_heap and config.huge_pages
+        if joins and any(param.is_cpu for _, param in self._params):
             join_pages()
 
     # -- what is reduced together ----------------------------------------------------------
@@ -222,7 +230,7 @@ class GradientReducer:
         has joined, the others agree for this step only: it could not know the outcome later.
         """
         on_device = any(not param.is_cpu for _, param in self._params)
-        crosses_hosts = self._crosses_hosts()
+        crosses_hosts = runtime.crosses_hosts(set_id(self._process_set))
         proposal = propose(
             can_overlap(on_device, crosses_hosts, runtime.config.overlap_backward),
             self._arrivals,
@@ -250,9 +258,6 @@ class GradientReducer:
         if complete:
             self._agreed_in = runtime.topology
         self._adopt(self._policy.at_first() if complete else self._policy.unmeasured())
-
-    def _crosses_hosts(self) -> bool:
-        return runtime.crosses_hosts(set_id(self._process_set))
 
     def _adopt(self, decision: Bucketing) -> None:
         """Go on like that, and measure what is to be measured."""
