@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -16,30 +15,8 @@ from horovod.engine.request import Request
 Named = tuple[str, torch.nn.Parameter]
 
 
-class Watched(NamedTuple):
-    """A gradient as it was when its reduction began."""
-
-    name: str
-    param: torch.nn.Parameter
-    gradient: torch.Tensor
-    version: int
-
-
 class Bucket:
     """Parameters whose gradients are reduced together."""
-
-    __slots__ = (
-        "awaited",
-        "dtype",
-        "finishers",
-        "held",
-        "name",
-        "params",
-        "prepared",
-        "requests",
-        "started",
-        "watched",
-    )
 
     def __init__(self, name: str, params: Sequence[Named]) -> None:
         self.name = name
@@ -52,7 +29,6 @@ class Bucket:
         self.dtype = dtypes.pop() if alike else None
         self.prepared: PreparedAllreduce | None = None
         self.held = False  # to be started in the step, although complete before
-        self.watched: list[Watched] = []
         self.reset()
 
     def gradients(self) -> list[torch.Tensor] | None:
@@ -80,7 +56,7 @@ class Bucket:
         count.
         """
         self.watched = [
-            Watched(name, param, param.grad, param.grad._version)
+            (name, param, param.grad, param.grad._version)
             for name, param in self.params
             if param.grad is not None and param.is_cpu
         ]
