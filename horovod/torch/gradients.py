@@ -143,8 +143,12 @@ class GradientReducer(Reducer):
         self._end_step(arrival, began)
         if self._trial is not None:
             self._try(self._trial, took, backward)
-        if self._tuner is not None:
-            self._tune(self._tuner)
+        if self._tuner is not None:  # go on as the measured times say, on all ranks alike
+            setting = self._tuner.after_step()
+            if setting is not None:
+                self._make(setting.overlap, setting.bucket_bytes)
+            if self._tuner.settled:
+                self._tuner = None
 
     def _tell_backward(self, now: float) -> float:
         """The gradients are wanted: what came before was backward, from the first of them on.
@@ -197,17 +201,14 @@ class GradientReducer(Reducer):
 
     def _wait(self) -> Exception | None:
         """Let all requests end, for their names will be used again. The first failure."""
-        failure: Exception | None = None
         try:
-            for bucket in self._buckets:
-                error = bucket.settle()
-                failure = failure or error
+            failures = [bucket.settle() for bucket in self._buckets]
         finally:
             self._first_arrival = 0.0
             self._arrivals.clear()
             for bucket in self._buckets:
                 bucket.reset()
-        return failure
+        return next(filter(None, failures), None)
 
     def _end_step(self, first_arrival: float, backward_ended: float) -> None:
         """In the timeline a step lasts from the end of one exchange of gradients to the next."""
@@ -237,9 +238,9 @@ class GradientReducer(Reducer):
             self._submitter.find_sparse(param for _, param in self._params),
         )
         agreed, complete = agree(proposal, self._process_set)
-        self.name = f"DistributedOptimizer.{agreed.number}"
+        self.name = self._submitter.name = f"DistributedOptimizer.{agreed.number}"
         dims = zip(self._params, agreed.sparse_dims, strict=True)
-        self._submitter.agree(self.name, {param: dim for (_, param), dim in dims if dim})
+        self._submitter.sparse_dims = {param: dim for (_, param), dim in dims if dim}
         self._params_in_order = [self._params[index] for index in agreed.order]
         self._agreed = agreed
         self._policy = BucketPolicy(
@@ -290,21 +291,11 @@ class GradientReducer(Reducer):
             return
         self._adopt(self._policy.after_trial(-least_of_all))
         if self._delayed and least_of_all < 0:
-            self._hold_back(self._policy.num_bytes * least_hidden / least_of_all)
-
-    def _hold_back(self, hidden: float) -> None:
-        """Start in the step what backward, which hides so many bytes, does not hide."""
-        sizes = [sum(param.nbytes for _, param in bucket.params) for bucket in self._buckets]
-        for bucket in self._buckets[num_early(sizes, hidden) :]:
-            bucket.held = True
-
-    def _tune(self, tuner: StepTuner) -> None:
-        """Go on as the measured times say; between steps, and on all ranks alike."""
-        setting = tuner.after_step()
-        if setting is not None:
-            self._make(setting.overlap, setting.bucket_bytes)
-        if tuner.settled:
-            self._tuner = None
+            # Start in the step what backward, which hides so many bytes, does not hide.
+            hidden = self._policy.num_bytes * least_hidden / least_of_all
+            sizes = [sum(param.nbytes for _, param in bucket.params) for bucket in self._buckets]
+            for bucket in self._buckets[num_early(sizes, hidden) :]:
+                bucket.held = True
 
     def _make(self, overlap: bool, most: int) -> None:
         """Buckets of up to `most` bytes; all in one if nothing overlaps."""

@@ -77,10 +77,9 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._watches: list[GradientCountdown] = []
         self._reducer: Reducer | None = None
         several = takes_part(self.process_set)
-        self._finite_check: FiniteCheck | None = None
-        if runtime.config.check_nan:
-            together = self.process_set if several else None
-            self._finite_check = FiniteCheck(self._parameter_names, together)
+        together = self.process_set if several else None
+        check = FiniteCheck(self._parameter_names, together) if runtime.config.check_nan else None
+        self._finite_check = check
         reduce_before_unscaling()
         if several:
             self._reducer = self._make_reducer(named, groups)
