@@ -12,33 +12,17 @@ import torch
 
 from horovod.common.reduce_op import Adasum, Max
 from horovod.engine.runtime import runtime
+from horovod.torch.allreduce_ops import allreduce_
 from horovod.torch.buckets import Named
-from horovod.torch.reducing_optimizer import Reducer, ReducingOptimizer, notify_scheduler
-
-
-class LocalGradients:
-    """Stands where others reduce gradients: they stay, until `step` makes something of them."""
-
-    def __init__(self) -> None:
-        self._any_arrived = False
-
-    def arrived(self, index: int) -> None:
-        self._any_arrived = True
-
-    def in_flight(self) -> bool:
-        return self._any_arrived
-
-    def finish(self) -> None:
-        self._any_arrived = False
-
-    abandon = finish
+from horovod.torch.gradients import Reducer
+from horovod.torch.reducing_optimizer import ReducingOptimizer, notify_scheduler
 
 
 class AdasumOptimizer(ReducingOptimizer):
     """What the new class adds to the optimizer's own, from which it derives too."""
 
     def _make_reducer(self, named: list[Named], groups: list[list[Named]] | None) -> Reducer:
-        return LocalGradients()
+        return Reducer()  # gradients stay, until `step` makes something of them
 
     def skip_synchronize(self) -> NoReturn:
         raise AssertionError("op=Adasum combines steps inside step(): it cannot be skipped")
@@ -46,8 +30,7 @@ class AdasumOptimizer(ReducingOptimizer):
     def _share_found(self, found: dict[torch.device, torch.Tensor]) -> Any:
         """torch.amp.GradScaler's finding, which must be everybody's or some would not step."""
         for tensor in found.values():
-            own = tensor.view(-1)
-            runtime.allreduce([own], [own], "AdasumOptimizer.found", Max, background=False).wait()
+            allreduce_(tensor, name="AdasumOptimizer.found", op=Max)
         return found
 
     def step(self, closure: Any = None) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from horovod.common.config import chosen
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Max
 from horovod.common.topology import Topology
-from horovod.engine.arguments import set_id, set_size
+from horovod.engine.arguments import set_size
 from horovod.engine.runtime import runtime
+from horovod.torch.allreduce_ops import allreduce_
 
 # What measured times may decide, unless the user has.
 TUNABLE = (
@@ -35,53 +36,47 @@ TUNABLE = (
 _num_named = 0  # optimizers of this process that have got a number: those below are taken
 
 
-def _greatest() -> Any:
-    """The greatest of all proposals counts; of flags, whether any rank has set it."""
-    return field(metadata={"sign": 1})
-
-
-def _least() -> Any:
-    """The least of all proposals counts; of flags, whether all ranks have set it."""
-    return field(metadata={"sign": -1})
+# Of these the least of all proposals counts (of flags: whether all ranks have set it), of the
+# others the greatest (whether any has).
+_LEAST = frozenset({"overlap", "spare_cores", "fusion_threshold", "autotune"})
 
 
 @dataclass(frozen=True)
 class Agreement:
     """What a rank proposes, and then what all ranks go by."""
 
-    number: int = _greatest()  # the optimizer's, for its name
-    overlap: bool = _least()  # whether gradients can be reduced while backward goes on
-    spare_cores: bool = _least()  # whether a thread beside backward has a core to run on
-    fusion_threshold: int = _least()
-    autotune: bool = _least()
-    num_warmup: int = _greatest()  # samples of HOROVOD_AUTOTUNE, the steps of one, and so on
-    num_steps: int = _greatest()
-    most_samples: int = _greatest()
-    fixed: frozenset[str] = _greatest()  # those of TUNABLE that the user has set
-    order: tuple[int, ...] = _greatest()  # of parameters; only the first rank proposes one
-    sparse_dims: tuple[int, ...] = _greatest()  # of each parameter's gradient; 0: it is dense
+    number: int  # the optimizer's, for its name
+    overlap: bool  # whether gradients can be reduced while backward goes on
+    spare_cores: bool  # whether a thread beside backward has a core to run on
+    fusion_threshold: int
+    autotune: bool
+    num_warmup: int  # samples of HOROVOD_AUTOTUNE, the steps of one, and so on
+    num_steps: int
+    most_samples: int
+    fixed: frozenset[str]  # those of TUNABLE that the user has set
+    order: tuple[int, ...]  # of parameters; only the first rank proposes one
+    sparse_dims: tuple[int, ...]  # of each parameter's gradient; 0: it is dense
 
     def numbers(self) -> list[int]:
         """The proposal, so that the greatest of each number counts."""
         return [
-            each.metadata["sign"] * number
-            for each in fields(self)
-            for number in _numbers(getattr(self, each.name))
+            -number if name in _LEAST else number
+            for name, value in vars(self).items()
+            for number in _numbers(value)
         ]
 
     def outcome(self, numbers: Sequence[float]) -> Agreement:
         """What it has become, of this and other proposals: their greatest numbers."""
         rest = iter(numbers)
         found: dict[str, Any] = {}
-        for each in fields(self):
-            proposed = getattr(self, each.name)
-            theirs = [each.metadata["sign"] * int(next(rest)) for _ in _numbers(proposed)]
+        for name, proposed in vars(self).items():
+            theirs = [int(next(rest)) for _ in _numbers(proposed)]
             if isinstance(proposed, frozenset):
-                found[each.name] = frozenset(itertools.compress(TUNABLE, theirs))
+                found[name] = frozenset(itertools.compress(TUNABLE, theirs))
             elif isinstance(proposed, tuple):
-                found[each.name] = tuple(theirs)
+                found[name] = tuple(theirs)
             else:
-                found[each.name] = type(proposed)(theirs[0])
+                found[name] = type(proposed)(-theirs[0] if name in _LEAST else theirs[0])
         return Agreement(**found)
 
 
@@ -142,9 +137,7 @@ def greatest(
     place, size = process_set.rank(), set_size(process_set)
     brought = [float(rank == place) for rank in range(size)]
     vector = torch.tensor([*mine, *brought], dtype=torch.float64)
-    tensors, number = [vector], set_id(process_set)
-    runtime.allreduce(tensors, tensors, name, Max, process_set_id=number, background=False).wait()
-    found = vector.tolist()
+    found = allreduce_(vector, name=name, op=Max, process_set=process_set).tolist()
     return found[: len(mine)], [value > 0 for value in found[len(mine) :]]
 
 

@@ -17,7 +17,6 @@ from horovod.engine.arguments import check_group, movement_input, set_id
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch import handles
-from horovod.torch.allreduce_ops import allreduce
 from horovod.torch.autograd import backward_name, is_differentiable, needs_gradient
 from horovod.torch.grouped_allreduce_ops import grouped_allreduce
 
@@ -108,21 +107,16 @@ class HorovodAllgather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
-        gathered: Tensor = start_allgather([tensor], name, process_set, False).wait()[0]
-        ctx.rows = tensor.shape[0]
-        ctx.arguments = backward_name(name), process_set
-        return gathered
+        return HorovodGroupedAllgather.forward(ctx, name, process_set, tensor)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        name, process_set = ctx.arguments
-        averaged = allreduce(gradient, name=name, op=Average, process_set=process_set)
-        (first_row,) = _first_rows([ctx.rows], name, process_set)
-        return averaged.narrow(0, first_row, ctx.rows), None, None
+        *nothing, mine = HorovodGroupedAllgather.backward(ctx, gradient)
+        return mine, *nothing
 
 
 class HorovodGroupedAllgather(torch.autograd.Function):
-    """grouped_allgather; gradients as of `HorovodAllgather`, reduced as one group."""
+    """grouped_allgather; the gradients are averaged as one group."""
 
     @staticmethod
     def forward(
@@ -147,10 +141,7 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 def start_allgather(
     tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, background: bool = True
 ) -> Request:
-    """Enqueue an allgather of one tensor or a group.
-
-    Without `background` the caller waits at once.
-    """
+    """Enqueue an allgather of a group; without `background` the caller waits at once."""
     sources = [movement_input(tensor) for tensor in tensors]
     return runtime.allgather(
         sources, name, process_set_id=set_id(process_set), background=background

@@ -178,22 +178,15 @@ class StepTuner:
             return None
         mine = median(self._clock.seconds()[_UNMEASURED:])
         self._clock.marks.clear()
-        seconds, busy, complete = self._exchange(mine)
-        if not complete:  # while a rank has joined: it could not know what the others make of it
+        other = _active() if _active is not None else None
+        settled = other is None or other.settled or other._tuned_set.failure is not None
+        busy_here = other is not self and not settled
+        (seconds, busy), present = greatest([mine, float(busy_here)], self._process_set)
+        if not all(present):  # a rank has joined: it could not know what the others make of it
             return None
         if self._tuner is None:
             return None if busy else self._begin()
         return self._learn(self._tuner, seconds)
-
-    def _exchange(self, seconds: float) -> tuple[float, bool, bool]:
-        """The slowest rank's time, whether any is busy with another optimizer, and if all came."""
-        other = _active() if _active is not None else None
-        busy = other is not None and other is not self and other._is_at_work()
-        (slowest, is_busy), present = greatest([seconds, float(busy)], self._process_set)
-        return slowest, is_busy > 0, all(present)
-
-    def _is_at_work(self) -> bool:
-        return not self.settled and self._tuned_set.failure is None
 
     def _begin(self) -> Setting:
         global _active

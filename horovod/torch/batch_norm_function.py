@@ -16,9 +16,8 @@ import torch
 
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Sum
-from horovod.engine.arguments import set_id, set_size
-from horovod.engine.runtime import runtime
-from horovod.torch.allreduce_ops import allreduce
+from horovod.engine.arguments import set_size
+from horovod.torch.allreduce_ops import allreduce, allreduce_
 
 Tensor = torch.Tensor
 
@@ -65,7 +64,7 @@ class BatchNormFunction(torch.autograd.Function):
         to_bias, to_weight = sums.clone()
         to_input = None
         if for_input:
-            _sum_over_ranks(sums, f"{name}.grad", process_set)
+            allreduce_(sums, name=f"{name}.grad", op=Sum, process_set=process_set)
             to_input = _input_gradient(gradient, input, weight, mean, inverse, sums, count)
         gradients = to_input, to_weight if for_weight else None, to_bias if for_bias else None
         return *gradients, None, None, None
@@ -85,7 +84,7 @@ def _statistics(input: Tensor, name: str, process_set: ProcessSet) -> tuple[Tens
     if values:
         table[rank, 0] = values  # a float32 rounds it from 2**24 on: no more than it does the rest
         torch.cat(_local_statistics(input, dtype), out=table[rank, 1:])
-    _sum_over_ranks(table, name, process_set)
+    allreduce_(table, name=name, op=Sum, process_set=process_set)
     counts, means, variances = table[:, :1], table[:, 1 : features + 1], table[:, features + 1 :]
     count = counts.sum()
     if values < 2 and count == 1:
@@ -180,13 +179,6 @@ def _differentiable_gradients(ctx: Any, gradient: Tensor) -> list[Tensor | None]
 
 
 # -- both -----------------------------------------------------------------------------------
-
-
-def _sum_over_ranks(tensor: Tensor, name: str, process_set: ProcessSet) -> None:
-    tensors, identifier = [tensor], set_id(process_set)
-    runtime.allreduce(
-        tensors, tensors, name, Sum, process_set_id=identifier, background=False
-    ).wait()
 
 
 def _all_but_channels(input: Tensor) -> list[int]:

@@ -18,7 +18,7 @@ from horovod.engine.runtime import runtime
 from horovod.torch.buckets import Bucket, Named
 from horovod.torch.compression import Compressor, NoneCompressor, wire_type
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
-from horovod.torch.layouts import is_dense, memory_shape
+from horovod.torch.layouts import flat, laid_out_like, memory_shape
 from horovod.torch.sparse import sparse_allreduce_async, sparse_tensor
 
 Parameter = torch.nn.Parameter
@@ -48,22 +48,18 @@ class BucketSubmitter:
         self.process_set = process_set
         self.hook = hook
         self.alone = alone  # whether somebody waits for one bucket after the other
-        self._name = ""
-        self._sparse_dims: Mapping[Parameter, int] = {}
+        # What the ranks have agreed on: the optimizer's name, and whose gradients are sparse.
+        self.name = ""
+        self.sparse_dims: Mapping[Parameter, int] = {}
 
     def find_sparse(self, params: Iterable[Parameter]) -> list[int]:
         """The sparse dimensions of all gradients that are there; 0 for a dense one."""
         return [
             param.grad.sparse_dim()
             if param.grad is not None and param.grad.is_sparse
-            else self._sparse_dims.get(param, 0)
+            else self.sparse_dims.get(param, 0)
             for param in params
         ]
-
-    def agree(self, name: str, sparse_dims: Mapping[Parameter, int]) -> None:
-        """On all ranks the optimizer has this name, and these parameters have sparse gradients."""
-        self._name = name
-        self._sparse_dims = sparse_dims
 
     def start(self, bucket: Bucket, background: bool) -> None:
         """Start to reduce the bucket's gradients; without `background` the caller waits at once."""
@@ -83,7 +79,7 @@ class BucketSubmitter:
             if not param.requires_grad:
                 continue
             if param.grad is None:  # unused here, perhaps not on other ranks
-                param.grad = _nothing(param, self._sparse_dims.get(param))
+                param.grad = _nothing(param, self.sparse_dims.get(param))
             if not param.grad.is_sparse:
                 tensor = self._flat(bucket, param)
             elif self._sparse_as_dense:
@@ -125,7 +121,7 @@ class BucketSubmitter:
         return (
             bucket.dtype is not None
             and self._compression is NoneCompressor
-            and not self._sparse_dims
+            and not self.sparse_dims
             and [tensor.numel() for tensor in tensors] == [p.numel() for _, p in bucket.params]
         )
 
@@ -158,7 +154,7 @@ class BucketSubmitter:
         gradient, decompress = param.grad, self._compression.decompress
         values, context = self._compression.compress(gradient._values())
         sent = sparse_tensor(gradient._indices(), values, gradient.shape)
-        result = sparse_allreduce_async(sent, f"{self._name}.{name}", self._op, self.process_set)
+        result = sparse_allreduce_async(sent, f"{self.name}.{name}", self._op, self.process_set)
 
         def finish() -> None:
             reduced = result()
@@ -168,22 +164,13 @@ class BucketSubmitter:
         bucket.finishers.append(finish)
 
     def _flat(self, bucket: Bucket, param: Parameter) -> torch.Tensor:
-        """The gradient as a flat tensor, the gradient's own memory wherever possible.
-
-        Its elements come in the order in which the parameter has them in memory, which is the
-        same on all ranks; a gradient may be laid out differently on each.
-        """
+        """The gradient as a flat tensor in the parameter's order, its own memory if possible."""
         assert param.grad is not None
         gradient = param.grad.data  # changes made through it do not count: see Bucket.watch
-        if gradient.is_contiguous() and param.is_contiguous():
-            flat = gradient.view(-1)
-        elif gradient.stride() == param.stride() and is_dense(gradient):
-            flat = gradient.as_strided((gradient.numel(),), (1,))  # e.g. channels last
-        else:
-            ordered = torch.empty_like(param, dtype=gradient.dtype).detach().copy_(gradient)
-            flat = ordered.as_strided((ordered.numel(),), (1,))
+        ordered = laid_out_like(param, gradient)
+        if ordered is not gradient:
             bucket.finishers.append(lambda: gradient.copy_(ordered))
-        return self._compressed(bucket, flat)
+        return self._compressed(bucket, flat(ordered))
 
     def _densified(self, bucket: Bucket, param: Parameter) -> torch.Tensor:
         assert param.grad is not None
@@ -196,14 +183,14 @@ class BucketSubmitter:
         bucket.finishers.append(finish)
         return self._compressed(bucket, dense.view(-1))
 
-    def _compressed(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
-        """What is reduced in place of `flat`, which gets the result before anything else."""
+    def _compressed(self, bucket: Bucket, target: torch.Tensor) -> torch.Tensor:
+        """What is reduced in place of `target`, which gets the result before anything else."""
         if self._compression is NoneCompressor:
-            return flat
+            return target
         compressed: torch.Tensor
-        compressed, context = self._compression.compress(flat)
-        if compressed is not flat:
-            target, decompress = flat, self._compression.decompress
+        compressed, context = self._compression.compress(target)
+        if compressed is not target:
+            decompress = self._compression.decompress
             bucket.finishers.insert(0, lambda: target.copy_(decompress(compressed, context)))
         return compressed
 

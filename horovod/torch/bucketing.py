@@ -23,13 +23,12 @@ from typing import NamedTuple
 
 MEBIBYTE = 1 << 20
 
-# On an accelerator: a quarter of all, so that most are on their way before backward ends.
+# A quarter of all, so that most are on their way before backward ends.
 LARGEST_BUCKET = 128 * MEBIBYTE
-SMALLEST_BUCKET = 8 * MEBIBYTE
+SMALLEST_BUCKET = 8 * MEBIBYTE  # on an accelerator
+SMALLEST_HOST_BUCKET = MEBIBYTE // 2
 _SHARES = 4
 _LITTLE = 8  # less than this part of a bucket goes with the next
-
-SMALLEST_HOST_BUCKET = MEBIBYTE // 2  # inside a host
 
 # Between hosts: what it takes this long to reduce. Measured with 1 Gbit/s (1 MiB) and more.
 _BUCKET_SECONDS = 0.008
@@ -76,8 +75,7 @@ class BucketPolicy:
 
     def unmeasured(self) -> Bucketing:
         """What to do for now, without time to measure anything."""
-        size = (device_bucket if self.on_device else host_bucket)(self.num_bytes, self.limit)
-        return Bucketing(self.overlap, size)
+        return Bucketing(self.overlap, first_bucket(self.num_bytes, self.limit, self.on_device))
 
     def at_first(self) -> Bucketing:
         """What to do in the first steps."""
@@ -111,14 +109,10 @@ def can_overlap(on_device: bool, over_network: bool, wanted: bool | None) -> boo
     return on_device or over_network if wanted is None else wanted
 
 
-def device_bucket(total: int, limit: int) -> int:
-    """Bytes of a bucket on an accelerator, of `total` bytes of gradients."""
-    return min(limit, LARGEST_BUCKET, max(SMALLEST_BUCKET, total // _SHARES))
-
-
-def host_bucket(total: int, limit: int) -> int:
-    """Bytes of a bucket inside one host, if they are reduced while backward goes on."""
-    return min(limit, LARGEST_BUCKET, max(SMALLEST_HOST_BUCKET, total // _SHARES))
+def first_bucket(total: int, limit: int, on_device: bool) -> int:
+    """Bytes of a bucket, of `total` bytes of gradients, where no network has been measured."""
+    smallest = SMALLEST_BUCKET if on_device else SMALLEST_HOST_BUCKET
+    return min(limit, LARGEST_BUCKET, max(smallest, total // _SHARES))
 
 
 def network_bucket(total: int, limit: int, seconds: float) -> int:

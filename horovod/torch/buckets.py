@@ -6,53 +6,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from horovod.engine.prepared import PreparedAllreduce
 from horovod.engine.request import Request
+from horovod.engine.wait_for_all import wait_for_all
 
 Named = tuple[str, torch.nn.Parameter]
 
 
-class Watched(NamedTuple):
-    """A gradient as it was when its reduction began."""
-
-    name: str
-    param: torch.nn.Parameter
-    gradient: torch.Tensor
-    version: int
-
-
 class Bucket:
     """Parameters whose gradients are reduced together."""
-
-    __slots__ = (
-        "awaited",
-        "dtype",
-        "finishers",
-        "held",
-        "name",
-        "params",
-        "prepared",
-        "requests",
-        "started",
-        "watched",
-    )
 
     def __init__(self, name: str, params: Sequence[Named]) -> None:
         self.name = name
         self.params = list(params)
         # Set only if all parameters share dtype, device and contiguity; once they have been
         # reduced, `prepared` repeats that.
-        dtypes = {param.dtype for _, param in params}
-        devices = {param.device for _, param in params}
-        alike = len(dtypes) == len(devices) == 1 and all(p.is_contiguous() for _, p in params)
-        self.dtype = dtypes.pop() if alike else None
+        first = params[0][1]
+        forms = {(param.dtype, param.device, param.is_contiguous()) for _, param in params}
+        self.dtype = first.dtype if forms == {(first.dtype, first.device, True)} else None
         self.prepared: PreparedAllreduce | None = None
         self.held = False  # to be started in the step, although complete before
-        self.watched: list[Watched] = []
         self.reset()
 
     def gradients(self) -> list[torch.Tensor] | None:
@@ -80,7 +56,7 @@ class Bucket:
         count.
         """
         self.watched = [
-            Watched(name, param, param.grad, param.grad._version)
+            (name, param, param.grad, param.grad._version)
             for name, param in self.params
             if param.grad is not None and param.is_cpu
         ]
@@ -98,20 +74,14 @@ class Bucket:
 
     def settle(self) -> Exception | None:
         """Wait until the gradients are reduced. The first failure."""
-        failure: Exception | None = None
+        requests = [request.wait for request in self.requests]
         try:
-            for wait in (
-                *(request.wait for request in self.requests),
-                self.check_unchanged,
-                *self.finishers,
-            ):
-                try:
-                    wait()
-                except Exception as error:
-                    failure = failure or error
+            wait_for_all([*requests, self.check_unchanged, *self.finishers])
+        except Exception as error:
+            return error
         finally:
             self.reset()
-        return failure
+        return None
 
     def reset(self) -> None:
         self.awaited = len(self.params)  # gradients that have not arrived yet

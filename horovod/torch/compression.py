@@ -16,6 +16,14 @@ _WIDE = (torch.float32, torch.float64)
 class _CastCompressor(Compressor):
     """Sends floating-point tensors in a narrower type; the context is the original type."""
 
+    dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        if not tensor.dtype.is_floating_point:
+            return tensor, None
+        return tensor.to(cls.dtype), tensor.dtype
+
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
         return tensor if ctx is None else tensor.to(ctx)
@@ -24,27 +32,13 @@ class _CastCompressor(Compressor):
 class FP16Compressor(_CastCompressor):
     """Sends floating-point tensors as float16."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        if not tensor.dtype.is_floating_point:
-            return tensor, None
-        return tensor.to(torch.float16), tensor.dtype
+    dtype = torch.float16
 
 
 class BF16Compressor(_CastCompressor):
     """Sends floating-point tensors as bfloat16, which keeps float32's range."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        if not tensor.dtype.is_floating_point:
-            return tensor, None
-        return tensor.to(torch.bfloat16), tensor.dtype
-
-
-_WIRE_TYPES: dict[type[Compressor], torch.dtype] = {
-    FP16Compressor: torch.float16,
-    BF16Compressor: torch.bfloat16,
-}
+    dtype = torch.bfloat16
 
 
 def wire_type(
@@ -54,8 +48,10 @@ def wire_type(
 
     None where that is not what the compressor means, or not all gradients are in host memory.
     """
+    if compression is not FP16Compressor and compression is not BF16Compressor:
+        return None
     wide = all(param.is_cpu and param.dtype in _WIDE for _, param in params)
-    return _WIRE_TYPES.get(compression) if wide else None
+    return compression.dtype if wide else None
 
 
 class Compression:

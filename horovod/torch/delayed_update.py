@@ -7,8 +7,7 @@ started; `horovod.torch.pending` notices who needs a parameter.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +27,6 @@ _LOOK_SECONDS = 1.0  # between looks whether this is still the process that trai
 
 class Update:
     """One bucket's parameters and their gradients, which nobody sees meanwhile."""
-
-    __slots__ = ("bucket", "cleared", "gradients")
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -56,7 +53,7 @@ class DelayedUpdates:
         Those that backward has hidden entirely are updated at once. The options of the groups are
         those of now, whatever a scheduler makes of them next.
         """
-        with pending.lock():
+        with pending.lock:
             self._options = [_options(group) for group in groups]
             for bucket in buckets:
                 update = Update(bucket)
@@ -70,7 +67,7 @@ class DelayedUpdates:
         return bool(self._updates)
 
     def finish(self, params: Iterable[Parameter] | None = None) -> None:
-        with pending.lock():
+        with pending.lock:
             found = map(self._updates.get, list(self._updates if params is None else params))
             needed = [update for update in dict.fromkeys(found) if update is not None]
             if needed:
@@ -78,12 +75,12 @@ class DelayedUpdates:
 
     def clear_gradients(self) -> None:
         """Leave no gradients behind: the program does not want to see them any more."""
-        with pending.lock():
+        with pending.lock:
             for update in self._updates.values():
                 update.cleared = True
 
     def abandon(self) -> None:
-        with pending.lock():
+        with pending.lock:
             while self._updates:
                 update = next(iter(self._updates.values()))
                 self._take_back(update)
@@ -106,7 +103,8 @@ class DelayedUpdates:
                 self.abandon()
                 raise failure
         if updates:
-            with _as_in_step():
+            # What a forward pass may have switched on is off: state that is made must be ordinary.
+            with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
                 self._step_on(self._options, [p for update in updates for p in update.params])
         for update in updates:
             if update.cleared:
@@ -132,10 +130,3 @@ def _options(group: Mapping[str, Any]) -> Options:
         for key, value in group.items()
         if key != "params"
     }
-
-
-@contextmanager
-def _as_in_step() -> Iterator[None]:
-    """What a forward pass may have switched on is off: state that is made must be ordinary."""
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
-        yield

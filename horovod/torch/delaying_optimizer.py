@@ -48,12 +48,10 @@ class DelayingOptimizer(ReducingOptimizer):
         model: torch.nn.Module = arguments["overlap_forward"]
         # A class of the user's own may have a reason; such a parameter is updated in step().
         self._in_model = {param for param in model.parameters() if type(param) is Parameter}
-        self._updates = None
-        if isinstance(self._reducer, GradientReducer):
-            self._updates = DelayedUpdates(self._step_on)
+        self._updates = DelayedUpdates(self._step_on) if self._reducer is not None else None
 
     def _finish_updates(self) -> None:
-        with lock():
+        with lock:
             if self._updates is not None:
                 self._updates.finish()
 
@@ -156,13 +154,11 @@ class DelayingOptimizer(ReducingOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients; those of updates that are still to be made will not be seen."""
+        if not set_to_none:
+            self._finish_updates()
         updates = self._updates
         if updates is None or not updates.any_left():
             super().zero_grad(set_to_none=set_to_none)
-            return
-        if not set_to_none:
-            updates.finish()
-            super().zero_grad(set_to_none=False)
             return
         updates.clear_gradients()
         groups = self.param_groups

@@ -14,6 +14,7 @@ import torch
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Max
 from horovod.engine.runtime import runtime
+from horovod.torch.allreduce_ops import allreduce_
 
 MOST_NAMES = 6  # of each rank in an error
 
@@ -91,13 +92,10 @@ def _exchanged(flags: Sequence[bool], together: ProcessSet) -> dict[int, list[bo
         return {}
     table = torch.zeros(len(ranks), len(flags), dtype=torch.uint8)
     table[place] = torch.tensor(flags, dtype=torch.uint8)
-    rows = _maximum(table.view(-1), "table", together).view_as(table)
+    rows = _maximum(table, "table", together)
     return {rank: row.bool().tolist() for rank, row in zip(ranks, rows, strict=True)}
 
 
-def _maximum(vector: torch.Tensor, what: str, together: ProcessSet) -> torch.Tensor:
-    number = together.process_set_id
-    assert number is not None
-    name = f"FiniteCheck.{what}"  # steps are made one after the other, so one name does for all
-    runtime.allreduce([vector], [vector], name, Max, process_set_id=number, background=False).wait()
-    return vector
+def _maximum(tensor: torch.Tensor, what: str, together: ProcessSet) -> torch.Tensor:
+    # Steps are made one after the other, so one name does for all.
+    return allreduce_(tensor, name=f"FiniteCheck.{what}", op=Max, process_set=together)

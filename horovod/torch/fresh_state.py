@@ -58,12 +58,14 @@ def _take_from_a_trial(optimizer: torch.optim.Optimizer) -> None:
     """A step with gradients of zero, of another optimizer on other parameters."""
     trial: Any = copy.copy(optimizer)
     trial.state = collections.defaultdict(dict)
+    sparse = isinstance(trial, torch.optim.SparseAdam)
     stand_ins: dict[Tensor, Tensor] = {}
     trial.param_groups = []
     for group in optimizer.param_groups:
         for parameter in _trained(group):
             stand_ins[parameter] = torch.zeros_like(parameter)
-            stand_ins[parameter].grad = _zeros(parameter, isinstance(trial, torch.optim.SparseAdam))
+            zeros = torch.zeros_like(parameter)
+            stand_ins[parameter].grad = zeros.to_sparse(1) if sparse else zeros
         present = [stand_ins[p] for p in _trained(group)]
         trial.param_groups.append({**group, "params": present})
     _plain_class(optimizer).step(trial)
@@ -86,11 +88,6 @@ def _plain_class(optimizer: torch.optim.Optimizer) -> Any:
 
 def _trained(group: dict[str, Any]) -> list[Tensor]:
     return [parameter for parameter in group["params"] if parameter.requires_grad]
-
-
-def _zeros(parameter: Tensor, sparse: bool) -> Tensor:
-    zeros = torch.zeros_like(parameter)
-    return zeros.to_sparse(1) if sparse else zeros
 
 
 @contextmanager

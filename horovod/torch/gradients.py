@@ -36,7 +36,29 @@ from horovod.torch.buckets import Bucket, Named
 _JOINING = frozenset(2**power for power in range(2, 11))
 
 
-class GradientReducer:
+class Reducer:
+    """What becomes of the gradients of one optimizer: here nothing, they stay the rank's own."""
+
+    _first_arrival = 0.0  # when the first gradient of this step was there; 0: none is
+
+    def arrived(self, index: int) -> None:
+        """The gradient of this parameter, by its place among all, is complete on this rank."""
+        self._first_arrival = self._first_arrival or time.monotonic()
+
+    def in_flight(self) -> bool:
+        """Whether gradients have arrived that are not dealt with yet."""
+        return self._first_arrival > 0
+
+    def finish(self) -> None:
+        """Reduce what is left and wait for everything."""
+        self._first_arrival = 0.0
+
+    def abandon(self) -> None:
+        """Wait for what is under way, and drop the results: e.g. the state was replaced."""
+        self._first_arrival = 0.0
+
+
+class GradientReducer(Reducer):
     """All buckets of one optimizer."""
 
     def __init__(
@@ -64,8 +86,6 @@ class GradientReducer:
         self._overlap = False
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}  # by the places of parameters
-        self._any_arrived = False
-        self._first_arrival = 0.0  # when the first gradient of this step was there
         self._backward: DeviceTiming | None = None  # of this step, on a device
         self._steps = 0
         self._last_step = 0.0  # when the gradients of the step before were there
@@ -73,9 +93,7 @@ class GradientReducer:
     # -- a step ----------------------------------------------------------------------------
 
     def arrived(self, index: int) -> None:
-        """The gradient of this parameter, by its place among all, is complete on this rank."""
-        if not self._any_arrived:
-            self._any_arrived = True
+        if not self._first_arrival:
             self._first_arrival = time.monotonic()
             param = self._params[index][1]
             if not param.is_cpu and runtime.statistics.times_devices:
@@ -102,47 +120,47 @@ class GradientReducer:
             if not bucket.started:
                 self._start(bucket, background=True)
 
-    def in_flight(self) -> bool:
-        """Whether gradients have arrived that are not reduced yet."""
-        return self._any_arrived
-
     def is_tuning(self) -> bool:
         """Whether the best way to reduce is still being looked for."""
         return self._tuner is not None or self._trial is not None
 
     def finish(self) -> None:
-        """Reduce what is left and wait for everything."""
         if self._agreed_in is not runtime.topology:
             self._agree()
         failure: Exception | None = None
-        began = time.monotonic()
-        self._tell_backward(began)
+        arrival, began = self._first_arrival, time.monotonic()
+        backward = self._tell_backward(began)
         try:
             for bucket in self._by_need():
                 if not bucket.started:
                     self._start(bucket, background=len(self._buckets) > 1)
         except Exception as error:
             failure = error
-        arrival = self._first_arrival if self._any_arrived else 0.0
         failure = self._wait() or failure
         if failure is not None:
             raise failure
-        self._steps += 1
-        self._record_step(arrival, began)
+        took = time.monotonic() - began
+        self._end_step(arrival, began)
         if self._trial is not None:
-            hidden = began - self._first_arrival if self._first_arrival else 0.0
-            self._try(self._trial, time.monotonic() - began, hidden)
-        self._join_pages()
-        if self._tuner is not None:
-            self._tune(self._tuner)
+            self._try(self._trial, took, backward)
+        if self._tuner is not None:  # go on as the measured times say, on all ranks alike
+            setting = self._tuner.after_step()
+            if setting is not None:
+                self._make(setting.overlap, setting.bucket_bytes)
+            if self._tuner.settled:
+                self._tuner = None
 
-    def _tell_backward(self, now: float) -> None:
-        """The gradients are wanted: what came before was backward, from the first of them on."""
-        seconds = now - self._first_arrival if self._any_arrived else 0.0
+    def _tell_backward(self, now: float) -> float:
+        """The gradients are wanted: what came before was backward, from the first of them on.
+
+        How many seconds of it.
+        """
+        seconds = now - self._first_arrival if self._first_arrival else 0.0
         timing, self._backward = self._backward, None
         if timing is not None:
             timing.end()
         runtime.statistics.add_backward(seconds, len(self._buckets), timing)
+        return seconds
 
     def _by_need(self) -> list[Bucket]:
         """In the order in which to start them: of those held, the last is needed first."""
@@ -154,10 +172,9 @@ class GradientReducer:
         return (
             self._overlap
             and self._agreed_in is runtime.topology
-            and self._trial is None
-            and self._tuner is None
-            and self._crosses_hosts()
-            and all(param.is_cpu for _, param in self._params)
+            and not self.is_tuning()
+            and self._policy.crosses_hosts
+            and not self._policy.on_device
         )
 
     def release(self) -> list[Bucket]:
@@ -165,7 +182,8 @@ class GradientReducer:
 
         The caller does so with all of them before it comes here again.
         """
-        self._tell_backward(time.monotonic())
+        arrival, began = self._first_arrival, time.monotonic()
+        self._tell_backward(began)
         try:
             for bucket in self._by_need():
                 if not bucket.started:
@@ -174,43 +192,34 @@ class GradientReducer:
         except Exception:
             self._wait()
             raise
-        arrival = self._first_arrival if self._any_arrived else 0.0
-        self._any_arrived = False
-        self._steps += 1
-        self._record_step(arrival, time.perf_counter())
-        self._join_pages()
+        self._first_arrival = 0.0
+        self._end_step(arrival, began)
         return self._buckets
 
     def abandon(self) -> None:
-        """Wait for what is under way, and drop the results: e.g. the state was replaced."""
         self._wait()
 
     def _wait(self) -> Exception | None:
         """Let all requests end, for their names will be used again. The first failure."""
-        failure: Exception | None = None
         try:
-            for bucket in self._buckets:
-                error = bucket.settle()
-                failure = failure or error
+            failures = [bucket.settle() for bucket in self._buckets]
         finally:
-            self._any_arrived = False
+            self._first_arrival = 0.0
             self._arrivals.clear()
             for bucket in self._buckets:
                 bucket.reset()
-        return failure
+        return next(filter(None, failures), None)
 
-    def _record_step(self, first_arrival: float, backward_ended: float) -> None:
+    def _end_step(self, first_arrival: float, backward_ended: float) -> None:
         """In the timeline a step lasts from the end of one exchange of gradients to the next."""
-        timeline = runtime.timeline
+        self._steps += 1
+        timeline, config = runtime.timeline, runtime.config
         if timeline is not None and self._last_step:
             backward = (first_arrival, backward_ended)
             timeline.step(self.name, self._steps, self._last_step, backward)
         self._last_step = time.perf_counter()
-
-    def _join_pages(self) -> None:
-        if self._steps not in _JOINING or not any(param.is_cpu for _, param in self._params):
-            return
-        if runtime.config.keep_heap and runtime.config.huge_pages:
+        joins = self._steps in _JOINING and config.keep_heap and config.huge_pages
+        if joins and any(param.is_cpu for _, param in self._params):
             join_pages()
 
     # -- what is reduced together ----------------------------------------------------------
@@ -222,16 +231,16 @@ class GradientReducer:
         has joined, the others agree for this step only: it could not know the outcome later.
         """
         on_device = any(not param.is_cpu for _, param in self._params)
-        crosses_hosts = self._crosses_hosts()
+        crosses_hosts = runtime.crosses_hosts(set_id(self._process_set))
         proposal = propose(
             can_overlap(on_device, crosses_hosts, runtime.config.overlap_backward),
             self._arrivals,
             self._submitter.find_sparse(param for _, param in self._params),
         )
         agreed, complete = agree(proposal, self._process_set)
-        self.name = f"DistributedOptimizer.{agreed.number}"
+        self.name = self._submitter.name = f"DistributedOptimizer.{agreed.number}"
         dims = zip(self._params, agreed.sparse_dims, strict=True)
-        self._submitter.agree(self.name, {param: dim for (_, param), dim in dims if dim})
+        self._submitter.sparse_dims = {param: dim for (_, param), dim in dims if dim}
         self._params_in_order = [self._params[index] for index in agreed.order]
         self._agreed = agreed
         self._policy = BucketPolicy(
@@ -250,9 +259,6 @@ class GradientReducer:
         if complete:
             self._agreed_in = runtime.topology
         self._adopt(self._policy.at_first() if complete else self._policy.unmeasured())
-
-    def _crosses_hosts(self) -> bool:
-        return runtime.crosses_hosts(set_id(self._process_set))
 
     def _adopt(self, decision: Bucketing) -> None:
         """Go on like that, and measure what is to be measured."""
@@ -285,21 +291,11 @@ class GradientReducer:
             return
         self._adopt(self._policy.after_trial(-least_of_all))
         if self._delayed and least_of_all < 0:
-            self._hold_back(self._policy.num_bytes * least_hidden / least_of_all)
-
-    def _hold_back(self, hidden: float) -> None:
-        """Start in the step what backward, which hides so many bytes, does not hide."""
-        sizes = [sum(param.nbytes for _, param in bucket.params) for bucket in self._buckets]
-        for bucket in self._buckets[num_early(sizes, hidden) :]:
-            bucket.held = True
-
-    def _tune(self, tuner: StepTuner) -> None:
-        """Go on as the measured times say; between steps, and on all ranks alike."""
-        setting = tuner.after_step()
-        if setting is not None:
-            self._make(setting.overlap, setting.bucket_bytes)
-        if tuner.settled:
-            self._tuner = None
+            # Start in the step what backward, which hides so many bytes, does not hide.
+            hidden = self._policy.num_bytes * least_hidden / least_of_all
+            sizes = [sum(param.nbytes for _, param in bucket.params) for bucket in self._buckets]
+            for bucket in self._buckets[num_early(sizes, hidden) :]:
+                bucket.held = True
 
     def _make(self, overlap: bool, most: int) -> None:
         """Buckets of up to `most` bytes; all in one if nothing overlaps."""

@@ -30,17 +30,24 @@ def memory_shape(param: torch.Tensor) -> list[int]:
     return [param.shape[dim] for dim in order]
 
 
+def laid_out_like(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` or a copy, dense and with its elements where `param`, of its shape, has them."""
+    if tensor.is_contiguous() and param.is_contiguous():
+        return tensor
+    if tensor.stride() == param.stride() and is_dense(tensor):
+        return tensor  # e.g. channels last
+    like = torch.empty_like(param, dtype=tensor.dtype, device=tensor.device)
+    return like.detach().copy_(tensor)
+
+
 def in_memory_order(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """`tensor` flat, its elements in the order in which a dense `param` of its shape has them.
+    """`tensor` flat, its elements in the order in which `param`, of its shape, has them.
 
     The tensor's own memory where that is possible, otherwise a copy.
     """
-    tensor = tensor.detach()
-    if tensor.is_contiguous() and param.is_contiguous():
-        return tensor.view(-1)
-    if tensor.stride() != param.stride():
-        ordered = torch.empty_strided(
-            param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device
-        )
-        tensor = ordered.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
+    return flat(laid_out_like(param, tensor.detach()))
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))

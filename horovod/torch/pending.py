@@ -39,7 +39,7 @@ class Updates(Protocol):
 
 
 _awaited: dict[Parameter, Updates] = {}  # by the parameters that are marked
-_changing = threading.RLock()  # held by the thread that marks parameters or makes updates
+lock = threading.RLock()  # held by the thread that marks parameters or makes updates
 _hook: Any = None  # notices modules that run, while anything is awaited
 
 
@@ -54,7 +54,7 @@ class PendingParameter(Parameter):
         found: list[Parameter] = []
         _collect(args, found)
         _collect(kwargs, found)
-        _finish_eagerly(found or None)  # none: hidden in an object that we cannot look into
+        _eager_finish()(found or None)  # none: hidden in an object that we cannot look into
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -69,7 +69,7 @@ class PendingParameter(Parameter):
 def mark(params: Iterable[Parameter], updates: Updates) -> None:
     """These parameters are to be used by nobody before `updates` has finished them."""
     global _hook
-    with _changing:
+    with lock:
         if _hook is None:
             _watch_iteration()
             _hook = torch.nn.modules.module.register_module_forward_pre_hook(_before_forward)
@@ -81,7 +81,7 @@ def mark(params: Iterable[Parameter], updates: Updates) -> None:
 def unmark(params: Iterable[Parameter]) -> None:
     """They are ordinary parameters again."""
     global _hook
-    with _changing:
+    with lock:
         for param in params:
             param.__class__ = Parameter
             _awaited.pop(param, None)
@@ -94,14 +94,9 @@ def is_pending(param: Any) -> bool:
     return type(param) is PendingParameter
 
 
-def lock() -> threading.RLock:
-    """Held while updates are made."""
-    return _changing
-
-
 def finish(params: Iterable[Parameter] | None = None) -> None:
     """Make the updates of these parameters, by default all in this process."""
-    with _changing:
+    with lock:
         wanted: dict[Updates, list[Parameter]] = {}
         for param in list(_awaited if params is None else params):
             updates = _awaited.get(param)
@@ -111,21 +106,17 @@ def finish(params: Iterable[Parameter] | None = None) -> None:
             updates.finish(theirs)
 
 
-def _finish_eagerly(params: Iterable[Parameter] | None) -> None:
-    """The same where torch.compile may be looking: no part of a graph."""
-    _eagerly(finish)(params)
-
-
 @functools.cache
-def _eagerly(function: Callable[..., None]) -> Callable[..., None]:
+def _eager_finish() -> Callable[..., None]:
+    """The same where torch.compile may be looking: no part of a graph."""
     # Not when this module is loaded, for it loads the compiler.
-    disabled: Callable[..., None] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    disabled: Callable[..., None] = torch.compiler.disable(finish)  # type: ignore[no-untyped-call]
     return disabled
 
 
 def abandon() -> None:
     """Make no update that is still to be made: e.g. the parameters will be replaced."""
-    with _changing:
+    with lock:
         for updates in dict.fromkeys(_awaited.values()):
             updates.abandon()
 
@@ -146,7 +137,7 @@ def _before_forward(module: torch.nn.Module, _: Any) -> None:
     """Make the updates of the module's own parameters."""
     mine = [param for param in module._parameters.values() if type(param) is PendingParameter]
     if mine:
-        _finish_eagerly(mine)
+        _eager_finish()(mine)
 
 
 @functools.cache

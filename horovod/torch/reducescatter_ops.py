@@ -20,7 +20,7 @@ from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.engine.submission import check_scattered
 from horovod.torch import handles
-from horovod.torch.allgather_ops import allgather, grouped_allgather
+from horovod.torch.allgather_ops import grouped_allgather
 from horovod.torch.autograd import backward_name, is_differentiable, needs_gradient
 from horovod.torch.compression import Compression, Compressor
 
@@ -143,25 +143,13 @@ class HorovodReducescatter(torch.autograd.Function):
     """reducescatter; the gradient is gathered and scaled as `_gradient_factor` says."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Tensor,
-        name: str | None,
-        op: ReduceOp,
-        process_set: ProcessSet,
-        prescale_factor: float,
-        postscale_factor: float,
-    ) -> Tensor:
-        arguments = op, process_set, prescale_factor, postscale_factor
-        reduced: Tensor = _start([tensor], name, *arguments, background=False).wait()[0]
-        ctx.arguments = backward_name(name), arguments
-        return reduced
+    def forward(ctx: Any, tensor: Tensor, *arguments: Any) -> Tensor:
+        return HorovodGroupedReducescatter.forward(ctx, *arguments, tensor)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        name, arguments = ctx.arguments
-        gathered = allgather(gradient, name=name, process_set=arguments[1])
-        return gathered * _gradient_factor(*arguments), None, None, None, None, None
+        *nothing, mine = HorovodGroupedReducescatter.backward(ctx, gradient)
+        return mine, *nothing
 
 
 class HorovodGroupedReducescatter(torch.autograd.Function):
@@ -210,10 +198,7 @@ def _start(
     postscale_factor: float,
     background: bool = True,
 ) -> Request:
-    """Enqueue a reducescatter of one tensor or a group.
-
-    Without `background` the caller waits at once.
-    """
+    """Enqueue a reducescatter of a group; without `background` the caller waits at once."""
     op = resolve_reduce_op(op, None)
     check_scattered(op)  # before the tensors, for which it may not even be defined
     scaled = prescale_factor != 1.0 or postscale_factor != 1.0

@@ -11,7 +11,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ from horovod.torch.buckets import Named
 from horovod.torch.compression import Compressor
 from horovod.torch.finite_check import FiniteCheck
 from horovod.torch.grad_scaler import reduce_before_unscaling
-from horovod.torch.gradients import GradientReducer
+from horovod.torch.gradients import GradientReducer, Reducer
 from horovod.torch.hooks.base import CommunicationHook
 from horovod.torch.optimizer_checks import (
     check_arguments,
@@ -35,22 +35,6 @@ from horovod.torch.optimizer_checks import (
 )
 
 Parameter = torch.nn.Parameter
-
-
-class Reducer(Protocol):
-    """What becomes of the gradients of one optimizer."""
-
-    def arrived(self, index: int) -> None:
-        """The gradient of this parameter, by its place among all, is complete on this rank."""
-
-    def in_flight(self) -> bool:
-        """Whether gradients have arrived that are not dealt with yet."""
-
-    def finish(self) -> None:
-        """Reduce what is left and wait for everything."""
-
-    def abandon(self) -> None:
-        """Wait for what is under way, and drop the results."""
 
 
 class GradientCountdown:
@@ -93,10 +77,9 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._watches: list[GradientCountdown] = []
         self._reducer: Reducer | None = None
         several = takes_part(self.process_set)
-        self._finite_check: FiniteCheck | None = None
-        if runtime.config.check_nan:
-            together = self.process_set if several else None
-            self._finite_check = FiniteCheck(self._parameter_names, together)
+        together = self.process_set if several else None
+        check = FiniteCheck(self._parameter_names, together) if runtime.config.check_nan else None
+        self._finite_check = check
         reduce_before_unscaling()
         if several:
             self._reducer = self._make_reducer(named, groups)

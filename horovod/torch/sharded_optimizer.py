@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from horovod.common.process_sets import global_process_set
+from horovod.engine.arguments import set_id
 from horovod.engine.runtime import runtime
 from horovod.torch.buckets import Named
 from horovod.torch.layouts import in_memory_order
@@ -89,15 +90,11 @@ class ShardedOptimizer(ReducingOptimizer):
         for evaluate in closure:  # here, where zero_grad() means all parameters
             with torch.enable_grad():
                 loss = evaluate()
-        self._require_all_ranks()
+        # Raises if a rank has joined, on all ranks and before anything is changed.
+        name, number = f"{self._name}.step", set_id(self.process_set)
+        runtime.require_all(name, _ALL_MUST_STEP, number, background=False).wait()
         self._step_on_slices()
         return loss
-
-    def _require_all_ranks(self) -> None:
-        """Raise if a rank has joined, on all ranks and before anything is changed."""
-        number = self.process_set.process_set_id
-        assert number is not None
-        runtime.require_all(f"{self._name}.step", _ALL_MUST_STEP, number, background=False).wait()
 
     @torch.optim.Optimizer.profile_hook_step
     def _step_on_slices(self) -> None:
@@ -237,7 +234,8 @@ class ShardedOptimizer(ReducingOptimizer):
         if self._shards is None:
             super().load_state_dict(state_dict)
             return
-        known = dict(zip(_members(state_dict["param_groups"]), self._all_params(), strict=False))
+        own = _members(self.param_groups)
+        known = dict(zip(_members(state_dict["param_groups"]), own, strict=False))
         state = {known[key]: v for key, v in state_dict["state"].items() if key in known}
         places = {param: key for key, param in known.items()}
         sliced = {
@@ -291,23 +289,18 @@ class ShardedOptimizer(ReducingOptimizer):
                 parts[piece.owner][places[piece.param]] = sliced
         return parts
 
-    def _all_params(self) -> list[Parameter]:
-        return _members(self.param_groups)
-
     def _places(self) -> dict[torch.Tensor, int]:
-        return {param: place for place, param in enumerate(self._all_params())}
+        return {param: place for place, param in enumerate(_members(self.param_groups))}
 
     def _exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
         """Send everybody its payload; those that the ranks sent to us."""
-        number = self.process_set.process_set_id
-        assert number is not None
         sent = torch.frombuffer(bytearray().join(payloads) or bytearray(1), dtype=torch.uint8)
         sizes = [len(payload) for payload in payloads]
         received, counts = runtime.alltoall(
             sent[: sum(sizes)],
             sizes,
             "ShardedOptimizer.state",
-            process_set_id=number,
+            process_set_id=set_id(self.process_set),
             background=False,
         ).wait()
         return [part.numpy().tobytes() for part in received.split(counts)]

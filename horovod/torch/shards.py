@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from horovod.common.process_sets import ProcessSet
+from horovod.engine.arguments import set_id
 from horovod.engine.runtime import runtime
 from horovod.torch.layouts import in_memory_order
 
@@ -83,11 +84,10 @@ class Shards:
     """All slices of one optimizer's parameters."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], process_set: ProcessSet) -> None:
-        place, size, ranks = process_set.rank(), process_set.size(), process_set.ranks
+        place, ranks = process_set.rank(), process_set.ranks
         assert place is not None
-        assert size is not None
         assert ranks is not None
-        self.place, self.size = place, size
+        self.place, self.size = place, len(ranks)
         self._ranks = ranks
         self._process_set = process_set
         # Each group by itself, and each type in it, so that adding a group moves nothing and all
@@ -98,7 +98,7 @@ class Shards:
             for param in group["params"]:
                 alike.setdefault((param.dtype, param.device), []).append(param)
             for params in alike.values():
-                self.slices += cut(params, size)
+                self.slices += cut(params, self.size)
         self.mine = {piece.param: piece for piece in self.slices if piece.owner == place}
         self._params = list(dict.fromkeys(piece.param for piece in self.slices))
         self._addresses: list[int] = []
@@ -131,8 +131,7 @@ class Shards:
 
     def share(self, name: str) -> None:
         """Give everybody's slices to all. Large ones are sent and received in place."""
-        number = self._process_set.process_set_id
-        assert number is not None
+        number = set_id(self._process_set)
         requests = [
             runtime.broadcast(
                 memory,

@@ -24,8 +24,7 @@ from horovod.torch.bucketing import (
     bucket_title,
     can_overlap,
     cut,
-    device_bucket,
-    host_bucket,
+    first_bucket,
     network_bucket,
     num_early,
     pays_beside_backward,
@@ -92,7 +91,7 @@ def test_the_first_steps(
     policy: BucketPolicy, changes: dict[str, Any], overlap: bool, measurement: Measurement
 ):
     policy = replace(policy, **changes)
-    size = (device_bucket if policy.on_device else host_bucket)(TOTAL, LIMIT)
+    size = first_bucket(TOTAL, LIMIT, policy.on_device)
     assert policy.at_first() == Bucketing(overlap, size, measurement)
 
 
@@ -153,7 +152,7 @@ def test_beside_backward_on_a_device_or_a_network_only(
     [(0, 8), (8, 8), (100, 25), (400, 100), (4000, 128)],
 )
 def test_a_device_takes_a_quarter_at_a_time(total: int, expected: int):
-    assert device_bucket(total * MEBIBYTE, 1 << 40) == expected * MEBIBYTE
+    assert first_bucket(total * MEBIBYTE, 1 << 40, on_device=True) == expected * MEBIBYTE
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_a_device_takes_a_quarter_at_a_time(total: int, expected: int):
     [(0, 0.5), (1, 0.5), (4, 1), (100, 25), (4000, 128)],
 )
 def test_a_host_takes_a_quarter_too_but_less_at_least(total: int, expected: float):
-    assert host_bucket(total * MEBIBYTE, 1 << 40) == expected * MEBIBYTE
+    assert first_bucket(total * MEBIBYTE, 1 << 40, on_device=False) == expected * MEBIBYTE
 
 
 @pytest.mark.parametrize(
@@ -180,17 +179,16 @@ def test_a_network_takes_what_it_moves_in_8_ms(total: int, took: float, expected
     assert found == pytest.approx(expected * MEBIBYTE, abs=2)
 
 
-@given(totals, limits, seconds)
-def test_never_more_than_the_user_allows(total: int, limit: int, took: float):
-    assert device_bucket(total, limit) <= limit
-    assert host_bucket(total, limit) <= limit
+@given(totals, limits, seconds, flags)
+def test_never_more_than_the_user_allows(total: int, limit: int, took: float, on_device: bool):
+    assert first_bucket(total, limit, on_device) <= limit
     assert network_bucket(total, limit, took) <= limit
 
 
 @given(totals, seconds)
 def test_bounds(total: int, took: float):
-    assert SMALLEST_BUCKET <= device_bucket(total, 1 << 40) <= LARGEST_BUCKET
-    assert SMALLEST_HOST_BUCKET <= host_bucket(total, 1 << 40) <= LARGEST_BUCKET
+    assert SMALLEST_BUCKET <= first_bucket(total, 1 << 40, True) <= LARGEST_BUCKET
+    assert SMALLEST_HOST_BUCKET <= first_bucket(total, 1 << 40, False) <= LARGEST_BUCKET
     assert SMALLEST_NETWORK_BUCKET <= network_bucket(total, 1 << 40, took) <= LARGEST_BUCKET
 
 

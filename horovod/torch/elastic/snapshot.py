@@ -9,6 +9,7 @@ while a checkpoint is being written.
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -95,12 +96,9 @@ def _copied(value: Any, spare: Any, devices: set[torch.device]) -> Any:
             made._metadata = value._metadata
         return made
     if type(value) in (list, tuple):
-        old_items = spare if type(spare) is type(value) and len(spare) == len(value) else value
-        keep = old_items is not value
-        return type(value)(
-            _copied(item, old if keep else None, devices)
-            for item, old in zip(value, old_items, strict=True)
-        )
+        fits = type(spare) is type(value) and len(spare) == len(value)
+        spares = spare if fits else [None] * len(value)
+        return type(value)(map(_copied, value, spares, itertools.repeat(devices)))
     return copy.deepcopy(value)
 
 

@@ -65,15 +65,7 @@ class _StateDictHandler(StateHandler):
         self.save()
 
     def save(self) -> None:
-        self.prepare()
-        self.publish()
-
-    def prepare(self) -> None:
-        """Copy the value; `restore` goes back to the snapshot before it until `publish`."""
-        self.snapshots.prepare(self.value.state_dict())
-
-    def publish(self) -> None:
-        self.snapshots.publish()
+        self.snapshots.take(self.value.state_dict())
 
     @property
     def saved(self) -> Snapshot:
@@ -198,13 +190,13 @@ class TorchState(ObjectState):
     def save(self) -> None:
         ours = [each for each in self._handlers.values() if isinstance(each, _StateDictHandler)]
         for handler in ours:
-            handler.prepare()
+            handler.snapshots.prepare(handler.value.state_dict())
         for other in self._handlers.values():
             if not isinstance(other, _StateDictHandler):
                 other.save()
         super().save()
         for handler in ours:  # all or none: nothing can fail any more
-            handler.publish()
+            handler.snapshots.publish()
 
     def restore(self) -> None:
         pending.abandon()  # updates of parameters that are replaced now
@@ -237,11 +229,9 @@ class TorchState(ObjectState):
 
     def on_commit(self) -> None:
         if self._writer is not None and runtime.topology.rank == 0:
-            self._writer.submit(self._version, self._content(), self._snapshots())
-
-    def _snapshots(self) -> list[Snapshot]:
-        handlers = self._handlers.values()
-        return [each.saved for each in handlers if isinstance(each, _StateDictHandler)]
+            handlers = self._handlers.values()
+            saved = [each.saved for each in handlers if isinstance(each, _StateDictHandler)]
+            self._writer.submit(self._version, self._content(), saved)
 
     def _content(self) -> dict[str, Any]:
         """The last commit as it goes to disk; `ValueError` if something in it cannot."""
@@ -284,7 +274,5 @@ class TorchState(ObjectState):
 
 
 def _handler(value: Any) -> StateHandler | None:
-    for kind, handler in _registry:
-        if isinstance(value, kind):
-            return handler(value)
-    return None
+    found = (handler(value) for kind, handler in _registry if isinstance(value, kind))
+    return next(found, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -24,11 +25,6 @@ def allgather_traffic(nbytes: float, num_ranks: int) -> float:
     return nbytes * (num_ranks - 1)
 
 
-def alltoall_traffic(nbytes: int, num_ranks: int) -> float:
-    """Bytes that leave a rank which divides `nbytes` among all."""
-    return nbytes * (num_ranks - 1) / num_ranks
-
-
 def precise(dtype: torch.dtype) -> torch.dtype:
     """The type to calculate in: half-precision numbers are too coarse for small remainders."""
     return torch.promote_types(dtype, torch.float32)
@@ -48,6 +44,13 @@ class CompressingHook(CommunicationHook):
     def _compressed_traffic(self, shape: torch.Size, dtype: torch.dtype, num_ranks: int) -> float:
         """The same for a parameter that is compressed, worthwhile or not."""
 
+    def _divided(self, bucket: GradientBucket) -> tuple[list[tuple[str, Tensor]], list[Tensor]]:
+        """The bucket's gradients to compress, with their names, and the others."""
+        worthwhile = self._worthwhile(bucket)
+        named = zip(bucket.names, bucket.gradients, strict=True)
+        plain = [g for g, yes in zip(bucket.gradients, worthwhile, strict=True) if not yes]
+        return list(itertools.compress(named, worthwhile)), plain
+
     def _worthwhile(self, bucket: GradientBucket) -> list[bool]:
         """Which of the bucket's gradients to compress."""
         return [
@@ -64,7 +67,7 @@ class CompressingHook(CommunicationHook):
 class FeedbackHook(CompressingHook):
     """Adds what compression left out of a gradient to the parameter's next one."""
 
-    def __init__(self, error_feedback: bool) -> None:
+    def __init__(self, error_feedback: bool = True) -> None:
         self.error_feedback = error_feedback
         self._residuals: dict[str, Tensor] = {}  # by parameter; replaced, never changed
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from horovod.torch.hooks.base import GradientBucket
-from horovod.torch.hooks.compressing import FeedbackHook, allgather_traffic, alltoall_traffic
+from horovod.torch.hooks.compressing import FeedbackHook, allreduce_traffic
 
 Tensor = torch.Tensor
 
@@ -29,33 +29,21 @@ class EightBit(FeedbackHook):
     joined (`hvd.join`).
     """
 
-    def __init__(self, error_feedback: bool = True) -> None:
-        super().__init__(error_feedback)
-
     def _compressed_traffic(self, shape: torch.Size, dtype: torch.dtype, num_ranks: int) -> float:
-        nbytes = _num_blocks(shape.numel()) * _WIRE_BLOCK
-        own = nbytes / num_ranks
-        return alltoall_traffic(nbytes, num_ranks) + allgather_traffic(own, num_ranks)
+        # All parts but its own leave a rank, and its own sum goes to all others.
+        return allreduce_traffic(_num_blocks(shape.numel()) * _WIRE_BLOCK, num_ranks)
 
     def start(self, bucket: GradientBucket) -> Callable[[], None]:
-        chosen: list[tuple[str, Tensor]] = []
-        plain: list[Tensor] = []
-        for name, gradient, worthwhile in zip(
-            bucket.names, bucket.gradients, self._worthwhile(bucket), strict=True
-        ):
-            if worthwhile:
-                chosen.append((name, gradient))
-            else:
-                plain.append(gradient)
-        wait_for_plain = bucket.allreduce(plain) if plain else None
+        chosen, plain = self._divided(bucket)
+        finishers: list[Callable[[], object]] = []
+        if plain:
+            finishers.append(bucket.allreduce(plain))
         if chosen:
-            finish_chosen = self._start(bucket, chosen)
+            finishers.append(self._start(bucket, chosen))
 
         def finish() -> None:
-            if wait_for_plain is not None:
-                wait_for_plain()
-            if chosen:
-                finish_chosen()
+            for finisher in finishers:
+                finisher()
 
         return finish
 

@@ -54,15 +54,8 @@ class TopK(FeedbackHook):
         return allgather_traffic(self._num_sent(shape.numel()) * each, num_ranks)
 
     def start(self, bucket: GradientBucket) -> Callable[[], None]:
-        selections: list[_Selection] = []
-        plain: list[Tensor] = []
-        for name, gradient, worthwhile in zip(
-            bucket.names, bucket.gradients, self._worthwhile(bucket), strict=True
-        ):
-            if worthwhile:
-                selections.append(self._select(name, gradient))
-            else:
-                plain.append(gradient)
+        chosen, plain = self._divided(bucket)
+        selections = [self._select(name, gradient) for name, gradient in chosen]
         waits: list[Callable[[], list[Tensor]]] = []
         if plain:
             waits.append(bucket.allreduce(plain))
