@@ -23,7 +23,7 @@ from horovod.runner.dashboard.address import PATTERN
 
 _KNOBS = {knob.env: knob for knob in KNOBS}
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
-_IB_DISABLE = "NCCL_IB_DISABLE"
+IB_DISABLE = "NCCL_IB_DISABLE"
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ def settings_environment(options: argparse.Namespace, environ: Mapping[str, str]
     for name in without_effect(values, environ):
         del values[name]
     if options.tcp_flag:
-        values[_IB_DISABLE] = "1"
+        values[IB_DISABLE] = "1"
     return values
 
 
