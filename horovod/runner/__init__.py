@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from horovod.runner.functions.run_function import run
-    from horovod.runner.upstream_launch import _HorovodArgs
 
-__all__ = ["_HorovodArgs", "run"]
+__all__ = ["run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from horovod.runner.common.util.settings import BaseSettings
+from horovod.runner.common.util.settings import BaseSettings, as_arguments, options_of
 from horovod.runner.jobs import controllers
 from horovod.runner.jobs.request import make_request
-from horovod.runner.options.arguments import make_options
 from horovod.runner.output.report import LaunchError
 
 
 def run_elsewhere(
     controller: str,
     settings: BaseSettings,
-    arguments: Sequence[str],
+    nics: Collection[str] | None,
     env: Mapping[str, str],
     command: str | Sequence[str],
 ) -> None:
     """Become the launcher's command; or run it, with a RuntimeError if it fails."""
-    words = shlex.split(command) if isinstance(command, str) else list(command)
-    options = make_options([*arguments, "--", *words], env)
+    options = options_of([*as_arguments(settings, nics), f"--{controller}"], command, env)
     try:
-        plan = controllers.plan(controller, options, make_request(options, words, env))
+        request = make_request(options, options.command, env)
+        plan = controllers.plan(controller, options, request)
         if not settings.run_func_mode:
             controllers.replace_us(plan)
         status = controllers.run_and_wait(plan)

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from horovod.runner.common.unavailable import RENDEZVOUS, unavailable
 from horovod.runner.common.util.hosts import SlotInfo
-from horovod.runner.common.util.settings import BaseSettings, as_arguments
+from horovod.runner.common.util.settings import BaseSettings, as_arguments, options_of
 from horovod.runner.elastic.settings import ElasticSettings, as_elastic_arguments
 from horovod.runner.functions.remote_error import told_by_upstream
 from horovod.runner.jobs.run_job import run_job
-from horovod.runner.options.arguments import make_options
 from horovod.runner.output.report import LaunchError, Outcome
 from horovod.runner.slots.worker_env import interface_variables
 
 
 def create_slot_env_vars(slot_info: SlotInfo) -> dict[str, str]:
     """The variables that tell a worker its place."""
-    names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-    place = {f"HOROVOD_{name.upper()}": str(getattr(slot_info, name)) for name in names}
-    return {"HOROVOD_HOSTNAME": slot_info.hostname, **place}
+    return {f"HOROVOD_{name.upper()}": str(value) for name, value in vars(slot_info).items()}
 
 
 def create_run_env_vars(
@@ -52,10 +48,7 @@ def gloo_run(
 
     `server_ip` is not needed: each host finds the way to the launcher by itself.
     """
-    arguments = [*as_arguments(settings), "--gloo"]
-    if nics and not settings.nics:
-        arguments.append(f"--network-interfaces={','.join(nics)}")
-    _run(arguments, env, command)
+    run_here(options_of([*as_arguments(settings, nics), "--gloo"], command), env)
 
 
 def gloo_run_elastic(
@@ -65,7 +58,9 @@ def gloo_run_elastic(
     executable: str | None = None,
 ) -> None:
     """The same as an elastic job, whose hosts come from `settings.discovery`."""
-    _run(as_elastic_arguments(settings), env, command, settings.discovery)
+    options = options_of(as_elastic_arguments(settings), command)
+    options.discovery = settings.discovery
+    run_here(options, env)
 
 
 def launch_gloo(
@@ -85,27 +80,13 @@ def launch_gloo_elastic(*arguments: Any, **named: Any) -> None:
     raise unavailable("launch_gloo_elastic", *RENDEZVOUS)
 
 
-def run_here(
-    options: argparse.Namespace, env: Mapping[str, str] | None, command: Sequence[str]
-) -> None:
+def run_here(options: argparse.Namespace, env: Mapping[str, str] | None) -> None:
     """Run the job of these options to its end; RuntimeError if it fails."""
     try:
-        outcome = run_job(options, command, env=os.environ if env is None else env)
+        outcome = run_job(options, options.command, env=os.environ if env is None else env)
     except LaunchError as error:
         raise RuntimeError(str(error)) from None
     _raise_failure(outcome)
-
-
-def _run(
-    arguments: Sequence[str],
-    env: Mapping[str, str] | None,
-    command: str | Sequence[str],
-    discovery: Any = None,
-) -> None:
-    words = shlex.split(command) if isinstance(command, str) else list(command)
-    options = make_options([*arguments, "--", *words])
-    options.discovery = discovery
-    run_here(options, env, words)
 
 
 def _raise_failure(outcome: Outcome) -> None:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from horovod.runner.common.util.settings import BaseSettings, as_arguments
+from horovod.runner.common.util.settings import BaseSettings
 from horovod.runner.foreign_run import run_elsewhere
 from horovod.runner.jobs import controllers
 
@@ -25,6 +25,4 @@ def js_run(
     stderr: Any = None,
 ) -> None:
     """Run a command with jsrun. Unless `settings.run_func_mode`, this process becomes jsrun."""
-    arguments = [*as_arguments(settings), "--jsrun"]
-    environ = os.environ if env is None else env
-    run_elsewhere(controllers.JSRUN, settings, arguments, environ, command)
+    run_elsewhere(controllers.JSRUN, settings, None, os.environ if env is None else env, command)

@@ -10,43 +10,26 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import horovod
 from horovod.common.logging import LEVELS, get_logger
 from horovod.runner.jobs import controllers
 from horovod.runner.jobs.request import make_request
 from horovod.runner.jobs.run_job import run_job
-from horovod.runner.options.arguments import parse_args
+from horovod.runner.options.arguments import parse_args as parse_args  # upstream's name too
 from horovod.runner.options.tunables import settings
 from horovod.runner.output.colours import Colour
 from horovod.runner.output.console import Console
 from horovod.runner.output.report import LaunchError, exit_status
 from horovod.runner.slots.worker_env import terminal_variables
 
-if TYPE_CHECKING:
-    from horovod.runner.upstream_launch import (
-        _run,
-        _run_elastic,
-        check_build,
-        is_gloo_used,
-        run_controller,
-    )
-
-__all__ = [
-    "_run",
-    "_run_elastic",
-    "check_build",
-    "is_gloo_used",
-    "parse_args",
-    "run_commandline",
-    "run_controller",
-]
+_OLD_NAMES = ("_run", "_run_elastic", "check_build", "is_gloo_used", "run_controller")
 
 
 def __getattr__(name: str) -> Any:
     """Names of Horovod 0.28.1 (docs/old_names.md), which a launch does not need."""
-    if name in __all__:
+    if name in _OLD_NAMES:
         from horovod.runner import upstream_launch
 
         return getattr(upstream_launch, name)

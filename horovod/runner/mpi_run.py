@@ -6,16 +6,16 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from horovod.runner.common.util.settings import BaseSettings, as_arguments
+from horovod.runner.common.util.settings import BaseSettings
 from horovod.runner.foreign_run import run_elsewhere
-from horovod.runner.jobs import controllers, mpi_launch
-from horovod.runner.jobs.mpi_launch import Mpi
+from horovod.runner.jobs import controllers
+from horovod.runner.jobs.mpi_launch import Mpi, find_mpi
 from horovod.runner.output.report import LaunchError
 
 
 def mpi_available(env: Mapping[str, str] | None = None) -> bool:
     """Whether there is an mpirun that we know."""
-    return mpi_launch.mpi_available(os.environ if env is None else env)
+    return _kind(env) is not None
 
 
 def is_open_mpi(env: Mapping[str, str] | None = None) -> bool:
@@ -45,14 +45,11 @@ def mpi_run(
     """Run a command with mpirun. Unless `settings.run_func_mode`, this process becomes mpirun."""
     if not isinstance(env, Mapping):
         raise Exception(f"env argument must be a dict, not {type(env).__name__}")
-    arguments = [*as_arguments(settings), "--mpi"]
-    if nics and not settings.nics:
-        arguments.append(f"--network-interfaces={','.join(nics)}")
-    run_elsewhere(controllers.MPI, settings, arguments, env, command)
+    run_elsewhere(controllers.MPI, settings, nics, env, command)
 
 
 def _kind(env: Mapping[str, str] | None) -> Mpi | None:
     try:
-        return mpi_launch.find_mpi(os.environ if env is None else env)[1]
+        return find_mpi(os.environ if env is None else env)[1]
     except LaunchError:
         return None

@@ -10,30 +10,36 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from horovod.common.store import MemoryStore, Store
+from horovod.runner.dashboard.reports import parse_report
+from horovod.runner.dashboard.watching import INTERVAL
 from horovod.runner.jobs import controllers
 from horovod.runner.jobs.request import make_request
 from horovod.runner.jobs.run_job import find_command, run_job
 from horovod.runner.output.colours import Colour
 from horovod.runner.output.console import Console
 from horovod.runner.output.report import Exit, LaunchError, exit_status
-from horovod.runner.scaling_report import Report, Run, draw, read_published, table, write_csv
+from horovod.runner.scaling_report import (
+    Report,
+    Run,
+    draw,
+    ranks_of,
+    read_published,
+    table,
+    write_csv,
+)
 from horovod.runner.slots.hosts import is_local
 
 FRACTION = "HOROVOD_SCALING_FRACTION"
 """The share of the whole work that is left for each rank: 1/size in a strong study, else 1.0."""
 
-_INTERVAL = "HOROVOD_STATS_INTERVAL"
 _SECONDS_BETWEEN_REPORTS = "5.0"  # the one at the end is what counts
-_LONGEST_REPORT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -69,34 +75,27 @@ def run_study(options: argparse.Namespace, env: Mapping[str, str], console: Cons
     return study.status
 
 
+@dataclass
 class _Study:
     """The runs so far, and what went wrong."""
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        env: Mapping[str, str],
-        console: Console,
-        controller: str,
-        report: Report,
-    ) -> None:
-        self.status = 0
-        self._options = options
-        self._env = env
-        self._console = console
-        self._controller = controller
-        self._report = report
-        self._unwritten = ""  # why the CSV file is not there
+    options: argparse.Namespace
+    env: Mapping[str, str]
+    console: Console
+    controller: str
+    report: Report
+    status: int = 0
+    unwritten: str = ""  # why the CSV file is not there
 
     def run(self) -> None:
         """All runs; a size that fails is not tried again, and the others go on."""
-        options = self._options
+        options = self.options
         for repeat in range(1, options.repeat + 1):
             for size in options.scaling:
-                if size in self._report.failed:
+                if size in self.report.failed:
                     continue
                 which = f" (run {repeat} of {options.repeat})" if options.repeat > 1 else ""
-                self._console.say(f"scaling: {_ranks(size)}{which}")
+                self.console.say(f"scaling: {ranks_of(size)}{which}")
                 result = self._run_once(size, repeat)
                 if isinstance(result, Run):
                     self._take(result)
@@ -104,48 +103,50 @@ class _Study:
                 self.status = self.status or result.status
                 if result.interrupted:
                     return
-                self._report.failed[size] = result.how
-                self._console.say(f"scaling: {_ranks(size)}: {result.how}", Colour.FAILURE)
-                if not self._report.runs:  # a command that cannot work at all
+                self.report.failed[size] = result.how
+                self.console.say(f"scaling: {ranks_of(size)}: {result.how}", Colour.FAILURE)
+                if not self.report.runs:  # a command that cannot work at all
                     return
 
     def finish(self) -> None:
         """The table, the files, and once more what failed."""
-        report, console, prefix = self._report, self._console, self._options.scaling_output
-        left = [n for n in self._options.scaling if n not in report.failed and n not in report.runs]
+        report, console, prefix = self.report, self.console, self.options.scaling_output
+        left = [n for n in self.options.scaling if n not in report.failed and n not in report.runs]
         if report.runs:
-            console.answer(table(report, self._options.scaling))
+            console.answer(table(report, self.options.scaling))
             undrawn = draw(report, f"{prefix}.png")
-            files = [f"{prefix}.csv"] * (not self._unwritten) + [f"{prefix}.png"] * (not undrawn)
+            files = [f"{prefix}.csv"] * (not self.unwritten) + [f"{prefix}.png"] * (not undrawn)
             if files:
                 console.say(f"scaling: wrote {' and '.join(files)}")
-            for problem in filter(None, (self._unwritten, undrawn)):
+            for problem in filter(None, (self.unwritten, undrawn)):
                 console.say(f"scaling: {problem}", Colour.ATTENTION)
-            self.status = self.status or int(bool(self._unwritten))
+            self.status = self.status or int(bool(self.unwritten))
         for size, how in report.failed.items():
-            console.say(f"scaling: {_ranks(size)} failed: {how}", Colour.FAILURE)
+            console.say(f"scaling: {ranks_of(size)} failed: {how}", Colour.FAILURE)
         if left:
-            console.say(f"scaling: not measured: {', '.join(map(_ranks, left))}", Colour.ATTENTION)
+            console.say(
+                f"scaling: not measured: {', '.join(map(ranks_of, left))}", Colour.ATTENTION
+            )
 
     def _take(self, run: Run) -> None:
-        self._report.runs.setdefault(run.ranks, []).append(run)
+        self.report.runs.setdefault(run.ranks, []).append(run)
         steps = f", {run.steps_per_second:.4g} steps/s" if run.steps_per_second else ""
-        self._console.say(f"scaling: {_ranks(run.ranks)}: {run.seconds:.2f} s{steps}")
+        self.console.say(f"scaling: {ranks_of(run.ranks)}: {run.seconds:.2f} s{steps}")
         # After every run: a study takes hours, and the machine may not live to its end.
-        path = f"{self._options.scaling_output}.csv"
-        self._unwritten = write_csv(self._report, self._options.scaling, path)
+        path = f"{self.options.scaling_output}.csv"
+        self.unwritten = write_csv(self.report, self.options.scaling, path)
 
     def _run_once(self, size: int, repeat: int) -> Run | _Ended:
-        options = _options_for(self._options, size)
+        options = _options_for(self.options, size)
         if options.output_filename:
-            folder = f"{size}-ranks" + (f".run-{repeat}" if self._options.repeat > 1 else "")
+            folder = f"{size}-ranks" + (f".run-{repeat}" if self.options.repeat > 1 else "")
             options.output_filename = os.path.join(options.output_filename, folder)
-        env = _environment(self._env, size, self._options.strong)
+        env = _environment(self.env, size, self.options.strong)
         began = time.monotonic()
-        if self._controller == controllers.GLOO:
+        if self.controller == controllers.GLOO:
             return self._run_here(options, env, began)
         plan = controllers.plan(
-            self._controller, options, make_request(options, options.command, env)
+            self.controller, options, make_request(options, options.command, env)
         )
         code = controllers.run_and_wait(plan)
         seconds = time.monotonic() - began
@@ -155,7 +156,7 @@ class _Study:
     def _run_here(
         self, options: argparse.Namespace, env: Mapping[str, str], began: float
     ) -> Run | _Ended:
-        store, console = MemoryStore(), self._console
+        store, console = MemoryStore(), self.console
         try:
             outcome = run_job(options, options.command, env=env, store=store, console=console)
         except LaunchError as error:
@@ -185,25 +186,12 @@ def steps_per_second(store: Store, size: int) -> float | None:
     return statistics.median(found) if found else None
 
 
-def _rate(report: bytes | None) -> float | None:
-    """What one rank says, or None: a worker wrote it, so it may be anything."""
-    if report is None or len(report) > _LONGEST_REPORT:
+def _rate(content: bytes | None) -> float | None:
+    report = parse_report(0, 0, content) if content else None
+    if report is None:
         return None
-    try:
-        content = json.loads(report)
-        stats = content["stats"]
-        steps, seconds = _number(stats.get("steps")), _number(stats.get("step_seconds"))
-        rate = steps / seconds if steps and seconds else _number(stats.get("steps_per_second"))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-    return rate or None
-
-
-def _number(value: Any) -> float:
-    """A finite number above nothing, or 0.0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return 0.0
-    return float(value) if 0.0 < value < 1e15 else 0.0
+    steps, seconds, rate = map(report.stats.get, ("steps", "step_seconds", "steps_per_second"))
+    return steps / seconds if steps and seconds else rate
 
 
 def _options_for(options: argparse.Namespace, size: int) -> argparse.Namespace:
@@ -215,7 +203,7 @@ def _options_for(options: argparse.Namespace, size: int) -> argparse.Namespace:
 
 def _environment(env: Mapping[str, str], size: int, strong: bool) -> dict[str, str]:
     fraction = repr(1 / size if strong else 1.0)
-    return {_INTERVAL: _SECONDS_BETWEEN_REPORTS, **env, FRACTION: fraction}
+    return {INTERVAL: _SECONDS_BETWEEN_REPORTS, **env, FRACTION: fraction}
 
 
 def _check_output(options: argparse.Namespace) -> None:
@@ -236,22 +224,16 @@ def _check_output(options: argparse.Namespace) -> None:
 
 
 def _describe(controller: str, options: argparse.Namespace, env: Mapping[str, str]) -> str:
-    return "\n".join(_plans(controller, options, env))
-
-
-def _plans(controller: str, options: argparse.Namespace, env: Mapping[str, str]) -> Iterator[str]:
     from horovod.runner.jobs.dry_run import describe_plan
 
+    lines = []
     for size in options.scaling:
-        yield f"== {_ranks(size)}, {options.repeat} time{'' if options.repeat == 1 else 's'}\n"
+        times = f"{options.repeat} time{'' if options.repeat == 1 else 's'}"
         job = _options_for(options, size)
         request = make_request(job, job.command, _environment(env, size, options.strong))
         if controller == controllers.GLOO:
-            yield describe_plan(request)
+            plan = describe_plan(request)
         else:
-            yield controllers.describe(controllers.plan(controller, job, request, dry=True))
-        yield ""
-
-
-def _ranks(size: int) -> str:
-    return f"{size} rank{'' if size == 1 else 's'}"
+            plan = controllers.describe(controllers.plan(controller, job, request, dry=True))
+        lines += [f"== {ranks_of(size)}, {times}\n", plan, ""]
+    return "\n".join(lines)

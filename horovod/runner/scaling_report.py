@@ -45,13 +45,10 @@ class Run:
     steps_per_second: float | None = None  # of each rank
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class Row(Run):
     """One size: medians, and what they come to."""
 
-    ranks: int
-    seconds: float
-    steps_per_second: float | None
     speedup: float
     efficiency: float
 
@@ -115,11 +112,11 @@ def rows_of(medians: Mapping[int, Run], strong: bool) -> dict[int, Row]:
             if by_steps:
                 efficiency = (run.steps_per_second or 0.0) / (base.steps_per_second or 1.0)
             speedup = efficiency * times_as_many
-        rows[size] = Row(size, run.seconds, run.steps_per_second, speedup, efficiency)
+        rows[size] = Row(**vars(run), speedup=speedup, efficiency=efficiency)
     return rows
 
 
-def counts_steps(medians: Mapping[int, Run] | Mapping[int, Row], strong: bool) -> bool:
+def counts_steps(medians: Mapping[int, Run], strong: bool) -> bool:
     """Whether efficiency rests on steps per second, and not on time."""
     return not strong and all(each.steps_per_second for each in medians.values())
 
@@ -240,7 +237,7 @@ def _legend(report: Report) -> str:
     runs = f", medians of {most} runs" if most > 1 else ""
     basis = "by steps per second" if counts_steps(rows, report.strong) else "by time"
     return (
-        f"{report.mode} scaling{runs}; speed-up and efficiency relative to {_ranks(base)}, "
+        f"{report.mode} scaling{runs}; speed-up and efficiency relative to {ranks_of(base)}, "
         f"{basis}.\nThe time is that of the whole command.{_doubts(report)}"
     )
 
@@ -257,12 +254,12 @@ def _doubts(report: Report) -> str:
         return ""
     times = sorted(run.seconds for run in report.runs[worst])
     return (
-        f"\nThe runs of {_ranks(worst)} took {times[0]:.2f} to {times[-1]:.2f} s: something else "
+        f"\nThe runs of {ranks_of(worst)} took {times[0]:.2f} to {times[-1]:.2f} s: something else "
         f"used the machine. Run it\nagain where nothing does, or more often (--repeat)."
     )
 
 
-def _ranks(size: int) -> str:
+def ranks_of(size: int) -> str:
     return f"{size} rank{'' if size == 1 else 's'}"
 
 

@@ -135,7 +135,7 @@ def _run(args: Any) -> list[Any] | None:
         return call_function(options, function, (), {})
     controller = controllers.choose(options, os.environ)
     if controller == controllers.GLOO:
-        run_here(options, None, options.command)
+        run_here(options, None)
         return None
     try:
         request = make_request(options, options.command, os.environ)

@@ -321,13 +321,13 @@ def test_the_published_file_is_never_written_over(tmp_path: Path):
         b"{",
         b"[]",
         b"\xff",
-        b'{"stats": 3}',
-        b'{"stats": {}}',
-        b'{"stats": {"steps": "9", "step_seconds": 1}}',
-        b'{"stats": {"steps": 9, "step_seconds": NaN, "steps_per_second": null}}',
-        b'{"stats": {"steps": true, "step_seconds": true}}',
+        b'{"version": 1, "stats": 3}',
+        b'{"version": 1, "stats": {}}',
+        b'{"version": 1, "stats": {"steps": "9", "step_seconds": 1}}',
+        b'{"version": 1, "stats": {"steps": 9, "step_seconds": NaN, "steps_per_second": null}}',
+        b'{"version": 1, "stats": {"steps": true, "step_seconds": true}}',
         b"[" * 100_000,
-        b'{"stats": {"steps": 9, "step_seconds": 3}}' + b" " * (1 << 20),
+        b'{"version": 1, "stats": {"steps": 9, "step_seconds": 3}}' + b" " * (1 << 20),
     ],
 )
 def test_a_report_that_makes_no_sense_is_no_report(content: bytes):
@@ -335,13 +335,13 @@ def test_a_report_that_makes_no_sense_is_no_report(content: bytes):
     assert steps_per_second(store, 2) is None
     store.set("stats/0/0", content)
     assert steps_per_second(store, 2) is None
-    store.set("stats/0/1", b'{"stats": {"steps": 9, "step_seconds": 3}}')
+    store.set("stats/0/1", b'{"version": 1, "stats": {"steps": 9, "step_seconds": 3}}')
     assert steps_per_second(store, 2) == 3.0
 
 
 def test_without_a_time_for_the_steps_the_rate_of_the_last_ones_counts():
     store = MemoryStore()
-    store.set("stats/0/0", b'{"stats": {"steps": 9, "steps_per_second": 2.5}}')
+    store.set("stats/0/0", b'{"version": 1, "stats": {"steps": 9, "steps_per_second": 2.5}}')
     assert steps_per_second(store, 1) == 2.5
 
 

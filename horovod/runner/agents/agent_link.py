@@ -79,6 +79,9 @@ class AgentLink(Protocol):
 class ProcessLink:
     """Pipes to a child process."""
 
+    unsent = False
+    ends = ("", "")  # the agent says what its ssh server sees
+
     def __init__(self, command: Sequence[str], *, ssh: bool) -> None:
         """Raises `OSError` if the process cannot be started."""
         self.remote = ssh
@@ -109,14 +112,6 @@ class ProcessLink:
     def errors_fd(self) -> int:
         assert self._process.stderr is not None
         return self._process.stderr.fileno()
-
-    @property
-    def unsent(self) -> bool:
-        return False
-
-    @property
-    def ends(self) -> tuple[str, str]:
-        return "", ""  # the agent says what its ssh server sees
 
     def write(self, data: memoryview) -> int:
         return os.write(self.input_fd, data)

@@ -97,21 +97,6 @@ class HostAgent:
         return self.link.remote
 
     @property
-    def input_fd(self) -> int:
-        """Becomes writable when `flush` can go on; of interest while `unsent`."""
-        return self.link.input_fd
-
-    @property
-    def output_fd(self) -> int:
-        """Becomes readable when `read` has something."""
-        return self.link.output_fd
-
-    @property
-    def errors_fd(self) -> int | None:
-        """Becomes readable when `read_errors` has something; None where `read` brings that too."""
-        return self.link.errors_fd
-
-    @property
     def unsent(self) -> bool:
         """Whether commands wait for room in the pipe."""
         return bool(self._commands) or self.link.unsent
@@ -220,14 +205,6 @@ class HostAgent:
     def abandon(self) -> None:
         """Give up a host that has not answered yet."""
         self.link.abandon()
-
-    def release(self) -> None:
-        """Close the pipes: an agent that still runs ends whatever is left, and then itself."""
-        self.link.release()
-
-    def wait(self) -> int:
-        """After `release`: the exit code of the agent, or of ssh (negative for signals)."""
-        return self.link.wait()
 
     def _command(self, command: Mapping[str, Any]) -> None:
         self._write(json.dumps(command).encode() + b"\n")

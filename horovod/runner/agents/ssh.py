@@ -41,9 +41,10 @@ class Ssh:
         command = [shutil.which("ssh") or "ssh", "-T"]
         for option in options:
             command += ["-o", option]
-        if self.port is not None:
-            command += ["-p", str(self.port)]
-        if self.identity_file is not None:
-            command += ["-i", self.identity_file]
         # The far side hands this to the user's login shell, whichever that is.
-        return [*command, host, "--", f"exec {shlex.join(program)}"]
+        return [*command, *self.login_arguments(), host, "--", f"exec {shlex.join(program)}"]
+
+    def login_arguments(self) -> list[str]:
+        """Port and key, where they are not for ssh's own configuration to say."""
+        port = [] if self.port is None else ["-p", str(self.port)]
+        return [*port, *([] if self.identity_file is None else ["-i", self.identity_file])]

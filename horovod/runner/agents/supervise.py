@@ -83,9 +83,9 @@ class Supervisor:
     def add(self, agent: HostAgent) -> None:
         """From now on watch this agent."""
         self._agents.append(agent)
-        self.watch(agent.output_fd, lambda: self._take(agent))
-        if agent.errors_fd is not None:
-            self.watch(agent.errors_fd, lambda: self._take_errors(agent))
+        self.watch(agent.link.output_fd, lambda: self._take(agent))
+        if agent.link.errors_fd is not None:
+            self.watch(agent.link.errors_fd, lambda: self._take_errors(agent))
         if self.signals:  # came while it was started
             self._stop_agent(agent, INTERRUPT_GRACE, self._is_interrupted)
 
@@ -128,9 +128,9 @@ class Supervisor:
         for agent in agents:
             if agent.hello is None and agent.remote:
                 agent.abandon()
-            agent.release()
+            agent.link.release()
         for agent in agents:
-            agent.wait()
+            agent.link.wait()
         self._selector.close()
 
     # -- agents ----------------------------------------------------------------------------
@@ -139,10 +139,10 @@ class Supervisor:
         for agent in self._agents:
             if agent.unsent and agent not in self._writing:
                 self._writing.add(agent)
-                self._selector.register(agent.input_fd, selectors.EVENT_WRITE, agent.flush)
+                self._selector.register(agent.link.input_fd, selectors.EVENT_WRITE, agent.flush)
             elif agent in self._writing and not agent.unsent:
                 self._writing.remove(agent)
-                self._selector.unregister(agent.input_fd)
+                self._selector.unregister(agent.link.input_fd)
 
     def _take(self, agent: HostAgent) -> None:
         if agent not in self._agents:
@@ -181,19 +181,19 @@ class Supervisor:
 
     def _take_errors(self, agent: HostAgent) -> None:
         if agent in self._agents and not agent.read_errors():
-            fd = agent.errors_fd
+            fd = agent.link.errors_fd
             assert fd is not None, "nobody watches what is not there"
             self.unwatch(fd)
 
     def _remove(self, agent: HostAgent, finished: bool) -> None:
         assert self._handler is not None
-        for fd in (agent.input_fd, agent.output_fd, agent.errors_fd):
+        for fd in (agent.link.input_fd, agent.link.output_fd, agent.link.errors_fd):
             if fd is not None:
                 self.unwatch(fd)
         self._agents.remove(agent)
         self._writing.discard(agent)
-        agent.release()
-        code = agent.wait()
+        agent.link.release()
+        code = agent.link.wait()
         if not finished:
             self._handler.lost(agent, code)
 

@@ -1,3 +1,1 @@
 """Names that scripts import from where Horovod 0.28 had them: `util`, and `service`."""
-
-from __future__ import annotations

@@ -13,15 +13,14 @@ import json
 from importlib import resources
 from typing import Any
 
+_KINDS = ("html", "css", "js")
+
 
 @functools.cache
 def _sources() -> tuple[str, str, str]:
-    folder = resources.files(__package__)
-    html, css, js = (folder.joinpath(f"page.{kind}").read_text("utf-8") for kind in _KINDS)
+    page = resources.files(__package__)
+    html, css, js = (page.joinpath(f"page.{kind}").read_text("utf-8") for kind in _KINDS)
     return html, css, js
-
-
-_KINDS = ("html", "css", "js")
 
 
 def policy() -> str:

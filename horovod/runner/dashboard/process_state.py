@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import psutil
 
 from horovod.runner.dashboard.board import Board, Rank
@@ -20,11 +18,10 @@ class ProcessStates:
 
     def __init__(self) -> None:
         self._ours: dict[tuple[int, int], bool] = {}
-        self._is_local = functools.cache(is_local)
 
     def look(self, board: Board) -> None:
         for rank in board.ranks.values():
-            if rank.launched and rank.code is None and self._is_local(rank.host):
+            if rank.launched and rank.code is None and is_local(rank.host):
                 rank.process_state = _state(self._process_of(rank))
 
     def _process_of(self, rank: Rank) -> int:
@@ -51,13 +48,6 @@ def _state(pid: int) -> str:
 
 def _descends(pid: int, ancestor: int) -> bool:
     try:
-        process: psutil.Process | None = psutil.Process(pid)
-        for _ in range(_DEPTH):
-            process = process.parent() if process is not None else None
-            if process is None:
-                return False
-            if process.pid == ancestor:
-                return True
+        return ancestor in [each.pid for each in psutil.Process(pid).parents()[:_DEPTH]]
     except psutil.Error:
-        pass
-    return False
+        return False

@@ -11,17 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from horovod.runner.dashboard.board import Board, Rank
-from horovod.runner.dashboard.stragglers import (
-    AWAITED,
-    BACKWARD,
-    COMPUTE,
-    LINK,
-    SILENT,
-    STOPPED,
-)
+from horovod.runner.dashboard.reports import COUNTERS, GAUGES, TRANSPORTS
+from horovod.runner.dashboard.stragglers import REASONS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-REASONS = (STOPPED, SILENT, AWAITED, BACKWARD, COMPUTE, LINK)
 
 
 @dataclass
@@ -42,35 +35,6 @@ class _Family:
                 yield f"{self.name}{{{inside}}} {value!r}" if inside else f"{self.name} {value!r}"
 
 
-_COUNTERS = {
-    "steps": ("horovod_steps_total", "Optimizer steps."),
-    "step_seconds": ("horovod_step_seconds_total", "Seconds in steps."),
-    "backward_seconds": ("horovod_backward_seconds_total", "Seconds in backward."),
-    "wait_seconds": ("horovod_wait_seconds_total", "Seconds waiting for other ranks."),
-    "reduce_seconds": ("horovod_reduce_seconds_total", "Seconds reducing."),
-    "hidden_seconds": ("horovod_hidden_seconds_total", "Seconds reducing behind backward."),
-    "bytes_reduced": ("horovod_bytes_reduced_total", "Bytes of tensors reduced."),
-    "buckets": ("horovod_buckets_total", "Buckets of gradients reduced."),
-    "operations": ("horovod_operations_total", "Collective operations."),
-    "negotiation_misses": (
-        "horovod_negotiation_misses_total",
-        "Operations that ranks had to agree on anew.",
-    ),
-}
-_GAUGES = {
-    "queue_length": ("horovod_queue_length", "Operations that wait to run."),
-    "memory_bytes": ("horovod_memory_bytes", "Resident memory."),
-    "gpu_memory_bytes": ("horovod_gpu_memory_bytes", "GPU memory in use."),
-    "last_step_seconds": ("horovod_last_step_seconds", "Seconds of the newest step."),
-    "steps_per_second": ("horovod_steps_per_second", "Steps per second, lately."),
-}
-_TRANSPORTS = {
-    "bytes_shared_memory": "shared_memory",
-    "bytes_network": "network",
-    "bytes_device": "device",
-}
-
-
 def render(board: Board, now: float | None = None) -> str:
     """The text that a scrape gets."""
     now = time.time() if now is None else now
@@ -79,22 +43,14 @@ def render(board: Board, now: float | None = None) -> str:
 
 
 def _of_job(board: Board) -> Iterator[_Family]:
-    yield _Family("horovod_ranks", "gauge", "Ranks of the job.", [({}, len(board.ranks))])
-    yield _Family(
-        "horovod_generation",
-        "gauge",
-        "Generation of an elastic job; 0 in a fixed one.",
-        [({}, board.generation)],
-    )
-    yield _Family(
-        "horovod_job_start_time_seconds",
-        "gauge",
-        "When the job began, since the epoch.",
-        [({}, board.started)],
-    )
-    yield _Family(
-        "horovod_job_ended", "gauge", "1 after the job's end.", [({}, int(board.ended is not None))]
-    )
+    gauges = {
+        "ranks": ("Ranks of the job.", len(board.ranks)),
+        "generation": ("Generation of an elastic job; 0 in a fixed one.", board.generation),
+        "job_start_time_seconds": ("When the job began, since the epoch.", board.started),
+        "job_ended": ("1 after the job's end.", int(board.ended is not None)),
+    }
+    for name, (meaning, value) in gauges.items():
+        yield _Family(f"horovod_{name}", "gauge", meaning, [({}, value)])
     yield _Family(
         "horovod_events_total",
         "counter",
@@ -134,16 +90,17 @@ def _of_ranks(ranks: Iterable[Rank], now: float) -> Iterator[_Family]:
         "Seconds since a rank's last report.",
         [(_labels(rank), round(max(now - rank.heard, 0.0), 3)) for rank in heard],
     )
-    for kind, names in (("counter", _COUNTERS), ("gauge", _GAUGES)):
-        for key, (name, meaning) in names.items():
-            yield _Family(name, kind, meaning, _samples(heard, key))
+    for key, meaning in COUNTERS.items():
+        yield _Family(f"horovod_{key}_total", "counter", meaning, _samples(heard, key))
+    for key, meaning in GAUGES.items():
+        yield _Family(f"horovod_{key}", "gauge", meaning, _samples(heard, key))
     yield _Family(
         "horovod_bytes_moved_total",
         "counter",
         "Bytes moved, by transport.",
         [
             ({**labels, "transport": transport}, value)
-            for key, transport in _TRANSPORTS.items()
+            for key, transport in TRANSPORTS.items()
             for labels, value in _samples(heard, key)
         ],
     )

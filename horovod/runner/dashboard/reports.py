@@ -25,26 +25,31 @@ _FOR_EVER = 1e15  # no number of steps or seconds is larger
 _ROUNDING = 1e-3  # seconds below 0 that a difference of two clocks may come to
 _LONGEST = 300  # characters of a text
 
-NUMBERS = (
-    "steps",
-    "step_seconds",
-    "backward_seconds",
-    "wait_seconds",
-    "reduce_seconds",
-    "hidden_seconds",
-    "bytes_reduced",
-    "bytes_shared_memory",
-    "bytes_network",
-    "bytes_device",
-    "buckets",
-    "operations",
-    "negotiation_misses",
-    "queue_length",
-    "memory_bytes",
-    "gpu_memory_bytes",
-    "last_step_seconds",
-    "steps_per_second",
-)
+COUNTERS = {
+    "steps": "Optimizer steps.",
+    "step_seconds": "Seconds in steps.",
+    "backward_seconds": "Seconds in backward.",
+    "wait_seconds": "Seconds waiting for other ranks.",
+    "reduce_seconds": "Seconds reducing.",
+    "hidden_seconds": "Seconds reducing behind backward.",
+    "bytes_reduced": "Bytes of tensors reduced.",
+    "buckets": "Buckets of gradients reduced.",
+    "operations": "Collective operations.",
+    "negotiation_misses": "Operations that ranks had to agree on anew.",
+}
+GAUGES = {
+    "queue_length": "Operations that wait to run.",
+    "memory_bytes": "Resident memory.",
+    "gpu_memory_bytes": "GPU memory in use.",
+    "last_step_seconds": "Seconds of the newest step.",
+    "steps_per_second": "Steps per second, lately.",
+}
+TRANSPORTS = {
+    "bytes_shared_memory": "shared_memory",
+    "bytes_network": "network",
+    "bytes_device": "device",
+}
+NUMBERS = (*COUNTERS, *GAUGES, *TRANSPORTS)
 """What of ``hvd.stats()`` is kept."""
 
 

@@ -15,6 +15,7 @@ from horovod.runner.dashboard.reports import ReportedStep
 
 STOPPED, SILENT, AWAITED = "stopped", "silent", "awaited"
 BACKWARD, COMPUTE, LINK = "backward", "compute", "link"
+REASONS = (STOPPED, SILENT, AWAITED, BACKWARD, COMPUTE, LINK)
 
 _FEWEST_STEPS = 3
 _SLOWER = 1.25

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from horovod.runner.jobs.mpi_launch import MpiJob
+from horovod.runner.jobs.mpi_launch import MpiJob, split
 from horovod.runner.jobs.request import JobRequest
 from horovod.runner.output.report import LaunchError
 
@@ -96,10 +95,4 @@ def jsrun_command(path: str, job: MpiJob, erf: str) -> list[str]:
     arguments = " ".join(filter(None, ["-tcp" if job.tcp else "", job.mpi_args or ""]))
     if arguments:
         command += ["--smpiargs", arguments]
-    try:
-        command += shlex.split(job.binding_args or "")
-    except ValueError as error:
-        raise LaunchError(
-            f"argument --binding-args: {job.binding_args!r}: {error}", status=2
-        ) from None
-    return [*command, *job.request.command]
+    return [*command, *split("--binding-args", job.binding_args), *job.request.command]

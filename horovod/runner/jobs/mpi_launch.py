@@ -98,19 +98,10 @@ def find_mpi(environ: Mapping[str, str] = os.environ) -> tuple[str, Mpi]:
     )
 
 
-def mpi_available(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``horovodrun --mpi`` can work here."""
-    try:
-        find_mpi(environ)
-    except LaunchError:
-        return False
-    return True
-
-
 def mpirun_command(path: str, kind: Mpi, job: MpiJob) -> list[str]:
     """The whole command; `LaunchError` where this MPI cannot do what is asked."""
     dialect = _open_mpi if kind in (Mpi.OPEN_MPI, Mpi.SPECTRUM) else _hydra
-    extra = _split("--mpi-args", job.mpi_args)
+    extra = split("--mpi-args", job.mpi_args)
     return [path, *dialect(kind, job), *extra, *job.request.command]
 
 
@@ -140,7 +131,7 @@ def _open_mpi(kind: Mpi, job: MpiJob) -> list[str]:
     hosts = ",".join(f"{_bracketed(name)}:{len(s)}" for name, s in request.hosts.items())
     command = ["--allow-run-as-root", "--tag-output", "-np", str(len(request.slots)), "-H", hosts]
     if job.binding_args is not None:
-        command += _split("--binding-args", job.binding_args)
+        command += split("--binding-args", job.binding_args)
     elif kind is Mpi.SPECTRUM:
         command += ["-bind-to", "socket", "-map-by", "socket", "-rank-by", "core"]
     else:
@@ -159,7 +150,7 @@ def _open_mpi(kind: Mpi, job: MpiJob) -> list[str]:
         parameters["btl_tcp_if_include"] = ",".join(request.nics)
     if ssh := _ssh_arguments(request):
         parameters["plm_rsh_args"] = " ".join(ssh)
-    chosen = _split("--mpi-args", job.mpi_args)
+    chosen = split("--mpi-args", job.mpi_args)
     for name, value in parameters.items():
         if name not in chosen:  # what the user says about it holds
             command += ["--mca", name, value]
@@ -195,7 +186,7 @@ def _hydra(kind: Mpi, job: MpiJob) -> list[str]:
         command += ["-bootstrap", "ssh"]
     if request.nics:
         command += ["-iface", request.nics[0]]
-    command += _split("--binding-args", job.binding_args)
+    command += split("--binding-args", job.binding_args)
     if names := exported(request.env):
         command += ["-genvlist", ",".join(names)]
     if job.output_filename:
@@ -213,11 +204,10 @@ def _ssh_arguments(request: JobRequest) -> list[str]:
             f"spaces; name the key in ~/.ssh/config instead",
             status=2,
         )
-    port = [] if ssh.port is None else ["-p", str(ssh.port)]
-    return [*port, *([] if ssh.identity_file is None else ["-i", ssh.identity_file])]
+    return ssh.login_arguments()
 
 
-def _split(option: str, text: str | None) -> Sequence[str]:
+def split(option: str, text: str | None) -> Sequence[str]:
     try:
         return shlex.split(text or "")
     except ValueError as error:

@@ -7,12 +7,11 @@ variable of the core come from the table in `tunables`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 from horovod.runner.options import values
 from horovod.runner.options.syntax import Deprecated, HelpFormatter, Parser
-from horovod.runner.options.tunables import ELASTIC, LIBRARIES, TUNABLES, Tunable, help_text
+from horovod.runner.options.tunables import ELASTIC, LIBRARIES, SECTIONS, Tunable, help_text
+from horovod.runner.slots.hosts import parse_hosts
 
 _DESCRIPTION = """\
 Run COMMAND as N processes that train together. Each finds its place through
@@ -66,13 +65,14 @@ def make_parser() -> Parser:
     _add_output(parser.add_argument_group("output"))
     _add_scaling(parser.add_argument_group("scaling study"))
     _add_launchers(parser.add_argument_group("launcher"))
-    sections = {ELASTIC: parser.add_argument_group(ELASTIC)}
-    _add_elastic(sections[ELASTIC])
-    for row in TUNABLES:
-        if row.section not in sections:
-            sections[row.section] = parser.add_argument_group(row.section)
-        _add_tunable(sections[row.section], row)
-    _add_mpi(sections[LIBRARIES])
+    elastic = parser.add_argument_group(ELASTIC)
+    _add_elastic(elastic)
+    for title, rows in SECTIONS.items():
+        group = elastic if title == ELASTIC else parser.add_argument_group(title)
+        for row in rows:
+            _add_tunable(group, row)
+        if title == LIBRARIES:
+            _add_mpi(group)
     _add_information(parser.add_argument_group("information"))
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -105,7 +105,7 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
     source.add_argument(
         "-H",
         "--hosts",
-        type=values.hosts,
+        type=parse_hosts,
         metavar="HOST[:SLOTS],...",
         help="Where to run, and at most how many processes there: node1:4,node2:4, node[01-16]:4, "
         "[fe80::2]:4. Hosts without SLOTS share what is left. Filled in this order.",
@@ -353,7 +353,7 @@ def _add_information(group: argparse._ArgumentGroup) -> None:
 def _add_tunable(group: argparse._ArgumentGroup, row: Tunable) -> None:
     text = help_text(row).replace("%", "%%")
     if not row.opposite:
-        group.add_argument(row.flag, metavar=row.metavar, type=_type_of(row), help=text)
+        group.add_argument(row.flag, metavar=row.metavar, type=row.parse, help=text)
         return
     pair = group.add_mutually_exclusive_group()
     pair.add_argument(row.flag, action="store_const", const=True, help=text)
@@ -362,20 +362,8 @@ def _add_tunable(group: argparse._ArgumentGroup, row: Tunable) -> None:
         dest=row.dest,
         action="store_const",
         const=False,
-        help=argparse.SUPPRESS if row.hide_opposite else f"The opposite of {row.flag}.",
+        help=argparse.SUPPRESS if row.knob.default is not None else f"The opposite of {row.flag}.",
     )
     for flag, value in row.deprecated:
         instead = row.flag if value else row.opposite
         pair.add_argument(flag, dest=row.dest, const=value, action=Deprecated, instead=instead)
-
-
-def _type_of(row: Tunable) -> Callable[[str], Any]:
-    """The row's parser in argparse's terms, whose complaints name the option."""
-
-    def parse(text: str) -> Any:
-        try:
-            return row.parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse

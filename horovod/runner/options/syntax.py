@@ -51,6 +51,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """What the option's type makes of it: a `ValueError` of ours says what is wrong."""
+        try:
+            return self._registry_get("type", action.type, action.type)(arg_string)
+        except ValueError as error:
+            raise argparse.ArgumentError(action, str(error)) from None
+
     def give_up(self, message: str) -> NoReturn:
         """End the program with status 2, the usage and this message."""
         super().error(message)

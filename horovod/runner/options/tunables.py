@@ -23,18 +23,17 @@ from horovod.runner.dashboard.address import PATTERN
 
 _KNOBS = {knob.env: knob for knob in KNOBS}
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
-_IB_DISABLE = "NCCL_IB_DISABLE"
+IB_DISABLE = "NCCL_IB_DISABLE"
 
 
 @dataclass(frozen=True)
 class Tunable:
     """One row: an option, the variable it sets, and how its value becomes the variable's.
 
-    A row with ``opposite`` is a switch: ``flag`` sets the variable to 1, ``opposite`` to 0, and
-    an opposite that merely repeats the default is left out of the help.
+    A row of a bool is a switch: ``flag`` sets the variable to 1, `opposite` to 0, and an opposite
+    that merely repeats the default is left out of the help.
     """
 
-    section: str
     flag: str
     env: str
     key: str = ""  # in the configuration file
@@ -42,8 +41,7 @@ class Tunable:
     metavar: str = ""
     help: str = ""
     transform: Callable[[Any], str] = str  # from the option's unit to the variable's
-    opposite: str = ""
-    hide_opposite: bool = False
+    not_flag: str = ""  # the opposite of a switch, where it is not --no-FLAG
     deprecated: tuple[tuple[str, bool], ...] = ()  # older spellings of a switch
     choices: tuple[str, ...] = ()
     pattern: str = ""  # that text must match
@@ -59,6 +57,12 @@ class Tunable:
     def dest(self) -> str:
         """The attribute of the parsed options."""
         return self.flag.lstrip("-").replace("-", "_")
+
+    @property
+    def opposite(self) -> str:
+        """The option that switches it off; empty where it takes a value."""
+        default = "--no-" + self.flag.removeprefix("--") if self.knob.type is bool else ""
+        return self.not_flag or default
 
     def parse(self, text: str) -> Any:
         """The option's value; `ValueError` with the reason."""
@@ -82,237 +86,211 @@ class Tunable:
         return str(int(value)) if self.knob.type is bool else self.transform(value)
 
 
-_TUNE = "tuning"
-_AUTOTUNE = "autotuning"
-_TIMELINE = "timeline (a trace to open in chrome://tracing or ui.perfetto.dev)"
-_PAGE = "dashboard (a live page about the job)"
-_CHECK = "checks"
-_TIME = "time limits"
 ELASTIC = "elastic jobs (made so by --min-np or --host-discovery-script)"
 LIBRARIES = "libraries"
-_LOG = "logging"
 
-TUNABLES = (
-    Tunable(
-        _TUNE,
-        "--fusion-threshold-mb",
-        "HOROVOD_FUSION_THRESHOLD",
-        "params.fusion_threshold_mb",
-        metavar="MB",
-        help="Mebibytes of tensors that may run as one fused operation; 0 disables fusion "
-        "(default: 128).",
-        transform=lambda megabytes: str(megabytes * 1024 * 1024),
+SECTIONS = {
+    "tuning": (
+        Tunable(
+            "--fusion-threshold-mb",
+            "HOROVOD_FUSION_THRESHOLD",
+            "params.fusion_threshold_mb",
+            metavar="MB",
+            help="Mebibytes of tensors that may run as one fused operation; 0 disables fusion "
+            "(default: 128).",
+            transform=lambda megabytes: str(megabytes * 1024 * 1024),
+        ),
+        Tunable(
+            "--cycle-time-ms",
+            "HOROVOD_CYCLE_TIME",
+            "params.cycle_time_ms",
+            metavar="MS",
+            transform=lambda milliseconds: str(float(milliseconds)),
+        ),
+        Tunable(
+            "--cache-capacity",
+            "HOROVOD_CACHE_CAPACITY",
+            "params.cache_capacity",
+            metavar="ENTRIES",
+        ),
+        Tunable(
+            "--hierarchical-allreduce",
+            "HOROVOD_HIERARCHICAL_ALLREDUCE",
+            "params.hierarchical_allreduce",
+            help="Reduce inside hosts first, then between them (default: where there are several "
+            "hosts and some run several processes).",
+        ),
+        Tunable(
+            "--hierarchical-allgather",
+            "HOROVOD_HIERARCHICAL_ALLGATHER",
+            "params.hierarchical_allgather",
+            help="The same for allgather.",
+        ),
+        Tunable(
+            "--torus-allreduce",
+            "HOROVOD_TORUS_ALLREDUCE",
+            "params.torus_allreduce",
+            inert="hierarchical allreduce takes its place",
+        ),
     ),
-    Tunable(
-        _TUNE,
-        "--cycle-time-ms",
-        "HOROVOD_CYCLE_TIME",
-        "params.cycle_time_ms",
-        metavar="MS",
-        transform=lambda milliseconds: str(float(milliseconds)),
+    "autotuning": (
+        Tunable(
+            "--autotune",
+            "HOROVOD_AUTOTUNE",
+            "autotune.enabled",
+            help="Search for the fastest way to reduce gradients while the job trains. Options "
+            "above that are given stay as they are.",
+        ),
+        Tunable(
+            "--autotune-log-file",
+            "HOROVOD_AUTOTUNE_LOG",
+            "autotune.log_file",
+            metavar="FILE",
+            only_with="HOROVOD_AUTOTUNE",
+        ),
+        Tunable(
+            "--autotune-warmup-samples",
+            "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
+            "autotune.warmup_samples",
+            metavar="SAMPLES",
+            only_with="HOROVOD_AUTOTUNE",
+        ),
+        Tunable(
+            "--autotune-steps-per-sample",
+            "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
+            "autotune.steps_per_sample",
+            metavar="STEPS",
+            only_with="HOROVOD_AUTOTUNE",
+        ),
+        Tunable(
+            "--autotune-bayes-opt-max-samples",
+            "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+            "autotune.bayes_opt_max_samples",
+            metavar="SAMPLES",
+            only_with="HOROVOD_AUTOTUNE",
+        ),
+        Tunable(
+            "--autotune-gaussian-process-noise",
+            "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+            "autotune.gaussian_process_noise",
+            metavar="NOISE",
+            only_with="HOROVOD_AUTOTUNE",
+        ),
     ),
-    Tunable(
-        _TUNE,
-        "--cache-capacity",
-        "HOROVOD_CACHE_CAPACITY",
-        "params.cache_capacity",
-        metavar="ENTRIES",
+    "timeline (a trace to open in chrome://tracing or ui.perfetto.dev)": (
+        Tunable(
+            "--timeline-filename",
+            "HOROVOD_TIMELINE",
+            "timeline.filename",
+            metavar="FILE",
+        ),
+        Tunable(
+            "--timeline-mark-cycles",
+            "HOROVOD_TIMELINE_MARK_CYCLES",
+            "timeline.mark_cycles",
+            only_with="HOROVOD_TIMELINE",
+        ),
     ),
-    Tunable(
-        _TUNE,
-        "--hierarchical-allreduce",
-        "HOROVOD_HIERARCHICAL_ALLREDUCE",
-        "params.hierarchical_allreduce",
-        help="Reduce inside hosts first, then between them (default: where there are several hosts "
-        "and some run several processes).",
-        opposite="--no-hierarchical-allreduce",
+    "dashboard (a live page about the job)": (
+        Tunable(
+            "--dashboard",
+            "HOROVOD_DASHBOARD",
+            "dashboard.address",
+            metavar="[ADDRESS:PORT]",
+            pattern=PATTERN,
+            value_optional=True,
+            help="Serve a page about the job: which rank is slow and why, what a step is made of, "
+            "what happened (default: none; without ADDRESS:PORT 127.0.0.1:8470, or the next free "
+            "port).",
+        ),
+        Tunable(
+            "--dashboard-save",
+            "HOROVOD_DASHBOARD_SAVE",
+            "dashboard.save",
+            metavar="FILE",
+            only_with="HOROVOD_DASHBOARD",
+            help="Save that page, as one HTML file, when the job ends (default: do not).",
+        ),
     ),
-    Tunable(
-        _TUNE,
-        "--hierarchical-allgather",
-        "HOROVOD_HIERARCHICAL_ALLGATHER",
-        "params.hierarchical_allgather",
-        help="The same for allgather.",
-        opposite="--no-hierarchical-allgather",
+    "checks": (
+        Tunable(
+            "--no-stall-check",
+            "HOROVOD_STALL_CHECK_DISABLE",
+            inverse_key="stall_check.enabled",
+            not_flag="--stall-check",
+        ),
+        Tunable(
+            "--stall-check-warning-time-seconds",
+            "HOROVOD_STALL_CHECK_TIME_SECONDS",
+            "stall_check.warning_time_seconds",
+            metavar="SECONDS",
+        ),
+        Tunable(
+            "--stall-check-shutdown-time-seconds",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+            "stall_check.shutdown_time_seconds",
+            metavar="SECONDS",
+        ),
+        Tunable(
+            "--check-nan",
+            "HOROVOD_CHECK_NAN",
+        ),
     ),
-    Tunable(
-        _TUNE,
-        "--torus-allreduce",
-        "HOROVOD_TORUS_ALLREDUCE",
-        "params.torus_allreduce",
-        opposite="--no-torus-allreduce",
-        inert="hierarchical allreduce takes its place",
+    "time limits": (
+        Tunable("--start-timeout", "HOROVOD_START_TIMEOUT", metavar="SECONDS"),
+        Tunable(
+            "--gloo-timeout-seconds",
+            "HOROVOD_GLOO_TIMEOUT_SECONDS",
+            "library_options.gloo_timeout_seconds",
+            metavar="SECONDS",
+            help="Seconds that a connection or collective between hosts may take (default: 30).",
+        ),
     ),
-    Tunable(
-        _AUTOTUNE,
-        "--autotune",
-        "HOROVOD_AUTOTUNE",
-        "autotune.enabled",
-        opposite="--no-autotune",
-        hide_opposite=True,
-        help="Search for the fastest way to reduce gradients while the job trains. Options above "
-        "that are given stay as they are.",
+    ELASTIC: (Tunable("--elastic-timeout", "HOROVOD_ELASTIC_TIMEOUT", metavar="SECONDS"),),
+    LIBRARIES: (
+        Tunable(
+            "--mpi-threads-disable",
+            "HOROVOD_MPI_THREADS_DISABLE",
+            "library_options.mpi_threads_disable",
+        ),
+        Tunable(
+            "--num-nccl-streams",
+            "HOROVOD_NUM_NCCL_STREAMS",
+            "library_options.num_nccl_streams",
+            metavar="STREAMS",
+        ),
+        Tunable(
+            "--thread-affinity",
+            "HOROVOD_THREAD_AFFINITY",
+            "library_options.thread_affinity",
+            metavar="CORE[,CORE...]",
+            pattern=r"[0-9]+(,[0-9]+)*",
+            help="Cores, one for each local rank, to which the background threads are bound "
+            "(default: not bound).",
+        ),
     ),
-    Tunable(
-        _AUTOTUNE,
-        "--autotune-log-file",
-        "HOROVOD_AUTOTUNE_LOG",
-        "autotune.log_file",
-        metavar="FILE",
-        only_with="HOROVOD_AUTOTUNE",
+    "logging": (
+        Tunable(
+            "--log-level",
+            "HOROVOD_LOG_LEVEL",
+            "logging.level",
+            metavar="LEVEL",
+            choices=_LEVELS,
+            help=f"Least severe level shown: {', '.join(_LEVELS)} (default: WARNING).",
+        ),
+        Tunable(
+            "--log-without-timestamp",
+            "HOROVOD_LOG_HIDE_TIME",
+            "logging.hide_timestamp",
+            inverse_key="logging.with_timestamp",
+            not_flag="--log-with-timestamp",
+            deprecated=(("--log-hide-timestamp", True), ("--no-log-hide-timestamp", False)),
+        ),
     ),
-    Tunable(
-        _AUTOTUNE,
-        "--autotune-warmup-samples",
-        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
-        "autotune.warmup_samples",
-        metavar="SAMPLES",
-        only_with="HOROVOD_AUTOTUNE",
-    ),
-    Tunable(
-        _AUTOTUNE,
-        "--autotune-steps-per-sample",
-        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
-        "autotune.steps_per_sample",
-        metavar="STEPS",
-        only_with="HOROVOD_AUTOTUNE",
-    ),
-    Tunable(
-        _AUTOTUNE,
-        "--autotune-bayes-opt-max-samples",
-        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
-        "autotune.bayes_opt_max_samples",
-        metavar="SAMPLES",
-        only_with="HOROVOD_AUTOTUNE",
-    ),
-    Tunable(
-        _AUTOTUNE,
-        "--autotune-gaussian-process-noise",
-        "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
-        "autotune.gaussian_process_noise",
-        metavar="NOISE",
-        only_with="HOROVOD_AUTOTUNE",
-    ),
-    Tunable(
-        _TIMELINE,
-        "--timeline-filename",
-        "HOROVOD_TIMELINE",
-        "timeline.filename",
-        metavar="FILE",
-    ),
-    Tunable(
-        _TIMELINE,
-        "--timeline-mark-cycles",
-        "HOROVOD_TIMELINE_MARK_CYCLES",
-        "timeline.mark_cycles",
-        opposite="--no-timeline-mark-cycles",
-        hide_opposite=True,
-        only_with="HOROVOD_TIMELINE",
-    ),
-    Tunable(
-        _PAGE,
-        "--dashboard",
-        "HOROVOD_DASHBOARD",
-        "dashboard.address",
-        metavar="[ADDRESS:PORT]",
-        pattern=PATTERN,
-        value_optional=True,
-        help="Serve a page about the job: which rank is slow and why, what a step is made of, what "
-        "happened (default: none; without ADDRESS:PORT 127.0.0.1:8470, or the next free port).",
-    ),
-    Tunable(
-        _PAGE,
-        "--dashboard-save",
-        "HOROVOD_DASHBOARD_SAVE",
-        "dashboard.save",
-        metavar="FILE",
-        only_with="HOROVOD_DASHBOARD",
-        help="Save that page, as one HTML file, when the job ends (default: do not).",
-    ),
-    Tunable(
-        _CHECK,
-        "--no-stall-check",
-        "HOROVOD_STALL_CHECK_DISABLE",
-        inverse_key="stall_check.enabled",
-        opposite="--stall-check",
-        hide_opposite=True,
-    ),
-    Tunable(
-        _CHECK,
-        "--stall-check-warning-time-seconds",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS",
-        "stall_check.warning_time_seconds",
-        metavar="SECONDS",
-    ),
-    Tunable(
-        _CHECK,
-        "--stall-check-shutdown-time-seconds",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        "stall_check.shutdown_time_seconds",
-        metavar="SECONDS",
-    ),
-    Tunable(
-        _CHECK,
-        "--check-nan",
-        "HOROVOD_CHECK_NAN",
-        opposite="--no-check-nan",
-        hide_opposite=True,
-    ),
-    Tunable(_TIME, "--start-timeout", "HOROVOD_START_TIMEOUT", metavar="SECONDS"),
-    Tunable(
-        _TIME,
-        "--gloo-timeout-seconds",
-        "HOROVOD_GLOO_TIMEOUT_SECONDS",
-        "library_options.gloo_timeout_seconds",
-        metavar="SECONDS",
-        help="Seconds that a connection or collective between hosts may take (default: 30).",
-    ),
-    Tunable(ELASTIC, "--elastic-timeout", "HOROVOD_ELASTIC_TIMEOUT", metavar="SECONDS"),
-    Tunable(
-        LIBRARIES,
-        "--mpi-threads-disable",
-        "HOROVOD_MPI_THREADS_DISABLE",
-        "library_options.mpi_threads_disable",
-        opposite="--no-mpi-threads-disable",
-        hide_opposite=True,
-    ),
-    Tunable(
-        LIBRARIES,
-        "--num-nccl-streams",
-        "HOROVOD_NUM_NCCL_STREAMS",
-        "library_options.num_nccl_streams",
-        metavar="STREAMS",
-    ),
-    Tunable(
-        LIBRARIES,
-        "--thread-affinity",
-        "HOROVOD_THREAD_AFFINITY",
-        "library_options.thread_affinity",
-        metavar="CORE[,CORE...]",
-        pattern=r"[0-9]+(,[0-9]+)*",
-        help="Cores, one for each local rank, to which the background threads are bound "
-        "(default: not bound).",
-    ),
-    Tunable(
-        _LOG,
-        "--log-level",
-        "HOROVOD_LOG_LEVEL",
-        "logging.level",
-        metavar="LEVEL",
-        choices=_LEVELS,
-        help=f"Least severe level shown: {', '.join(_LEVELS)} (default: WARNING).",
-    ),
-    Tunable(
-        _LOG,
-        "--log-without-timestamp",
-        "HOROVOD_LOG_HIDE_TIME",
-        "logging.hide_timestamp",
-        inverse_key="logging.with_timestamp",
-        opposite="--log-with-timestamp",
-        hide_opposite=True,
-        deprecated=(("--log-hide-timestamp", True), ("--no-log-hide-timestamp", False)),
-    ),
-)
+}
+"""The rows by the title under which the help shows them."""
+
+TUNABLES = tuple(row for rows in SECTIONS.values() for row in rows)
 
 
 def chosen(options: argparse.Namespace) -> dict[str, str]:
@@ -349,7 +327,7 @@ def settings_environment(options: argparse.Namespace, environ: Mapping[str, str]
     for name in without_effect(values, environ):
         del values[name]
     if options.tcp_flag:
-        values[_IB_DISABLE] = "1"
+        values[IB_DISABLE] = "1"
     return values
 
 

@@ -51,15 +51,9 @@ def common_variables(meeting: WorkerRendezvous) -> dict[str, str]:
 
 
 def slot_variables(slot: Slot) -> dict[str, str]:
-    """The variables that say which worker it is."""
+    """The variables that say which worker it is: its slot, and the same in torchrun's names."""
     return {
-        "HOROVOD_HOSTNAME": slot.hostname,
-        "HOROVOD_RANK": str(slot.rank),
-        "HOROVOD_SIZE": str(slot.size),
-        "HOROVOD_LOCAL_RANK": str(slot.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(slot.local_size),
-        "HOROVOD_CROSS_RANK": str(slot.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+        **{f"HOROVOD_{name.upper()}": str(value) for name, value in vars(slot).items()},
         "RANK": str(slot.rank),
         "WORLD_SIZE": str(slot.size),
         "LOCAL_RANK": str(slot.local_rank),

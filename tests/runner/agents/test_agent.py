@@ -37,9 +37,11 @@ class Talk:
         """Read until the condition holds."""
         deadline = time.monotonic() + HANG
         while not done():
-            writing = [self.agent.input_fd] if self.agent.unsent else []
+            writing = [self.agent.link.input_fd] if self.agent.unsent else []
             left = deadline - time.monotonic()
-            readable, writable, _ = select.select([self.agent.output_fd], writing, [], max(left, 0))
+            readable, writable, _ = select.select(
+                [self.agent.link.output_fd], writing, [], max(left, 0)
+            )
             assert readable or writable, f"nothing more after {self.events[-5:]}"
             if writable:
                 self.agent.flush()
@@ -73,8 +75,8 @@ class Talk:
 def talk() -> Iterator[Talk]:
     talk = Talk()
     yield talk
-    talk.agent.release()
-    talk.agent.wait()
+    talk.agent.link.release()
+    talk.agent.link.wait()
 
 
 WAIT = "import os, signal; print(os.getpid()); signal.pause()"
@@ -174,8 +176,8 @@ def test_a_lost_launcher_ends_the_workers():
     talk.start((1, FAMILY.format(ignore="")))
     talk.until(lambda: bool(talk.output(1)))
     child = int(talk.output(1))
-    talk.agent.release()
-    assert talk.agent.wait() == 0
+    talk.agent.link.release()
+    assert talk.agent.link.wait() == 0
     assert gone([child, talk.pids()[1]])
 
 

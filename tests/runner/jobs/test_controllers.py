@@ -13,7 +13,7 @@ import pytest
 import horovod
 from horovod.runner.functions.run_function import RemoteError
 from horovod.runner.jobs import controllers
-from horovod.runner.jobs.mpi_launch import mpi_available
+from horovod.runner.mpi_run import mpi_available
 from horovod.runner.options.arguments import make_options
 from tests.runner.horovodrun import ROOT, environment, run, run_python
 

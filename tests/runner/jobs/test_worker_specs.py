@@ -34,8 +34,8 @@ def agents() -> Iterator[dict[str, HostAgent]]:
     yield found
     found["elsewhere"].link.remote = False
     for agent in found.values():
-        agent.release()
-        agent.wait()
+        agent.link.release()
+        agent.link.wait()
 
 
 def test_cores_are_shared_by_machine(agents: dict[str, HostAgent]):

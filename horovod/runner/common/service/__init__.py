@@ -1,3 +1,1 @@
 """Services that processes of one or several jobs talk to: `compute_service`."""
-
-from __future__ import annotations

@@ -1,7 +1,7 @@
 """Knobs on their way from the configuration file and the options to the environment.
 
-The variables are those that `horovod.runner.options.tunables` declares; each name here stands for
-itself.
+The variables are those that `horovod.runner.options.tunables` declares; the name of each is
+here too, and stands for itself.
 """
 
 from __future__ import annotations
@@ -10,33 +10,14 @@ import argparse
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from horovod.runner.options.config_file import CONTROLLER, schema
-from horovod.runner.options.tunables import TUNABLES, settings_environment
+from horovod.runner.options.config_file import CONTROLLER, CONTROLLERS, schema
+from horovod.runner.options.tunables import IB_DISABLE, TUNABLES, settings_environment
 
-HOROVOD_FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
-HOROVOD_CYCLE_TIME = "HOROVOD_CYCLE_TIME"
-HOROVOD_CACHE_CAPACITY = "HOROVOD_CACHE_CAPACITY"
-HOROVOD_HIERARCHICAL_ALLREDUCE = "HOROVOD_HIERARCHICAL_ALLREDUCE"
-HOROVOD_HIERARCHICAL_ALLGATHER = "HOROVOD_HIERARCHICAL_ALLGATHER"
-HOROVOD_TORUS_ALLREDUCE = "HOROVOD_TORUS_ALLREDUCE"
-HOROVOD_AUTOTUNE = "HOROVOD_AUTOTUNE"
-HOROVOD_AUTOTUNE_LOG = "HOROVOD_AUTOTUNE_LOG"
-HOROVOD_AUTOTUNE_WARMUP_SAMPLES = "HOROVOD_AUTOTUNE_WARMUP_SAMPLES"
-HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE = "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"
-HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES = "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES"
-HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE = "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE"
-HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
-HOROVOD_TIMELINE_MARK_CYCLES = "HOROVOD_TIMELINE_MARK_CYCLES"
-HOROVOD_STALL_CHECK_DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
-HOROVOD_STALL_CHECK_TIME_SECONDS = "HOROVOD_STALL_CHECK_TIME_SECONDS"
-HOROVOD_STALL_SHUTDOWN_TIME_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-HOROVOD_MPI_THREADS_DISABLE = "HOROVOD_MPI_THREADS_DISABLE"
-HOROVOD_NUM_NCCL_STREAMS = "HOROVOD_NUM_NCCL_STREAMS"
-HOROVOD_THREAD_AFFINITY = "HOROVOD_THREAD_AFFINITY"
-HOROVOD_GLOO_TIMEOUT_SECONDS = "HOROVOD_GLOO_TIMEOUT_SECONDS"
-HOROVOD_LOG_LEVEL = "HOROVOD_LOG_LEVEL"
-HOROVOD_LOG_HIDE_TIME = "HOROVOD_LOG_HIDE_TIME"
-NCCL_IB_DISABLE = "NCCL_IB_DISABLE"
+
+def __getattr__(name: str) -> str:
+    if name == IB_DISABLE or name in {row.env for row in TUNABLES}:
+        return name
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def set_args_from_config(
@@ -45,7 +26,7 @@ def set_args_from_config(
     """Set options from a configuration that was read, except `override_args`."""
     controller = config.get(CONTROLLER)
     if controller and not (args.use_gloo or args.use_mpi):
-        if controller not in ("gloo", "mpi"):
+        if controller not in CONTROLLERS:
             raise ValueError(f"controller must be gloo or mpi, not {controller!r}")
         setattr(args, f"use_{controller}", True)
     for key, row in schema().items():

@@ -78,15 +78,4 @@ def get_host_assignments(
         raise ValueError(f"the hosts offer {offered} slots, but {min_num_proc} ranks are to run")
     size = offered if max_num_proc is None else min(offered, max_num_proc)
     slots = new.plan_slots([new.Host(host.hostname, host.slots) for host in hosts], size)
-    return [
-        SlotInfo(
-            slot.hostname,
-            slot.rank,
-            slot.local_rank,
-            slot.cross_rank,
-            slot.size,
-            slot.local_size,
-            slot.cross_size,
-        )
-        for slot in slots
-    ]
+    return [SlotInfo(**vars(slot)) for slot in slots]

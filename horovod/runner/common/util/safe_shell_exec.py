@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from horovod.runner.agents.processes import family, signal_all, signal_groups
@@ -85,13 +85,13 @@ def _wait(process: subprocess.Popen[bytes], events: Sequence[threading.Event]) -
 
 def _pump(pipe: Any, out: TextIO, index: int | None, stream: str, timestamps: bool) -> None:
     source = None if index is None else Source(index, stream)
-    put: Callable[[bytes], Any] = lambda data: out.write(data.decode(errors="replace"))  # noqa: E731
     splitter = LineSplitter()
     while True:
         data = pipe.read1(1 << 16)
         lines = splitter.feed(data) if data else splitter.finish()
         for line in lines:
-            put((source.before(timestamps) if source else b"") + line.text + line.end)
+            shown = (source.before(timestamps) if source else b"") + line.text + line.end
+            out.write(shown.decode(errors="replace"))
         out.flush()
         if not data:
             pipe.close()

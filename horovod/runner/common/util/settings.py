@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import argparse
+import os
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from horovod.runner.common.util.timeout import Timeout
+from horovod.runner.options.arguments import make_options
 
 
 @dataclass(kw_only=True)
@@ -35,8 +39,9 @@ class Settings(BaseSettings):
     hosts: str | None = None
 
 
-def as_arguments(settings: BaseSettings) -> list[str]:
-    """The options of horovodrun that say the same."""
+def as_arguments(settings: BaseSettings, nics: Collection[str] | None = None) -> list[str]:
+    """The options of horovodrun that say the same; `nics` are for settings without any."""
+    nics = settings.nics or nics
     timeout = settings.start_timeout
     seconds = timeout.remaining() if isinstance(timeout, Timeout) else timeout
     values = {
@@ -48,7 +53,7 @@ def as_arguments(settings: BaseSettings) -> list[str]:
         "--binding-args": settings.binding_args,
         "--start-timeout": None if seconds is None else int(max(1, seconds)),
         "--output-filename": settings.output_filename,
-        "--network-interfaces": ",".join(settings.nics) if settings.nics else None,
+        "--network-interfaces": ",".join(nics) if nics else None,
     }
     switches = {
         "--verbose": settings.verbose > 1,
@@ -57,3 +62,11 @@ def as_arguments(settings: BaseSettings) -> list[str]:
     }
     arguments = [f"{name}={value}" for name, value in values.items() if value is not None]
     return arguments + [name for name, wanted in switches.items() if wanted]
+
+
+def options_of(
+    arguments: Sequence[str], command: str | Sequence[str], env: Mapping[str, str] = os.environ
+) -> argparse.Namespace:
+    """The options of a job that runs a command (text: split as a shell does)."""
+    words = shlex.split(command) if isinstance(command, str) else command
+    return make_options([*arguments, "--", *words], env)
