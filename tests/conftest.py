@@ -12,7 +12,9 @@ from tests.missing import summarise
 from tests.ranks import RankPool
 
 # How long an example takes says something about the machine, not about the code.
-hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("any machine")
 
 

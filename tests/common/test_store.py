@@ -119,7 +119,10 @@ def test_large_value(store: Store) -> None:
     assert store.get("large", LONG) == value
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=30,
+)
 @given(st.dictionaries(st.text(max_size=20), st.binary(max_size=50), max_size=5), st.text())
 def test_behaves_like_a_dictionary(store: Store, content: dict[str, bytes], prefix: str) -> None:
     for key in store.keys(""):

@@ -97,7 +97,9 @@ NASTY = st.one_of(
 
 
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(arguments=st.lists(NASTY, min_size=1, max_size=4), value=NASTY, folder=NASTY)
 def test_nothing_that_a_user_writes_is_ever_read_by_a_shell(

@@ -51,7 +51,9 @@ def _trained(steps: int, passes: int, zero: str, options: dict[str, Any]) -> Any
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     model=st.sampled_from(sorted(ALL_MODELS)),
