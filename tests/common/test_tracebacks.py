@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -12,7 +13,6 @@ import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger
 from horovod.common.tracebacks import format_error
-from tests.ranks import RankPool
 
 
 def _caught(function) -> BaseException:
@@ -69,12 +69,13 @@ def test_all_frames_are_there_for_those_who_debug():
     assert "inside horovod" not in text
 
 
-def _hooks() -> tuple[str, bool]:
-    return sys.excepthook.__module__, sys.excepthook is sys.__excepthook__
-
-
-def test_init_installs_it_where_nobody_else_did(pool2: RankPool):
-    assert pool2.run(_hooks) == [("horovod.common.tracebacks", False)] * 2
+@pytest.mark.parametrize("before", ["", "sys.excepthook = print"])
+def test_init_installs_it_where_nobody_else_did(before: str):
+    end = "hvd.init(); print(sys.excepthook.__module__)"
+    program = f"import sys, horovod.torch as hvd\n{before}\n{end}"
+    found = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True)
+    wanted = b"builtins" if before else b"horovod.common.tracebacks"
+    assert found.stdout.strip() == wanted
 
 
 def test_other_errors_look_as_ever():
