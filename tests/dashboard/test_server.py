@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import resource
@@ -14,8 +15,12 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from aiohttp.test_utils import make_mocked_request
+
 from horovod.runner.dashboard import connections, dashboard, page, server
+from horovod.runner.dashboard.board import Board
 from horovod.runner.dashboard.connections import Connections, Guarded
+from horovod.runner.dashboard.tails import OutputTails
 from horovod.runner.output.lines import Line
 from tests.dashboard.served import HANG, TOKEN, Served, served
 
@@ -231,6 +236,22 @@ def test_a_page_between_two_questions_learns_of_the_end(monkeypatch: pytest.Monk
     assert job.ask("/changes?page=7")["job"]["ended"]
     closing.join(HANG)
     assert not closing.is_alive()
+
+
+def test_a_question_that_begins_to_wait_at_the_end_is_answered():
+    async def ask_and_finish() -> bool:
+        board = Board("train.py", time.time(), 1.0, elastic=False)
+        listener = socket.create_server(("127.0.0.1", 0))
+        found = server.Server(board, OutputTails(), TOKEN, listener)
+        request = make_mocked_request("GET", f"/changes?since={board.version}")
+        question = asyncio.ensure_future(found._changes(request))
+        await asyncio.sleep(0)  # now it is about to wait
+        board.end(0, "", "", time.time())
+        await found.finish()
+        listener.close()
+        return question.done()
+
+    assert asyncio.run(ask_and_finish())
 
 
 def test_nobody_waits_for_a_page_that_was_closed(monkeypatch: pytest.MonkeyPatch):

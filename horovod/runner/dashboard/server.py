@@ -98,8 +98,8 @@ class Server:
     async def finish(self) -> None:
         """Let open pages see the end, and close."""
         deadline = time.monotonic() + _FAREWELL
-        self.wake()
         while (self._asking or self._expects_pages()) and time.monotonic() < deadline:
+            self.wake()  # again: a question that is just beginning to wait would miss it
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)  # the last answers are on their way
         if self._server is not None:
