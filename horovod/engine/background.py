@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from itertools import accumulate
 
 from horovod.engine.request_queue import RequestQueue
 
@@ -91,5 +90,5 @@ class BackgroundThread:
 
     def _is_enough(self) -> bool:
         """Whether what is there would only be held up by waiting for more."""
-        sizes = (tensor.nbytes for request in self._queue.copy() for tensor in request.tensors)
-        return any(size >= _ENOUGH for size in accumulate(sizes))
+        requests = self._queue.copy()
+        return sum(tensor.nbytes for each in requests for tensor in each.tensors) >= _ENOUGH

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
+from itertools import count
 
 from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.engine.request import Kind, Request
@@ -18,14 +20,13 @@ class RequestQueue:
         self.failure: HorovodInternalError | None = None  # why no more are taken
         self.grown = threading.Event()  # set by what is submitted; whoever waits for it clears it
         self._in_flight: dict[str, Request] = {}
-        self._unnamed: Counter[Kind] = Counter()
+        self._unnamed: defaultdict[Kind, count[int]] = defaultdict(partial(count, 1))
         self._lock = threading.Lock()  # held for moments
 
     def auto_name(self, kind: Kind) -> str:
         """A name for an unnamed request: ranks that submit alike count alike."""
         with self._lock:
-            self._unnamed[kind] += 1
-            return f"noname.{self._unnamed[kind]}"
+            return f"noname.{next(self._unnamed[kind])}"
 
     def restart_auto_names(self) -> None:
         with self._lock:
