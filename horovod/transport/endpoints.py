@@ -12,7 +12,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from horovod.common.addresses import LOOPBACK, is_loopback, source_towards
@@ -32,20 +32,13 @@ class RankLocation:
     @classmethod
     def here(cls) -> RankLocation:
         """Without networks, which it takes a while to find out, and may not matter."""
-        host = socket.gethostname()
-        return cls(
-            host=host,
-            network=f"{host} {boot_id()} {namespace('net')}",
-            pids=f"{host} {boot_id()} {namespace('pid')}",
-            pid=os.getpid(),
-        )
+        host, boot = socket.gethostname(), boot_id()
+        network, pids = (f"{host} {boot} {namespace(kind)}" for kind in ("net", "pid"))
+        return cls(host, network, pids, os.getpid())
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> RankLocation:
         return cls(**{**fields, "networks": tuple(fields["networks"])})
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def choose_address(mine: RankLocation, everyone: Sequence[RankLocation]) -> str:

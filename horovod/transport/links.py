@@ -82,7 +82,7 @@ class Links:
         """Where every rank runs, and, if that is not one network stack, in which networks."""
         found = [
             RankLocation.from_json(each)
-            for each in self._exchange("place", RankLocation.here().to_json())
+            for each in self._exchange("place", dataclasses.asdict(RankLocation.here()))
         ]
         if len({info.network for info in found}) > 1:
             networks = self._exchange("networks", own_networks())
