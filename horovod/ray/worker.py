@@ -22,7 +22,7 @@ import ray
 import horovod
 from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.ray import ray_logger
-from horovod.runner.agents.probe import free_port, probe
+from horovod.runner.agents.probe import keep_port, probe
 from horovod.runner.agents.store_endpoints import describe_failures
 from horovod.runner.functions.function_call import Failure, pickled
 
@@ -175,7 +175,7 @@ def describe_worker() -> WorkerInfo:
         address=address,
         pid=os.getpid(),
         gpu_ids=tuple(gpu_ids()),
-        free_port=free_port(address),
+        free_port=keep_port(address),
         versions=own_versions(),
     )
 

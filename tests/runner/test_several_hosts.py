@@ -60,6 +60,27 @@ def test_ranks_of_several_hosts_learn_their_place(stub: dict[str, str]):
     assert all(len({env[name] for env in envs.values()}) == 1 for name in same)
 
 
+TAKE_MASTER_PORT = """
+import errno, os, socket
+if os.environ["RANK"] == "0":
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.socket().bind(address)
+    except OSError as error:
+        print(errno.errorcode[error.errno])
+    with socket.create_server(address), socket.create_connection(address):
+        print("served")
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["-H", "alpha:1,beta:1"]], ids=["one host", "two hosts"])
+def test_the_master_port_is_left_to_the_job(options: list[str], stub: dict[str, str]):
+    """A job beside it cannot get the port by chance; the job's own server can listen there."""
+    done = run_python(2, TAKE_MASTER_PORT, options=options, env=stub)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"\[0\]<stdout>:(.*)", done.stdout) == ["EADDRINUSE", "served"]
+
+
 def test_the_environment_travels_but_not_what_belongs_to_a_machine(stub: dict[str, str]):
     extra = {
         "MY_SETTING": "a 'quoted'\n$(value) é",

@@ -27,6 +27,8 @@ _TAG_BYTES = 32
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # for asking the routing table; nothing is sent there
 
+_kept: list[socket.socket] = []
+
 
 def probe(request: dict[str, Any]) -> dict[str, Any]:
     """Answer a request, which has
@@ -38,7 +40,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     The answer has ``endpoint`` (the pair that worked, or None), ``failures`` ([address, port,
     reason] for those that did not), ``nics`` (the interfaces among those asked for that have an
     address, with it), ``interfaces`` (all names), ``address`` (where other hosts reach this one)
-    and ``port`` (a free one there).
+    and ``port`` (one there that is kept for the job until this process ends).
     """
     endpoint, failures = _try_all(
         request["endpoints"], bytes.fromhex(request["key"]), request["timeout"]
@@ -53,7 +55,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         "nics": nics,
         "interfaces": [name for _, name in socket.if_nameindex()],
         "address": address,
-        "port": free_port(address),
+        "port": keep_port(address),
     }
 
 
@@ -68,11 +70,22 @@ def source_towards(address: str) -> str:
             return ""
 
 
-def free_port(address: str) -> int:
-    """A port that nobody uses there at this moment."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as sock:
-        return int(sock.getsockname()[1])
+def reserve_port(address: str) -> socket.socket:
+    """A socket whose port no other program is given while it is open.
+
+    It never listens: a server that reuses addresses, as torch's store and nearly every other
+    does, can take the port at any time.
+    """
+    reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((address, 0))
+    return reserved
+
+
+def keep_port(address: str) -> int:
+    """A port that is reserved until this process ends."""
+    _kept.append(reserve_port(address))
+    return int(_kept[-1].getsockname()[1])
 
 
 def interface_address(name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from horovod.common.addresses import is_local, is_loopback, resolve
 from horovod.common.store import MemoryStore, StoreServer
 from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.agents.probe import interface_address, source_towards
+from horovod.runner.agents.probe import interface_address, reserve_port, source_towards
 
 Endpoint = tuple[str, int]  # address and port where the store is served
 
@@ -26,6 +26,7 @@ class StoreEndpoints:
         self.key = key
         self.store = MemoryStore() if store is None else store
         self._servers: dict[str, StoreServer] = {}
+        self._reserved: list[socket.socket] = []
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -57,9 +58,16 @@ class StoreEndpoints:
             }
         )
 
+    def reserve_port(self, address: str) -> int:
+        """A port of this machine that is left to the job."""
+        self._reserved.append(reserve_port(address))
+        return int(self._reserved[-1].getsockname()[1])
+
     def close(self) -> None:
         for server in self._servers.values():
             server.close()
+        for reserved in self._reserved:
+            reserved.close()
 
 
 def addresses_towards(name: str, ends: tuple[str, str], nics: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from horovod.common.addresses import LOOPBACK
 from horovod.common.loss_note import read_note
 from horovod.runner.agents.host_agent import HostAgent, agent_command
-from horovod.runner.agents.probe import free_port, interface_address
+from horovod.runner.agents.probe import interface_address
 from horovod.runner.agents.processes import signal_groups
 from horovod.runner.agents.store_endpoints import (
     Endpoint,
@@ -195,9 +195,8 @@ class StaticJob:
             )
         elif self._all_local:
             endpoint = self._place.open(LOOPBACK)
-            self._start_workers(
-                dict.fromkeys(self._hosts, endpoint), (LOOPBACK, free_port(LOOPBACK))
-            )
+            master = LOOPBACK, self._place.reserve_port(LOOPBACK)
+            self._start_workers(dict.fromkeys(self._hosts, endpoint), master)
         else:
             self._open_doors()
 

@@ -50,6 +50,16 @@ def test_doors_that_nobody_needs_are_closed(place: StoreEndpoints):
     assert StoreClient(*kept, place.key, LONG).get("key", LONG) == b"value"
 
 
+def test_a_reserved_port_is_free_again_when_the_job_is_over():
+    place = StoreEndpoints(new_key())
+    address = "127.0.0.5", place.reserve_port("127.0.0.5")
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(address)
+    place.close()
+    with socket.socket() as stranger:
+        stranger.bind(address)
+
+
 def test_a_given_store_is_served():
     store = MemoryStore()
     place = StoreEndpoints(new_key(), store)
