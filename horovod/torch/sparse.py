@@ -64,5 +64,9 @@ def sparse_allreduce_async(
 
 
 def sparse_tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A sparse tensor of indices that are known to be right: torch warns unless told so."""
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+    """A sparse tensor of indices that are known to be right.
+
+    Not by `torch.sparse_coo_tensor`: torch 2.11 warns there, even if told not to check them.
+    """
+    made: torch.Tensor = torch.ops.aten._sparse_coo_tensor_unsafe(indices, values, shape)
+    return made
