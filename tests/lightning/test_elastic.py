@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -24,6 +25,10 @@ class Noting(Net):
         super().__init__()
         self.seen: list[tuple[int, float]] = []
         self.indices: list[int] = []
+        self.validated: list[int] = []  # epochs
+
+    def on_validation_end(self) -> None:
+        self.validated.append(self.current_epoch)
 
     def training_step(self, batch: Any, index: int) -> Any:
         self.seen += [(self.current_epoch, x.sum().item()) for x in batch[0]]
@@ -99,6 +104,42 @@ def test_every_sample_of_every_epoch_is_used(ranks: RankPool):
     for epoch in range(3):
         seen = [round(value, 4) for each in found for when, value in each[3] if when == epoch]
         assert sorted(seen) == everything
+
+
+def train_as_ranks_change(places: list[tuple[int, int]], fail_at: int) -> Any:
+    """A fit by all ranks that share out the data as if there were others of them each time."""
+    module = Noting()
+    state, failing = TrainerState(module), FailingOnce(fail_at)
+    for place in places:
+        callbacks = [failing, CommitCallback(state)]
+        made = trainer(callbacks=callbacks, max_epochs=5, num_sanity_val_steps=0)
+        with mock.patch.object(EpochSampler, "_place", lambda self, place=place: place):
+            try:
+                made.fit(module, loader(samples=SAMPLES), loader(), ckpt_path=state.checkpoint)
+            except HorovodInternalError:
+                state.restore()
+    counts = [sum(epoch == number for epoch, _ in module.seen) for number in range(5)]
+    return counts, module.validated, made.reload_dataloaders_every_n_epochs
+
+
+ALONE, IN_TWO = (0, 1), (0, 2)  # the first rank of that many
+
+
+@pytest.mark.parametrize(
+    ("places", "fail_at", "samples"),
+    [
+        ([IN_TWO, ALONE], 11, [30, 3 * 4 + (60 - 2 * 3 * 4), 60, 60, 60]),
+        ([ALONE, IN_TWO], 26, [60, 11 * 4 + (60 - 11 * 4) // 2, 30, 30, 30]),
+        ([ALONE, IN_TWO], 15, [60, 30, 30, 30, 30]),  # where an epoch begins
+        ([IN_TWO, ALONE], 35, [30, 30, 30, 30, 3 * 4 + (60 - 2 * 3 * 4)]),  # in the last one
+    ],
+)
+def test_epochs_after_ranks_have_changed_are_whole(
+    ranks: RankPool, places: list[tuple[int, int]], fail_at: int, samples: list[int]
+):
+    """What is left of the epoch in which they changed has a length of its own."""
+    found = ranks.run(train_as_ranks_change, places, fail_at)
+    assert found == [(samples, [0, 1, 2, 3, 4], 0)] * 2
 
 
 def test_the_rest_of_an_epoch_is_divided_among_fewer_ranks(monkeypatch: pytest.MonkeyPatch):

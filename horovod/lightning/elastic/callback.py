@@ -31,6 +31,7 @@ class Commits:
         self._batches_per_commit = batches_per_commit
         self._since = 0
         self._on_sigterm: Any = None
+        self._reload: int | None = None  # the user's, while we have one of our own
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         if stage != "fit":
@@ -40,11 +41,13 @@ class Commits:
         self._state.attach(trainer)
         trainer.strategy.elastic_state = self._state
         self._since = 0
+        self._reload = None
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         if stage == "fit":
             self._state.detach()
+            self._restore_reload(trainer)
             trainer.strategy.elastic_state = None
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
@@ -55,14 +58,24 @@ class Commits:
             trainer.fit_loop.epoch_loop.restarting = (
                 False  # its counts are of an epoch that is over
             )
+        if any(sampler.resumed for sampler in self._state.samplers):
+            # Lightning counts batches when it loads data: those of this epoch are not the next's.
+            self._reload = trainer.reload_dataloaders_every_n_epochs
+            trainer.reload_dataloaders_every_n_epochs = 1
         in_main_thread = threading.current_thread() is threading.main_thread()
         if self._state._job is not None and self._on_sigterm is not None and in_main_thread:
             # Lightning would end training at once: a worker that is told to leave first commits.
             signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self._restore_reload(trainer)
         self._since = 0
         self._state.commit_at(epoch_start=True)
+
+    def _restore_reload(self, trainer: Any) -> None:
+        if self._reload is not None:
+            trainer.reload_dataloaders_every_n_epochs = self._reload
+            self._reload = None
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         samplers = self._state.samplers

@@ -27,6 +27,11 @@ class EpochSampler(ElasticSampler):
             self.batches = 0
             super().set_epoch(epoch)
 
+    @property
+    def resumed(self) -> bool:
+        """Whether this epoch goes on after others had begun it."""
+        return self._before > 0
+
     def record(self) -> None:
         """All ranks have trained on one more batch."""
         self.record_batch(self.batches, self._batch_size)
