@@ -14,11 +14,12 @@ import torch
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.arguments import set_id
+from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch.buckets import Bucket, Named
 from horovod.torch.compression import Compressor, NoneCompressor, wire_type
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
-from horovod.torch.layouts import flat, laid_out_like, memory_shape
+from horovod.torch.layouts import flat, laid_out_like, memory_shape, split
 from horovod.torch.sparse import sparse_allreduce_async, sparse_tensor
 
 Parameter = torch.nn.Parameter
@@ -64,6 +65,13 @@ class BucketSubmitter:
     def start(self, bucket: Bucket, background: bool) -> None:
         """Start to reduce the bucket's gradients; without `background` the caller waits at once."""
         bucket.started = True
+        if bucket.is_split:
+            if bucket.rest is None:
+                self.start_early(bucket)
+            rest, bucket.rest = bucket.rest, None
+            if rest:
+                self._allreduce(bucket, bucket.name, rest, background)
+            return
         if background:
             bucket.watch()
         prepared = bucket.prepared
@@ -73,6 +81,32 @@ class BucketSubmitter:
             if not at_once or not prepared.allreduce_inline(gradients):
                 bucket.requests.append(prepared.start(gradients, background))
             return
+        dense, tensors = self._tensors(bucket)
+        if self.hook is not None:
+            self._start_hook(self.hook, bucket, dense, tensors)
+            return
+        background = background or len(tensors) > 1
+        for place, same_device in enumerate(tensors.values()):
+            request = self._allreduce(bucket, _name(bucket, place), same_device, background)
+            if len(tensors) == 1 and self._is_repeatable(bucket, same_device):
+                bucket.prepared = runtime.prepare(request, set_id(self.process_set))
+
+    def start_early(self, bucket: Bucket) -> None:
+        """Start to reduce the part of the bucket that does not wait for the step.
+
+        The other part goes with `start`. Between hosts only, so that there is one device.
+        """
+        bucket.watch()
+        _, tensors = self._tensors(bucket)
+        whole = [tensor for same_device in tensors.values() for tensor in same_device]
+        first, bucket.rest = split(whole, bucket.early)
+        if first:
+            self._allreduce(bucket, bucket.first_name, first, background=True)
+
+    def _tensors(
+        self, bucket: Bucket
+    ) -> tuple[list[Named], dict[torch.device, list[torch.Tensor]]]:
+        """Whose gradients are dense, and what is reduced for them; others' are on their way."""
         tensors: dict[torch.device, list[torch.Tensor]] = {}
         dense: list[Named] = []
         for name, param in bucket.params:
@@ -89,32 +123,26 @@ class BucketSubmitter:
                 continue
             tensors.setdefault(tensor.device, []).append(tensor)
             dense.append((name, param))
-        if self.hook is None:
-            self._allreduce(bucket, tensors, background)
-        else:
-            self._start_hook(self.hook, bucket, dense, tensors)
+        return dense, tensors
 
     def _allreduce(
-        self, bucket: Bucket, tensors: dict[torch.device, list[torch.Tensor]], background: bool
-    ) -> None:
-        number = set_id(self.process_set)
-        for place, same_device in enumerate(tensors.values()):
-            request = runtime.allreduce(
-                same_device,
-                same_device,
-                _name(bucket, place),
-                self._op,
-                prescale=self._prescale,
-                postscale=self._postscale,
-                process_set_id=number,
-                background=background or len(tensors) > 1,
-                deferred=True,
-                wire=self._wire,
-                alone=self.alone,
-            )
-            bucket.requests.append(request)
-            if len(tensors) == 1 and self._is_repeatable(bucket, same_device):
-                bucket.prepared = runtime.prepare(request, number)
+        self, bucket: Bucket, name: str, tensors: list[torch.Tensor], background: bool
+    ) -> Request:
+        request = runtime.allreduce(
+            tensors,
+            tensors,
+            name,
+            self._op,
+            prescale=self._prescale,
+            postscale=self._postscale,
+            process_set_id=set_id(self.process_set),
+            background=background,
+            deferred=True,
+            wire=self._wire,
+            alone=self.alone,
+        )
+        bucket.requests.append(request)
+        return request
 
     def _is_repeatable(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the next gradients of the bucket will be reduced as they are, like these."""

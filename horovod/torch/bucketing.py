@@ -33,6 +33,7 @@ _LITTLE = 8  # less than this part of a bucket goes with the next
 # Between hosts: what it takes this long to reduce. Measured with 1 Gbit/s (1 MiB) and more.
 _BUCKET_SECONDS = 0.008
 SMALLEST_NETWORK_BUCKET = MEBIBYTE
+_SMALLEST_PART = MEBIBYTE // 4  # of a bucket, that is worth a request of its own
 _PROCESSOR_RATE = 500e6  # bytes a second; a network that does more keeps a core busy
 TRIAL_STEPS = 10  # all at once, of which the fastest counts: connections and memory warm up
 
@@ -131,19 +132,23 @@ def pays_beside_backward(total: int, seconds: float) -> bool:
     return total < _PROCESSOR_RATE * seconds
 
 
-def num_early(sizes: Sequence[int], hidden: float) -> int:
-    """How many buckets, of these sizes, to reduce while backward still runs, if it hides so much.
+def begun_early(sizes: Sequence[int], hidden: float) -> list[int]:
+    """How many bytes of each bucket to reduce while backward still runs, if it hides so many.
 
     For when the next forward waits for one bucket after the other (overlap_forward). What comes
     first in backward is needed last, so that whatever backward does not hide had better go in the
-    opposite order; buckets on their way cannot be overtaken.
+    opposite order; what is on its way cannot be overtaken. So one bucket may go in two parts.
     """
-    begun = 0
-    for number, size in enumerate(sizes):
-        if begun + size / 2 > hidden:
-            return number
-        begun += size
-    return len(sizes)
+    early = []
+    for size in sizes:
+        part = int(min(size, hidden))
+        if part < _SMALLEST_PART:
+            part = 0
+        elif size - part < _SMALLEST_PART:
+            part = size
+        early.append(part)
+        hidden = max(0.0, hidden - size)
+    return early
 
 
 def cut(sizes: Sequence[int], most: int, limit: int) -> list[range]:

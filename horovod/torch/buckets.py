@@ -28,8 +28,23 @@ class Bucket:
         forms = {(param.dtype, param.device, param.is_contiguous()) for _, param in params}
         self.dtype = first.dtype if forms == {(first.dtype, first.device, True)} else None
         self.prepared: PreparedAllreduce | None = None
-        self.held = False  # to be started in the step, although complete before
+        self.nbytes = sum(param.nbytes for _, param in params)
+        self.early = self.nbytes  # bytes to be reduced as soon as it is complete, not in the step
         self.reset()
+
+    @property
+    def held(self) -> bool:
+        """Whether some of it is started in the step, although complete before."""
+        return self.early < self.nbytes
+
+    @property
+    def is_split(self) -> bool:
+        return 0 < self.early < self.nbytes
+
+    @property
+    def first_name(self) -> str:
+        """Of the part that does not wait for the step, where there are two."""
+        return f"{self.name}, first part"
 
     def gradients(self) -> list[torch.Tensor] | None:
         """All gradients, if they are there and can be reduced as they are."""
@@ -87,5 +102,6 @@ class Bucket:
         self.awaited = len(self.params)  # gradients that have not arrived yet
         self.started = False
         self.watched = []
+        self.rest: list[torch.Tensor] | None = None  # to be started, of one in two parts
         self.requests: list[Request] = []
         self.finishers: list[Callable[[], object]] = []

@@ -24,10 +24,10 @@ from horovod.torch.bucketing import (
     Bucketing,
     BucketPolicy,
     Measurement,
+    begun_early,
     bucket_title,
     can_overlap,
     cut,
-    num_early,
 )
 from horovod.torch.buckets import Bucket, Named
 
@@ -109,8 +109,12 @@ class GradientReducer(Reducer):
             return
         if self._hook is not None:
             self._start_in_order()
-        elif not bucket.started and not bucket.held:
+        elif bucket.started or bucket.rest is not None:
+            return
+        elif not bucket.held:
             self._start(bucket, background=True)
+        elif bucket.is_split:
+            self._submitter.start_early(bucket)
 
     def _start_in_order(self) -> None:
         """Start complete buckets, but none before those that come first on all ranks."""
@@ -293,9 +297,11 @@ class GradientReducer(Reducer):
         if self._delayed and least_of_all < 0:
             # Start in the step what backward, which hides so many bytes, does not hide.
             hidden = self._policy.num_bytes * least_hidden / least_of_all
-            sizes = [sum(param.nbytes for _, param in bucket.params) for bucket in self._buckets]
-            for bucket in self._buckets[num_early(sizes, hidden) :]:
-                bucket.held = True
+            sizes = [bucket.nbytes for bucket in self._buckets]
+            for bucket, early in zip(self._buckets, begun_early(sizes, hidden), strict=True):
+                bucket.early = early
+                if bucket.is_split:
+                    runtime.name_members(bucket.first_name, [name for name, _ in bucket.params])
 
     def _make(self, overlap: bool, most: int) -> None:
         """Buckets of up to `most` bytes; all in one if nothing overlaps."""

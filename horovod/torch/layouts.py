@@ -6,6 +6,8 @@ all ranks; a gradient or a loaded state may be laid out differently on each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -51,3 +53,18 @@ def in_memory_order(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a dense tensor."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def split(
+    tensors: Sequence[torch.Tensor], nbytes: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Flat tensors in two parts, the first of so many bytes, or less if that divides an element."""
+    first, rest = [], []
+    for tensor in tensors:
+        count = min(nbytes // tensor.itemsize, tensor.numel())
+        nbytes -= count * tensor.itemsize
+        first += [tensor[:count]] if count else []
+        if count < tensor.numel():
+            rest.append(tensor[count:])
+            nbytes = 0  # what follows comes later, too
+    return first, rest

@@ -173,12 +173,15 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def small_buckets(arrived: slice = NONE) -> Iterator[None]:
+def small_buckets(arrived: slice = NONE, early: float = 0.0) -> Iterator[None]:
     """Several buckets of the models here, from the second step on.
 
     Of those that are not updated yet `arrived` are reduced whenever somebody looks: none, as on a
-    very slow network, unless told otherwise.
+    very slow network, unless told otherwise. `early` is the part of each that goes before the step.
     """
+
+    def begun_early(sizes: list[int], hidden: float) -> list[int]:
+        return [round(early * size) for size in sizes]
 
     def reduced(updates: DelayedUpdates) -> list[Update]:
         found = list(dict.fromkeys(updates._updates.values()))[arrived]
@@ -191,15 +194,18 @@ def small_buckets(arrived: slice = NONE) -> Iterator[None]:
     with (
         mock.patch("horovod.torch.gradients.TRIAL_STEPS", 1),
         mock.patch("horovod.torch.bucketing.network_bucket", return_value=100),
+        mock.patch("horovod.torch.gradients.begun_early", begun_early),
         mock.patch.object(DelayedUpdates, "_reduced", reduced),
     ):
         yield
 
 
-def compare(change: Callable[[Run], Any], arrived: slice = NONE, **options: Any) -> Any:
+def compare(
+    change: Callable[[Run], Any], arrived: slice = NONE, early: float = 0.0, **options: Any
+) -> Any:
     """What `change` leaves with and without the option, for `assert_same`."""
     results = []
-    with small_buckets(arrived):
+    with small_buckets(arrived, early):
         for delay in (True, False):
             run = Run(delay, **options)
             seen = change(run)

@@ -21,12 +21,12 @@ from horovod.torch.bucketing import (
     Bucketing,
     BucketPolicy,
     Measurement,
+    begun_early,
     bucket_title,
     can_overlap,
     cut,
     first_bucket,
     network_bucket,
-    num_early,
     pays_beside_backward,
 )
 
@@ -211,29 +211,38 @@ def test_a_core_keeps_up_with_500_megabytes_a_second():
     assert not pays_beside_backward(10**9, 1.99)
 
 
-@given(st.lists(st.integers(1, 1000), max_size=20), st.floats(0, 1e4))
-def test_backward_hides_a_first_part_of_the_buckets(sizes: list[int], hidden: float):
-    early = num_early(sizes, hidden)
-    assert 0 <= early <= len(sizes)
-    if early:
-        assert sum(sizes[: early - 1]) + sizes[early - 1] / 2 <= hidden
-    if early < len(sizes):
-        assert sum(sizes[:early]) + sizes[early] / 2 > hidden
+PART = MEBIBYTE // 4  # the smallest worth a request
+
+
+@given(st.lists(st.integers(1, 20 * PART), max_size=20), st.floats(0, 200 * PART))
+def test_backward_hides_a_first_part_of_all_bytes(sizes: list[int], hidden: float):
+    early = begun_early(sizes, hidden)
+    assert all(0 <= part <= size for part, size in zip(early, sizes, strict=True))
+    divided = [n for n, part in enumerate(early) if 0 < part < sizes[n]]
+    assert len(divided) <= 1, "whole ones, then one in two parts, then none"
+    for number in divided:
+        assert min(early[number], sizes[number] - early[number]) >= PART - 1
+        assert not any(early[number + 1 :])
+    wrong = abs(sum(early) - min(sum(sizes), hidden))
+    assert wrong <= PART * (1 + sum(size < PART for size in sizes)), "all but what is too little"
 
 
 @pytest.mark.parametrize(
     ("sizes", "hidden", "early"),
     [
-        ([4, 4, 4, 4], 8, 2),
-        ([4, 4], 100, 2),
-        ([9, 1, 1], 0, 0),
-        ([9, 1, 1], 5, 1),
-        ([1, 9, 1], 3, 1),
-        ([], 5, 0),
+        ([4, 4, 4, 4], 8, [4, 4, 0, 0]),
+        ([4, 4, 4, 4], 10, [4, 4, 2, 0]),
+        ([4, 4], 100, [4, 4]),
+        ([9, 1, 1], 0, [0, 0, 0]),
+        ([9, 1, 1], 5, [5, 0, 0]),
+        ([9, 1, 1], 8.5, [9, 0, 0]),
+        ([9, 1, 1], 0.5, [0, 0, 0]),
+        ([], 5, []),
     ],
 )
-def test_what_backward_hides_is_not_held_back(sizes: list[int], hidden: float, early: int):
-    assert num_early(sizes, hidden) == early
+def test_what_backward_hides_is_not_held_back(sizes: list[int], hidden: float, early: list[int]):
+    found = begun_early([size * PART for size in sizes], hidden * PART)
+    assert found == [part * PART for part in early]
 
 
 # -- who travels with whom -------------------------------------------------------------------

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from horovod.torch.buckets import Bucket
+from horovod.torch.layouts import split
 
 
 def _bucket(*shapes: tuple[int, ...]) -> Bucket:
@@ -101,3 +104,33 @@ def test_everything_ends_and_the_first_failure_is_told():
     assert ended == ["a", "b", "c", "d"]
     assert (bucket.started, bucket.awaited, bucket.finishers) == (False, 1, [])
     assert bucket.settle() is None
+
+
+# -- in two parts --------------------------------------------------------------------------
+
+
+def test_all_of_a_bucket_goes_at_once_unless_told_otherwise():
+    bucket = _bucket((4,), (4,))
+    assert (bucket.held, bucket.is_split) == (False, False)
+    bucket.early = 8
+    assert (bucket.held, bucket.is_split) == (True, True)
+    bucket.early = 0
+    assert (bucket.held, bucket.is_split) == (True, False)
+
+
+_dtypes = st.sampled_from([torch.float16, torch.float32, torch.float64])
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), _dtypes), max_size=6), st.integers(0, 400))
+def test_two_parts_are_all_of_it(shapes: list[tuple[int, torch.dtype]], nbytes: int):
+    whole = [torch.arange(count, dtype=dtype) for count, dtype in shapes]
+    first, rest = split(whole, nbytes)
+    size = sum(part.nbytes for part in first)
+    assert size <= nbytes
+    assert not rest or size + rest[0].itemsize > nbytes, "as much as fits"
+    for part in (*first, *rest):
+        part += 100  # they are the memory of the whole
+    assert [*map(float, torch.cat([*first, *rest] or [torch.empty(0)]))] == [
+        number + 100.0 for count, _ in shapes for number in range(count)
+    ]
+    assert all(bool((tensor >= 100).all()) for tensor in whole)

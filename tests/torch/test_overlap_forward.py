@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import horovod.torch as hvd
+from horovod.torch.bucket_submission import BucketSubmitter
 from tests.ranks import RankPool
 from tests.torch.delaying import (
     ALL,
@@ -28,7 +30,7 @@ from tests.torch.delaying import (
     assert_same,
     compare,
 )
-from tests.torch.training import batch_of, weights_of
+from tests.torch.training import batch_of, my_rows, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,7 @@ def _trained(steps: int, passes: int, zero: str, options: dict[str, Any]) -> Any
     passes=st.integers(1, 2),
     zero=st.sampled_from(["before", "after", "between", "zeros", "model", "never"]),
     arrived=st.sampled_from([NONE, EVERY_OTHER, ALL]),
+    early=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
 )
 def test_same_as_without(network2: RankPool, steps: int, passes: int, zero: str, **options: Any):
     passes = 1 if zero == "between" else passes
@@ -86,12 +89,49 @@ def test_what_has_arrived_is_updated_at_once(network2: RankPool, arrived: slice)
     assert_same(network2.run(_trained, 6, 1, "before", options))
 
 
-def _compressed() -> Any:
-    return compare(lambda run: [run.step() for _ in range(5)], compression=hvd.Compression.bf16)
+def _trained_in_parts(model: str) -> Any:
+    start = BucketSubmitter.start_early
+    with mock.patch.object(BucketSubmitter, "start_early", autospec=True, side_effect=start) as it:
+        outcome = _trained(5, 1, "before", {"model": model, "optimizer": "Adam", "early": 0.5})
+    assert it.called
+    return outcome
 
 
-def test_compression(network2: RankPool):
-    assert_same(network2.run(_compressed))
+@pytest.mark.parametrize("model", ALL_MODELS)
+def test_a_part_of_each_bucket_goes_before_the_step(network2: RankPool, model: str):
+    assert_same(network2.run(_trained_in_parts, model))
+
+
+def _uneven(early: float) -> Any:
+    """Another layer less is used on each rank, so that its bucket is not complete before."""
+
+    def train(run: Run) -> None:
+        for number in range(5):
+            run.optimizer.zero_grad()
+            x = my_rows(batch_of(number, hvd.size()))
+            for layer in run.model.layers[: 3 - hvd.rank()]:
+                x = torch.tanh(layer(x))
+            x.sum().backward()
+            run.optimizer.step()
+            run.note()
+
+    return compare(train, model="keeps", early=early)
+
+
+@pytest.mark.parametrize("early", [0.0, 0.5, 1.0])
+def test_what_one_rank_does_not_use(network2: RankPool, early: float):
+    assert_same(network2.run(_uneven, early))
+
+
+def _compressed(early: float) -> Any:
+    return compare(
+        lambda run: [run.step() for _ in range(5)], early=early, compression=hvd.Compression.bf16
+    )
+
+
+@pytest.mark.parametrize("early", [0.0, 0.5])
+def test_compression(network2: RankPool, early: float):
+    assert_same(network2.run(_compressed, early))
 
 
 # -- what must see finished parameters ------------------------------------------------------
