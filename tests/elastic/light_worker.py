@@ -10,9 +10,9 @@ happened in between. The argument is a JSON object:
   signal, or it raises ("raise"), ends ("exit 0"), or does nothing for some seconds ("slow 3"), or
   even holds the interpreter's lock meanwhile ("hold 10").
 - host_faults: the same for all workers of a host.
-- size: also go on until there are so many ranks. until: also go on until that file is there (in
-  a job of one rank: others may see it a step later). silence: seconds after which a peer counts as
-  lost.
+- size: also go on until there are so many ranks. largest: until so many have once met. until: until
+  that file is there (in a job of one rank: others may see it a step later).
+- silence: seconds after which a peer counts as lost.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ member = membership()
 assert member is not None
 visits: dict[str, int] = {}
 exchanges = 0
+sizes: list[int] = []  # of the generations that this process has formed with others
 
 
 def pass_through(phase: str) -> None:
@@ -92,6 +93,7 @@ def init() -> None:
         for rank in range(here.topology.size):
             here.get(f"here/{rank}", 60)
         here.mark_formed()
+        sizes.append(here.topology.size)
 
     assert member is not None
     member.form(meet, 60)
@@ -160,9 +162,6 @@ def say(text: str) -> None:
     print(f"{text} worker {ME} rank {topology.rank} size {topology.size}", flush=True)
 
 
-sizes: list[int] = []  # of the generations in which this process took a step
-
-
 def train(state: ObjectState) -> None:
     say(f"begin at {state.step}")
     wanted = PLAN.get("size")
@@ -173,7 +172,6 @@ def train(state: ObjectState) -> None:
         or max(sizes, default=0) < PLAN.get("largest", 0)
         or (wanted and generation().topology.size != wanted)
     ):
-        sizes.append(generation().topology.size)
         pass_through("step")
         time.sleep(PLAN.get("pace", 0.01))
         state.value += sum(exchange(1)) / generation().topology.size
