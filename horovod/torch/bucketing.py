@@ -10,8 +10,8 @@ agreed (`horovod.torch.agreement`), so that all decide alike, and does what is d
 - Inside one host it depends on the cores and the model: a second thread costs Python's lock and a
   core. Where every core has a rank it is not tried, else the first steps show what is faster.
 
-A bucket becomes one request, or two (`begun_early`). The engine leaves it whole, unless others are ready at the same time:
-then it puts together what fits (`horovod.engine.batches`).
+A bucket becomes one request, or two (`begun_early`). The engine leaves it whole, unless others are
+ready at the same time: then it puts together what fits (`horovod.engine.batches`).
 """
 
 from __future__ import annotations
