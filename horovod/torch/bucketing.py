@@ -142,10 +142,11 @@ def begun_early(sizes: Sequence[int], hidden: float) -> list[int]:
     early = []
     for size in sizes:
         part = int(min(size, hidden))
-        if part < _SMALLEST_PART:
-            part = 0
-        elif size - part < _SMALLEST_PART:
-            part = size
+        if part < size:
+            if part < _SMALLEST_PART:
+                part = 0
+            elif size - part < _SMALLEST_PART:
+                part = size
         early.append(part)
         hidden = max(0.0, hidden - size)
     return early
