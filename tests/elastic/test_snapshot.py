@@ -96,7 +96,7 @@ def test_what_somebody_reads_is_not_overwritten():
     [
         torch.arange(6).reshape(2, 3).t(),
         torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), check_invariants=True),
+        torch.tensor([1.0, 0.0, 2.0]).to_sparse(),
         torch.tensor(3),
         torch.empty(0, 2),
         torch.ones(3, requires_grad=True),

