@@ -13,6 +13,9 @@ on each slice, except that the dot products of a level, a few numbers per tensor
 the slices. An all-gather puts the result together. Every rank sends and receives 2(n-1)/n of its
 vector, for any number of ranks, and as each element is computed on one rank only, the result is
 bitwise the same everywhere.
+
+Ranks of one host can count as one, with the average of their gradients. On GPUs they do: scripts
+multiply the learning rate by the number of ranks on a host there, as Horovod's documentation says.
 """
 
 from __future__ import annotations
@@ -40,12 +43,17 @@ BLOCK = 1 << 16  # elements converted to fp64 at a time: half a megabyte, which 
 Segment = tuple[int, int, int]  # tensor index, and begin and end of its part of our slice
 
 
-def adasum_(tensors: Sequence[torch.Tensor], transport: Transport) -> None:
+def adasum_(
+    tensors: Sequence[torch.Tensor],
+    transport: Transport,
+    hosts: Sequence[Sequence[int]] | None = None,
+) -> None:
     """Replace `tensors` by their Adasum over all ranks of `transport`, in place.
 
     Flat, contiguous tensors of one floating dtype and device, with the same shapes on all ranks.
     The order of ranks in the tree is fixed; where their number is not a power of two, the odd one
-    of a level passes to the next unchanged.
+    of a level passes to the next unchanged. With `hosts`, the ranks on each of them, a host counts
+    as one rank that has the average of their tensors.
     """
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1 or not dtypes <= WORK_DTYPES.keys():
@@ -67,6 +75,8 @@ def adasum_(tensors: Sequence[torch.Tensor], transport: Transport) -> None:
     transport.alltoall(joined, received, counts, [own] * transport.size)
 
     rows = received.to(WORK_DTYPES[joined.dtype]).view(transport.size, own)
+    if hosts is not None:
+        rows = torch.stack([rows[list(ranks)].mean(dim=0) for ranks in hosts])
     segments = segments_of_slice(lengths, begin=sum(counts[: transport.rank]), length=own)
     combine_tree(rows, segments, len(tensors), transport)
 
@@ -91,7 +101,7 @@ def segments_of_slice(lengths: Sequence[int], begin: int, length: int) -> list[S
 def combine_tree(
     rows: torch.Tensor, segments: Sequence[Segment], num_tensors: int, transport: Transport
 ) -> None:
-    """Combine every rank's part of our slice, a row each, into row 0."""
+    """Combine everybody's part of our slice, a row each, into row 0."""
     distance = 1
     while distance < len(rows):
         pairs = [

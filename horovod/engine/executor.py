@@ -46,8 +46,10 @@ class Executor:
         for_device: DeviceTransports,
         trace: Trace,
         counters: Counters | None = None,
+        hosts: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.counters = counters  # None: nobody counts
+        self._hosts = hosts  # the ranks on each
         self.transport = transport
         self._for_device = for_device
         self._device_transports: dict[torch.device, Transport] = {}
@@ -169,7 +171,7 @@ class Executor:
             outputs.append(target.view(-1))
             scale_(outputs[-1], batch.request.prescale)
         with self._activity(batch.request.name, f"{transport.name}_ADASUM_ALLREDUCE"):
-            adasum_(outputs, transport)
+            adasum_(outputs, transport, self._hosts if outputs[0].is_cuda else None)
         for output in outputs:
             scale_(output, batch.request.postscale)
 

@@ -5,8 +5,6 @@ Made by the runtime once this process knows its place.
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +12,7 @@ from typing import Any
 
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.host import host_name
 from horovod.common.logging import get_logger
 from horovod.common.loss_note import leave_note, take_note_back
 from horovod.common.membership import Generation
@@ -159,7 +158,7 @@ class Job:
     @property
     def host(self) -> str:
         """This host's name, as the launcher knows it."""
-        return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+        return host_name()
 
     # -- process sets ----------------------------------------------------------------------
 
@@ -207,7 +206,7 @@ class Job:
             logger.info("%s: CPU tensors through %s (%s)", where, transport.name, reason)
         counters = self.statistics.open(transport.media)
         for_device = partial(select.for_device, group, transport)
-        executor = Executor(transport, for_device, self.trace, counters)
+        executor = Executor(transport, for_device, self.trace, counters, hosts)
         return Channel(
             set_id,
             group,

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from horovod.runner.options.arguments import parse_args
 
+# For programs that give each rank a GPU of its own, on a machine that has one, but not so many.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
 
 def check_commands(page: Path, count: int) -> None:
     """There are `count` commands with horovodrun, for two processes, and it understands them."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from tests.docs.pages import blocks
+from tests.docs.pages import NO_GPU, blocks
 from tests.ports import reserved_port
 from tests.ranks import run_ranks
 
@@ -73,7 +73,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, dict[s
         # As horovodrun sets them, for the page that uses torch.distributed as well.
         torch_names = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         ours = {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_GLOO_TIMEOUT_SECONDS": "200"}
-        return {"MASTER_PORT": str(port), **ours, **torch_names}
+        return {"MASTER_PORT": str(port), **NO_GPU, **ours, **torch_names}
 
     with reserved_port() as port:
         return run_ranks(_run_pages, 2, str(folder), env=environment, timeout=240), folder

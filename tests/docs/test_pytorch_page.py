@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from tests.docs.pages import check_commands, check_links
+from tests.docs.pages import NO_GPU, check_commands, check_links
 from tests.ranks import run_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pytorch.md"
@@ -46,7 +46,7 @@ def _run_page(rank: int, size: int, page: str, folder: str) -> list[dict[str, An
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[dict[str, Any]]], Path]:
     folder = tmp_path_factory.mktemp("page")
-    env = {"HOROVOD_TIMELINE": "DYNAMIC"}  # as the page says
+    env = {"HOROVOD_TIMELINE": "DYNAMIC", **NO_GPU}  # as the page says
     return run_ranks(_run_page, 2, PAGE.read_text(), str(folder), env=env, timeout=240), folder
 
 
@@ -58,7 +58,7 @@ def test_every_block_leaves_the_ranks_with_the_same_model(ran):
 
 
 def test_the_blocks_run_on_one_process_too(tmp_path: Path):
-    env = {"HOROVOD_TIMELINE": "DYNAMIC"}
+    env = {"HOROVOD_TIMELINE": "DYNAMIC", **NO_GPU}
     ((states),) = run_ranks(_run_page, 1, PAGE.read_text(), str(tmp_path), env=env, timeout=240)
     assert len(states) == PAGE.read_text().count("```python")
 

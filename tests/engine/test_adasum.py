@@ -18,6 +18,7 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import MemoryStore, PrefixStore, StoreClient
 from horovod.engine.adasum import BLOCK, adasum_, segments_of_slice
 from horovod.transport.base import Group, Transport
+from horovod.transport.select import by_host
 from horovod.transport.shared_memory import SharedMemoryTransport
 from horovod.transport.tcp import TcpTransport
 from tests.ranks import PATIENCE, run_ranks
@@ -102,7 +103,9 @@ class ThreadTransport(Transport):
         pass
 
 
-def on_threads(inputs: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+def on_threads(
+    inputs: Sequence[Sequence[torch.Tensor]], hosts: Sequence[Sequence[int]] | None = None
+) -> list[list[torch.Tensor]]:
     """Adasum of `inputs`, a list of tensors per rank; the results of every rank."""
     size = len(inputs)
     table: list = [None] * size
@@ -113,7 +116,7 @@ def on_threads(inputs: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tens
     def run(rank: int) -> None:
         transport = ThreadTransport(rank, size, table, meeting)
         try:
-            adasum_(results[rank], transport)
+            adasum_(results[rank], transport, hosts)
         except BaseException as error:
             errors.append(error)
             transport.abort("failed")
@@ -142,12 +145,17 @@ def random_inputs(
 
 
 def check(
-    inputs: Sequence[Sequence[torch.Tensor]], results: Sequence[Sequence[torch.Tensor]]
+    inputs: Sequence[Sequence[torch.Tensor]],
+    results: Sequence[Sequence[torch.Tensor]],
+    hosts: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """Every rank has the reference's values, and bitwise the same ones."""
     relative, absolute = TOLERANCES[inputs[0][0].dtype]
     for index, first in enumerate(results[0]):
-        expected = reference([tensors[index].double().numpy() for tensors in inputs])
+        vectors = [tensors[index].double().numpy() for tensors in inputs]
+        if hosts is not None:
+            vectors = [np.mean([vectors[rank] for rank in ranks], axis=0) for ranks in hosts]
+        expected = reference(vectors)
         scale = max([1.0, *(float(t[index].double().norm()) for t in inputs if len(first))])
         np.testing.assert_allclose(
             first.double().numpy(), expected, rtol=relative, atol=absolute * scale
@@ -176,6 +184,19 @@ def test_any_number_of_ranks_and_dtype(size, dtype):
 def test_any_shapes(size, lengths, dtype, seed):
     inputs = random_inputs(size, lengths, dtype, seed)
     check(inputs, on_threads(inputs))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    names=st.lists(st.sampled_from("abc"), min_size=2, max_size=6),
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    seed=st.integers(0, 10_000),
+)
+def test_ranks_of_one_host_that_count_as_one(names, lengths, dtype, seed):
+    hosts = by_host(names)
+    inputs = random_inputs(len(names), lengths, dtype, seed)
+    check(inputs, on_threads(inputs, hosts), hosts)
 
 
 def test_slices_longer_than_a_block():
