@@ -16,10 +16,10 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.engine.arguments import set_id
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
-from horovod.torch.buckets import Bucket, Named
+from horovod.torch.buckets import Bucket, Named, Part
 from horovod.torch.compression import Compressor, NoneCompressor, wire_type
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
-from horovod.torch.layouts import flat, laid_out_like, memory_shape, split
+from horovod.torch.layouts import cut_at, flat, laid_out_like, memory_shape
 from horovod.torch.sparse import sparse_allreduce_async, sparse_tensor
 
 Parameter = torch.nn.Parameter
@@ -65,12 +65,10 @@ class BucketSubmitter:
     def start(self, bucket: Bucket, background: bool) -> None:
         """Start to reduce the bucket's gradients; without `background` the caller waits at once."""
         bucket.started = True
-        if bucket.is_split:
-            if bucket.rest is None:
-                self.start_early(bucket)
-            rest, bucket.rest = bucket.rest, None
-            if rest:
-                self._allreduce(bucket, bucket.name, rest, background)
+        if bucket.cuts:
+            for part in self._parts(bucket):
+                self._start_part(bucket, part)
+            bucket.unsent = []
             return
         if background:
             bucket.watch()
@@ -92,16 +90,30 @@ class BucketSubmitter:
                 bucket.prepared = runtime.prepare(request, set_id(self.process_set))
 
     def start_early(self, bucket: Bucket) -> None:
-        """Start to reduce the part of the bucket that does not wait for the step.
+        """Start to reduce the part of the bucket that does not wait for the step; `start` the rest.
 
-        The other part goes with `start`. Between hosts only, so that there is one device.
+        Between hosts only, so that there is one device.
         """
+        parts = self._parts(bucket)
+        self._start_part(bucket, parts[0])
+        bucket.unsent = parts[1:]
+
+    def _parts(self, bucket: Bucket) -> list[Part]:
+        """Of a bucket that is cut, those that are not started yet."""
+        if bucket.unsent is not None:
+            return bucket.unsent
         bucket.watch()
         _, tensors = self._tensors(bucket)
         whole = [tensor for same_device in tensors.values() for tensor in same_device]
-        first, bucket.rest = split(whole, bucket.early)
-        if first:
-            self._allreduce(bucket, bucket.first_name, first, background=True)
+        return [
+            Part(name, [whole[number][start:stop] for number, start, stop in spans], spans)
+            for name, spans in zip(bucket.part_names, cut_at(whole, bucket.cuts), strict=True)
+        ]
+
+    def _start_part(self, bucket: Bucket, part: Part) -> None:
+        if part.tensors:
+            self._allreduce(bucket, part.name, part.tensors, background=True)
+            bucket.spans.append(part.spans)
 
     def _tensors(
         self, bucket: Bucket

@@ -10,8 +10,9 @@ agreed (`horovod.torch.agreement`), so that all decide alike, and does what is d
 - Inside one host it depends on the cores and the model: a second thread costs Python's lock and a
   core. Where every core has a rank it is not tried, else the first steps show what is faster.
 
-A bucket becomes one request, or two (`begun_early`). The engine leaves it whole, unless others are
-ready at the same time: then it puts together what fits (`horovod.engine.batches`).
+A bucket becomes one request, or up to three (`begun_early`, `sent_last`). The engine leaves it
+whole, unless others are ready at the same time: then it puts together what fits
+(`horovod.engine.batches`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _LITTLE = 8  # less than this part of a bucket goes with the next
 _BUCKET_SECONDS = 0.008
 SMALLEST_NETWORK_BUCKET = MEBIBYTE
 _SMALLEST_PART = MEBIBYTE // 4  # of a bucket, that is worth a request of its own
+_UPDATE_RATE = 1e9  # bytes of gradients a second that an optimizer uses up, one element at a time
 _PROCESSOR_RATE = 500e6  # bytes a second; a network that does more keeps a core busy
 TRIAL_STEPS = 10  # all at once, of which the fastest counts: connections and memory warm up
 
@@ -150,6 +152,16 @@ def begun_early(sizes: Sequence[int], hidden: float) -> list[int]:
         early.append(part)
         hidden = max(0.0, hidden - size)
     return early
+
+
+def sent_last(size: int, rate: float) -> int:
+    """How many of the last `size` bytes that the next forward waits for go by themselves.
+
+    So that parameters are updated with the first of them while the network, which brings `rate`
+    bytes a second, brings the last: no more than that takes.
+    """
+    part = max(_SMALLEST_PART, int(size * rate / (rate + _UPDATE_RATE)))
+    return part if size - part >= _SMALLEST_PART else 0
 
 
 def cut(sizes: Sequence[int], most: int, limit: int) -> list[range]:

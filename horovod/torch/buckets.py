@@ -6,14 +6,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from horovod.engine.prepared import PreparedAllreduce
 from horovod.engine.request import Request
 from horovod.engine.wait_for_all import wait_for_all
+from horovod.torch.layouts import Span
 
 Named = tuple[str, torch.nn.Parameter]
+
+
+class Part(NamedTuple):
+    """What one of a bucket's requests reduces."""
+
+    name: str
+    tensors: list[torch.Tensor]
+    spans: list[Span]  # of the bucket's parameters
 
 
 class Bucket:
@@ -30,6 +40,7 @@ class Bucket:
         self.prepared: PreparedAllreduce | None = None
         self.nbytes = sum(param.nbytes for _, param in params)
         self.early = self.nbytes  # bytes to be reduced as soon as it is complete, not in the step
+        self.last = 0  # bytes that go by themselves after all others
         self.reset()
 
     @property
@@ -38,13 +49,19 @@ class Bucket:
         return self.early < self.nbytes
 
     @property
-    def is_split(self) -> bool:
-        return 0 < self.early < self.nbytes
+    def cuts(self) -> list[int]:
+        """Before which of its bytes the bucket is cut into parts that are requests of their own."""
+        return sorted({self.early, self.nbytes - self.last} - {0, self.nbytes})
 
     @property
-    def first_name(self) -> str:
-        """Of the part that does not wait for the step, where there are two."""
-        return f"{self.name}, first part"
+    def part_names(self) -> list[str]:
+        """Of the requests."""
+        names = [self.name]
+        if 0 < self.early < self.nbytes:
+            names.insert(0, f"{self.name}, first part")
+        if len(names) <= len(self.cuts):
+            names.append(f"{self.name}, last part")
+        return names
 
     def gradients(self) -> list[torch.Tensor] | None:
         """All gradients, if they are there and can be reduced as they are."""
@@ -102,6 +119,7 @@ class Bucket:
         self.awaited = len(self.params)  # gradients that have not arrived yet
         self.started = False
         self.watched = []
-        self.rest: list[torch.Tensor] | None = None  # to be started, of one in two parts
+        self.unsent: list[Part] | None = None  # of one that is cut, once that is done
         self.requests: list[Request] = []
+        self.spans: list[list[Span]] = []  # what each request reduces, if it is cut
         self.finishers: list[Callable[[], object]] = []

@@ -6,6 +6,7 @@ started; `horovod.torch.pending` notices who needs a parameter.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,9 +17,12 @@ from horovod.common.logging import get_logger
 from horovod.engine.request import Request
 from horovod.torch import pending
 from horovod.torch.buckets import Bucket
+from horovod.torch.sliced_update import Slice, SlicedParameter
 
 Parameter = torch.nn.Parameter
 Options = dict[str, Any]  # of a parameter group, without its parameters
+# Updates parameters, or slices of some, with these options of their groups.
+StepOn = Callable[[Sequence[Options], Sequence[Parameter | Slice]], None]
 
 logger = get_logger(__name__)
 
@@ -32,6 +36,9 @@ class Update:
         self.bucket = bucket
         self.gradients = [(param, param.grad) for _, param in bucket.params]
         self.cleared = False  # whether zero_grad() was called since
+        # What each request brings, if it can be used before the others have ended; all of it or
+        # nothing is left when the update is made.
+        self.slices = _slices(bucket)
 
     @property
     def params(self) -> list[Parameter]:
@@ -41,8 +48,8 @@ class Update:
 class DelayedUpdates:
     """The updates of one optimizer's last step that are still to be made."""
 
-    def __init__(self, step_on: Callable[[Sequence[Options], Sequence[Parameter]], None]) -> None:
-        self._step_on = step_on  # updates some parameters, with these options of their groups
+    def __init__(self, step_on: StepOn) -> None:
+        self._step_on = step_on
         self._options: list[Options] = []
         self._updates: dict[Parameter, Update] = {}
         self._process = os.getpid()  # a forked one has no such thread
@@ -93,23 +100,41 @@ class DelayedUpdates:
 
     def _make(self, updates: Sequence[Update]) -> None:
         """All in one step of the optimizer, each call of which costs something."""
+        targets: list[Parameter | Slice] = []
         for update in updates:
-            for request in update.bucket.requests:
-                self._let_end(request)
+            rest = self._begin_early(update)
             self._take_back(update)
             failure = update.bucket.settle()
             if failure is not None:
                 logger.warning("the last step is incomplete: not all parameters were updated")
                 self.abandon()
                 raise failure
-        if updates:
-            # What a forward pass may have switched on is off: state that is made must be ordinary.
-            with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
-                self._step_on(self._options, [p for update in updates for p in update.params])
+            targets += update.params if rest is None else rest
+        self._step(targets)
         for update in updates:
             if update.cleared:
                 for param, _ in update.gradients:
                     param.grad = None
+
+    def _begin_early(self, update: Update) -> list[Slice] | None:
+        """Let its requests end, and update with what has arrived while others are on their way.
+
+        What is left to update; None if that is everything.
+        """
+        requests, slices = update.bucket.requests, update.slices
+        begun = False
+        for request in requests:
+            self._let_end(request)
+            if slices and request.failure is None and _is_awaited(requests[-1]):
+                begun = True
+                self._step(slices.pop(0))
+        return _joined(slices) if begun else None
+
+    def _step(self, targets: Sequence[Parameter | Slice]) -> None:
+        if targets:
+            # What a forward pass may have switched on is off: state that is made must be ordinary.
+            with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+                self._step_on(self._options, targets)
 
     def _let_end(self, request: Request) -> None:
         """Wait for one request beside the engine's thread."""
@@ -122,6 +147,30 @@ class DelayedUpdates:
         for param, gradient in update.gradients:
             param.grad = gradient
             del self._updates[param]
+
+
+def _is_awaited(request: Request) -> bool:
+    return not request.done()
+
+
+def _slices(bucket: Bucket) -> list[list[Slice]]:
+    """What each request of a bucket reduces, if that is all that is to be done with gradients."""
+    if len(bucket.spans) < 2 or bucket.finishers or bucket.gradients() is None:
+        return []
+    params = [SlicedParameter(param) for _, param in bucket.params]
+    return [
+        [Slice(params[number], start, stop) for number, start, stop in spans]
+        for spans in bucket.spans
+    ]
+
+
+def _joined(slices: Sequence[Sequence[Slice]]) -> list[Slice]:
+    """One slice of each parameter in place of several."""
+    joined: dict[SlicedParameter, Slice] = {}
+    for each in itertools.chain.from_iterable(slices):
+        first = joined.setdefault(each.of, each)
+        joined[each.of] = first._replace(stop=each.stop)
+    return list(joined.values())
 
 
 def _options(group: Mapping[str, Any]) -> Options:

@@ -30,6 +30,7 @@ from horovod.torch.reducing_optimizer import (
     notify_scheduler,
     step_of,
 )
+from horovod.torch.sliced_update import Slice
 
 Parameter = torch.nn.Parameter
 
@@ -99,12 +100,16 @@ class DelayingOptimizer(ReducingOptimizer):
         outside = [param for param in self._parameter_names if param not in self._in_model]
         updates.finish(outside)
 
-    def _step_on(self, options: Sequence[Options], params: Sequence[Parameter]) -> None:
-        """The wrapped optimizer's step, on some of the parameters."""
-        chosen = set(params)
+    def _step_on(self, options: Sequence[Options], targets: Sequence[Parameter | Slice]) -> None:
+        """The wrapped optimizer's step, on some of the parameters or slices of them."""
+        states = self.__dict__["state"]
+        slices = [target for target in targets if isinstance(target, Slice)]
+        chosen: dict[Parameter, torch.Tensor]
+        chosen = {target: target for target in targets if not isinstance(target, Slice)}
+        chosen |= {each.of.param: each.of.lend(each.start, each.stop, states) for each in slices}
         groups = self.param_groups
         used = [
-            {**own, "params": [param for param in group["params"] if param in chosen]}
+            {**own, "params": [chosen[param] for param in group["params"] if param in chosen]}
             for own, group in zip(options, groups, strict=True)
         ]
         updates, self._updates = self._updates, None  # its own look at the state is no reason
@@ -114,6 +119,8 @@ class DelayingOptimizer(ReducingOptimizer):
         finally:
             self._updates = updates
             self.param_groups = groups
+            for each in slices:
+                each.of.take_back(chosen[each.of.param], each.start, states)
         for group, own, after in zip(groups, options, used, strict=True):
             if after["params"]:  # where an optimizer keeps things there
                 changed = {key: v for key, v in after.items() if v is not own.get(key, group)}

@@ -28,6 +28,7 @@ from horovod.torch.bucketing import (
     bucket_title,
     can_overlap,
     cut,
+    sent_last,
 )
 from horovod.torch.buckets import Bucket, Named
 
@@ -109,11 +110,11 @@ class GradientReducer(Reducer):
             return
         if self._hook is not None:
             self._start_in_order()
-        elif bucket.started or bucket.rest is not None:
+        elif bucket.started or bucket.unsent is not None:
             return
         elif not bucket.held:
             self._start(bucket, background=True)
-        elif bucket.is_split:
+        elif bucket.early:
             self._submitter.start_early(bucket)
 
     def _start_in_order(self) -> None:
@@ -295,13 +296,23 @@ class GradientReducer(Reducer):
             return
         self._adopt(self._policy.after_trial(-least_of_all))
         if self._delayed and least_of_all < 0:
-            # Start in the step what backward, which hides so many bytes, does not hide.
-            hidden = self._policy.num_bytes * least_hidden / least_of_all
-            sizes = [bucket.nbytes for bucket in self._buckets]
-            for bucket, early in zip(self._buckets, begun_early(sizes, hidden), strict=True):
-                bucket.early = early
-                if bucket.is_split:
-                    runtime.name_members(bucket.first_name, [name for name, _ in bucket.params])
+            rate = self._policy.num_bytes / -least_of_all
+            self._cut_buckets(hidden=rate * -least_hidden, rate=rate)
+
+    def _cut_buckets(self, hidden: float, rate: float) -> None:
+        """Start in the step what backward, which hides so many bytes, does not hide.
+
+        What comes last by the network, which brings so many bytes a second, comes by itself.
+        """
+        sizes = [bucket.nbytes for bucket in self._buckets]
+        for bucket, early in zip(self._buckets, begun_early(sizes, hidden), strict=True):
+            bucket.early = early
+        waited_for = self._by_need()[-1]
+        if waited_for.held:
+            waited_for.last = sent_last(waited_for.nbytes - waited_for.early, rate)
+        for bucket in self._buckets:
+            for name in bucket.part_names:
+                runtime.name_members(name, [param_name for param_name, _ in bucket.params])
 
     def _make(self, overlap: bool, most: int) -> None:
         """Buckets of up to `most` bytes; all in one if nothing overlaps."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import horovod.torch as hvd
+from horovod.engine.request import Request
 from horovod.torch.delayed_update import DelayedUpdates, Update
 from horovod.torch.pending import is_pending
 from tests.torch.training import MODELS, OPTIMIZERS, batch_of, loss_of, my_rows, weights_of
@@ -96,6 +97,7 @@ ALL_MODELS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": Recurrent,
     "halves": Halves,
     "parametrized": _parametrized,
+    "wide": lambda: nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 20)),
 }
 ALL_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     **{name: make for name, make in OPTIMIZERS.items() if name != "LBFGS"},
@@ -173,15 +175,25 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def small_buckets(arrived: slice = NONE, early: float = 0.0) -> Iterator[None]:
+def small_buckets(
+    arrived: slice = NONE, early: float = 0.0, last: float | None = None
+) -> Iterator[None]:
     """Several buckets of the models here, from the second step on.
 
     Of those that are not updated yet `arrived` are reduced whenever somebody looks: none, as on a
-    very slow network, unless told otherwise. `early` is the part of each that goes before the step.
+    very slow network, unless told otherwise. `early` is the part of each that goes before the step,
+    `last` that of what is left of one which goes after all others; if it is given, whatever arrives
+    is made use of before the rest.
     """
 
     def begun_early(sizes: list[int], hidden: float) -> list[int]:
         return [round(early * size) for size in sizes]
+
+    def sent_last(size: int, rate: float) -> int:
+        return round((last or 0.0) * size)
+
+    def is_awaited(request: Request) -> bool:
+        return last is not None
 
     def reduced(updates: DelayedUpdates) -> list[Update]:
         found = list(dict.fromkeys(updates._updates.values()))[arrived]
@@ -195,17 +207,23 @@ def small_buckets(arrived: slice = NONE, early: float = 0.0) -> Iterator[None]:
         mock.patch("horovod.torch.gradients.TRIAL_STEPS", 1),
         mock.patch("horovod.torch.bucketing.network_bucket", return_value=100),
         mock.patch("horovod.torch.gradients.begun_early", begun_early),
+        mock.patch("horovod.torch.gradients.sent_last", sent_last),
+        mock.patch("horovod.torch.delayed_update._is_awaited", is_awaited),
         mock.patch.object(DelayedUpdates, "_reduced", reduced),
     ):
         yield
 
 
 def compare(
-    change: Callable[[Run], Any], arrived: slice = NONE, early: float = 0.0, **options: Any
+    change: Callable[[Run], Any],
+    arrived: slice = NONE,
+    early: float = 0.0,
+    last: float | None = None,
+    **options: Any,
 ) -> Any:
     """What `change` leaves with and without the option, for `assert_same`."""
     results = []
-    with small_buckets(arrived, early):
+    with small_buckets(arrived, early, last):
         for delay in (True, False):
             run = Run(delay, **options)
             seen = change(run)

@@ -28,6 +28,7 @@ from horovod.torch.bucketing import (
     first_bucket,
     network_bucket,
     pays_beside_backward,
+    sent_last,
 )
 
 totals = st.integers(0, 1 << 40)
@@ -246,6 +247,18 @@ def test_what_backward_hides_is_not_held_back(
 ):
     found = begun_early([int(size * PART) for size in sizes], hidden * PART)
     assert found == [part * PART for part in early]
+
+
+@given(st.integers(0, 100 * PART), st.floats(1e5, 1e11))
+def test_what_is_sent_last_takes_as_long_as_to_use_the_rest(size: int, rate: float):
+    last = sent_last(size, rate)
+    if not last:
+        assert size < 2 * PART or rate > 1e9 * (size / PART - 1.01)
+        return
+    assert PART <= last <= size - PART
+    rest = size - last
+    assert last / rate >= rest / 1e9 * 0.999, "the rest is used by then"
+    assert last <= PART or last / rate <= rest / 1e9 * 1.001, "and no more"
 
 
 # -- who travels with whom -------------------------------------------------------------------

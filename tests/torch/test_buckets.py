@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from horovod.torch.buckets import Bucket
-from horovod.torch.layouts import split
+from horovod.torch.layouts import cut_at
 
 
 def _bucket(*shapes: tuple[int, ...]) -> Bucket:
@@ -106,31 +106,51 @@ def test_everything_ends_and_the_first_failure_is_told():
     assert bucket.settle() is None
 
 
-# -- in two parts --------------------------------------------------------------------------
+# -- in parts ------------------------------------------------------------------------------
 
 
-def test_all_of_a_bucket_goes_at_once_unless_told_otherwise():
+@pytest.mark.parametrize(
+    ("early", "last", "held", "cuts", "names"),
+    [
+        (32, 0, False, [], [""]),
+        (8, 0, True, [8], [", first part", ""]),
+        (0, 0, True, [], [""]),
+        (0, 8, True, [24], ["", ", last part"]),
+        (16, 8, True, [16, 24], [", first part", "", ", last part"]),
+        (24, 8, True, [24], [", first part", ""]),
+        (0, 32, True, [], [""]),
+    ],
+)
+def test_parts(early: int, last: int, held: bool, cuts: list[int], names: list[str]):
     bucket = _bucket((4,), (4,))
-    assert (bucket.held, bucket.is_split) == (False, False)
-    bucket.early = 8
-    assert (bucket.held, bucket.is_split) == (True, True)
-    bucket.early = 0
-    assert (bucket.held, bucket.is_split) == (True, False)
+    assert not bucket.held
+    assert not bucket.cuts
+    bucket.early, bucket.last = early, last
+    assert bucket.held == held
+    assert bucket.cuts == cuts
+    assert bucket.part_names == [f"{bucket.name}{name}" for name in names]
 
 
 _dtypes = st.sampled_from([torch.float16, torch.float32, torch.float64])
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), _dtypes), max_size=6), st.integers(0, 400))
-def test_two_parts_are_all_of_it(shapes: list[tuple[int, torch.dtype]], nbytes: int):
-    whole = [torch.arange(count, dtype=dtype) for count, dtype in shapes]
-    first, rest = split(whole, nbytes)
-    size = sum(part.nbytes for part in first)
-    assert size <= nbytes
-    assert not rest or size + rest[0].itemsize > nbytes, "as much as fits"
-    for part in (*first, *rest):
-        part += 100  # they are the memory of the whole
-    assert [*map(float, torch.cat([*first, *rest] or [torch.empty(0)]))] == [
-        number + 100.0 for count, _ in shapes for number in range(count)
-    ]
-    assert all(bool((tensor >= 100).all()) for tensor in whole)
+@given(
+    st.lists(st.tuples(st.integers(0, 300), _dtypes), max_size=6),
+    st.lists(st.integers(0, 9000), max_size=3).map(sorted),
+)
+def test_parts_are_all_of_it(shapes: list[tuple[int, torch.dtype]], positions: list[int]):
+    whole = [torch.zeros(count, dtype=dtype) for count, dtype in shapes]
+    parts = cut_at(whole, positions)
+    assert len(parts) == len(positions) + 1
+    for number, part in enumerate(parts, 1):
+        for index, start, stop in part:
+            assert start % 64 == 0
+            whole[index][start:stop] += number
+    everything = torch.cat([t.double() for t in whole] or [torch.empty(0)])
+    assert bool((everything >= 1).all()), "nothing is left out"
+    assert everything.tolist() == sorted(everything.tolist()), "in their order"
+    size = sum(tensor.nbytes for tensor in whole)
+    for number, position in enumerate(positions, 1):
+        before = sum(int((tensor <= number).sum()) * tensor.itemsize for tensor in whole)
+        assert before <= position
+        assert before > min(position, size) - 64 * 8

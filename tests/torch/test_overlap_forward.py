@@ -17,6 +17,7 @@ from torch import nn
 
 import horovod.torch as hvd
 from horovod.torch.bucket_submission import BucketSubmitter
+from horovod.torch.sliced_update import SlicedParameter
 from tests.ranks import RankPool
 from tests.torch.delaying import (
     ALL,
@@ -66,6 +67,7 @@ def _trained(steps: int, passes: int, zero: str, options: dict[str, Any]) -> Any
     zero=st.sampled_from(["before", "after", "between", "zeros", "model", "never"]),
     arrived=st.sampled_from([NONE, EVERY_OTHER, ALL]),
     early=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    last=st.sampled_from([None, 0.1, 0.5, 1.0]),
 )
 def test_same_as_without(network2: RankPool, steps: int, passes: int, zero: str, **options: Any):
     passes = 1 if zero == "between" else passes
@@ -100,6 +102,22 @@ def _trained_in_parts(model: str) -> Any:
 @pytest.mark.parametrize("model", ALL_MODELS)
 def test_a_part_of_each_bucket_goes_before_the_step(network2: RankPool, model: str):
     assert_same(network2.run(_trained_in_parts, model))
+
+
+def _trained_slice_by_slice(optimizer: str, last: float) -> Any:
+    lend = SlicedParameter.lend
+    with mock.patch.object(SlicedParameter, "lend", autospec=True, side_effect=lend) as it:
+        options = {"model": "wide", "optimizer": optimizer, "early": 0.3, "last": last}
+        outcome = _trained(5, 1, "before", options)
+    sizes = {call.args[2] - call.args[1] for call in it.call_args_list}
+    assert len(sizes) > 3, "slices, not whole parameters"
+    return outcome
+
+
+@pytest.mark.parametrize("last", [0.0, 0.4])
+@pytest.mark.parametrize("optimizer", ALL_OPTIMIZERS)
+def test_parameters_are_updated_slice_by_slice(network2: RankPool, optimizer: str, last: float):
+    assert_same(network2.run(_trained_slice_by_slice, optimizer, last))
 
 
 def _uneven(early: float) -> Any:
