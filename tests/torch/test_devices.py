@@ -6,7 +6,6 @@ exercises NCCL itself in a world of one. Skipped where there is no accelerator.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +17,7 @@ import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.runtime import runtime
 from tests.accelerators import accelerator as find_accelerator
-from tests.ranks import RankPool, run_ranks
+from tests.ranks import RankPool
 from tests.torch.reference import Case, cases
 
 accelerator = find_accelerator()
@@ -138,20 +137,16 @@ def test_the_other_collectives(pool: RankPool) -> None:
         assert seen["transport"] == ({"NCCL"} if size == 1 else {"STAGED"})
 
 
-def adasum_of_orthogonal(rank: int, size: int, per_host: int) -> list[float]:
-    os.environ["HOROVOD_HOSTNAME"] = f"host{rank // per_host}"
-    hvd.init()
-    mine = torch.zeros(size, device=device())
-    mine[rank] = 1.0
+def adasum_of_orthogonal() -> list[float]:
+    mine = torch.zeros(hvd.size(), device=device())
+    mine[hvd.rank()] = 1.0
     return hvd.allreduce(mine, op=hvd.Adasum).tolist()
 
 
-@pytest.mark.parametrize(("per_host", "expected"), [(1, 1.0), (2, 0.5)])
-def test_for_adasum_the_devices_of_a_host_count_as_one(per_host: int, expected: float) -> None:
+def test_for_adasum_the_gpus_of_a_host_count_as_one(pool: RankPool) -> None:
     """Scripts take `hvd.local_size()` times the learning rate there."""
-    if accelerator.type != "cuda":
-        expected = 1.0
-    assert run_ranks(adasum_of_orthogonal, 2, per_host) == [[expected] * 2] * 2
+    each = 1.0 / pool.size if accelerator.type == "cuda" else 1.0
+    assert pool.run(adasum_of_orthogonal) == [[each] * pool.size] * pool.size
 
 
 def join_early() -> float:
