@@ -106,6 +106,8 @@ ALL_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adamax": lambda p: torch.optim.Adamax(p),
     "Adam amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
     "Adam tensor": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
+    "Adam fused": lambda p: torch.optim.Adam(p, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, foreach=True),
     "ASGD": lambda p: torch.optim.ASGD(p),
     "NAdam": lambda p: torch.optim.NAdam(p),
     "RAdam": lambda p: torch.optim.RAdam(p),
