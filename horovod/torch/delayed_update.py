@@ -36,9 +36,7 @@ class Update:
         self.bucket = bucket
         self.gradients = [(param, param.grad) for _, param in bucket.params]
         self.cleared = False  # whether zero_grad() was called since
-        # What each request brings, if it can be used before the others have ended; all of it or
-        # nothing is left when the update is made.
-        self.slices = _slices(bucket)
+        self.slices = _slices(bucket)  # what each request brings, until it has been made use of
 
     @property
     def params(self) -> list[Parameter]:
@@ -102,7 +100,7 @@ class DelayedUpdates:
         """All in one step of the optimizer, each call of which costs something."""
         targets: list[Parameter | Slice] = []
         for update in updates:
-            rest = self._begin_early(update)
+            rest = self._use_what_arrives(update)
             self._take_back(update)
             failure = update.bucket.settle()
             if failure is not None:
@@ -116,16 +114,17 @@ class DelayedUpdates:
                 for param, _ in update.gradients:
                     param.grad = None
 
-    def _begin_early(self, update: Update) -> list[Slice] | None:
-        """Let its requests end, and update with what has arrived while others are on their way.
+    def _use_what_arrives(self, update: Update) -> list[Slice] | None:
+        """Let its requests end, and update slices with what they bring while others are on the way.
 
-        What is left to update; None if that is everything.
+        The slices that are left; None if nothing has been updated yet.
         """
         requests, slices = update.bucket.requests, update.slices
         begun = False
         for request in requests:
             self._let_end(request)
-            if slices and request.failure is None and _is_awaited(requests[-1]):
+            arrived = request.done() and request.failure is None
+            if slices and arrived and _is_awaited(requests[-1]):
                 begun = True
                 self._step(slices.pop(0))
         return _joined(slices) if begun else None
@@ -154,7 +153,7 @@ def _is_awaited(request: Request) -> bool:
 
 
 def _slices(bucket: Bucket) -> list[list[Slice]]:
-    """What each request of a bucket reduces, if that is all that is to be done with gradients."""
+    """What each of several requests of a bucket brings, if gradients are final with that."""
     if len(bucket.spans) < 2 or bucket.finishers or bucket.gradients() is None:
         return []
     params = [SlicedParameter(param) for _, param in bucket.params]

@@ -174,11 +174,11 @@ def test_a_rank_that_ends_lets_the_others_finish():
         assert_same([outcome.result])
 
 
-def _killed(rank: int, size: int) -> str:
+def _killed(rank: int, size: int, parts: dict[str, float]) -> str:
     """Rank 1 dies in the middle of a step whose updates rank 0 has yet to make."""
     hvd.init()
-    with small_buckets():
-        run = Run(True)
+    with small_buckets(**parts):
+        run = Run(True, model="wide")
         for _ in range(4):
             run.step()
         run.optimizer.zero_grad()
@@ -196,8 +196,9 @@ def _killed(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-def test_a_lost_rank_surfaces_in_the_next_forward():
-    with start_ranks(_killed, 2, env=NETWORK) as ranks:
+@pytest.mark.parametrize("parts", [{}, {"early": 0.4, "last": 0.4}], ids=["whole", "in parts"])
+def test_a_lost_rank_surfaces_in_the_next_forward(parts: dict[str, float]):
+    with start_ranks(_killed, 2, parts, env=NETWORK) as ranks:
         ranks.heard(1)
         ranks.heard(0)  # its step has returned
         ranks.signal(1, signal.SIGKILL)
