@@ -36,6 +36,7 @@ os.environ.update(
         "RAY_worker_register_timeout_seconds": f"{_SECONDS}",
         "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": f"{_SECONDS}",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{_SECONDS}",
+        "RAY_worker_niceness": "0",  # else 15: beside anything that is busy they stand still
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
