@@ -246,7 +246,7 @@ def _saved(value: Any) -> Any:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
-    return torch.load(buffer).detach()
+    return torch.load(buffer, weights_only=True).detach()
 
 
 def _looked_at(name: str) -> Any:
