@@ -104,7 +104,7 @@ def _restored(how: str, overlap: bool) -> Any:
             optimizer = hvd.DistributedOptimizer(
                 make(together.parameters()), together.named_parameters()
             )
-            optimizer.load_state_dict(torch.load(buffer))
+            optimizer.load_state_dict(torch.load(buffer, weights_only=True))
         elif how == "pickle":
             together, optimizer = pickle.loads(pickle.dumps((together, optimizer)))
         else:
