@@ -29,6 +29,7 @@ class Batch:
     # batch are in the last part of it, the fusion buffer.
     vector: list[torch.Tensor] | None = None
     fused: range = range(0)
+    begun: bool = False  # whether its collective is under way, and has to be finished
 
     def add(self, request: Request, source: torch.Tensor, target: torch.Tensor) -> None:
         self.requests[request] = self.requests.get(request, 0) + 1

@@ -14,7 +14,7 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.engine.adasum import adasum_
 from horovod.engine.batches import Batch
 from horovod.engine.request import Kind, Request
-from horovod.engine.scaling import finish_, scale_, sum_and_scale
+from horovod.engine.scaling import finish_, is_inexact, scale_, sum_and_scale
 from horovod.engine.statistics import Counters, DeviceTiming
 from horovod.engine.timeline import Timeline
 from horovod.transport.base import DEVICE, MAX_TENSORS, Transport
@@ -138,6 +138,20 @@ class Executor:
 
     # -- running ---------------------------------------------------------------------------
 
+    def begin(self, batch: Batch) -> None:
+        """Send the first of what `run`, which must come next, would send: the link need not rest.
+
+        Where the transport has nothing to send without waiting, nothing happens.
+        """
+        request, transport = batch.request, self.transport
+        if not transport.sends_ahead or request.op is ReduceOp.ADASUM or not batch.inputs:
+            return
+        if batch.inputs[0].is_cpu and is_inexact(batch.inputs[0]):
+            vector = self.pack(batch, transport)
+            plain, scale = sum_and_scale(request.op, request.postscale, self.size)
+            transport.begin_allreduce(vector, plain, scale, request.wire)
+            batch.begun = True
+
     def run(self, batch: Batch) -> Any:
         """Do the batch's collective. The result, unless it went into the requests' outputs."""
         request = batch.request
@@ -160,7 +174,10 @@ class Executor:
             return
         vector = self.pack(batch, transport)
         with self._activity(batch.request.name, f"{transport.name}_ALLREDUCE"):
-            reduce_(vector, request.op, request.postscale, transport, request.wire)
+            if batch.begun:
+                transport.finish_allreduce()
+            else:
+                reduce_(vector, request.op, request.postscale, transport, request.wire)
         self.unpack(batch)
 
     def _adasum(self, batch: Batch, transport: Transport) -> None:
@@ -297,7 +314,7 @@ def reduce_(
 ) -> None:
     """Reduce flat tensors in place, with average and post-scale factor."""
     plain, scale = sum_and_scale(op, postscale, transport.size)
-    if vector[0].is_floating_point() or vector[0].is_complex():
+    if is_inexact(vector[0]):
         transport.allreduce_vector(vector, plain, scale, wire)
     else:
         transport.allreduce_vector(vector, plain)

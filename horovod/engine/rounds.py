@@ -10,8 +10,10 @@ A channel lets one thread at a time run them.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
@@ -156,7 +158,7 @@ class Rounds:
                 timeline.start(request.name, request.label, agreed)
         self.num_run += len(requests)
         left = {request: len(request.tensors) for request in requests}
-        for batch in batches:
+        for batch, following in itertools.zip_longest(batches, batches[1:]):
             began = time.monotonic()
             if self.ranges.always or profiler_records():
                 with self.ranges.around(batch, self._transport.name):
@@ -166,19 +168,13 @@ class Rounds:
             if self.counters is not None:
                 self.counters.reduce += time.monotonic() - began
                 self._count(batch.request, batch.nbytes or size_of(batch.request))
-            done = []
-            for request, count in batch.requests.items() or ((batch.request, 0),):
-                left[request] -= count
-                if left[request] == 0 or not batch.requests:
-                    done.append(request)
-                    if timeline is not None:
-                        timeline.end(request.name, request.tensors)
-            if self.counters is not None:
-                self.counters.operations += len(done)
-            self._queue.remove(done)
-            for request in done:
-                request.complete(request.outputs if batch.requests else result)
-            self._waiters.tell()
+            try:
+                if following is not None:
+                    # First, so that the link is busy while whoever waited computes.
+                    with self._blaming(following.request):
+                        self._executor.begin(following)
+            finally:
+                self._complete(batch, result, left)
         if self._trace.shares_arrivals and self._group.size > 1:
             self._share_arrivals(requests, first, agreed)
 
@@ -203,8 +199,14 @@ class Rounds:
 
     def _run_batch(self, batch: Batch) -> Any:
         request = batch.request
-        try:
+        with self._blaming(request):
             return self._executor.run(batch) if request.change is None else request.change()
+
+    @contextlib.contextmanager
+    def _blaming(self, request: Request) -> Iterator[None]:
+        """Say in whose course something went wrong."""
+        try:
+            yield
         except HorovodInternalError:
             raise
         except Exception as error:
@@ -213,6 +215,23 @@ class Rounds:
                 f"{me} failed in {request.name!r} ({request.source}): "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+    def _complete(self, batch: Batch, result: Any, left: dict[Request, int]) -> None:
+        """Complete the requests of which nothing is `left` to be done after this batch."""
+        timeline = self._trace.timeline
+        done = []
+        for request, count in batch.requests.items() or ((batch.request, 0),):
+            left[request] -= count
+            if left[request] == 0 or not batch.requests:
+                done.append(request)
+                if timeline is not None:
+                    timeline.end(request.name, request.tensors)
+        if self.counters is not None:
+            self.counters.operations += len(done)
+        self._queue.remove(done)
+        for request in done:
+            request.complete(request.outputs if batch.requests else result)
+        self._waiters.tell()
 
     # -- counting --------------------------------------------------------------------------
 

@@ -15,11 +15,16 @@ def sum_and_scale(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, 
     return op, postscale
 
 
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Whether its elements are rounded, so that transports may scale them."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def scale_(tensor: torch.Tensor, factor: float) -> None:
     """Multiply in place; integers are multiplied in fp64 and truncated toward zero."""
     if factor == 1.0:
         return
-    if tensor.is_floating_point() or tensor.is_complex():
+    if is_inexact(tensor):
         tensor.mul_(factor)
     else:
         tensor.copy_(tensor.to(torch.float64).mul_(factor).trunc_())
@@ -29,7 +34,7 @@ def finish_(tensor: torch.Tensor, op: ReduceOp, postscale: float, size: int) -> 
     """Turn a sum into what the caller asked for: average and post-scale factor."""
     if op is not ReduceOp.AVERAGE:
         scale_(tensor, postscale)
-    elif tensor.is_floating_point() or tensor.is_complex():
+    elif is_inexact(tensor):
         scale_(tensor, postscale / size)
     elif postscale == 1.0:
         # Exact, where multiplying by the reciprocal would be one short for some sizes.

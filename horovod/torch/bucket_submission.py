@@ -7,6 +7,7 @@ be reduced as it is (sparse, compressed, laid out unlike its parameter).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -97,6 +98,8 @@ class BucketSubmitter:
         parts = self._parts(bucket)
         self._start_part(bucket, parts[0])
         bucket.unsent = parts[1:]
+        # Backward keeps its core for some milliseconds more, and the link would rest for as long.
+        os.sched_yield()
 
     def _parts(self, bucket: Bucket) -> list[Part]:
         """Of a bucket that is cut, those that are not started yet."""

@@ -58,6 +58,7 @@ class Transport(ABC):
     """
 
     vectored: bool = False  # whether `allreduce_vector` takes more than one tensor
+    sends_ahead: bool = False  # whether `begin_allreduce` does more than to take note
     crosses_hosts: bool = False  # whether a collective waits for a network more than it computes
     algorithms: tuple[str, ...] = ()  # ways to reduce, if `use` has a choice; the default first
     media: tuple[str, ...] = (NETWORK,)  # what a tensor passes on its way, for statistics

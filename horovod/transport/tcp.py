@@ -71,7 +71,7 @@ class TcpTransport(PairwiseTransport):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self.vectored = group.size <= pairwise.DIRECT
+        self.vectored = self.sends_ahead = group.size <= pairwise.DIRECT
         self._calls = threading.Lock()  # held during a collective
         self._streams: dict[int, MessageStream] = {}
         self._plans: OrderedDict[tuple[Any, ...], SharePlan] = OrderedDict()
