@@ -38,7 +38,7 @@ from benchmarks.network_report import (  # noqa: E402
 )
 from benchmarks.processes import Progress  # noqa: E402
 from benchmarks.promises import all_met, warn_if_busy, write_files  # noqa: E402
-from benchmarks.training_jobs import KEPT_HEAP, Jobs  # noqa: E402
+from benchmarks.training_jobs import Jobs, heap_variables  # noqa: E402
 from benchmarks.training_report import RIVALS, table  # noqa: E402
 
 FLAT = {"HOROVOD_CPU_OPERATIONS": "gloo"}  # although shared memory would do
@@ -119,8 +119,7 @@ class Bench:
         )
 
     def _knobs(self, contender: str) -> Mapping[str, str]:
-        ours = contender.startswith("ours")
-        return KEPT_HEAP if self.options.same_heap and not ours else {}
+        return heap_variables(contender, self.options.same_heap)
 
     def _bound(self, setting: Setting) -> bool:
         chosen = self.options.bind

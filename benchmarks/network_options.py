@@ -111,7 +111,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add(
         "--same-heap",
         action="store_true",
-        help="let all contenders keep freed memory the way that hvd.init() does",
+        help="let all contenders keep freed memory the way that horovodrun and hvd.init() do",
     )
     add(
         "--sizes",

@@ -25,7 +25,7 @@ from benchmarks.processes import (  # noqa: E402
     torchrun_environments,
 )
 from benchmarks.promises import add_options, all_met, warn_if_busy, write_files  # noqa: E402
-from benchmarks.training_jobs import COMPARED, KEPT_HEAP, Jobs  # noqa: E402
+from benchmarks.training_jobs import COMPARED, Jobs, heap_variables  # noqa: E402
 from benchmarks.training_report import (  # noqa: E402
     Results,
     Run,
@@ -132,8 +132,8 @@ def add_common(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--same-heap",
         action="store_true",
-        help="let all contenders keep freed memory the way that hvd.init() does, by variables of "
-        "glibc: what is left is the difference that communication makes",
+        help="let all contenders keep freed memory the way that horovodrun and hvd.init() do, by "
+        "variables of the allocators: what is left is the difference that communication makes",
     )
     add_options(parser, name)
     parser.add_argument(
@@ -151,9 +151,7 @@ def jobs(size: int, options: argparse.Namespace, progress: Progress) -> Jobs:
         chosen = {"HOROVOD_ELASTIC": "1"} if options.force_reduction else {}
         if options.autotune:
             chosen["HOROVOD_AUTOTUNE"] = "1"
-        if options.same_heap and contender != "ours":
-            chosen.update(KEPT_HEAP)
-        return chosen
+        return chosen | heap_variables(contender, options.same_heap)
 
     return Jobs(
         place,

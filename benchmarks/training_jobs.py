@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +21,23 @@ from benchmarks.processes import ROOT, Commands, follow, group, limit
 from benchmarks.training_report import LABELS
 from benchmarks.turns import Pairs, Samples, race, timed_turn
 from horovod.engine.heap import KEPT, OWN_MAPPING
+from horovod.runner.slots.worker_env import memory_variables
 
 Place: TypeAlias = Callable[[list[str], Mapping[str, str]], Commands]
 """The program and more variables for it -> a command for each rank."""
 
 LOSS_STEPS = 50
 COMPARED = ["ours", "ddp"]  # their losses, with each other
-KEPT_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(OWN_MAPPING), "MALLOC_TRIM_THRESHOLD_": str(KEPT)}
+_KEPT_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(OWN_MAPPING), "MALLOC_TRIM_THRESHOLD_": str(KEPT)}
 """glibc's variables for what hvd.init() does: keep freed memory."""
+
+
+def heap_variables(contender: str, same_heap: bool) -> dict[str, str]:
+    """Ours get what horovodrun gives its workers; the others what comes to the same, if at all."""
+    launchers = memory_variables(os.uname().machine, os.environ)
+    if contender.startswith("ours"):
+        return launchers
+    return {**launchers, **_KEPT_HEAP} if same_heap else {}
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:

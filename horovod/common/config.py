@@ -104,7 +104,8 @@ class Config:
     keep_heap: bool = _knob(
         True,
         _ENGINE,
-        "Let glibc keep the memory that training frees. 0: as glibc does by itself.",
+        "Let glibc, and torch's own allocator, keep the memory that training frees. 0: as they do "
+        "by themselves.",
     )
     huge_pages: bool = _knob(
         True,

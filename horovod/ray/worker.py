@@ -25,6 +25,7 @@ from horovod.ray import ray_logger
 from horovod.runner.agents.probe import keep_port, probe
 from horovod.runner.agents.store_endpoints import describe_failures
 from horovod.runner.functions.function_call import Failure, pickled
+from horovod.runner.slots.worker_env import memory_variables
 
 _COMPARED = ("torch",)  # packages that must be the same on all ranks, besides our own
 
@@ -194,6 +195,7 @@ def own_versions() -> dict[str, str]:
 def join(env_vars: Mapping[str, str], request: Mapping[str, Any]) -> str:
     """Write the variables and the way to the job's store into the environment."""
     os.environ.update(env_vars)
+    os.environ.update(memory_variables(os.uname().machine, os.environ))
     answer = probe(dict(request))
     if answer["endpoint"] is None:
         tried = describe_failures(answer["failures"])

@@ -371,6 +371,7 @@ def _about_this_host() -> dict[str, Any]:
     return {
         "pid": os.getpid(),
         "host": os.uname().nodename,
+        "machine": os.uname().machine,
         "cores": usable_cores(),
         "ssh": os.environ.get("SSH_CONNECTION", ""),
     }

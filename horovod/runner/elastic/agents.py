@@ -29,6 +29,7 @@ from horovod.runner.slots.hosts import is_local
 from horovod.runner.slots.worker_env import (
     KEY,
     interface_variables,
+    memory_variables,
     threads_per_worker,
     travelling,
 )
@@ -191,8 +192,10 @@ class Agents(HostSet):
         assert host.endpoint is not None, "only ready hosts get workers"
         keeps = host.agent.link.keeps
         env = travelling(request.env) if host.agent.remote else dict(request.env)
-        if not request.env.get("OMP_NUM_THREADS") and keeps is not None:
-            env["OMP_NUM_THREADS"] = str(self._threads(host.agent, slots))
+        if keeps is not None:
+            if not request.env.get("OMP_NUM_THREADS"):
+                env["OMP_NUM_THREADS"] = str(self._threads(host.agent, slots))
+            env |= memory_variables((host.agent.hello or {})["machine"], env)
         env |= interface_variables(host.nics)
         own = {
             "HOROVOD_ELASTIC": "1",

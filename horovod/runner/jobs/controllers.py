@@ -21,7 +21,12 @@ from horovod.runner.agents.cores import usable_cores
 from horovod.runner.jobs.request import JobRequest
 from horovod.runner.output.report import LaunchError
 from horovod.runner.slots.hosts import Slot, is_local
-from horovod.runner.slots.worker_env import interface_variables, slot_variables, threads_per_worker
+from horovod.runner.slots.worker_env import (
+    interface_variables,
+    memory_variables,
+    slot_variables,
+    threads_per_worker,
+)
 
 GLOO = "gloo"
 MPI = "mpi"
@@ -130,6 +135,7 @@ def _with_defaults(request: JobRequest) -> JobRequest:
     # The place of this process in another job would mislead the ranks of this one.
     env = {name: value for name, value in request.env.items() if name not in _PLACE}
     env |= {**interface_variables(list(request.nics)), "PYTHONUNBUFFERED": "1"}
+    env |= memory_variables(os.uname().machine, env)  # MPI's hosts are alike
     if not env.get("OMP_NUM_THREADS") and request.all_local:
         # How many cores another host has is not known here.
         env["OMP_NUM_THREADS"] = str(threads_per_worker(usable_cores(), len(request.slots)))

@@ -6,6 +6,7 @@ looked up, for the addresses.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from horovod.runner.slots.worker_env import (
     HOSTS_OWN,
     KEY,
     interface_variables,
+    memory_variables,
     slot_variables,
     threads_per_worker,
     travelling,
@@ -92,6 +94,7 @@ def _environment(request: JobRequest) -> list[str]:
         KEY: "(a fresh secret)",
         "OMP_NUM_THREADS": request.env.get("OMP_NUM_THREADS") or _threads(request),
         "PYTHONUNBUFFERED": "1",
+        **memory_variables(os.uname().machine, request.env),
         **interface_variables(list(request.nics)),
     }
     lines = [f"{name}={value}" for name, value in sorted(known.items())]

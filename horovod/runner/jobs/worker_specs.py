@@ -15,6 +15,7 @@ from horovod.runner.slots.worker_env import (
     WorkerRendezvous,
     common_variables,
     interface_variables,
+    memory_variables,
     slot_variables,
     threads_per_worker,
     travelling,
@@ -44,8 +45,10 @@ def host_variables(
 ) -> dict[str, str]:
     """The variables that are the same for all workers of a host."""
     env = travelling(request.env) if agent.remote else dict(request.env)
-    if not request.env.get("OMP_NUM_THREADS") and agent.link.keeps is not None:
-        env["OMP_NUM_THREADS"] = str(_threads(request, agent))
+    if agent.link.keeps is not None:
+        if not request.env.get("OMP_NUM_THREADS"):
+            env["OMP_NUM_THREADS"] = str(_threads(request, agent))
+        env |= memory_variables((agent.hello or {})["machine"], env)
     env |= interface_variables(nics) | common_variables(meeting)
     if agent.link.keeps is None:
         del env[KEY]

@@ -29,7 +29,11 @@ def agents() -> Iterator[dict[str, HostAgent]]:
     """Agents of this machine; the last stands for one on another host, with other cores."""
     found = {name: HostAgent(name) for name in REQUEST.hosts}
     for name, agent in found.items():
-        agent.hello = {"cores": 32 if name == "elsewhere" else 12}
+        elsewhere = name == "elsewhere"
+        agent.hello = {
+            "cores": 32 if elsewhere else 12,
+            "machine": "aarch64" if elsewhere else "x86_64",
+        }
     found["elsewhere"].link.remote = True
     yield found
     found["elsewhere"].link.remote = False
@@ -53,6 +57,18 @@ def test_one_worker_gets_the_input(agents: dict[str, HostAgent]):
     attached = replace(REQUEST, attach=2)
     takers = [s.id for a in agents.values() for s in worker_specs(attached, a) if s.input]
     assert takers == [2]
+
+
+def test_torch_keeps_memory_where_it_has_an_allocator_of_its_own(agents: dict[str, HostAgent]):
+    def found(name: str, **env: str) -> str | None:
+        request = replace(REQUEST, env={**REQUEST.env, **env})
+        return host_variables(request, agents[name], MEETING, []).get("MIMALLOC_PURGE_DELAY")
+
+    assert found("elsewhere") == "-1"
+    assert found("localhost") is None
+    assert found("elsewhere", HOROVOD_KEEP_HEAP="0") is None
+    assert found("elsewhere", MIMALLOC_PURGE_DELAY="50") == "50"
+    assert found("elsewhere", mimalloc_allow_purge="0") is None
 
 
 def test_threads_are_shared_by_machine(agents: dict[str, HostAgent]):
