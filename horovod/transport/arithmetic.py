@@ -21,6 +21,9 @@ COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.PRODUCT: torch.mul,
 }
 
+# Gradients overflow in the course of loss scaling, which is nobody's business but the user's.
+quietly = np.errstate(over="ignore", invalid="ignore")
+
 _HALF = (torch.float16, torch.bfloat16)
 
 # The types whose arithmetic numpy does here (see below), as numpy calls them.

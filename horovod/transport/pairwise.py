@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.arithmetic import as_blocks, reduce_into
+from horovod.transport.arithmetic import as_blocks, quietly, reduce_into
 from horovod.transport.base import Group
 from horovod.transport.breakable import BreakableTransport
 
@@ -80,6 +80,7 @@ class PairwiseTransport(BreakableTransport):
 
     # -- collectives -----------------------------------------------------------------------
 
+    @quietly
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         with self._guard():
             if not tensor.numel() or self.size == 1:
@@ -94,6 +95,7 @@ class PairwiseTransport(BreakableTransport):
             self._reduce_slices(slices, slices[self.rank], op)
             self._gather_slices(slices)
 
+    @quietly
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
     ) -> None:

@@ -23,20 +23,16 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport import address_arrays
-from horovod.transport.arithmetic import as_blocks, reduce_into
+from horovod.transport.arithmetic import as_blocks, quietly, reduce_into
 from horovod.transport.base import MAX_TENSORS, MAX_WORDS, SHARED_MEMORY, WORD, Group
 from horovod.transport.peer_memory import PeerMemory, allow_peers
 from horovod.transport.peer_reduction import Others, PeerReducer
 from horovod.transport.staging import AreaReducer
 from horovod.transport.steps import CONTROL, STATE, SteppedTransport
-
-# Gradients overflow in the course of loss scaling, which is nobody's business but the user's.
-_quietly = np.errstate(over="ignore", invalid="ignore")
 
 INLINE = 128 * 1024  # bytes of payload in an exchange slot
 STAGE = 2 * 1024 * 1024  # bytes of one staging area
@@ -199,7 +195,7 @@ class SharedMemoryTransport(SteppedTransport):
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         self.allreduce_vector([tensor], op)
 
-    @_quietly
+    @quietly
     def allreduce_vector(
         self,
         tensors: Sequence[torch.Tensor],
@@ -233,7 +229,7 @@ class SharedMemoryTransport(SteppedTransport):
             self._fail(error, self._at_risk(tensors), self._exposed_at)
             raise
 
-    @_quietly
+    @quietly
     def allreduce_around(
         self, tensors: Sequence[torch.Tensor], op: ReduceOp, others: Others
     ) -> None:
@@ -293,7 +289,7 @@ class SharedMemoryTransport(SteppedTransport):
             if control[STATE]:
                 self._check_states(())
 
-    @_quietly
+    @quietly
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
     ) -> None:

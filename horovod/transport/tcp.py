@@ -34,7 +34,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport import pairwise
-from horovod.transport.arithmetic import NUMPY_TYPES, as_blocks, reduce_into
+from horovod.transport.arithmetic import NUMPY_TYPES, as_blocks, quietly, reduce_into
 from horovod.transport.base import WORD, Group
 from horovod.transport.direct_reduction import AHEAD, BlockBuffer, DirectReduction
 from horovod.transport.links import Links, failed_to_connect
@@ -51,9 +51,6 @@ _LEAVE_SECONDS = 1.0  # how long a closing rank lets the others finish what they
 _KEPT = 256  # plans that are remembered
 _ABSENT = (1 << 64) - 1  # a record without payload
 _RECORD = struct.Struct("<QQ")  # bytes of words, bytes of payload
-
-# Gradients overflow in the course of loss scaling, which is nobody's business but the user's.
-_quietly = np.errstate(over="ignore", invalid="ignore")
 
 
 class _Preload(NamedTuple):
@@ -188,7 +185,7 @@ class TcpTransport(PairwiseTransport):
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         self.allreduce_vector([tensor], op)
 
-    @_quietly
+    @quietly
     def allreduce_vector(
         self,
         tensors: Sequence[torch.Tensor],
@@ -235,7 +232,7 @@ class TcpTransport(PairwiseTransport):
             part.copy_(tensor)
         return narrow
 
-    @_quietly
+    @quietly
     def begin_allreduce(
         self,
         tensors: Sequence[torch.Tensor],
@@ -259,7 +256,7 @@ class TcpTransport(PairwiseTransport):
             for stream in self._streams.values():
                 stream.push()
 
-    @_quietly
+    @quietly
     def finish_allreduce(self) -> None:
         if self._begun is not None:
             super().finish_allreduce()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import MemoryStore
 from horovod.common.store_server import StoreServer
 from horovod.common.wire import new_key
@@ -80,6 +81,17 @@ def test_contract(server: Server) -> None:
         assert len(set(server.run(case))) == 1, "the ranks have different bits"
 
     collectives_are_right()
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "reduce_scatter"])
+@pytest.mark.parametrize("elements", [3, 40_000])
+def test_nothing_is_said_of_infinity_times_zero(server: Server, kind: str, elements: int) -> None:
+    """Gradients overflow in the course of loss scaling; a warning ends the ranks of these tests."""
+    for seed in range(5):
+        for op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+            counts = elements if kind == "allreduce" else [elements] * server.size
+            case = cases.Case(kind, "float32", op, "special", counts=counts, seed=seed)
+            assert len(set(server.run(case))) == 1
 
 
 def test_many_agreements_in_a_row(server: Server) -> None:
