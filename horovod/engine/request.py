@@ -82,6 +82,7 @@ class Request:
     ready: Any = None  # and then this event tells when it has done so
     timing: DeviceTiming | None = None  # of the device's work, for statistics
     finished: bool = False
+    finished_at: float = 0.0
     failure: HorovodInternalError | None = None
     result: Any = None
     plain: bool = field(init=False)  # one tensor in host memory, to be shown to others as it is
@@ -139,6 +140,7 @@ class Request:
 
     def complete(self, result: Any) -> None:
         self.result = result
+        self.finished_at = time.monotonic()
         self.finished = True
 
     def fail(self, error: HorovodInternalError) -> None:

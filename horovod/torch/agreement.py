@@ -3,7 +3,8 @@
 Ranks must give buckets the same names and reduce them in the same way, whatever differs between
 their machines and environments and whatever else each of them has done before. Each makes a
 proposal, and `agree` makes the same `Agreement` of all proposals on all ranks. Used by
-`horovod.torch.gradients`; `greatest` also by `horovod.torch.autotune`, for times.
+`horovod.torch.gradients`, as `StepSamples` for what it measures; `greatest` also by
+`horovod.torch.autotune`, for times.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from horovod.common.config import chosen
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Max
 from horovod.common.topology import Topology
-from horovod.engine.arguments import set_size
+from horovod.engine.arguments import set_id, set_size
+from horovod.engine.autotune import TunedSet
 from horovod.engine.runtime import runtime
 from horovod.torch.allreduce_ops import allreduce_
 
@@ -139,6 +141,33 @@ def greatest(
     vector = torch.tensor([*mine, *brought], dtype=torch.float64)
     found = allreduce_(vector, name=name, op=Max, process_set=process_set).tolist()
     return found[: len(mine)], [value > 0 for value in found[len(mine) :]]
+
+
+class StepSamples:
+    """What steps show on this rank, for all ranks to look at together after so many of them."""
+
+    def __init__(self, num_steps: int, process_set: ProcessSet) -> None:
+        self._num_steps = num_steps
+        self._process_set = process_set
+        self._set: TunedSet = runtime.tuned_set(set_id(process_set))
+        self._joins = self._set.num_joins
+        self._steps: list[tuple[float, ...]] = []
+
+    def least(self, *shown: float) -> list[float] | None:
+        """This step has shown that: of each the least of all steps and ranks, after enough steps.
+
+        Collective then. None while a rank has joined: it could not know what is made of it.
+        """
+        if self._joins != self._set.num_joins:  # those that joined early made fewer steps
+            self._joins = self._set.num_joins
+            self._steps.clear()
+        self._steps.append(shown)
+        if len(self._steps) < self._num_steps:
+            return None
+        mine = [-min(values) for values in zip(*self._steps, strict=True)]
+        self._steps.clear()
+        found, present = greatest(mine, self._process_set)
+        return [-value for value in found] if all(present) else None
 
 
 def order_of(arrivals: Sequence[int], num_params: int) -> Iterator[int]:

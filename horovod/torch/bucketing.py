@@ -38,6 +38,8 @@ _SMALLEST_PART = MEBIBYTE // 4  # of a bucket, that is worth a request of its ow
 _UPDATE_RATE = 1e9  # bytes of gradients a second that an optimizer uses up, one element at a time
 _PROCESSOR_RATE = 500e6  # bytes a second; a network that does more keeps a core busy
 TRIAL_STEPS = 10  # all at once, of which the fastest counts: connections and memory warm up
+LOOK_STEPS = 3  # between looks whether backward hides more than it was given
+_WORTH_RECUTTING = 0.02  # part of all bytes, which would have to move from the step into backward
 
 # The knobs by which the user decides what is decided here otherwise.
 OVERLAP_KNOB, SIZE_KNOB = "overlap_backward", "fusion_threshold"
@@ -152,6 +154,17 @@ def begun_early(sizes: Sequence[int], hidden: float) -> list[int]:
         early.append(part)
         hidden = max(0.0, hidden - size)
     return early
+
+
+def hides_more(num_bytes: int, hidden: float, idle: float, rate: float) -> float | None:
+    """How many bytes backward hides after all, if the network has nothing to do at its end.
+
+    It was given `hidden` bytes and had rested for `idle` seconds by then. Backward takes longer
+    when a thread works beside it than it did in the trial. None: that was about right.
+    """
+    more = idle * rate
+    enough = hidden >= num_bytes or more < _WORTH_RECUTTING * num_bytes
+    return None if enough else hidden + more
 
 
 def sent_last(size: int, rate: float) -> int:

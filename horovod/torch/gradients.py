@@ -16,10 +16,11 @@ from horovod.engine.arguments import set_id
 from horovod.engine.heap import join_pages
 from horovod.engine.runtime import runtime
 from horovod.engine.statistics import DeviceTiming
-from horovod.torch.agreement import Agreement, agree, greatest, propose
+from horovod.torch.agreement import Agreement, StepSamples, agree, propose
 from horovod.torch.autotune import StepTuner, for_overlap_alone
 from horovod.torch.bucket_submission import BucketSubmitter
 from horovod.torch.bucketing import (
+    LOOK_STEPS,
     TRIAL_STEPS,
     Bucketing,
     BucketPolicy,
@@ -28,6 +29,7 @@ from horovod.torch.bucketing import (
     bucket_title,
     can_overlap,
     cut,
+    hides_more,
     sent_last,
 )
 from horovod.torch.buckets import Bucket, Named
@@ -82,7 +84,11 @@ class GradientReducer(Reducer):
         self._params_in_order: list[Named] = []  # of arrival
         self._arrivals: list[int] = []  # until the ranks have agreed
         # While it is measured: seconds that all takes, and seconds that backward could hide of it.
-        self._trial: list[tuple[float, float]] | None = None
+        self._trial: StepSamples | None = None
+        # With overlap_forward, then: bytes that backward hides, and bytes a second; and while that
+        # is corrected, seconds that the network had nothing to do when backward ended.
+        self._hidden = self._rate = 0.0
+        self._rests: StepSamples | None = None
         self._tuner: StepTuner | None = None  # while measured times decide how to go on
         self._overlap = False
         self._buckets: list[Bucket] = []
@@ -146,8 +152,8 @@ class GradientReducer(Reducer):
             raise failure
         took = time.monotonic() - began
         self._end_step(arrival, began)
-        if self._trial is not None:
-            self._try(self._trial, took, backward)
+        self._correct(rested=0.0)
+        self._try(took, backward)
         if self._tuner is not None:  # go on as the measured times say, on all ranks alike
             setting = self._tuner.after_step()
             if setting is not None:
@@ -189,17 +195,26 @@ class GradientReducer(Reducer):
         """
         arrival, began = self._first_arrival, time.monotonic()
         self._tell_backward(began)
+        rested = self._has_rested(began)
         try:
             for bucket in self._by_need():
                 if not bucket.started:
                     self._start(bucket, background=True)
                 bucket.check_unchanged()
+            self._correct(rested)
         except Exception:
             self._wait()
             raise
         self._first_arrival = 0.0
         self._end_step(arrival, began)
         return self._buckets
+
+    def _has_rested(self, now: float) -> float:
+        """For how many seconds nothing of ours has been under way, after something was."""
+        requests = [request for bucket in self._buckets for request in bucket.requests]
+        if not requests or not all(request.done() for request in requests):
+            return 0.0
+        return now - max(request.finished_at for request in requests)
 
     def abandon(self) -> None:
         self._wait()
@@ -268,7 +283,9 @@ class GradientReducer(Reducer):
     def _adopt(self, decision: Bucketing) -> None:
         """Go on like that, and measure what is to be measured."""
         self._make(decision.overlap, decision.bucket_bytes)
-        self._trial = [] if decision.measurement is Measurement.NETWORK else None
+        self._rests = None
+        in_trial = decision.measurement is Measurement.NETWORK
+        self._trial = StepSamples(TRIAL_STEPS, self._process_set) if in_trial else None
         self._tuner = None
         if decision.measurement in (Measurement.OVERLAP, Measurement.EVERYTHING):
             for_all = decision.measurement is Measurement.EVERYTHING
@@ -281,35 +298,42 @@ class GradientReducer(Reducer):
                 process_set=self._process_set,
             )
 
-    def _try(self, trial: list[tuple[float, float]], seconds: float, hidden: float) -> None:
+    def _try(self, seconds: float, hidden: float) -> None:
         """All gradients were reduced at once in so many seconds; after some of that, cut buckets.
 
         A rank that others wait for sees what the network alone takes, so the least time counts.
         """
-        trial.append((seconds, hidden))
-        if len(trial) < TRIAL_STEPS:
+        least = None if self._trial is None else self._trial.least(seconds, hidden)
+        if least is None:
             return
-        least = [-min(seconds) for seconds in zip(*trial, strict=True)]
-        (least_of_all, least_hidden), present = greatest(least, self._process_set)
-        if not all(present):  # a rank has joined: it could not know what the others make of it
-            del trial[0]
+        seconds, hidden = least
+        self._adopt(self._policy.after_trial(seconds))
+        if self._delayed and seconds > 0:
+            self._rate = self._policy.num_bytes / seconds
+            self._hidden = self._rate * hidden
+            self._cut_buckets()
+            self._rests = StepSamples(LOOK_STEPS, self._process_set)
+
+    def _correct(self, rested: float) -> None:
+        """The network had nothing to do for so long when backward ended: let it hide more."""
+        least = None if self._rests is None else self._rests.least(rested)
+        if least is None:
             return
-        self._adopt(self._policy.after_trial(-least_of_all))
-        if self._delayed and least_of_all < 0:
-            rate = self._policy.num_bytes / -least_of_all
-            self._cut_buckets(hidden=rate * -least_hidden, rate=rate)
+        more = hides_more(self._policy.num_bytes, self._hidden, least[0], self._rate)
+        if more is None:
+            self._rests = None
+        else:
+            self._hidden = more
+            self._cut_buckets()
 
-    def _cut_buckets(self, hidden: float, rate: float) -> None:
-        """Start in the step what backward, which hides so many bytes, does not hide.
-
-        What comes last by the network, which brings so many bytes a second, comes by itself.
-        """
+    def _cut_buckets(self) -> None:
+        """Start in the step what backward does not hide; what comes last comes by itself."""
         sizes = [bucket.nbytes for bucket in self._buckets]
-        for bucket, early in zip(self._buckets, begun_early(sizes, hidden), strict=True):
-            bucket.early = early
+        for bucket, early in zip(self._buckets, begun_early(sizes, self._hidden), strict=True):
+            bucket.early, bucket.last = early, 0
         waited_for = self._by_need()[-1]
         if waited_for.held:
-            waited_for.last = sent_last(waited_for.nbytes - waited_for.early, rate)
+            waited_for.last = sent_last(waited_for.nbytes - waited_for.early, self._rate)
         for bucket in self._buckets:
             for name in bucket.part_names:
                 runtime.name_members(name, [param_name for param_name, _ in bucket.params])

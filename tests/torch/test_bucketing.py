@@ -26,6 +26,7 @@ from horovod.torch.bucketing import (
     can_overlap,
     cut,
     first_bucket,
+    hides_more,
     network_bucket,
     pays_beside_backward,
     sent_last,
@@ -247,6 +248,24 @@ def test_what_backward_hides_is_not_held_back(
 ):
     found = begun_early([int(size * PART) for size in sizes], hidden * PART)
     assert found == [part * PART for part in early]
+
+
+@given(st.integers(1, 10**9), st.floats(0.05, 20), st.floats(1e5, 1e10), st.floats(0.01, 2))
+def test_what_backward_hides_is_found_by_looking(
+    num_bytes: int, real: float, rate: float, guess: float
+):
+    """`real` being how much it hides of all bytes, and `guess` how much of that was guessed."""
+    hidden = guess * real * num_bytes
+    for _looks in range(3):
+        idle = max(0.0, real * num_bytes - hidden) / rate
+        more = hides_more(num_bytes, hidden, idle, rate)
+        if more is None:
+            break
+        assert more > hidden
+        hidden = more
+    assert more is None, "settled soon"
+    assert hidden >= min(num_bytes, real * num_bytes) - 0.021 * num_bytes
+    assert hidden <= max(guess, 1.001) * real * num_bytes, "and no more than that"
 
 
 @given(st.integers(0, 100 * PART), st.floats(1e5, 1e11))

@@ -7,7 +7,7 @@ import torch
 
 import horovod.torch as hvd
 from horovod.common.reduce_op import ReduceOp
-from tests.ranks import RankPool
+from tests.ranks import RankPool, run_ranks
 
 
 def _uneven_epochs(repetitions: int) -> list[object]:
@@ -155,3 +155,40 @@ def test_everybody_joins_at_once(pool2: RankPool):
     assert other == (first, second)
     assert first in (0, 1)
     assert second in (0, 1)
+
+
+def _train_and_join(rank: int, size: int, delay: bool, steps: list[int]) -> list[float]:
+    """Some steps, a join, and more steps: what the weights become, while all take the same steps.
+
+    Between hosts the first steps measure the network, which takes all ranks.
+    """
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(20, 20) for _ in range(3)])
+    options = {"overlap_forward": model} if delay else {}
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters(), **options
+    )
+
+    def train(num_steps: int) -> None:
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            model(torch.ones(4, 20)).mean().backward()
+            optimizer.step()
+
+    train(steps[rank])
+    hvd.join()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    train(30)
+    result = [float(param.detach().sum()) for param in model.parameters()]
+    assert not optimizer._reducer.is_tuning()
+    hvd.shutdown()
+    return result
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("steps", [[4, 13], [7, 2], [12, 31], [11, 14]])
+def test_join_while_an_optimizer_measures_the_network(delay: bool, steps: list[int]):
+    network = {"HOROVOD_CPU_OPERATIONS": "gloo"}
+    first, second = run_ranks(_train_and_join, 2, delay, steps, env=network)
+    assert first == second

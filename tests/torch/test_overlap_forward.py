@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import horovod.torch as hvd
+from horovod.torch import bucketing
 from horovod.torch.bucket_submission import BucketSubmitter
 from horovod.torch.sliced_update import SlicedParameter
 from tests.ranks import RankPool
@@ -30,6 +31,7 @@ from tests.torch.delaying import (
     Run,
     assert_same,
     compare,
+    small_buckets,
 )
 from tests.torch.training import batch_of, my_rows, weights_of
 
@@ -118,6 +120,55 @@ def _trained_slice_by_slice(optimizer: str, last: float) -> Any:
 @pytest.mark.parametrize("optimizer", ALL_OPTIMIZERS)
 def test_parameters_are_updated_slice_by_slice(network2: RankPool, optimizer: str, last: float):
     assert_same(network2.run(_trained_slice_by_slice, optimizer, last))
+
+
+def _trained_while_looking(model: str, more: list[float], hooked: int) -> Any:
+    """Cut anew after every step, as if the network had rested at backward's end."""
+    parts = iter(more)
+
+    def hides_more(num_bytes: int, hidden: float, idle: float, rate: float) -> float | None:
+        part = next(parts, None)
+        return None if part is None else part * num_bytes
+
+    def train(run: Run) -> Any:
+        if hvd.rank() == hooked:  # this rank's steps are ordinary ones
+            run.optimizer.register_step_pre_hook(lambda *_: None)
+        for _ in range(len(more) + 4):
+            run.step()
+        return run.optimizer.state_dict()["state"]
+
+    results = []
+    with small_buckets(), mock.patch("horovod.torch.gradients.LOOK_STEPS", 1):
+        with (
+            mock.patch("horovod.torch.gradients.hides_more", hides_more),
+            mock.patch("horovod.torch.gradients.begun_early", bucketing.begun_early),
+            mock.patch("horovod.torch.bucketing._SMALLEST_PART", 8),
+        ):
+            run = Run(True, model=model, optimizer="Adam")
+            seen = train(run)
+            results.append((weights_of(run.model), seen))
+            assert next(parts, None) is None, "there was a look after every step"
+            assert (max(run.delayed) > 0) == (hvd.rank() != hooked)
+        run = Run(False, model=model, optimizer="Adam")
+        seen = train(run)
+        results.append((weights_of(run.model), seen))
+    return results
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    model=st.sampled_from(sorted(ALL_MODELS)),
+    more=st.lists(st.floats(0, 1.2), max_size=5),
+    hooked=st.integers(0, 2),
+)
+def test_buckets_are_cut_anew_between_steps(
+    network2: RankPool, model: str, more: list[float], hooked: int
+):
+    assert_same(network2.run(_trained_while_looking, model, more, hooked))
 
 
 def _uneven(early: float) -> Any:
