@@ -10,10 +10,9 @@ A channel lets one thread at a time run them.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
@@ -171,8 +170,7 @@ class Rounds:
             try:
                 if following is not None:
                     # First, so that the link is busy while whoever waited computes.
-                    with self._blaming(following.request):
-                        self._executor.begin(following)
+                    self._attempt(following.request, self._executor.begin, following)
             finally:
                 self._complete(batch, result, left)
         if self._trace.shares_arrivals and self._group.size > 1:
@@ -199,14 +197,14 @@ class Rounds:
 
     def _run_batch(self, batch: Batch) -> Any:
         request = batch.request
-        with self._blaming(request):
-            return self._executor.run(batch) if request.change is None else request.change()
+        if request.change is not None:
+            return self._attempt(request, request.change)
+        return self._attempt(request, self._executor.run, batch)
 
-    @contextlib.contextmanager
-    def _blaming(self, request: Request) -> Iterator[None]:
-        """Say in whose course something went wrong."""
+    def _attempt(self, request: Request, act: Callable[..., Any], *arguments: Any) -> Any:
+        """Do that, and say in whose course something went wrong."""
         try:
-            yield
+            return act(*arguments)
         except HorovodInternalError:
             raise
         except Exception as error:
