@@ -146,6 +146,7 @@ class Request:
     def fail(self, error: HorovodInternalError) -> None:
         if not self.finished:
             self.failure = fresh_copy(error)
+            self.finished_at = time.monotonic()
             self.finished = True
 
     @property
