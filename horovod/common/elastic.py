@@ -228,13 +228,25 @@ def run_fn(
                     state.restore()
                 except HostsUpdatedInterrupt:
                     logger.info("the ranks change")
-                    state.save()
-                    state._version += 1
+                    _keep(state)
                 else:
                     job.finish()
                     return result
 
     return run
+
+
+def _keep(state: State) -> None:
+    """Make this the state to come back to, or go back to the last commit if it cannot be relied on.
+
+    A rank may be lost at this moment, in the middle of what a device still does.
+    """
+    try:
+        state.save()
+        state._version += 1
+    except HorovodInternalError as error:
+        logger.warning("going back to the last commit: %s", error)
+        state.restore()
 
 
 def _run_alone(

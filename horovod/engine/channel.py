@@ -13,13 +13,17 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
+
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.background import BackgroundThread
 from horovod.engine.executor import Executor
+from horovod.engine.lane import Lane
 from horovod.engine.ranges import waiting
 from horovod.engine.request import Kind, Request, caller, signature_of
 from horovod.engine.request_queue import RequestQueue
 from horovod.engine.rounds import Rounds
+from horovod.engine.statistics import Counters
 from horovod.engine.waiters import Waiters
 from horovod.transport.base import Group
 
@@ -49,6 +53,7 @@ class Channel:
         executor: Executor,
         *,
         on_loss: Callable[[Sequence[int]], None],
+        lane_counters: Counters | None = None,
         background_core: int | None = None,
     ) -> None:
         self.set_id = set_id
@@ -57,9 +62,12 @@ class Channel:
         self.trace = executor.trace
         self.tuned: tuple[float, str | None] | None = None  # what autotuning has settled on
         self.inline: tuple[str, float, FrameType] | None = None  # now: see `InlineReduction`
+        self.lanes: dict[str, Lane] = {}
+        self.lane_counters = lane_counters  # None: nobody counts
         self.driving = threading.Lock()  # held by the thread that runs a round
         self.waiters = Waiters(executor.counters)
         self._executor = executor
+        executor.on_device_failure = self.abort
         self._on_loss = on_loss  # told the ranks of the world because of which operations fail
         self.queue = RequestQueue()
         self.rounds = Rounds(set_id, group, executor, self.queue, self.waiters)
@@ -85,6 +93,26 @@ class Channel:
         signature = signature_of(kind, name, (), detail=detail)
         request = Request(self, kind, name, signature, detail=detail, change=change)
         return self.submit(request, background=False).wait()
+
+    # -- lanes -----------------------------------------------------------------------------
+
+    def open_lane(self, name: str, device: torch.device) -> Lane | None:
+        """Open a lane on all ranks; None where device tensors go through host memory."""
+
+        def open_it() -> Lane | None:
+            transport = self._executor.open_lane(name, device)
+            if transport is None:
+                return None
+            self.lanes[name] = Lane(name, self, transport, self.lane_counters)
+            return self.lanes[name]
+
+        lane: Lane | None = self.change(Kind.LANE, (name, device.type), open_it)
+        return lane
+
+    def close_lane(self, lane: Lane) -> None:
+        """Release a lane that is not used any more."""
+        if self.lanes.pop(lane.name, None) is not None:
+            self._executor.close_lane(lane.name)
 
     def pending(self) -> list[Request | InlineReduction]:
         """What has been submitted and has not run, oldest first."""

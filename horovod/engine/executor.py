@@ -10,16 +10,19 @@ from typing import Any
 
 import torch
 
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.adasum import adasum_
 from horovod.engine.batches import Batch
+from horovod.engine.lane import open_transport, stand_in
 from horovod.engine.request import Kind, Request
 from horovod.engine.scaling import finish_, is_inexact, scale_, sum_and_scale
 from horovod.engine.statistics import Counters, DeviceTiming
 from horovod.engine.timeline import Timeline
 from horovod.transport.base import DEVICE, MAX_TENSORS, Transport
+from horovod.transport.process_group import DeviceTransport
 
-DeviceTransports = Callable[[torch.device], Transport]
+DeviceTransports = Callable[[torch.device, str], Transport]  # and what it is for
 
 
 @dataclass
@@ -53,23 +56,44 @@ class Executor:
         self.transport = transport
         self._for_device = for_device
         self._device_transports: dict[torch.device, Transport] = {}
+        self._lanes: dict[str, DeviceTransport] = {}
         self._streams: dict[torch.device, Any] = {}
         self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self.on_device_failure: Callable[[HorovodInternalError], object] | None = None
         self.trace = trace
         self.rank = transport.rank
         self.size = transport.size
 
     def close(self) -> None:
-        for transport in (*self._device_transports.values(), self.transport):
+        for transport in self._transports():
             transport.close()
 
     def abort(self, reason: str) -> None:
-        for transport in (*self._device_transports.values(), self.transport):
+        for transport in self._transports():
             transport.abort(reason)
 
     def after_fork_in_child(self) -> None:
-        for transport in (*self._device_transports.values(), self.transport):
+        for transport in self._transports():
             transport.after_fork_in_child()
+
+    def _transports(self) -> list[Transport]:
+        devices = list(self._device_transports.values())
+        return [*list(self._lanes.values()), *devices, self.transport]
+
+    # -- lanes -----------------------------------------------------------------------------
+
+    def open_lane(self, name: str, device: torch.device) -> DeviceTransport | None:
+        """Connect a lane (`horovod.engine.lane`); None where host memory serves. Collective."""
+        transport = open_transport(self._for_device, device, name)
+        if transport is not None:
+            self._lanes[name] = transport
+            transport.on_failure = self.on_device_failure
+        return transport
+
+    def close_lane(self, name: str) -> None:
+        transport = self._lanes.pop(name, None)
+        if transport is not None:
+            transport.close()
 
     def media(self, tensor: torch.Tensor) -> tuple[str, ...]:
         """What carries such tensors, once one has been reduced."""
@@ -155,8 +179,10 @@ class Executor:
     def run(self, batch: Batch) -> Any:
         """Do the batch's collective. The result, unless it went into the requests' outputs."""
         request = batch.request
-        if request.kind is Kind.BARRIER:
-            return None  # that all ranks agreed to run it is all there is to it
+        if request.kind in _AGREEMENTS:  # that all ranks agreed to run it is all there is to it,
+            if request.kind is Kind.CONFIRM and request.driver is None:  # unless we have joined
+                stand_in(self._lanes[request.name.partition(".")[2]], request.detail)
+            return None
         if not request.tensors:
             return []
         requests = list(batch.requests) or [request]
@@ -263,7 +289,9 @@ class Executor:
         transport = self._device_transports.get(device)
         if transport is None:
             with self._activity(requests[0].name, f"INIT_{device.type.upper()}"):
-                transport = self._device_transports[device] = self._for_device(device)
+                transport = self._device_transports[device] = self._for_device(device, "")
+            if isinstance(transport, DeviceTransport):
+                transport.on_failure = self.on_device_failure
             self._streams[device] = module.Stream(device)
         stream = self._streams[device]
         with module.stream(stream):  # which makes its device the current one, too
@@ -276,7 +304,7 @@ class Executor:
                 return
             # A transport that takes host memory's way does all of it here, in the host's time.
             timing, counters = None, self.counters
-            if counters is not None and counters.times_devices and DEVICE in transport.media:
+            if counters is not None and DEVICE in transport.media:
                 timing = DeviceTiming(device, stream)
             yield transport
             if counters is not None and timing is not None:
@@ -296,6 +324,7 @@ class Executor:
 
 
 _NOTHING = contextlib.nullcontext()
+_AGREEMENTS = (Kind.BARRIER, Kind.CONFIRM)
 
 _RUN: dict[Kind, Callable[[Executor, Request, Transport], Any]] = {
     Kind.BROADCAST: Executor._broadcast,

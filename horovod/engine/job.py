@@ -61,7 +61,6 @@ class Job:
     def start(self) -> None:
         """Connect with all other ranks, and watch that they keep up."""
         config = self.config
-        self.statistics.times_devices = config.stats_interval is not None
         if config.timeline and config.timeline.upper() != "DYNAMIC":
             self.trace.record(self.new_timeline(config.timeline, config.timeline_mark_cycles))
         self._agree_on_arrivals()
@@ -106,7 +105,7 @@ class Job:
         error = HorovodInternalError("Horovod has been shut down")
         for channel in reversed(list(self.channels.values())):
             channel.close(error)
-            self.statistics.close(channel.rounds.counters)
+            self._stop_counting(channel)
         self.channels.clear()  # the inspector's hold on the job is a cycle: let go of memory now
         self._inspector = None
         self.connection.close()
@@ -182,8 +181,12 @@ class Job:
         channel = self.channels.pop(set_id, None)
         if channel is not None:
             channel.close(HorovodInternalError(f"process set {set_id} has been removed"))
-            self.statistics.close(channel.rounds.counters)
+            self._stop_counting(channel)
         return ranks
+
+    def _stop_counting(self, channel: Channel) -> None:
+        self.statistics.close(channel.rounds.counters)
+        self.statistics.close(channel.lane_counters)
 
     def ranks_of(self, set_id: int) -> tuple[int, ...]:
         ranks = self.sets.get(set_id)
@@ -212,6 +215,7 @@ class Job:
             group,
             executor,
             on_loss=self._note_loss,
+            lane_counters=self.statistics.open(()),
             background_core=_core_of_background(self.config, self.topology),
         )
 

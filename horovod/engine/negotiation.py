@@ -18,11 +18,16 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.deadlock import describe_deadlock, is_stuck
+from horovod.engine.lane import LanePlan
 from horovod.engine.request import Kind, Request
 from horovod.engine.scaling import identity_like
 from horovod.transport.base import Group, Transport
 
-_REDUCTIONS = (Kind.ALLREDUCE.value, Kind.BARRIER.value)  # what goes on while ranks have joined
+_REDUCTIONS = (
+    Kind.ALLREDUCE.value,
+    Kind.BARRIER.value,
+    Kind.CONFIRM.value,
+)  # what goes on while ranks have joined
 
 _FIELDS = {  # what a mismatch message compares, in the order people want to know
     "dtypes": "dtype",
@@ -34,6 +39,7 @@ _FIELDS = {  # what a mismatch message compares, in the order people want to kno
     "wire": "compression",
     "root": "root rank",
     "detail": "ranks",
+    "plan": "gradients",
 }
 
 JOIN = f"{Kind.JOIN.value}.noname"
@@ -198,6 +204,10 @@ def _label(name: str) -> str:
 
 def _stand_in(name: str, entry: Entry) -> Request:
     """A request of a rank that has joined: it contributes what changes nothing."""
+    if entry["plan"] is not None:  # on a lane of the same name
+        average, dtypes, counts = entry["plan"]
+        plan = LanePlan(average, tuple(dtypes), tuple(counts))
+        return Request(None, Kind.CONFIRM, name, b"", detail=plan)
     op = ReduceOp(entry["op"])
     device = torch.device(entry["device"])  # of other kinds than "cpu": the current one
     tensors = []

@@ -40,6 +40,8 @@ class Kind(str, Enum):
     JOIN = "join"
     PROCESS_SET = "process_set"
     ALGORITHM = "algorithm"
+    LANE = "lane"  # open one: see `horovod.engine.lane`,
+    CONFIRM = "gradients"  # and compare what a step has begun on it
 
 
 class RoundDriver(Protocol):
@@ -81,6 +83,7 @@ class Request:
     deferred: bool = False  # finished as soon as the device knows what to do,
     ready: Any = None  # and then this event tells when it has done so
     timing: DeviceTiming | None = None  # of the device's work, for statistics
+    on_failure: Callable[[HorovodInternalError], object] | None = None  # told if it fails
     finished: bool = False
     finished_at: float = 0.0
     failure: HorovodInternalError | None = None
@@ -148,6 +151,8 @@ class Request:
             self.failure = fresh_copy(error)
             self.finished_at = time.monotonic()
             self.finished = True
+            if self.on_failure is not None:
+                self.on_failure(error)
 
     @property
     def wire(self) -> torch.dtype | None:
@@ -179,6 +184,7 @@ class Request:
             "alone": self.alone,
             "root": self.detail if self.kind is Kind.BROADCAST else None,
             "detail": self.detail if self.kind in (Kind.PROCESS_SET, Kind.REQUIRE_ALL) else None,
+            "plan": self.detail.describe() if self.kind is Kind.CONFIRM else None,
             "source": self.source,
         }
 

@@ -15,9 +15,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from horovod.common import mpi
 from horovod.common.config import Config
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.inherited import check_not_inherited, mark_process, unmark_process
 from horovod.common.logging import get_logger, set_rank
 from horovod.common.loss_note import let_others_end
@@ -31,6 +33,7 @@ from horovod.engine.background import finish_threads
 from horovod.engine.channel import Channel
 from horovod.engine.heap import keep_heap
 from horovod.engine.job import WORLD, Job
+from horovod.engine.lane import Lane
 from horovod.engine.reporter import Reporter
 from horovod.engine.request import Kind
 from horovod.engine.statistics import Statistics
@@ -38,6 +41,7 @@ from horovod.engine.submission import Submission
 from horovod.engine.timeline import Timeline, path_of_rank
 from horovod.transport import select
 from horovod.transport.base import Group
+from horovod.transport.farewells import await_farewells
 
 logger = get_logger(__name__)
 
@@ -222,6 +226,24 @@ class Runtime(Submission):
         """Rank and size of this rank in a set that it belongs to; an error says why not."""
         return self.channel(set_id).group
 
+    def open_lane(self, set_id: int, name: str, device: torch.device) -> Lane | None:
+        """Open a lane for one optimizer's gradients on `device`, on all ranks of the set.
+
+        Returns None where its tensors go through host memory: see `horovod.engine.lane`.
+        """
+        return self.channel(set_id).open_lane(name, device)
+
+    def check_devices(self) -> None:
+        """Raise if an operation has failed, in any set.
+
+        Whoever has waited for a device calls this before the result is relied on: what the device
+        did may have been aborted in the middle, because a rank was lost.
+        """
+        job = self._job
+        for channel in list(job.channels.values()) if job is not None else ():
+            if channel.failure is not None:
+                raise fresh_copy(channel.failure)
+
     def failure(self, set_id: int) -> HorovodInternalError | None:
         """Why no operation of the set runs any more."""
         return self.channel(set_id).failure
@@ -342,6 +364,7 @@ def _end() -> None:
         runtime.log_summary()
     finally:
         finish_threads()
+        await_farewells()
         let_others_end()
 
 

@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from horovod.engine.device_clock import Mark
 from horovod.transport.base import DEVICE, NETWORK, SHARED_MEMORY
 
 LONGEST_NAME = 200  # characters of a metric's name
@@ -39,7 +40,6 @@ class Counters:
     """What one channel has done. Written by the thread that runs its rounds, read by any."""
 
     media: tuple[str, ...] = ()  # what carries tensors in host memory
-    times_devices: bool = False
     wait: float = 0.0  # seconds until all ranks were there
     reduce: float = 0.0  # seconds of moving and reducing after that
     operations: int = 0
@@ -55,7 +55,7 @@ class Counters:
     background_since: float = 0.0
     awaited: float = 0.0
     # What devices complete later than this process goes on. Emptied by `settle`.
-    timings: deque[DeviceTiming] = field(default_factory=lambda: deque(maxlen=_MOST_TIMINGS))
+    timings: deque[Timing] = field(default_factory=lambda: deque(maxlen=_MOST_TIMINGS))
     device_reduce: float = 0.0
     device_hidden: float = 0.0
 
@@ -73,6 +73,11 @@ class Counters:
         for medium in media:
             self.bytes_moved[medium] += on_wire if medium == NETWORK else nbytes
 
+    def count_on_device(self, nbytes: int, on_wire: int) -> None:
+        """Bytes that a device's library has reduced, and how many of them it moved."""
+        self.bytes_reduced += nbytes
+        self.bytes_moved[DEVICE] += on_wire
+
     def save(self, nbytes: int) -> None:
         """Compression has kept so many of the bytes off the network, if there is one."""
         if NETWORK in self.media:
@@ -88,47 +93,59 @@ class Counters:
         return max(0.0, min(self.in_background() - self.awaited, self.wait + self.reduce))
 
 
-class DeviceTiming:
-    """Events of a device around work that it does later than it was given it.
-
-    `asked` is where the program's own work on the device has come when it needs the result: what
-    was done before that is hidden.
-    """
-
-    __slots__ = ("_device", "asked", "ended", "started")
-
-    def __init__(self, device: torch.device, stream: Any = None) -> None:
-        self._device = device
-        self.started = self._event(stream)
-        self.ended: Any = None
-        self.asked: Any = None
-
-    def end(self, stream: Any = None) -> Any:
-        """The work ends here. An event that others may wait for."""
-        self.ended = self._event(stream)
-        return self.ended
-
-    def ask(self) -> None:
-        """The program needs the result from here on."""
-        if self.asked is None:
-            self.asked = self._event(None)
-
-    def _event(self, stream: Any) -> Any:
-        module = torch.get_device_module(self._device)
-        event = module.Event(enable_timing=True)
-        event.record(module.current_stream(self._device) if stream is None else stream)
-        return event
+class Timing(Protocol):
+    """The times of work that a device does later than it was given it."""
 
     def is_over(self) -> bool:
         """Whether the device has done all of it."""
-        return bool(self.ended.query()) and (self.asked is None or bool(self.asked.query()))
 
     def seconds(self) -> tuple[float, float]:
-        """How long it took, and how much of that was before it was needed."""
-        took = self.started.elapsed_time(self.ended) / 1000
-        if self.asked is None:
+        """Return how long it took, and how much of that was hidden behind computing."""
+
+
+class DeviceTiming:
+    """Marks of a device around work. `ask` is where the program's own work needs the result."""
+
+    __slots__ = ("_asked", "_device", "_ended", "_started")
+
+    def __init__(self, device: torch.device, stream: Any = None) -> None:
+        self._device = device
+        self._started = Mark(device, stream)
+        self._ended = self._started
+        self._asked: Mark | None = None
+
+    def end(self, stream: Any = None) -> Any:
+        """The work ends here. Returns an event that others may wait for."""
+        self._ended = Mark(self._device, stream)
+        return self._ended.event
+
+    def ask(self) -> None:
+        """The program needs the result from here on."""
+        if self._asked is None:
+            self._asked = Mark(self._device)
+
+    def is_over(self) -> bool:
+        return self._ended.has_passed() and (self._asked is None or self._asked.has_passed())
+
+    def seconds(self) -> tuple[float, float]:
+        took = self._started.seconds_until(self._ended)
+        if self._asked is None:
             return took, 0.0
-        return took, min(took, max(0.0, self.started.elapsed_time(self.asked) / 1000))
+        return took, min(took, max(0.0, self._started.seconds_until(self._asked)))
+
+    def backward(self) -> float:
+        """Return how long it took: for work that is a backward pass."""
+        return self.seconds()[0]
+
+
+class BackwardTiming(Protocol):
+    """The times of a step's backward pass on a device."""
+
+    def is_over(self) -> bool:
+        """Whether the device has done all of it."""
+
+    def backward(self) -> float:
+        """Return how long it took from the first gradient on."""
 
 
 class Totals(NamedTuple):
@@ -182,9 +199,6 @@ class Statistics:
 
     def __init__(self) -> None:
         self.enabled = True  # a switch for benchmarks, read when a channel is made and by steps
-        # Whether work of devices is timed by their own clocks. That takes some tens of microseconds
-        # of a step, so it is for those who asked for reports.
-        self.times_devices = False
         self._lock = threading.Lock()
         self.restart()
 
@@ -204,7 +218,7 @@ class Statistics:
         self._last = Totals()  # at the end of the last step
         self._last_end = 0.0  # when that was; 0: nothing is known of the step that goes on
         self._backward = 0.0  # seconds of the step that goes on
-        self._device_backward: deque[DeviceTiming] = deque(maxlen=_MOST_TIMINGS)
+        self._device_backward: deque[BackwardTiming] = deque(maxlen=_MOST_TIMINGS)
         self.metrics: dict[str, deque[tuple[int, float]]] = {}
 
     def after_fork_in_child(self) -> None:
@@ -216,7 +230,7 @@ class Statistics:
         """The counters of a new channel; None while nothing is counted."""
         if not self.enabled:
             return None
-        counters = Counters(media, self.times_devices)
+        counters = Counters(media)
         with self._lock:
             self._counters.append(counters)
         return counters
@@ -246,7 +260,7 @@ class Statistics:
         self._last_end = self._backward = 0.0
 
     def add_backward(
-        self, seconds: float, buckets: int, on_device: DeviceTiming | None = None
+        self, seconds: float, buckets: int, on_device: BackwardTiming | None = None
     ) -> None:
         """Gradients came for so many seconds until now; they are reduced in so many buckets.
 
@@ -276,7 +290,7 @@ class Statistics:
                 reduce += counters.reduce + counters.device_reduce
                 hidden += counters.hidden() + counters.device_hidden
             while self._device_backward and self._device_backward[0].is_over():
-                self._backward += self._device_backward.popleft().seconds()[0]
+                self._backward += self._device_backward.popleft().backward()
             last_end, last = self._last_end, self._last
             if not last_end:  # a first step without a beginning: nothing can be said of it
                 last_end, last = now, Totals(wait, reduce, hidden)

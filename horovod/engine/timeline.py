@@ -124,16 +124,49 @@ class Timeline:
 
     # -- what the program does ---------------------------------------------------------------
 
-    def waited(self, name: str, began: float) -> None:
-        """A thread waited for this request's result, from `began` until now."""
-        self._span(WAITING, WAIT, began, time.perf_counter(), f'{{"for": {quoted(name)}}}')
+    def waited(self, name: str, began: float, ended: float | None = None) -> None:
+        """A thread, or a device, waited for this request's result, until now if not told."""
+        ended = time.perf_counter() if ended is None else ended
+        self._span(WAITING, WAIT, began, ended, f'{{"for": {quoted(name)}}}')
 
-    def step(self, row: str, number: int, began: float, backward: tuple[float, float]) -> None:
+    def device_allreduce(
+        self,
+        name: str,
+        nbytes: int,
+        dtype: torch.dtype,
+        ready: float,
+        began: float,
+        ended: float,
+    ) -> None:
+        """A device has reduced a bucket that it was given without asking other ranks first.
+
+        `ready`: when its gradients were there.
+        """
+        about = {"dtype": str(dtype).removeprefix("torch."), "bytes": nbytes}
+        if name in self._members:
+            about |= {"count": len(self._members[name]), "tensors": shortened(self._members[name])}
+        self._begin(name, "NEGOTIATE_ALLREDUCE", ready)
+        self._event(name, '"ph": "E"', began)
+        self._begin(name, "ALLREDUCE", began)
+        self._begin(name, "NCCL_ALLREDUCE", began)
+        self._event(name, '"ph": "E"', ended)
+        self._event(name, f'"ph": "E", "args": {json.dumps(about)}', ended)
+
+    def step(
+        self,
+        row: str,
+        number: int,
+        began: float,
+        backward: tuple[float, float],
+        ended: float | None = None,
+    ) -> None:
         """An optimizer has all gradients of a step that began when it had those of the last.
 
         `backward`: when its first gradient was there, and when it began to wait for the others.
+        `ended`: when it had them all, if not now.
         """
-        self._span(row, STEP, began, time.perf_counter(), f'{{"step": {number}}}')
+        ended = time.perf_counter() if ended is None else ended
+        self._span(row, STEP, began, ended, f'{{"step": {number}}}')
         if began <= backward[0] <= backward[1]:
             self._span(row, BACKWARD, *backward, f'{{"step": {number}}}')
 

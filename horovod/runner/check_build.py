@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import horovod
 
 _PROBE_SECONDS = 120.0
+_DRIVER_SECONDS = 30.0  # for devices to answer, once torch is imported
+_KILL_SECONDS = 5.0  # for a probe that was killed to end
 
 # The last line that a probe prints is JSON: for each name that is usable, its version or kind.
 _FRAMEWORK = """
@@ -31,11 +33,54 @@ import torch, horovod.torch
 import torch.distributed as dist
 found = {"PyTorch": torch.__version__}
 found["Gloo"] = ""  # that is, TCP
-if dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available():
-    found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-if dist.is_available() and getattr(dist, "is_xccl_available", bool)() and torch.xpu.is_available():
-    found["XCCL"] = ""
 print("\\n" + json.dumps(found))
+"""
+# Nobody else asks the driver: where it crashes or hangs, the rest of the report is still there.
+_DEVICES = """
+import json
+import torch
+import torch.distributed as dist
+
+pytorch = f"PyTorch {torch.__version__}"
+lines, reasons, found = [], [], {}
+
+def reason(error):
+    return str(error).strip().partition("\\n")[0] or type(error).__name__
+
+def find(kind):
+    module = getattr(torch, kind)
+    try:
+        module.init()  # says what is wrong, where is_available() says no
+        indices = range(module.device_count())
+    except Exception as error:
+        reasons.append(reason(error))
+        return False
+    for index in indices:
+        try:
+            device = module.get_device_properties(index)
+            lines.append(f"{kind}:{index}: {device.name}, {device.total_memory / 2**30:.1f} GiB")
+        except Exception as error:
+            lines.append(f"{kind}:{index} cannot be used: {reason(error)}")
+    return len(indices) > 0
+
+has_cuda = torch.version.cuda or getattr(torch.version, "hip", None)
+found_cuda = bool(has_cuda) and find("cuda")
+found_xpu = bool(getattr(torch.version, "xpu", None)) and find("xpu")
+if not lines:
+    lines.append("none: " + ("; ".join(reasons) or f"{pytorch} is built for CPUs only"))
+if dist.is_available() and dist.is_nccl_available():
+    try:
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        lines.append(f"NCCL {version} can be loaded")
+        if found_cuda:
+            found["NCCL"] = version
+    except Exception as error:
+        lines.append(f"NCCL cannot be loaded: {reason(error)}")
+elif has_cuda:
+    lines.append(f"NCCL cannot be loaded: {pytorch} is built without it")
+if found_xpu and dist.is_available() and getattr(dist, "is_xccl_available", bool)():
+    found["XCCL"] = ""
+print("\\n" + json.dumps({"Devices": "\\n".join(lines), **found}))
 """
 _MPI = """
 import json
@@ -85,6 +130,7 @@ class _Probe:
     program: str
     name: str = ""  # what it looks for, where that is one thing
     module: str = ""  # whose absence needs no explanation
+    limit: float = _PROBE_SECONDS  # seconds it has left when those before it in the list have ended
 
 
 _FRAMEWORKS = (
@@ -95,6 +141,7 @@ _FRAMEWORKS = (
 )
 _PROBES = (
     _Probe(_TORCH, "PyTorch", "torch"),
+    _Probe(_DEVICES, "Devices", "torch", _DRIVER_SECONDS),  # second: torch is imported by then
     _Probe(_MPI, "MPI", "mpi4py"),
     _Probe(_SHARED_MEMORY, "Shared memory"),
     *(
@@ -133,7 +180,7 @@ def check_build(*, verbose: bool = False) -> str:
     ]
     deadline = time.monotonic() + _PROBE_SECONDS
     for probe, process in zip(_PROBES, processes, strict=True):
-        output, problem = _finish(process, deadline)
+        output, problem = _finish(process, probe.limit, deadline)
         if problem is None:
             output, _, found = output.rpartition("\n")
             usable.update(json.loads(found))
@@ -145,14 +192,20 @@ def check_build(*, verbose: bool = False) -> str:
     return "\n".join([*said, "", report]) if verbose and said else report
 
 
-def _finish(process: subprocess.Popen[str], deadline: float) -> tuple[str, str | None]:
+def _finish(
+    process: subprocess.Popen[str], limit: float, deadline: float
+) -> tuple[str, str | None]:
     """What a probe printed, and in one line what went wrong."""
+    left = max(5.0, deadline - time.monotonic())
     try:
-        output, _ = process.communicate(timeout=max(5.0, deadline - time.monotonic()))
+        output, _ = process.communicate(timeout=min(limit, left))
     except subprocess.TimeoutExpired:
         process.kill()
-        output, _ = process.communicate()
-        return output, f"no answer within {_PROBE_SECONDS:g} s"
+        try:
+            output, _ = process.communicate(timeout=_KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            output = ""  # it hangs in the kernel, where a driver can hold a process even then
+        return output, f"no answer within {limit:g} s"
     output = output.rstrip()
     if process.returncode < 0:
         return output, f"the check was ended by {signal.Signals(-process.returncode).name}"
@@ -169,4 +222,7 @@ def _report(usable: Mapping[str, str], problems: Mapping[str, str]) -> str:
             detail = usable.get(entry) or problems.get(entry)
             box = "X" if entry in usable else " "
             lines.append(f"    [{box}] {entry}" + (f" ({detail})" if detail else ""))
+    problem = problems.get("Devices", "PyTorch is not installed")
+    devices = usable.get("Devices", f"not known: {problem}")
+    lines += ["", "Available Devices:", *(f"    {line}" for line in devices.splitlines())]
     return "\n".join(lines)

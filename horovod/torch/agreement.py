@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ _num_named = 0  # optimizers of this process that have got a number: those below
 
 # Of these the least of all proposals counts (of flags: whether all ranks have set it), of the
 # others the greatest (whether any has).
-_LEAST = frozenset({"overlap", "spare_cores", "fusion_threshold", "autotune"})
+_LEAST = frozenset({"overlap", "direct", "spare_cores", "fusion_threshold", "autotune"})
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Agreement:
 
     number: int  # the optimizer's, for its name
     overlap: bool  # whether gradients can be reduced while backward goes on
+    direct: bool  # whether all gradients can be reduced without asking: see `direct_reducer`
     spare_cores: bool  # whether a thread beside backward has a core to run on
     fusion_threshold: int
     autotune: bool
@@ -88,7 +89,9 @@ def _numbers(value: Any) -> Sequence[int]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def propose(overlap: bool, arrivals: Sequence[int], sparse_dims: Sequence[int]) -> Agreement:
+def propose(
+    overlap: bool, direct: bool, arrivals: Sequence[int], sparse_dims: Sequence[int]
+) -> Agreement:
     """What this rank proposes.
 
     `arrivals` are the parameters whose gradients have come, in order; `sparse_dims` has a number
@@ -98,6 +101,7 @@ def propose(overlap: bool, arrivals: Sequence[int], sparse_dims: Sequence[int]) 
     return Agreement(
         number=_num_named,
         overlap=overlap,
+        direct=direct and not any(sparse_dims),
         spare_cores=has_spare_core(runtime.topology),
         fusion_threshold=config.fusion_threshold,
         autotune=config.autotune,
@@ -151,12 +155,14 @@ class StepSamples:
         self._process_set = process_set
         self._set: TunedSet = runtime.tuned_set(set_id(process_set))
         self._joins = self._set.num_joins
-        self._steps: list[tuple[float, ...]] = []
+        self._steps: list[Callable[[], Sequence[float]]] = []
 
-    def least(self, *shown: float) -> list[float] | None:
-        """This step has shown that: of each the least of all steps and ranks, after enough steps.
+    def least(self, shown: Callable[[], Sequence[float]]) -> list[float] | None:
+        """Add what a step has shown. After enough steps, return the least of each number.
 
-        Collective then. None while a rank has joined: it could not know what is made of it.
+        It is the least of all steps and ranks: collective then. `shown` is called only then, and
+        may wait for a device. Returns None before, and while a rank has joined, for it could not
+        know what is made of it.
         """
         if self._joins != self._set.num_joins:  # those that joined early made fewer steps
             self._joins = self._set.num_joins
@@ -164,7 +170,8 @@ class StepSamples:
         self._steps.append(shown)
         if len(self._steps) < self._num_steps:
             return None
-        mine = [-min(values) for values in zip(*self._steps, strict=True)]
+        samples = [shown() for shown in self._steps]
+        mine = [-min(values) for values in zip(*samples, strict=True)]
         self._steps.clear()
         found, present = greatest(mine, self._process_set)
         return [-value for value in found] if all(present) else None

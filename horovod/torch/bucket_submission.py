@@ -9,21 +9,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import ReduceOp
-from horovod.engine.arguments import set_id
+from horovod.engine.arguments import set_id, set_size
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
+from horovod.engine.scaling import sum_and_scale
 from horovod.torch.buckets import Bucket, Named, Part
-from horovod.torch.compression import Compressor, NoneCompressor, wire_type
+from horovod.torch.compression import NARROW, Compressor, NoneCompressor, wire_type
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
 from horovod.torch.layouts import cut_at, flat, laid_out_like, memory_shape
 from horovod.torch.sparse import sparse_allreduce_async, sparse_tensor
 
 Parameter = torch.nn.Parameter
+
+
+class LaneTerms(NamedTuple):
+    """How the gradients of an optimizer are reduced on a lane."""
+
+    prescale: float  # what they are multiplied by before they are summed up,
+    scale: float  # and the sums
+    wire: torch.dtype | None  # the narrower type in which they travel, if any
 
 
 class BucketSubmitter:
@@ -43,6 +53,7 @@ class BucketSubmitter:
     ) -> None:
         # In host memory the transport does it, where the bytes leave the host.
         self._wire = wire_type(compression, params)
+        self._wanted = compression
         self._compression = compression if self._wire is None else NoneCompressor
         self._op = op
         self._prescale, self._postscale = 1.0 / predivide, predivide
@@ -53,6 +64,15 @@ class BucketSubmitter:
         # What the ranks have agreed on: the optimizer's name, and whose gradients are sparse.
         self.name = ""
         self.sparse_dims: Mapping[Parameter, int] = {}
+
+    def lane_terms(self) -> LaneTerms | None:
+        """How gradients are reduced on a lane; None where they cannot: see `direct_reducer`."""
+        wire = NARROW.get(self._wanted)
+        known = wire is not None or self._wanted is NoneCompressor
+        if self.hook is not None or self._op not in (ReduceOp.SUM, ReduceOp.AVERAGE) or not known:
+            return None
+        _, scale = sum_and_scale(self._op, self._postscale, set_size(self.process_set))
+        return LaneTerms(self._prescale, scale, wire)
 
     def find_sparse(self, params: Iterable[Parameter]) -> list[int]:
         """The sparse dimensions of all gradients that are there; 0 for a dense one."""

@@ -3,7 +3,8 @@
 Pure: facts in, decisions out. `horovod.torch.gradients` brings the facts, on which the ranks have
 agreed (`horovod.torch.agreement`), so that all decide alike, and does what is decided here.
 
-- On an accelerator a bucket is reduced as soon as it is complete: the device works by itself.
+- On an accelerator a bucket is reduced as soon as it is complete: the device works by itself
+  (`device_bucket`, `cut_for_device`).
 - Between hosts too, where the first steps show that it is the network that takes the time, not the
   processor: backward hides it. How much goes at a time depends on the network as well: each bucket
   costs Python something, but everybody waits for the last one.
@@ -17,7 +18,7 @@ whole, unless others are ready at the same time: then it puts together what fits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -28,6 +29,7 @@ MEBIBYTE = 1 << 20
 LARGEST_BUCKET = 128 * MEBIBYTE
 SMALLEST_BUCKET = 8 * MEBIBYTE  # on an accelerator
 SMALLEST_HOST_BUCKET = MEBIBYTE // 2
+FIRST_DEVICE_BUCKET = MEBIBYTE  # so that the device's library has something to do early
 _SHARES = 4
 _LITTLE = 8  # less than this part of a bucket goes with the next
 
@@ -87,7 +89,8 @@ class BucketPolicy:
         first = self.unmeasured()
         if self.autotune:
             return first._replace(measurement=Measurement.EVERYTHING)
-        if self.overlap and self.crosses_hosts and not self.grouped and SIZE_KNOB not in self.fixed:
+        is_free = not self.grouped and SIZE_KNOB not in self.fixed and not self.on_device
+        if self.overlap and self.crosses_hosts and is_free:
             return first._replace(overlap=False, measurement=Measurement.NETWORK)
         return self._checked(first)
 
@@ -118,6 +121,17 @@ def first_bucket(total: int, limit: int, on_device: bool) -> int:
     """Bytes of a bucket, of `total` bytes of gradients, where no network has been measured."""
     smallest = SMALLEST_BUCKET if on_device else SMALLEST_HOST_BUCKET
     return min(limit, LARGEST_BUCKET, max(smallest, total // _SHARES))
+
+
+def device_bucket(total: int, limit: int) -> int:
+    """Bytes of a bucket, of `total` bytes of gradients that a device's library reduces.
+
+    Every bucket costs some time, and everybody waits for the last one: the best size grows with
+    the square root of the whole. Measured with 2 ranks on one H200: ResNet-50's 98 MiB take least
+    in buckets of 10 MiB, 313 MiB of a GPT in any of 10 to 50.
+    """
+    root = int(MEBIBYTE * (total / MEBIBYTE) ** 0.5)
+    return min(limit, LARGEST_BUCKET, max(FIRST_DEVICE_BUCKET, root))
 
 
 def network_bucket(total: int, limit: int, seconds: float) -> int:
@@ -192,6 +206,39 @@ def cut(sizes: Sequence[int], most: int, limit: int) -> list[range]:
             size = 0
         size += nbytes
     return [range(*ends) for ends in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+
+
+def cut_for_device(
+    sizes: Sequence[int],
+    kinds: Sequence[Hashable],
+    most: int,
+    limit: int,
+    whole: bool = False,
+) -> list[list[int]]:
+    """Which of the gradients of these sizes and kinds (types) make a bucket on a device.
+
+    Up to `most` bytes, all of one kind; the first is small, so that the library has something to do
+    early, and so are the last, for which everybody waits: none has more than half of what is left.
+    Buckets come in the order in which their last gradients do. With `whole`, all of a kind are one.
+    """
+    left = sum(sizes)
+    limits: dict[Hashable, int] = {}
+    open_buckets: dict[Hashable, list[int]] = {}
+    buckets: list[list[int]] = []
+    for index, (nbytes, kind) in enumerate(zip(sizes, kinds, strict=True)):
+        bucket = open_buckets.get(kind)
+        size = sum(sizes[member] for member in bucket) if bucket else 0
+        goes_along = size <= most // _LITTLE and nbytes > most and size + nbytes <= limit
+        if bucket and size + nbytes > limits[kind] and not goes_along:
+            buckets.append(bucket)
+            bucket = None
+        if bucket is None:
+            bucket = open_buckets[kind] = []
+            share = left // 2 if buckets else FIRST_DEVICE_BUCKET
+            limits[kind] = most if whole else min(most, max(FIRST_DEVICE_BUCKET, share))
+        bucket.append(index)
+        left -= nbytes
+    return sorted([*buckets, *open_buckets.values()], key=lambda bucket: bucket[-1])
 
 
 def bucket_title(number: int, count: int, names: Sequence[str]) -> str:

@@ -104,6 +104,10 @@ class Bucket:
                     f"optimizer.skip_synchronize():`; or set HOROVOD_OVERLAP_BACKWARD=0"
                 )
 
+    def is_reduced(self) -> bool:
+        """Whether nobody would have to wait for the gradients."""
+        return all(request.done() for request in self.requests)
+
     def settle(self) -> Exception | None:
         """Wait until the gradients are reduced. The first failure."""
         requests = [request.wait for request in self.requests]

@@ -41,6 +41,12 @@ class BF16Compressor(_CastCompressor):
     dtype = torch.bfloat16
 
 
+# The types of those that convert and do nothing else.
+NARROW: dict[type[Compressor], torch.dtype] = {
+    each: each.dtype for each in (FP16Compressor, BF16Compressor)
+}
+
+
 def wire_type(
     compression: type[Compressor], params: Sequence[tuple[str, torch.nn.Parameter]]
 ) -> torch.dtype | None:
@@ -48,10 +54,8 @@ def wire_type(
 
     None where that is not what the compressor means, or not all gradients are in host memory.
     """
-    if compression is not FP16Compressor and compression is not BF16Compressor:
-        return None
     wide = all(param.is_cpu and param.dtype in _WIDE for _, param in params)
-    return compression.dtype if wide else None
+    return NARROW.get(compression) if wide else None
 
 
 class Compression:

@@ -6,9 +6,10 @@ started; `horovod.torch.pending` notices who needs a parameter.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from horovod.common.logging import get_logger
 from horovod.engine.request import Request
 from horovod.torch import pending
 from horovod.torch.buckets import Bucket
+from horovod.torch.device_bucket import DeviceBucket
 from horovod.torch.sliced_update import Slice, SlicedParameter
 
 Parameter = torch.nn.Parameter
@@ -32,15 +34,40 @@ _LOOK_SECONDS = 1.0  # between looks whether this is still the process that trai
 class Update:
     """One bucket's parameters and their gradients, which nobody sees meanwhile."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket | DeviceBucket) -> None:
         self.bucket = bucket
         self.gradients = [(param, param.grad) for _, param in bucket.params]
         self.cleared = False  # whether zero_grad() was called since
-        self.slices = _slices(bucket)  # what each request brings, until it has been made use of
+        self.slices = (
+            _slices(bucket) if isinstance(bucket, Bucket) else []
+        )  # what each request brings, until it has been made use of
 
     @property
     def params(self) -> list[Parameter]:
         return [param for param, _ in self.gradients]
+
+
+class StreamOfStep:
+    """The stream of a device that was current in `step()`: updates are made there.
+
+    Programs let their other streams wait for that one where they need what a step has made.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.current_stream(device) if device.type != "cpu" else None
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Make it the current one; whatever is current otherwise waits for what is done in it."""
+        current = None if self._stream is None else self._module.current_stream(self.device)
+        if current is None or current == self._stream:
+            yield
+            return
+        with self._module.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
 
 
 class DelayedUpdates:
@@ -50,9 +77,12 @@ class DelayedUpdates:
         self._step_on = step_on
         self._options: list[Options] = []
         self._updates: dict[Parameter, Update] = {}
+        self._stream: StreamOfStep | None = None  # on a device: where the step was made
         self._process = os.getpid()  # a forked one has no such thread
 
-    def begin(self, buckets: Iterable[Bucket], groups: Sequence[Mapping[str, Any]]) -> None:
+    def begin(
+        self, buckets: Iterable[Bucket | DeviceBucket], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Reductions of these buckets are under way: update the parameters when they are needed.
 
         Those that backward has hidden entirely are updated at once. The options of the groups are
@@ -60,7 +90,10 @@ class DelayedUpdates:
         """
         with pending.lock:
             self._options = [_options(group) for group in groups]
+            self._stream = None
             for bucket in buckets:
+                if isinstance(bucket, DeviceBucket):
+                    self._stream = StreamOfStep(bucket.device)
                 update = Update(bucket)
                 for param, _ in update.gradients:
                     param.grad = None
@@ -94,10 +127,14 @@ class DelayedUpdates:
     def _reduced(self) -> list[Update]:
         """Those for which nobody would have to wait."""
         updates = dict.fromkeys(self._updates.values())
-        return [u for u in updates if all(request.done() for request in u.bucket.requests)]
+        return [update for update in updates if update.bucket.is_reduced()]
 
     def _make(self, updates: Sequence[Update]) -> None:
         """All in one step of the optimizer, each call of which costs something."""
+        with contextlib.nullcontext() if self._stream is None else self._stream.used():
+            self._make_now(updates)
+
+    def _make_now(self, updates: Sequence[Update]) -> None:
         targets: list[Parameter | Slice] = []
         for update in updates:
             rest = self._use_what_arrives(update)
@@ -119,6 +156,8 @@ class DelayedUpdates:
 
         The slices that are left; None if nothing has been updated yet.
         """
+        if isinstance(update.bucket, DeviceBucket):
+            return None  # the device waits, and not the host
         requests, slices = update.bucket.requests, update.slices
         begun = False
         for request in requests:
@@ -132,7 +171,8 @@ class DelayedUpdates:
     def _step(self, targets: Sequence[Parameter | Slice]) -> None:
         if targets:
             # What a forward pass may have switched on is off: state that is made must be ordinary.
-            with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+            kind = "cpu" if self._stream is None else self._stream.device.type
+            with torch.inference_mode(False), torch.autocast(kind, enabled=False):
                 self._step_on(self._options, targets)
 
     def _let_end(self, request: Request) -> None:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.topology import Topology
 from horovod.engine.arguments import set_id
 from horovod.engine.heap import join_pages
+from horovod.engine.lane import Lane
+from horovod.engine.lane_timing import LaneTiming, StepRecorder
 from horovod.engine.runtime import runtime
 from horovod.engine.statistics import DeviceTiming
 from horovod.torch.agreement import Agreement, StepSamples, agree, propose
@@ -29,10 +32,14 @@ from horovod.torch.bucketing import (
     bucket_title,
     can_overlap,
     cut,
+    cut_for_device,
+    device_bucket,
     hides_more,
     sent_last,
 )
 from horovod.torch.buckets import Bucket, Named
+from horovod.torch.device_bucket import DeviceBucket
+from horovod.torch.direct_reducer import DirectReducer, lane_device
 
 # After these steps the heap is put on huge pages: tensors find their places in it in the first few,
 # and other ones when the program changes.
@@ -59,6 +66,9 @@ class Reducer:
     def abandon(self) -> None:
         """Wait for what is under way, and drop the results: e.g. the state was replaced."""
         self._first_arrival = 0.0
+
+    def close(self) -> None:
+        """Release what reducing needs: another reducer takes over, or none."""
 
 
 class GradientReducer(Reducer):
@@ -93,6 +103,10 @@ class GradientReducer(Reducer):
         self._overlap = False
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}  # by the places of parameters
+        # In their place where gradients are on devices: see `direct_reducer`.
+        self._lane: Lane | None = None
+        self._direct: DirectReducer | None = None
+        self._recorder: StepRecorder | None = None
         self._backward: DeviceTiming | None = None  # of this step, on a device
         self._steps = 0
         self._last_step = 0.0  # when the gradients of the step before were there
@@ -103,10 +117,13 @@ class GradientReducer(Reducer):
         if not self._first_arrival:
             self._first_arrival = time.monotonic()
             param = self._params[index][1]
-            if not param.is_cpu and runtime.statistics.times_devices:
+            if not param.is_cpu and self._direct is None:
                 self._backward = DeviceTiming(param.device)
         if self._agreed_in is not runtime.topology:
             self._arrivals.append(index)
+            return
+        if self._direct is not None:
+            self._direct.arrived(index)
             return
         if not self._overlap:
             return
@@ -138,6 +155,9 @@ class GradientReducer(Reducer):
     def finish(self) -> None:
         if self._agreed_in is not runtime.topology:
             self._agree()
+        if self._direct is not None:
+            self._finish_direct(self._direct)
+            return
         failure: Exception | None = None
         arrival, began = self._first_arrival, time.monotonic()
         backward = self._tell_backward(began)
@@ -154,12 +174,62 @@ class GradientReducer(Reducer):
         self._end_step(arrival, began)
         self._correct(rested=0.0)
         self._try(took, backward)
-        if self._tuner is not None:  # go on as the measured times say, on all ranks alike
+        self._tune()
+
+    def _tune(self) -> None:
+        """Go on as the measured times say, on all ranks alike."""
+        if self._tuner is not None:
             setting = self._tuner.after_step()
             if setting is not None:
                 self._make(setting.overlap, setting.bucket_bytes)
             if self._tuner.settled:
                 self._tuner = None
+
+    def _finish_direct(self, direct: DirectReducer) -> None:
+        """The same where each bucket was begun by its hook."""
+        arrival, began = self._first_arrival, time.monotonic()
+        failure, timing = direct.finish()
+        self._end_direct(direct, arrival, began, timing)
+        if failure is not None:
+            if isinstance(failure, HorovodInternalError):
+                self._agreed_in = self._direct = None  # if there is a next step, it agrees anew
+            raise failure
+        if self._trial is not None and timing is not None:
+            least = self._trial.least(timing.measure)
+            if least is not None:
+                self._trial = None
+                self._hold_back(direct, *least)
+        self._tune()
+
+    def _end_direct(
+        self, direct: DirectReducer, arrival: float, began: float, timing: LaneTiming | None
+    ) -> None:
+        """Count a step whose reductions are begun, and record it."""
+        self._first_arrival = 0.0
+        self._arrivals.clear()
+        if timing is None:
+            return
+        self._backward = None
+        seconds = began - arrival if arrival else 0.0
+        runtime.statistics.add_backward(seconds, len(direct.buckets), timing)
+        self._steps += 1
+        timeline = runtime.timeline
+        if timeline is not None:
+            if self._recorder is None:
+                self._recorder = StepRecorder(self.name, direct.lane.device)
+            self._recorder.add(timeline, self._steps, timing)
+
+    def _hold_back(self, direct: DirectReducer, seconds: float, backward: float) -> None:
+        """Begin only what backward hides in backward, and the rest as the next forward needs it.
+
+        All gradients take so many seconds to reduce, and backward so many.
+        """
+        sizes = [bucket.nbytes for bucket in direct.buckets]
+        hidden = backward / seconds * sum(sizes) if seconds > 0 else float("inf")
+        parts = zip(direct.buckets, begun_early(sizes, hidden), strict=True)
+        early = [bucket for bucket, part in parts if part > bucket.nbytes // 2]
+        held = [bucket for bucket in direct.buckets if bucket not in early]
+        direct.hold(len(early), [*early, *held[::-1]])
 
     def _tell_backward(self, now: float) -> float:
         """The gradients are wanted: what came before was backward, from the first of them on.
@@ -180,20 +250,26 @@ class GradientReducer(Reducer):
 
     def can_delay(self) -> bool:
         """Whether there is something to gain if nobody waits in a step: see `release`."""
-        return (
-            self._overlap
-            and self._agreed_in is runtime.topology
-            and not self.is_tuning()
-            and self._policy.crosses_hosts
-            and not self._policy.on_device
-        )
+        ready = self._agreed_in is runtime.topology and not self.is_tuning() and self._overlap
+        if not ready or self._direct is not None:
+            return ready
+        return self._policy.crosses_hosts and not self._policy.on_device
 
-    def release(self) -> list[Bucket]:
+    def release(self) -> Sequence[Bucket | DeviceBucket]:
         """Start what is left, and leave it to the caller to wait for each bucket (`Bucket.settle`).
 
         The caller does so with all of them before it comes here again.
         """
         arrival, began = self._first_arrival, time.monotonic()
+        if self._direct is not None:
+            try:
+                timing = self._direct.release()
+            except HorovodInternalError:
+                self._direct.abandon()
+                self._agreed_in = self._direct = None
+                raise
+            self._end_direct(self._direct, arrival, began, timing)
+            return self._direct.buckets
         self._tell_backward(began)
         rested = self._has_rested(began)
         try:
@@ -219,8 +295,13 @@ class GradientReducer(Reducer):
     def abandon(self) -> None:
         self._wait()
 
+    def close(self) -> None:
+        self._close_lane()
+
     def _wait(self) -> Exception | None:
         """Let all requests end, for their names will be used again. The first failure."""
+        if self._direct is not None:
+            self._direct.abandon()
         try:
             failures = [bucket.settle() for bucket in self._buckets]
         finally:
@@ -250,10 +331,13 @@ class GradientReducer(Reducer):
         Buckets are cut in the order in which gradients arrived on the first rank. While a rank
         has joined, the others agree for this step only: it could not know the outcome later.
         """
-        on_device = any(not param.is_cpu for _, param in self._params)
+        device = lane_device(param for _, param in self._params)
+        on_device = device is not None or any(not param.is_cpu for _, param in self._params)
         crosses_hosts = runtime.crosses_hosts(set_id(self._process_set))
+        terms = self._submitter.lane_terms()
         proposal = propose(
             can_overlap(on_device, crosses_hosts, runtime.config.overlap_backward),
+            terms is not None and device is not None,
             self._arrivals,
             self._submitter.find_sparse(param for _, param in self._params),
         )
@@ -276,9 +360,51 @@ class GradientReducer(Reducer):
             hooked=self._hook is not None,
             delayed=self._delayed,
         )
+        self._close_lane()
         if complete:
             self._agreed_in = runtime.topology
+            if agreed.direct and device is not None:
+                self._lane = runtime.open_lane(set_id(self._process_set), self.name, device)
+        if self._lane is not None:
+            self._adopt_direct()
+            return
         self._adopt(self._policy.at_first() if complete else self._policy.unmeasured())
+
+    def _adopt_direct(self) -> None:
+        """Reduce on the lane, and measure what is to be measured."""
+        policy = self._policy
+        most = device_bucket(policy.num_bytes, policy.limit)
+        measurement = Measurement.EVERYTHING if policy.autotune else Measurement.NOTHING
+        if self._delayed and policy.overlap:
+            measurement = Measurement.NETWORK
+        self._adopt(Bucketing(policy.overlap, most, measurement))
+
+    def _make_direct(self, lane: Lane, overlap: bool, most: int) -> None:
+        """Buckets of up to `most` bytes on the lane."""
+        params, terms = self._params_in_order, self._submitter.lane_terms()
+        assert terms is not None
+        found: list[list[Named]] = []
+        for group in [params] if self._groups is None else self._groups:
+            sizes = [param.nbytes for _, param in group]
+            kinds = [param.dtype for _, param in group]
+            limit = self._agreed.fusion_threshold
+            size, limit = (most, limit) if self._groups is None else (sum(sizes), sum(sizes))
+            parts = cut_for_device(sizes, kinds, size, limit, whole=self._groups is not None)
+            found += [[group[index] for index in part] for part in parts]
+        buckets = []
+        for number, members in enumerate(found, 1):
+            names = [name for name, _ in members]
+            title = f"{self.name}.{bucket_title(number, len(found), names)}"
+            buckets.append(DeviceBucket(title, members, terms.wire))
+            runtime.name_members(title, names)
+        self._direct = DirectReducer(
+            lane, buckets, self._index, terms.prescale, terms.scale, overlap
+        )
+
+    def _close_lane(self) -> None:
+        lane, self._lane, self._direct = self._lane, None, None
+        if lane is not None:
+            lane.close()
 
     def _adopt(self, decision: Bucketing) -> None:
         """Go on like that, and measure what is to be measured."""
@@ -303,7 +429,7 @@ class GradientReducer(Reducer):
 
         A rank that others wait for sees what the network alone takes, so the least time counts.
         """
-        least = None if self._trial is None else self._trial.least(seconds, hidden)
+        least = None if self._trial is None else self._trial.least(lambda: (seconds, hidden))
         if least is None:
             return
         seconds, hidden = least
@@ -316,7 +442,7 @@ class GradientReducer(Reducer):
 
     def _correct(self, rested: float) -> None:
         """The network had nothing to do for so long when backward ended: let it hide more."""
-        least = None if self._rests is None else self._rests.least(rested)
+        least = None if self._rests is None else self._rests.least(lambda: (rested,))
         if least is None:
             return
         more = hides_more(self._policy.num_bytes, self._hidden, least[0], self._rate)
@@ -341,6 +467,9 @@ class GradientReducer(Reducer):
     def _make(self, overlap: bool, most: int) -> None:
         """Buckets of up to `most` bytes; all in one if nothing overlaps."""
         self._overlap = overlap
+        if self._lane is not None:
+            self._make_direct(self._lane, overlap, most)
+            return
         params = self._params_in_order
         groups: Iterable[Sequence[Named]] = [params]
         if self._groups is not None:

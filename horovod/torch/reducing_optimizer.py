@@ -119,6 +119,8 @@ class ReducingOptimizer(torch.optim.Optimizer):
             if watch.hook is not None:
                 watch.hook.remove()
         self._watches = []
+        if self._reducer is not None:
+            self._reducer.close()
 
     def _on_gradient(self, param: Any, watch: GradientCountdown) -> None:
         if self._reducer is None or (self._accumulating and watch.passes_left > 0):

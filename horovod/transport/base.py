@@ -166,6 +166,12 @@ class Transport(ABC):
 
     # -- life ------------------------------------------------------------------------------
 
+    def check_peers(self) -> None:  # noqa: B027 (some notice it by themselves, or never)
+        """Raise if a rank is known to be gone, or the transport is broken.
+
+        Not collective, and returns at once: any thread may call it, also during a collective.
+        """
+
     @abstractmethod
     def abort(self, reason: str) -> None:
         """Make this and all later calls fail, here and on the other ranks. Any thread may call.

@@ -44,6 +44,10 @@ class BreakableTransport(Transport):
         if self._failure is not None:
             raise fresh_copy(self._failure)
 
+    def check_peers(self) -> None:
+        if not self._closed:
+            self._check_usable()
+
     def _break(self, failure: HorovodInternalError) -> HorovodInternalError:
         """Break the transport for everybody; returns the reason, which may be an earlier one."""
         with self._breaking:

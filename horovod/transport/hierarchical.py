@@ -341,6 +341,11 @@ class HierarchicalTransport(BreakableTransport):
                 self._explain(self._translated(part, failure))
             )
 
+    def check_peers(self) -> None:
+        super().check_peers()
+        if not self._closed:
+            self._do(self.local.check_peers)
+
     def _wake(self, failure: HorovodInternalError) -> None:
         for part in self._parts:
             part.abort(str(failure))

@@ -77,6 +77,9 @@ class HostCopyTransport(Transport):
     def barrier(self) -> None:
         self._host().barrier()
 
+    def check_peers(self) -> None:
+        self.host.check_peers()
+
     def abort(self, reason: str) -> None:
         self.host.abort(reason)
 

@@ -4,14 +4,17 @@ The groups are built directly on our authenticated store, never with `init_proce
 default group is the user's. Called by the transport selection.
 
 Unlike the other transports these do not wait for the data: a collective is queued, and whatever
-follows on the device's current stream sees its result. The engine has agreed with all ranks, over
-host memory, before it calls; so a rank that is lost is noticed there, and `abort` ends what hangs
-on the device.
+follows on the device's current stream sees its result. Before the engine calls, it has agreed with
+all ranks over host memory; or it agrees while the device works (`horovod.engine.lane`). Either way
+a rank that is lost is noticed there, and `abort` ends what hangs on the device.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,16 +23,21 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed
 
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.base import DEVICE, Group
+from horovod.transport.base import DEVICE, Group, Transport
 from horovod.transport.breakable import BreakableTransport
+from horovod.transport.farewells import finish_or_end_process, finish_or_leave
 from horovod.transport.pairwise import as_bytes, cut
 from horovod.transport.store_adapter import StoreForTorch
 
-__all__ = ["DeviceTransport", "NcclTransport", "XcclTransport"]
+__all__ = ["DeviceTransport", "DeviceWork", "NcclTransport", "XcclTransport"]
 
 _FOREVER = timedelta(days=3650)  # the engine's stall inspector decides what takes too long
+_LOST_SECONDS = 1.0  # that others may take to notice that a rank is lost, after this library
+_WATCH_SECONDS = 0.2  # between looks at the other ranks, while the device works
+_LEAVE_SECONDS = 3.0  # that the device may take to finish what a rank needed that has left since
+_LOOK_SECONDS = 0.1  # between looks whether the ranks still come, while a group connects
 
 _c10d: Any = torch.distributed  # its stubs lack the backends that are built conditionally
 
@@ -53,25 +61,71 @@ class DeviceTransport(BreakableTransport):
 
     vectored = True
     media = (DEVICE,)
+    averages: ClassVar[bool] = False  # whether the library divides a sum by the number of ranks
     backend: ClassVar[str]  # the class in torch.distributed
     settings: ClassVar[Mapping[str, str]] = {}  # environment while the process group is made
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, group: Group, device: torch.device, host: Transport) -> None:
         super().__init__(group)
-        made = getattr(_c10d, self.backend, None)
-        if made is None:
-            raise ValueError(f"this build of torch {torch.__version__} has no {self.name}")
         self.device = device
-        options = made.Options()
-        options._timeout = _FOREVER
+        self.host = host  # the ranks' transport for host memory: it knows who is gone
+        self._plans: dict[Any, Any] = {}  # options of an allreduce, by operator
+        self._last: Any = None  # the work that was begun last
+        self._watch: _Watch | None = None
         self._store = StoreForTorch(group.store, group.config.gloo_timeout_seconds)
         with _environment(self.settings):
-            self._process_group: Any = made(self._store, self.rank, self.size, options)
+            self._process_group: Any = self._make_group()
         try:
-            self.barrier()  # connects now, while everybody is here
+            self._connect()
         except BaseException:
             self.close()
             raise
+        if self.size > 1:
+            self._watch = _Watch(self)
+
+    def _make_group(self) -> Any:
+        """The process group of torch's, which connects with its first collective."""
+        made = getattr(_c10d, self.backend, None)
+        if made is None:
+            raise ValueError(f"this build of torch {torch.__version__} has no {self.name}")
+        options = made.Options()
+        options._timeout = _FOREVER
+        return made(self._store, self.rank, self.size, options)
+
+    def _connect(self) -> None:
+        """Connect now, while everybody is here, in a thread that can be left behind if it hangs."""
+        failures: list[BaseException] = []
+
+        def meet() -> None:
+            try:
+                self.barrier()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=meet, name="hvd-device-connect", daemon=True)
+        thread.start()
+        seconds = self.group.config.gloo_timeout_seconds
+        deadline = time.monotonic() + seconds
+        while True:
+            thread.join(_LOOK_SECONDS)
+            if not thread.is_alive():
+                break
+            problem: HorovodInternalError | None = None
+            try:
+                self.group.check_meeting()
+            except HorovodInternalError as error:
+                problem = error
+            if problem is None and time.monotonic() > deadline:
+                problem = HorovodInternalError(
+                    f"{self.group.describe(self.rank)} could not connect with the other ranks by "
+                    f"{self.name} on {self.device} within {seconds:g} s "
+                    f"(HOROVOD_GLOO_TIMEOUT_SECONDS): see what {self.name}_DEBUG=INFO prints, and "
+                    f"choose the network by {self.name}_SOCKET_IFNAME if there are several"
+                )
+            if problem is not None:
+                raise self._break(problem)
+        if failures:
+            raise failures[0]
 
     # -- collectives -----------------------------------------------------------------------
 
@@ -80,9 +134,7 @@ class DeviceTransport(BreakableTransport):
             if not tensor.numel():
                 return
             operand, operator = self._operand(tensor, op)
-            options = _c10d.AllreduceOptions()
-            options.reduceOp = operator
-            self._process_group.allreduce([operand], options).wait()
+            self._start(operand, operator).wait()
             _put_back(operand, tensor)
 
     def allreduce_vector(
@@ -92,22 +144,59 @@ class DeviceTransport(BreakableTransport):
         scale: float = 1.0,
         wire: torch.dtype | None = None,
     ) -> None:
-        if len(tensors) == 1:
-            super().allreduce_vector(tensors, op, scale)
+        """Several tensors go through one flat buffer: one call for each would take longer."""
+        targets = [tensor for tensor in tensors if tensor.numel()]
+        if not targets:
             return
-        with self._guard():
-            targets = [tensor for tensor in tensors if tensor.numel()]
-            if not targets:
-                return
-            if self._takes(targets[0]):
-                options = _c10d.AllreduceCoalescedOptions()
-                options.reduceOp = _OPERATORS[op]
-                self._process_group.allreduce_coalesced(targets, options).wait()
-            else:
-                for target in targets:
-                    self.allreduce(target.view(-1), op)
+        whole = targets[0]
+        if len(targets) > 1:
+            whole = torch.cat([target.view(-1) for target in targets])
+        averages = self.is_average(op, scale) and self._takes(whole)
+        if averages:
+            self.start_allreduce(whole, op, average=True).wait()
+        else:
+            self.allreduce(whole.view(-1), op)
             if scale != 1.0:
-                torch._foreach_mul_(targets, scale)
+                whole.mul_(scale)
+        if len(targets) > 1:
+            parts = torch.split_with_sizes(whole, [target.numel() for target in targets])
+            torch._foreach_copy_([target.view(-1) for target in targets], list(parts))
+
+    def is_average(self, op: ReduceOp, scale: float) -> bool:
+        """Whether the library can scale the result by itself: it can divide by the ranks."""
+        return self.averages and op is ReduceOp.SUM and scale == 1.0 / self.size
+
+    def start_allreduce(
+        self, tensor: torch.Tensor, op: ReduceOp, average: bool = False
+    ) -> DeviceWork:
+        """Queue the reduction of a flat tensor of a usual type behind the current stream's work.
+
+        With `average` the sum is divided by the number of ranks, if `averages`.
+        """
+        with self._guard():
+            operator = _c10d.ReduceOp.AVG if average else _OPERATORS[op]
+            return DeviceWork(self, self._start(tensor, operator))
+
+    def wait_for(self, work: Any) -> None:
+        """Let the current stream wait for what torch calls a work."""
+        with self._guard():
+            work.wait()
+
+    def _start(self, operand: torch.Tensor, operator: Any) -> Any:
+        options = self._plans.get(operator)
+        if options is None:
+            options = self._plans[operator] = _c10d.AllreduceOptions()
+            options.reduceOp = operator
+        return self._watched(self._process_group.allreduce([operand], options))
+
+    def _watched(self, work: Any) -> Any:
+        self._last = work
+        return work
+
+    def is_busy(self) -> bool:
+        """Whether the device has still to finish something. Any thread may call."""
+        work = self._last
+        return work is not None and not work.is_completed()
 
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
@@ -126,7 +215,7 @@ class DeviceTransport(BreakableTransport):
             else:
                 inputs = [cut(operand, shares)]
                 work = self._process_group.reduce_scatter([result], inputs, options)
-            work.wait()
+            self._watched(work).wait()
             _put_back(result, output)
 
     def allgather(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]) -> None:
@@ -139,7 +228,7 @@ class DeviceTransport(BreakableTransport):
             else:
                 lengths = [count * source.element_size() for count in counts]
                 work = self._process_group.allgather([cut(all_data, lengths)], [mine])
-            work.wait()
+            self._watched(work).wait()
             _put_back(all_data, output)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
@@ -149,7 +238,7 @@ class DeviceTransport(BreakableTransport):
             data = as_bytes(self._here(tensor))
             options = _c10d.BroadcastOptions()
             options.rootRank = root
-            self._process_group.broadcast([data], options).wait()
+            self._watched(self._process_group.broadcast([data], options)).wait()
             _put_back(data, tensor)
 
     def alltoall(
@@ -163,19 +252,20 @@ class DeviceTransport(BreakableTransport):
         with self._guard():
             size = source.element_size()
             leaving, arriving = as_bytes(self._here(source)), as_bytes(self._here(output))
-            self._process_group.alltoall_base(
+            work = self._process_group.alltoall_base(
                 arriving,
                 leaving,
                 [count * size for count in receive_counts],
                 [count * size for count in send_counts],
-            ).wait()
+            )
+            self._watched(work).wait()
             _put_back(arriving, output)
 
     def barrier(self) -> None:
         """The only one that waits on the host."""
         with self._guard():
             token = torch.zeros(1, dtype=torch.int32, device=self.device)
-            self._process_group.allreduce([token]).wait()
+            self._start(token, _c10d.ReduceOp.SUM).wait()
             if int(token):
                 raise RuntimeError("the device returned a wrong sum")
 
@@ -217,23 +307,92 @@ class DeviceTransport(BreakableTransport):
             raise refused
 
     def _explain(self, error: BaseException) -> HorovodInternalError:
-        known = self._failure or self._board.look()
+        known = self._failure or self._board.look() or self._find_lost()
         if known is not None:
             return known
         me = self.group.describe(self.rank)
-        return HorovodInternalError(f"{me} failed in {self.name}: {error}")
+        return HorovodInternalError(f"{me} failed in {self.name} on {self.device}: {error}")
+
+    def _find_lost(self) -> HorovodInternalError | None:
+        """Look, for a moment, whether a rank is gone."""
+        deadline = time.monotonic() + _LOST_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                self.host.check_peers()
+            except HorovodInternalError as lost:
+                return lost
+            time.sleep(_LOST_SECONDS / 50)
+        return self._board.look() or self.find_leaver()
+
+    def find_leaver(self) -> PeerLostError | None:
+        """Return an error about a rank that has shut down, if one has."""
+        for rank in range(self.size):
+            if rank != self.rank and self._board.said_goodbye(rank):
+                who = self.group.describe(rank)
+                return PeerLostError(f"{who} has shut down Horovod", [rank])
+        return None
+
+    def give_up(self, failure: HorovodInternalError) -> None:
+        """Break the transport, for this reason if nobody posted another. Any thread may call."""
+        self._break(self._board.look() or failure)
 
     def _wake(self, failure: HorovodInternalError) -> None:
-        """Ends what runs on our device; the engine of every other rank calls it there as well."""
-        self._process_group.abort()
+        """End what runs on our device; the engine of every other rank calls it there as well.
+
+        The device is free again within moments. The library takes longer to let go of its threads
+        and connections: nobody waits for that, unless it never comes to an end.
+        """
+        process_group, self._process_group, self._last = self._process_group, None, None
+        if process_group is not None:
+            me = self.group.describe(self.rank)
+            finish_or_end_process(
+                process_group.abort,
+                f"{me} could not abort {self.name} on {self.device} ({failure})",
+            )
 
     def close(self) -> None:
         if self._closed:
             return
-        if self._shut():
-            torch.get_device_module(self.device).synchronize(self.device)
-            self._process_group.shutdown()
-        self._process_group = None
+        whole = self._shut()
+        if self._watch is not None:
+            self._watch.stop()
+        if whole and self.size > 1:
+            self._board.say_goodbye()
+        process_group, self._process_group = self._process_group, None
+        if whole and process_group is not None:
+            device = self.device
+
+            def shut_down() -> None:
+                torch.get_device_module(device).synchronize(device)
+                process_group.shutdown()
+
+            me = self.group.describe(self.rank)
+            finish_or_leave(shut_down, f"{me} could not shut down {self.name} on {device}")
+
+
+class DeviceWork:
+    """A reduction that is under way on a device."""
+
+    __slots__ = ("_transport", "_work")
+
+    def __init__(self, transport: DeviceTransport, work: Any) -> None:
+        self._transport = transport
+        self._work = work
+
+    def wait(self) -> None:
+        """Let the stream that is current now wait for the result, and not the host."""
+        self._transport.wait_for(self._work)
+
+    def is_completed(self) -> bool:
+        """Whether the device has finished it."""
+        return bool(self._work.is_completed())
+
+    def duration(self) -> float | None:
+        """Return how many seconds the device took; None where the library does not tell."""
+        try:
+            return float(self._work._get_duration()) / 1000
+        except (RuntimeError, AttributeError):
+            return None
 
 
 class NcclTransport(DeviceTransport):
@@ -241,10 +400,17 @@ class NcclTransport(DeviceTransport):
 
     name = "NCCL"
     backend = "ProcessGroupNCCL"
+    averages = True
     settings: ClassVar[Mapping[str, str]] = {
         # Errors come back to us; by default torch's watchdog would end the process.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
+        # When a rank is lost the watchdog would write a dump, and sleep for four times as long as
+        # it may take (a minute), while whoever drops the process group waits for it.
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+        "TORCH_NCCL_PROPAGATE_ERROR": "0",
+        "TORCH_NCCL_ENABLE_TIMING": "1",  # each piece of work says how long the device took
     }
 
 
@@ -253,6 +419,44 @@ class XcclTransport(DeviceTransport):
 
     name = "XCCL"
     backend = "ProcessGroupXCCL"
+
+
+class _Watch:
+    """A thread that looks whether all ranks live, while the device works.
+
+    A device that waits for a rank which is gone does so for ever, and with it the program.
+    """
+
+    def __init__(self, transport: DeviceTransport) -> None:
+        self._transport = weakref.ref(transport)
+        self._stopped = threading.Event()
+        name = f"hvd-{transport.name.lower()}-watch"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        busy_since: float | None = None
+        while not self._stopped.wait(_WATCH_SECONDS):
+            transport = self._transport()
+            if transport is None:
+                return
+            if not transport.is_busy():
+                busy_since = None
+                continue
+            busy_since = busy_since or time.monotonic()
+            lost: HorovodInternalError | None = None
+            try:
+                transport.host.check_peers()
+            except HorovodInternalError as error:
+                lost = error
+            if lost is None and time.monotonic() - busy_since > _LEAVE_SECONDS:
+                lost, busy_since = transport.find_leaver(), None
+            if lost is not None:
+                transport.give_up(lost)
+                return
 
 
 def _put_back(result: torch.Tensor, target: torch.Tensor) -> None:

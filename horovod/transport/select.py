@@ -9,16 +9,19 @@
 | MPI was asked for | MPI |
 
 Device tensors go through NCCL (CUDA) or XCCL (XPU); ranks that share a device, which those
-libraries refuse, stage them through host memory. HOROVOD_CPU_OPERATIONS, HOROVOD_CONTROLLER,
-HOROVOD_HIERARCHICAL_ALLREDUCE and HOROVOD_HIERARCHICAL_ALLGATHER choose explicitly. Every rank
-takes the same decision, because it rests on what the ranks published and on knobs that are the
-same everywhere.
+libraries refuse, stage them through host memory. Whether they do is judged as NCCL judges it.
+
+HOROVOD_CPU_OPERATIONS, HOROVOD_CONTROLLER, HOROVOD_HIERARCHICAL_ALLREDUCE and
+HOROVOD_HIERARCHICAL_ALLGATHER choose explicitly. Every rank takes the same decision, because it
+rests on what the ranks published and on knobs that are the same everywhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +32,9 @@ from horovod.common.store import PrefixStore
 from horovod.transport.base import Group, Transport
 from horovod.transport.segments import SharedMemoryUnavailable
 from horovod.transport.shared_memory import SharedMemoryTransport
+
+if TYPE_CHECKING:
+    from horovod.transport.process_group import DeviceTransport
 
 logger = get_logger(__name__)
 
@@ -133,34 +139,80 @@ def _mpi(group: Group) -> Transport:
     return MpiTransport(group, communicator_of(group))
 
 
-def for_device(group: Group, host: Transport, device: torch.device) -> Transport:
-    """The transport for tensors on `device`. Collective over the group."""
-    store = PrefixStore(group.store, f"device-{device.type}/")
-    group = dataclasses.replace(group, store=store)
-    store.set(f"{group.rank}", f"{host_identity()}/{_device_name(device)}".encode())
-    timeout = group.config.start_timeout
-    names = [store.get(f"{rank}", timeout) for rank in range(group.size)]
-    from horovod.transport import process_group
+def for_device(group: Group, host: Transport, device: torch.device, purpose: str = "") -> Transport:
+    """Return the transport for tensors on `device`. Collective over the group.
+
+    Args:
+        group: The ranks.
+        host: Their transport for host memory, which serves where the device's library cannot.
+        device: The device of this rank.
+        purpose: Tells apart several transports of one group, each of which gets a communicator.
+    """
     from horovod.transport.host_copy import HostCopyTransport
 
-    kind = {"cuda": "NcclTransport", "xpu": "XcclTransport"}.get(device.type)
+    part = f"{purpose}/device-{device.type}/" if purpose else f"device-{device.type}/"
+    kind = device_transports().get(device.type)
     if kind is None:
         return HostCopyTransport(group, host)
-    if len(set(names)) < len(names):
-        if group.rank == 0:
+    # Not beside the keys of the library, which uses small numbers, too.
+    names = _exchange(group, f"{part}names/", _device_identity(device))
+    shared = _sharing(group, names)
+    if shared:
+        if group.rank == 0 and not purpose:
             logger.warning(
-                "ranks share a %s device, which its collectives library refuses: device tensors "
-                "go through host memory (%s), which is slower; give each rank a device of its own",
-                device.type,
+                "%s, and %s takes one rank for each device: these tensors go through host memory "
+                "(%s), which is slower. Give each rank a device of its own, for example by "
+                "torch.cuda.set_device(hvd.local_rank()) after hvd.init()",
+                shared,
+                kind.name,
                 host.name,
             )
         return HostCopyTransport(group, host)
-    transport: Transport = getattr(process_group, kind)(group, device)
+    own = dataclasses.replace(group, store=PrefixStore(group.store, f"{part}{kind.name}/"))
+    transport = kind(own, device, host)
     if group.rank == 0:
-        logger.info("%s tensors: %s", device.type, transport.name)
+        where = f" ({purpose})" if purpose else ""
+        logger.info("%s tensors: through %s%s", device.type, transport.name, where)
     return transport
 
 
-def _device_name(device: torch.device) -> str:
-    properties = torch.get_device_module(device).get_device_properties(device)
-    return str(getattr(properties, "uuid", None) or device)
+def device_transports() -> dict[str, type[DeviceTransport]]:
+    """Return which class moves the tensors of which type of device."""
+    from horovod.transport.process_group import NcclTransport, XcclTransport
+
+    return {"cuda": NcclTransport, "xpu": XcclTransport}
+
+
+def _exchange(group: Group, prefix: str, mine: str) -> list[str]:
+    """Return what every rank has told under `prefix`."""
+    store = PrefixStore(group.store, prefix)
+    store.set(f"{group.rank}", mine.encode())
+    timeout = group.config.start_timeout
+    return [store.get(f"{rank}", timeout).decode() for rank in range(group.size)]
+
+
+def _device_identity(device: torch.device) -> str:
+    """Name a device the way NCCL does: two ranks with the same name would share it.
+
+    NCCL_HOSTID stands for the host where it is set, so that ranks with different ones may have the
+    same device.
+    """
+    host = os.environ.get("NCCL_HOSTID") or host_identity()
+    module = torch.get_device_module(device)
+    if not hasattr(module, "get_device_properties"):
+        return f"{host}/{device}\n{device}"
+    properties = module.get_device_properties(device)
+    return f"{host}/{getattr(properties, 'uuid', device)}\n{device} ({properties.name})"
+
+
+def _sharing(group: Group, identities: Sequence[str]) -> str:
+    """Say which ranks share which device; empty if none do."""
+    found: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        found.setdefault(identity.partition("\n")[0], []).append(rank)
+    said = []
+    for ranks in found.values():
+        if len(ranks) > 1:
+            who = ", ".join(str(group.global_ranks[rank]) for rank in ranks)
+            said.append(f"ranks {who} share {identities[ranks[0]].partition(chr(10))[2]}")
+    return "; ".join(said)

@@ -189,6 +189,14 @@ class SteppedTransport(BreakableTransport):
         if not self._closed:
             self._set_state(_ABORTED, str(failure))
 
+    def check_peers(self) -> None:
+        super().check_peers()
+        if not self._closed:
+            self._check_states(())
+            for rank in self._others:
+                if self._control[rank][STATE] == _RUNNING and self._is_dead(rank):
+                    raise self._lost(rank)
+
     def _is_dead(self, rank: int) -> bool:
         return bool(select.select([self._members[rank].process], [], [], 0)[0])
 

@@ -24,6 +24,7 @@ PAGES = [
     "index",
     "concepts",
     "process_sets",
+    "gpus",
     "fusion",
     "timeline",
     "stats",

@@ -77,7 +77,7 @@ def _differing(rank: int, size: int) -> Any:
         os.environ["HOROVOD_CYCLE_TIME"] = "2"
     hvd.init()
     arrivals = [[2, 0], [1]][rank]
-    proposal = propose(overlap=rank == 0, arrivals=arrivals, sparse_dims=[0, rank, 0])
+    proposal = propose(overlap=rank == 0, direct=True, arrivals=arrivals, sparse_dims=[0, rank, 0])
     return agree(proposal, global_process_set)
 
 
@@ -88,6 +88,7 @@ def test_ranks_with_different_environments():
     assert complete
     assert agreed.number == 0
     assert not agreed.overlap
+    assert not agreed.direct, "one rank's gradients are sparse"
     assert agreed.fusion_threshold == 1000
     assert agreed.fixed == {"fusion_threshold", "cycle_time"}
     assert agreed.order == (2, 0, 1)
@@ -96,10 +97,10 @@ def test_ranks_with_different_environments():
 
 def _numbered() -> tuple[int, int]:
     """Numbers go on from the greatest of any rank, and none comes twice."""
-    proposal = propose(overlap=False, arrivals=[], sparse_dims=[0])
+    proposal = propose(overlap=False, direct=False, arrivals=[], sparse_dims=[0])
     ahead = replace(proposal, number=proposal.number + 5 * hvd.rank())
     first, _ = agree(ahead, global_process_set)
-    second, _ = agree(propose(False, [], [0]), global_process_set)
+    second, _ = agree(propose(False, False, [], [0]), global_process_set)
     return first.number, second.number
 
 
@@ -113,7 +114,7 @@ def _joined(first: int) -> Any:
     """Rank `first` has joined while the others agree."""
     found: Any = None
     if hvd.rank() != first:
-        proposal = propose(overlap=True, arrivals=[0], sparse_dims=[0, 0])
+        proposal = propose(overlap=True, direct=True, arrivals=[0], sparse_dims=[0, 0])
         agreed, complete = agree(proposal, global_process_set)
         times, present = greatest([0.25 * hvd.rank()], global_process_set)
         found = agreed.order, agreed.overlap, complete, times, present

@@ -256,6 +256,7 @@ MEBIBYTE = 1 << 20
 AGREED = Agreement(
     number=0,
     overlap=False,
+    direct=False,
     spare_cores=True,
     fusion_threshold=128 * MEBIBYTE,
     autotune=True,

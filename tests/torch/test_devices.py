@@ -1,7 +1,8 @@
 """The collectives on accelerator tensors: ranks that share one device, and one rank alone.
 
 Two ranks on one GPU are refused by NCCL, so they exercise staging through host memory; one rank
-exercises NCCL itself in a world of one. Skipped where there is no accelerator.
+exercises NCCL itself in a world of one. tests/gpu has several ranks that talk through NCCL. Skipped
+where there is no accelerator.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """DistributedOptimizer with parameters on an accelerator: two ranks that share it, and one alone.
 
 One rank exercises the device's own collectives library in a world of one; two ranks on one device
-go through host memory. Skipped where there is no accelerator.
+go through host memory. tests/gpu has several ranks that use the library. Skipped where there is no
+accelerator.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from horovod.transport.shared_memory import SharedMemoryTransport
 from horovod.transport.single import SingleTransport
 from horovod.transport.tcp import TcpTransport
 from tests.ranks import PATIENCE
+from tests.transport import device_stand_in
 
 WORLD = 10  # ranks of the world begin here, so that they differ from ranks of the group
 
@@ -108,6 +109,17 @@ def staged(group: Group) -> Transport:
     return HostCopyTransport(group, TcpTransport(_part(group, range(group.size), "host")))
 
 
+def device_over_tcp(group: Group) -> Transport:
+    """The device transport, beside TCP for host memory."""
+    host = TcpTransport(_part(group, range(group.size), "host"))
+    return device_stand_in.build(group, host)
+
+
+def device_over_shared_memory(group: Group) -> Transport:
+    host = SharedMemoryTransport(_part(group, range(group.size), "host"))
+    return device_stand_in.build(group, host)
+
+
 def shared_memory_staged(group: Group) -> Transport:
     config = replace(group.config, shm_peer_memory=False)
     return SharedMemoryTransport(replace(group, config=config))
@@ -122,6 +134,8 @@ KINDS: dict[str, Kind] = {
     "tcp by rounds, 3": Kind(3, by_rounds(TcpTransport)),
     "tcp by rounds, 5": Kind(5, by_rounds(TcpTransport)),
     "staged": Kind(2, staged),
+    "device": Kind(2, device_over_tcp),
+    "device, shm, 3": Kind(3, device_over_shared_memory),
     "hierarchical, tcp, 2+2": Kind(4, small_pieces(on_hosts(TcpTransport, [[0, 1], [2, 3]]))),
     "hierarchical, shm, 2+2 mixed": Kind(
         4, small_pieces(on_hosts(SharedMemoryTransport, [[0, 2], [3, 1]]))

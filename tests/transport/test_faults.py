@@ -16,6 +16,7 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import PrefixStore
 from horovod.transport.base import Transport
 from horovod.transport.host_copy import HostCopyTransport
+from horovod.transport.process_group import DeviceTransport
 from horovod.transport.tcp import TcpTransport
 from tests.rank_process import listen
 from tests.ranks import PATIENCE, Ranks, run_ranks, start_ranks, tell
@@ -44,8 +45,9 @@ def wait_for_victim(rank: int, size: int, kind: str, count: int, victim: int, ho
     transport.barrier()
     if rank != victim:
         return blocked_call(transport, count)
-    # The transport under a staged one belongs to the engine, which looks after both.
-    owned = [transport, transport.host] if isinstance(transport, HostCopyTransport) else [transport]
+    # The one for host memory beneath another belongs to the engine, which looks after both.
+    beneath = isinstance(transport, (HostCopyTransport, DeviceTransport))
+    owned = [transport, transport.host] if beneath else [transport]
     if how != "alone" and os.fork() == 0:
         for each in owned:
             each.after_fork_in_child()

@@ -195,6 +195,7 @@ class TorchState(ObjectState):
             if not isinstance(other, _StateDictHandler):
                 other.save()
         super().save()
+        runtime.check_devices()  # what was copied may come from a reduction that was aborted
         for handler in ours:  # all or none: nothing can fail any more
             handler.snapshots.publish()
 

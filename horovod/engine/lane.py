@@ -1,0 +1,129 @@
+"""Lanes: reductions on a device that ranks begin without asking each other first.
+
+An ordinary request waits until all ranks have agreed to run it. The gradients of an optimizer come
+in the same buckets in every step, and waiting would hold the device up. So an optimizer whose
+gradients are on devices has a *lane*: a communicator of its own, on which it begins its reductions
+straight from backward, in an order that all ranks have agreed on once. In each step the ranks then
+compare what they have begun (`confirm`), while the device works.
+
+- A rank that has joined learns from the comparison what the others have begun, and adds zeros.
+- Ranks that have begun different things, or one of which is lost, get an error that says so, and
+  the lane is aborted, for otherwise the device would wait for ever.
+- When nobody talks to the other ranks, because the program itself waits for the device, the
+  transport looks whether they are still there (`horovod.transport.process_group`).
+
+Made by a channel (`Channel.open_lane`), used by `horovod.torch.direct_reducer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.reduce_op import ReduceOp
+from horovod.engine.request import Kind, Request, signature_of
+from horovod.engine.statistics import Counters
+from horovod.transport.base import DEVICE, Transport
+from horovod.transport.process_group import DeviceTransport, DeviceWork
+
+if TYPE_CHECKING:
+    from horovod.engine.channel import Channel
+
+
+@dataclass(frozen=True)
+class LanePlan:
+    """What a step begins on a lane, in this order: the same on all ranks."""
+
+    average: bool  # whether sums are divided by the number of ranks
+    dtypes: tuple[str, ...]  # of the flat tensors, such as "float32"
+    counts: tuple[int, ...]  # of their elements
+
+    @classmethod
+    def of(cls, forms: Sequence[tuple[torch.dtype, int]], average: bool) -> LanePlan:
+        dtypes = tuple(str(dtype).removeprefix("torch.") for dtype, _ in forms)
+        return cls(average, dtypes, tuple(count for _, count in forms))
+
+    def describe(self) -> list[Any]:
+        """The plan as JSON takes it; `LanePlan(*described)` is the plan again."""
+        return [self.average, list(self.dtypes), list(self.counts)]
+
+
+class Lane:
+    """One optimizer's reductions on a device. Its methods are called by one thread at a time."""
+
+    def __init__(
+        self, name: str, channel: Channel, transport: DeviceTransport, counters: Counters | None
+    ) -> None:
+        self.name = name
+        self.device = transport.device
+        self.size = transport.size
+        self.counters = counters  # None: nobody counts
+        self._channel = channel
+        self._transport = transport
+        self._signatures: dict[LanePlan, bytes] = {}
+
+    @property
+    def averages(self) -> bool:
+        """Whether the device's library can divide a sum by the number of ranks."""
+        return self._transport.averages
+
+    def allreduce(self, tensor: torch.Tensor, average: bool) -> DeviceWork:
+        """Begin to sum up a flat tensor, in place, after what the current stream has been given."""
+        return self._transport.start_allreduce(tensor, ReduceOp.SUM, average)
+
+    def confirm(self, plan: LanePlan) -> Request:
+        """Compare with the other ranks what this step has begun. Returns a request to wait for.
+
+        It is finished when all ranks have begun the same; the device may still be at work. If it
+        fails, so does whatever the device still does on this lane.
+        """
+        name = f"{Kind.CONFIRM.value}.{self.name}"
+        signature = self._signatures.get(plan)
+        if signature is None:
+            signature = signature_of(Kind.CONFIRM, name, (), detail=plan.describe())
+            self._signatures[plan] = signature
+        request = Request(self._channel, Kind.CONFIRM, name, signature, detail=plan)
+        request.on_failure = self.abort
+        return self._channel.submit(request)
+
+    def fail(self, error: Exception, what: str) -> HorovodInternalError:
+        """Tell all ranks that `what` failed here; returns what the caller should raise."""
+        if isinstance(error, HorovodInternalError):
+            return error
+        me = self._channel.group.describe(self._channel.group.rank)
+        failure = HorovodInternalError(
+            f"{me} failed in {what!r} on {self.device}: {type(error).__name__}: {error}"
+        )
+        failure.__cause__ = error
+        return self._channel.fail(failure)
+
+    def abort(self, error: HorovodInternalError) -> None:
+        """End what the device waits for; the lane cannot be used any more."""
+        self._transport.abort(str(error))
+
+    def close(self) -> None:
+        """Release the communicator, after the device has finished. All ranks do so."""
+        self._channel.close_lane(self)
+
+
+def open_transport(
+    for_device: Callable[[torch.device, str], Transport], device: torch.device, name: str
+) -> DeviceTransport | None:
+    """Connect with the other ranks; None where these tensors go through host memory. Collective."""
+    transport = for_device(device, name)
+    if DEVICE in transport.media:
+        assert isinstance(transport, DeviceTransport)
+        return transport
+    transport.close()
+    return None
+
+
+def stand_in(transport: DeviceTransport, plan: LanePlan) -> None:
+    """Add zeros to what the other ranks have begun on a lane: this one has joined."""
+    for dtype, count in zip(plan.dtypes, plan.counts, strict=True):
+        zeros = torch.zeros(count, dtype=getattr(torch, dtype), device=transport.device)
+        transport.start_allreduce(zeros, ReduceOp.SUM, plan.average).wait()

@@ -1,0 +1,159 @@
+"""Reducing gradients on a device: each bucket begins in the hook of its last gradient.
+
+Used by `horovod.torch.gradients` once the ranks have agreed on an order, where all gradients are on
+devices and the device's library (NCCL, XCCL) reduces them. Nothing is asked of the other ranks and
+no other thread is woken: the hook packs the bucket and puts the reduction into the library's queue
+(`horovod.engine.lane`). `finish` lets the device, and not the host, wait for the results, and has
+the ranks compare what they have begun, which the next step looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from horovod.engine.lane import Lane, LanePlan
+from horovod.engine.lane_timing import LaneTiming
+from horovod.engine.request import Request
+from horovod.engine.runtime import runtime
+from horovod.torch.device_bucket import DeviceBucket
+from horovod.torch.layouts import is_dense
+
+
+class DirectReducer:
+    """All buckets of one optimizer, on a lane of its own.
+
+    Args:
+        lane: Where they are reduced.
+        buckets: In the order in which backward completes them.
+        index_of: The place of each parameter among all of the optimizer's.
+        prescale: What gradients are multiplied by before they are summed up.
+        scale: What sums are multiplied by.
+        overlap: Whether buckets begin while backward goes on, or all after it.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        buckets: Sequence[DeviceBucket],
+        index_of: Mapping[torch.nn.Parameter, int],
+        prescale: float,
+        scale: float,
+        overlap: bool,
+    ) -> None:
+        self.lane = lane
+        self.buckets = list(buckets)
+        self._bucket_of = {index_of[param]: b for b in buckets for _, param in b.params}
+        self._prescale = prescale
+        self._averages = lane.averages and prescale == 1.0 and scale == 1.0 / lane.size
+        self._scale = 1.0 if self._averages else scale
+        self._confirmation: Request | None = None  # of the last step
+        self._timing: LaneTiming | None = None  # of this step, once a gradient has arrived
+        self._released: LaneTiming | None = None  # of the last step that nobody waited in
+        self.hold(len(self.buckets) if overlap else 0, self.buckets)
+
+    def hold(self, num_early: int, order: Sequence[DeviceBucket]) -> None:
+        """Begin the first `num_early` buckets of `order` in backward, the others in the step."""
+        self._order = list(order)
+        self._num_early = num_early
+        self._next = 0  # of the order: those before it have begun
+        forms = [(bucket.wire_dtype, bucket.count) for bucket in self._order]
+        self._plan = LanePlan.of(forms, self._averages)
+
+    def arrived(self, index: int) -> None:
+        """The gradient of this parameter, by its place among all, is complete on this rank."""
+        if self._timing is None:
+            self._timing = LaneTiming(self.lane.device)
+        bucket = self._bucket_of[index]
+        bucket.awaited -= 1
+        if bucket.awaited <= 0:
+            while self._next < self._num_early and self._order[self._next].awaited <= 0:
+                self._begin_next(self._timing)
+
+    def _begin_next(self, timing: LaneTiming) -> None:
+        bucket = self._order[self._next]
+        self._next += 1
+        try:
+            buffer = bucket.pack()
+            if self._prescale != 1.0:
+                buffer.mul_(self._prescale)
+            work = self.lane.allreduce(buffer, self._averages)
+            bucket.begin(work, self._scale)
+        except Exception as error:
+            raise self.lane.fail(error, bucket.name) from error
+        is_recorded = runtime.timeline is not None
+        timing.add(bucket.name, work, bucket.nbytes, bucket.dtype, is_recorded)
+
+    def _start_rest(self) -> LaneTiming:
+        """Begin what backward has not, and have the ranks compare what all have begun.
+
+        Raises what came out of the comparison of the step before.
+        """
+        timing = self._timing or LaneTiming(self.lane.device)
+        self._timing = None
+        timing.end_backward()
+        confirmation, self._confirmation = self._confirmation, None
+        if confirmation is not None:
+            confirmation.wait()
+        while self._next < len(self._order):
+            self._begin_next(timing)
+        self._next = 0
+        self._confirmation = self.lane.confirm(self._plan)
+        self._count(timing)
+        return timing
+
+    def finish(self) -> tuple[Exception | None, LaneTiming | None]:
+        """Begin what is left, and let the device wait for all results.
+
+        Returns the first failure, and the step's times.
+        """
+        try:
+            timing = self._start_rest()
+        except Exception as error:
+            self.abandon()
+            return error, None
+        with timing.waiting():
+            failures = [bucket.settle() for bucket in self.buckets]
+        timing.complete()
+        return next(filter(None, failures), None), timing
+
+    def release(self) -> LaneTiming:
+        """Begin what is left, and leave it to the caller to settle each bucket."""
+        if self._released is not None:
+            self._released.complete()
+        self._released = timing = self._start_rest()
+        for bucket in self.buckets:
+            bucket.timing = timing
+        return timing
+
+    def abandon(self) -> None:
+        """Let the device wait for what is under way, and drop the results."""
+        for bucket in self.buckets:
+            bucket.settle()
+        self._timing = None
+        self._next = 0
+
+    def _count(self, timing: LaneTiming) -> None:
+        counters = self.lane.counters
+        if counters is not None:
+            counters.operations += len(self._order)
+            for bucket in self._order:
+                on_wire = bucket.count * bucket.wire_dtype.itemsize
+                counters.count_on_device(bucket.nbytes, on_wire)
+            counters.timings.append(timing)
+
+
+def lane_device(params: Iterable[torch.nn.Parameter]) -> torch.device | None:
+    """The device on which a lane can reduce the gradients of all these parameters, if there is one.
+
+    They must be on one accelerator, of real types, and laid out without gaps.
+    """
+    found = None
+    for param in params:
+        if param.is_cpu or not param.is_floating_point() or not is_dense(param):
+            return None
+        if found is not None and param.device != found:
+            return None
+        found = param.device
+    return found
