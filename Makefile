@@ -6,6 +6,8 @@
 #              part); MXNet in .venv-mxnet where it can be installed (`make test-mxnet`)
 # make test-versions   tests/torch and tests/engine with the oldest, a middle and the newest PyTorch,
 #              each in an environment of its own (old versions bring CUDA on x86-64)
+# make test-gpu   all tests that want a GPU, with one or more of them; GPU_PYTHON=python3 takes an
+#              interpreter that has torch, pytest and hypothesis, and installs nothing
 # make docs    build the documentation site into build/site, in .venv-docs, with all links checked
 # make bench   install into .venv and compare collectives with Gloo and Open MPI
 #
@@ -26,7 +28,7 @@ INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-core test-programs test-lightning test-tensorflow test-jax
-.PHONY: test-spark test-ray test-mxnet test-versions lint docs bench clean
+.PHONY: test-spark test-ray test-mxnet test-versions test-gpu lint docs bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
@@ -78,6 +80,12 @@ else
 test-mxnet:
 	@echo "test-mxnet skipped: $(strip $(MX_WHY))"
 endif
+
+# An interpreter of somebody else's is taken as it is: on machines with GPUs nothing may be installed.
+GPU_PYTHON ?= $(BIN)/python
+
+test-gpu: $(if $(filter file,$(origin GPU_PYTHON)),$(VENV)/.test)
+	$(GPU_PYTHON) -m tests.gpu.run $(GPU_OPTIONS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -10,11 +10,13 @@ POOL_BYTES = 256 << 20  # rotate through this much memory, more than any cache h
 POOL_BUFFERS = (3, 32)  # but through no fewer and no more buffers than this
 
 
-def rotating(nbytes: int) -> list[torch.Tensor]:
+def rotating(nbytes: int, device: torch.device | str = "cpu") -> list[torch.Tensor]:
     """Buffers of that size to take turns with: a large tensor never waits in a cache."""
     fewest, most = POOL_BUFFERS
     return [
-        torch.zeros(nbytes // 4).fill_(0)  # touched, so that no page is missing later
+        torch.zeros(nbytes // 4, device=device).fill_(
+            0
+        )  # touched, so that no page is missing later
         for _ in range(max(fewest, min(most, POOL_BYTES // nbytes)))
     ]
 

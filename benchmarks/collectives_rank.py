@@ -66,8 +66,11 @@ class Ours(Contender):
             hvd.synchronize(handle)
 
 
-class Gloo(Contender):
-    key = "gloo"
+class Torch(Contender):
+    """torch.distributed, with the backend that the tensor's device has in its default group."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key  # the backend
 
     def allreduce(self, prepared: torch.Tensor) -> None:
         dist.all_reduce(prepared)
@@ -131,7 +134,9 @@ class Race:
         seconds: float,
         turn: int,
         barrier: Callable[[], None],
+        device: torch.device,
     ) -> None:
+        self.device = device
         self.contenders = contenders
         self.turn = turn  # calls of one contender before the next is due
         self.seconds = seconds
@@ -139,7 +144,7 @@ class Race:
 
     def allreduce(self, size: int) -> dict[str, list[float]]:
         """Microseconds of single calls on `size` bytes."""
-        buffers = rotating(size)
+        buffers = rotating(size, self.device)
         for contender in self.contenders:
             self._verify(contender, buffers[0])
         prepared = {c.key: [c.prepare(buffer) for buffer in buffers] for c in self.contenders}
@@ -151,7 +156,8 @@ class Race:
 
     def many(self) -> dict[str, list[float]]:
         """Microseconds of SMALL_CALLS small tensors together."""
-        buffers = [torch.zeros(SMALL_BYTES // 4) for _ in range(SMALL_CALLS)]
+        small = SMALL_BYTES // 4
+        buffers = [torch.zeros(small, device=self.device) for _ in range(SMALL_CALLS)]
         prepared = {c.key: [c.prepare(buffer) for buffer in buffers] for c in self.contenders}
 
         def call(contender: Contender, turn: int) -> None:
@@ -166,6 +172,8 @@ class Race:
         verify(contender.key, allreduce, buffer, dist.get_rank(), dist.get_world_size())
 
     def _time(self, call: Any, fewest: int, most: int) -> dict[str, list[float]]:
+        if self.device.type == "cuda":
+            call = completed(call, self.device)
         rough = self._samples(call, WARM_UP)
         per_round = float(rough.median(dim=1).values.sum()) / 1e6  # the same on every rank
         samples = self._samples(call, max(fewest, min(most, int(self.seconds / per_round))))
@@ -191,29 +199,53 @@ class Race:
         return elapsed / 1000
 
 
+def completed(call: Callable[..., None], device: torch.device) -> Callable[..., None]:
+    """The call and the wait for what it began on the device: only then there is a sum."""
+
+    def call_and_wait(*arguments: Any) -> None:
+        call(*arguments)
+        torch.cuda.synchronize(device)
+
+    return call_and_wait
+
+
 def main() -> None:
     plan = json.loads(sys.argv[1])
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
     size = plan["np"]
     torch.set_num_threads(1)
+    device = torch.device(plan["device"])
+    if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     hvd.init()
     if (hvd.rank(), hvd.size()) != (rank, size):
         raise RuntimeError(f"hvd.init() made rank {rank} of {size} {hvd.rank()} of {hvd.size()}")
     store = dist.FileStore(plan["rendezvous"], size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    rival = OpenMPI() if plan["rival"] == "mpi" else Gloo()
+    # Gloo also beside NCCL: samples are compared on the host.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    rival = OpenMPI() if plan["rival"] == "mpi" else Torch(plan["rival"])
     barrier = Barrier(plan["barrier"], rank, size)
-    race = Race([Ours(), rival], plan["seconds"], plan["turn"], barrier)
+    race = Race([Ours(), rival], plan["seconds"], plan["turn"], barrier, device)
 
-    results: dict[str, Any] = {"allreduce": {}}
+    results: dict[str, Any] = {"allreduce": {}, "many": {}}
+
+    def note(what: str) -> None:
+        """Keep what there is: it counts also if something after it fails."""
+        if rank == 0:
+            result = Path(plan["result"])
+            unfinished = result.with_suffix(".new")
+            unfinished.write_text(json.dumps(results))
+            unfinished.rename(result)
+            print("done", what, flush=True)
+
     for nbytes in plan["sizes"]:
         results["allreduce"][nbytes] = race.allreduce(nbytes)
-        if rank == 0:
-            print("done", nbytes, flush=True)
-    results["many"] = race.many()
-    if rank == 0:
-        print("done many", flush=True)
-        Path(plan["result"]).write_text(json.dumps(results))
+        note(str(nbytes))
+    if plan["many"]:
+        results["many"] = race.many()
+        note("many")
     dist.barrier()
     dist.destroy_process_group()
     hvd.shutdown()

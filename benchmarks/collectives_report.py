@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 
 from benchmarks.promises import Requirement, aligned, figure, times_text
 
-LABELS = {"ours": "Horovod", "gloo": "torch Gloo", "mpi": "Open MPI"}
+LABELS = {"ours": "Horovod", "gloo": "torch Gloo", "mpi": "Open MPI", "nccl": "torch NCCL"}
 KIB, MIB = 1 << 10, 1 << 20
+SMALL = "1,000 small"
 
 Curve: TypeAlias = tuple[str, str, dict[int, list[float]]]  # colour, marker, samples of each size
 
@@ -22,7 +23,7 @@ class Duel:
     """The samples, in microseconds, of Horovod and a rival in the same processes."""
 
     allreduce: dict[int, dict[str, list[float]]]  # bytes -> contender -> samples
-    many: dict[str, list[float]]
+    many: dict[str, list[float]]  # of 1,000 small tensors; empty where they were left out
 
     def median(self, nbytes: int, contender: str) -> float:
         return median(self.allreduce[nbytes][contender])
@@ -34,6 +35,19 @@ class Run:
 
     size: int
     duels: dict[str, Duel] = field(default_factory=dict)  # by rival
+    hosts: int = 1  # by their names
+    gpu: str = ""  # its name, where tensors are on one
+
+    @property
+    def title(self) -> str:
+        ranks = (
+            f"{self.size} ranks on {self.hosts} hosts" if self.hosts > 1 else f"{self.size} ranks"
+        )
+        return f"{ranks}, {self.gpu}" if self.gpu else ranks
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(duel.allreduce for duel in self.duels.values())
 
     def times(self, rival: str) -> dict[int, tuple[float, float]]:
         """Bytes -> ours, theirs."""
@@ -63,12 +77,13 @@ def table(run: Run) -> str:
     rows: dict[str, list[str]] = {}
     for rival, duel in run.duels.items():
         header += [LABELS["ours"], LABELS[rival], "theirs / ours"]
-        small = {key: median(samples) for key, samples in duel.many.items()}
         found = {human(nbytes): pair for nbytes, pair in run.times(rival).items()}
-        for size, (ours, theirs) in {**found, "1,000 small": (small["ours"], small[rival])}.items():
+        if duel.many:
+            found[SMALL] = median(duel.many["ours"]), median(duel.many[rival])
+        for size, (ours, theirs) in found.items():
             row = rows.setdefault(size, [size])
             row += [microseconds(ours), microseconds(theirs), times_text(theirs / ours)]
-    title = f"{run.size} ranks, float32 sum in place, microseconds (median of the slowest rank)"
+    title = f"{run.title}, float32 sum in place, microseconds (median of the slowest rank)"
     return "\n".join([title, "", *aligned([header, *rows.values()])])
 
 
@@ -79,15 +94,42 @@ def microseconds(value: float) -> str:
 # -- what the project promises -----------------------------------------------------------------
 
 
-def requirements(results: Results) -> Iterator[Requirement]:
-    """The promises, all of them for two ranks on an otherwise idle machine."""
-    run = next((run for run in results.runs if run.size == 2), Run(2))
+MOST_OF_SMALL = 1.3  # times torch's NCCL, at 4 B
+LEVEL = 0.97  # times its speed, of larger tensors: what two runs of the same differ by
+
+
+def requirements(results: Results, device: str) -> Iterator[Requirement]:
+    """The promises that concern this device, on an otherwise idle machine."""
+    if device == "cuda":
+        for run in results.runs or [Run(2)]:
+            yield from on_gpus(run)
+    else:
+        yield from on_cpus(results)
+
+
+def on_gpus(run: Run) -> Iterator[Requirement]:
+    """Against torch.distributed, which gives the same tensors to the same NCCL."""
+    times = run.times("nccl")
+    text = f"allreduce of 4 B, {run.title}: at most {MOST_OF_SMALL}x the time of torch's NCCL"
+    if 4 in times:
+        share = times[4][0] / times[4][1]
+        yield Requirement(text, share <= MOST_OF_SMALL, times_text(share))
+    else:
+        yield Requirement(text, None, "not measured")
+    text = f"from 1 MiB up, {run.title}: no slower than torch's NCCL ({LEVEL}x counts as level)"
+    yield at_least(text, run, "nccl", LEVEL, MIB, 1 << 62)
+
+
+def on_cpus(results: Results) -> Iterator[Requirement]:
+    """All of them for two ranks on one host."""
+    found = (run for run in results.runs if run.size == 2 and run.hosts == 1)
+    run = next(found, Run(2))
     yield at_least("4x Gloo from 4 B to 64 KiB", run, "gloo", 4.0, 0, 64 * KIB)
     yield at_least("2.5x Gloo up to 16 MiB", run, "gloo", 2.5, 0, 16 * MIB)
     yield at_least("1.5x Gloo at 100 MiB", run, "gloo", 1.5, 100 * MIB, 100 * MIB)
     yield at_least("level with Open MPI from 1 MiB up", run, "mpi", 1.0, MIB, 1 << 62)
     yield behind_mpi(run)
-    if "gloo" in run.duels:
+    if "gloo" in run.duels and run.duels["gloo"].many:
         small = run.duels["gloo"].many
         ratio = median(small["gloo"]) / median(small["ours"])
         yield Requirement(
@@ -142,22 +184,23 @@ def write_csv(results: Results, path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         header = "section ranks rival bytes contender median_us p10_us p90_us samples times_ours"
-        writer.writerow(header.split())
-        duels = [(run.size, *found) for run in results.runs for found in run.duels.items()]
-        for size, rival, duel in duels:
+        writer.writerow([*header.split(), "hosts", "gpu"])
+        duels = [(run, *found) for run in results.runs for found in run.duels.items()]
+        for run, rival, duel in duels:
             sections = [("allreduce", nbytes, found) for nbytes, found in duel.allreduce.items()]
-            for section, nbytes, found in [*sections, ("1000_small", "", duel.many)]:
+            more = [("1000_small", "", duel.many)] if duel.many else []
+            for section, nbytes, found in [*sections, *more]:
                 for contender, samples in found.items():
                     ratio = median(samples) / median(found["ours"])
-                    row = [*summary(samples), f"{ratio:.3f}"]
-                    writer.writerow([section, size, rival, nbytes, contender, *row])
+                    row = [*summary(samples), f"{ratio:.3f}", str(run.hosts), run.gpu]
+                    writer.writerow([section, run.size, rival, nbytes, contender, *row])
         for section, ranks, samples in (
             ("import", 1, results.import_ms),
             ("init", 2, results.init_ms),
         ):
             if samples:
                 row = summary([1000 * sample for sample in samples])
-                writer.writerow([section, ranks, "", "", "ours", *row, ""])
+                writer.writerow([section, ranks, "", "", "ours", *row, "", 1, ""])
 
 
 def summary(samples: list[float]) -> list[str]:
@@ -190,7 +233,11 @@ def draw_times(panel: Any, curves: dict[str, Curve]) -> None:
 
 def write_plot(results: Results, path: Path) -> None:
     """One panel per number of ranks."""
-    colours = {"gloo": ("#0b6e4f", "#c1440e"), "mpi": ("#64b58f", "#3a5ba0")}  # ours, theirs
+    colours = {  # ours, theirs
+        "gloo": ("#0b6e4f", "#c1440e"),
+        "mpi": ("#64b58f", "#3a5ba0"),
+        "nccl": ("#0b6e4f", "#c1440e"),
+    }
     with figure(path, 1, len(results.runs), sharey=True) as panels:
         for panel, run in zip(panels[0], results.runs, strict=True):
             curves = {}
@@ -200,6 +247,7 @@ def write_plot(results: Results, path: Path) -> None:
                     found = {nbytes: samples[key] for nbytes, samples in duel.allreduce.items()}
                     curves[label] = (colour, "o" if key == "ours" else "s", found)
             draw_times(panel, curves)
-            panel.set_title(f"Allreduce of float32, {run.size} ranks on one host")
+            where = "" if run.hosts > 1 or run.gpu else " on one host"
+            panel.set_title(f"Allreduce of float32, {run.title}{where}")
             panel.label_outer()
         panels[0][0].legend(frameon=False)

@@ -1,22 +1,25 @@
 """One rank of benchmarks/elastic.py: trains the digits CNN until it is ended.
 
-``python elastic_rank.py horovod|torchrun FOLDER``. Appends a line "time size" to FOLDER/<pid> for
-every completed step. Under horovod the state is committed every 10 batches; under torchrun rank 0
-writes a checkpoint as often, and all ranks read it when they start.
+``python elastic_rank.py horovod|torchrun FOLDER [cuda [shared]]``. Notes every completed step in
+FOLDER (`benchmarks.elastic_journals`). Under horovod the state is committed every 10 batches; under
+torchrun rank 0 writes a checkpoint as often, and all ranks read it when they start. On cuda, for
+horovod alone, the pictures are made up; ranks that have a GPU `shared` each pose as NCCL's only one
+on a host.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
+
+from benchmarks.elastic_journals import Journal
+from benchmarks.gpus import own_nccl_host
 
 COMMIT_EVERY = 10
 BATCH = 32
@@ -37,11 +40,25 @@ def make_model() -> nn.Module:
     )
 
 
-def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """One rank's data, again and again."""
+def load() -> tuple[Tensor, Tensor]:
+    """The digits of scikit-learn: pictures and labels."""
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     images = torch.tensor(digits.images / 16.0, dtype=torch.float32).unsqueeze(1)
-    labels = torch.tensor(digits.target)
+    return images, torch.tensor(digits.target)
+
+
+def make_up() -> tuple[Tensor, Tensor]:
+    """The same shapes without scikit-learn, which machines with a GPU need not have."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(1797, 1, 8, 8, generator=generator)
+    return images, torch.randint(10, (len(images),), generator=generator)
+
+
+def batches(data: tuple[Tensor, Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """One rank's data, again and again."""
+    images, labels = data
     generator = torch.Generator().manual_seed(seed)
     while True:
         chosen = torch.randint(len(labels), (BATCH,), generator=generator)
@@ -54,32 +71,42 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple) -
     optimizer.step()
 
 
-class Journal:
-    """What this process has done, for the benchmark to read while it runs."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = open(folder / str(os.getpid()), "w", buffering=1)  # noqa: SIM115
-
-    def note(self, size: int) -> None:
-        self._file.write(f"{time.time():.6f} {size}\n")
+def warm_up(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """Make a context on the GPU and load what a step needs there."""
+    images, labels = (part.to("cuda") for part in batch)
+    F.cross_entropy(model(images), labels).backward()
+    torch.cuda.synchronize()
 
 
-def run_horovod(journal: Journal) -> None:
+def run_horovod(journal: Journal, on_cuda: bool) -> None:
     import horovod.torch as hvd
 
     # All that needs no rank comes before init: a new worker does it while the others train.
     model = make_model()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    data = batches(os.getpid())
+    data = batches(make_up() if on_cuda else load(), os.getpid())
     next(data)
+    device = torch.device("cpu")
+    if on_cuda and torch.cuda.device_count() == 1:  # otherwise its local rank says which
+        warm_up(model.to("cuda"), next(data))
     hvd.init()
+    if on_cuda:
+        device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        model.to(device)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
+    attempt = 0
 
     @hvd.elastic.run
     def train(state: hvd.elastic.TorchState) -> None:
+        nonlocal attempt
+        attempt += 1
         while True:
-            one_step(model, optimizer, next(data))
-            journal.note(hvd.size())
+            images, labels = next(data)
+            one_step(model, optimizer, (images.to(device), labels.to(device)))
+            if on_cuda:
+                torch.cuda.synchronize(device)  # a step that is only queued is not completed
+            journal.note(hvd.size(), attempt)
             state.step += 1
             if state.step % COMMIT_EVERY == 0:
                 state.commit()
@@ -106,7 +133,7 @@ def run_torchrun(journal: Journal, folder: Path) -> None:
         optimizer.load_state_dict(content["optimizer"])
         step = content["step"]
     parallel = nn.parallel.DistributedDataParallel(model)
-    for batch in batches(dist.get_rank()):
+    for batch in batches(load(), dist.get_rank()):
         one_step(parallel, optimizer, batch)
         journal.note(dist.get_world_size())
         step += 1
@@ -117,8 +144,10 @@ def run_torchrun(journal: Journal, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    contender, place = sys.argv[1], Path(sys.argv[2])
+    contender, place, *device_words = sys.argv[1:]
+    if "shared" in device_words:
+        os.environ.update(own_nccl_host(f"worker{os.getpid()}"))
     if contender == "horovod":
-        run_horovod(Journal(place))
+        run_horovod(Journal(Path(place)), "cuda" in device_words)
     else:
-        run_torchrun(Journal(place), place)
+        run_torchrun(Journal(Path(place)), Path(place))

@@ -23,18 +23,12 @@ sys.path[:] = [
 
 from benchmarks.processes import Progress  # noqa: E402
 from benchmarks.promises import Requirement, all_met, warn_if_busy, write_files  # noqa: E402
-from benchmarks.training import CONTENDERS, PAIRS, add_common, jobs  # noqa: E402
+from benchmarks.training import duels, jobs  # noqa: E402
 from benchmarks.training_jobs import COMPARED  # noqa: E402
 from benchmarks.training_models import WORKLOADS  # noqa: E402
-from benchmarks.training_report import (  # noqa: E402
-    Results,
-    Run,
-    faster,
-    same_losses,
-    table,
-    write_csv,
-    write_plot,
-)
+from benchmarks.training_options import CONTENDERS, PERCENT, add_common  # noqa: E402
+from benchmarks.training_promises import faster, same_losses  # noqa: E402
+from benchmarks.training_report import Results, Run, table, write_csv, write_plot  # noqa: E402
 
 SIZE = 2
 SPEED = {"mlp": 1.2, "cnn": 1.1, "resnet18": 1.0}
@@ -58,7 +52,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add_common(parser, "lightning")
     # What only the benchmark of the optimizer itself offers.
     parser.set_defaults(device="cpu", strong=False, bind=False, autotune=False)
-    parser.set_defaults(force_reduction=False)
+    parser.set_defaults(force_reduction=False, turn=None, percent=PERCENT["cpu"])
     return parser.parse_args(arguments)
 
 
@@ -77,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     progress = Progress(len(options.models) * (1 + more))
     # As a module: as a file, it would take this program for the package `lightning`.
     bench = replace(jobs(SIZE, options, progress), program=("-m", "benchmarks.lightning_rank"))
-    run = Run(SIZE, {m: bench.speed(m, CONTENDERS, PAIRS) for m in options.models})
+    run = Run(SIZE, {m: bench.speed(m, CONTENDERS, duels(CONTENDERS)) for m in options.models})
     for model in options.models if more else ():
         run.losses[model] = bench.losses(model)
     progress.clear()

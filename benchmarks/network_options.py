@@ -10,7 +10,7 @@ from benchmarks.network_hosts import UNLIMITED
 from benchmarks.network_promises import LINKS, MODELS
 from benchmarks.processes import positive
 from benchmarks.promises import add_options
-from benchmarks.training import CPU_MODELS
+from benchmarks.training_options import CPU_MODELS
 
 SECTIONS = ["training", "losses", "allreduce"]
 FLAT_SECTIONS = ["allreduce", "init"]

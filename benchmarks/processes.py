@@ -70,10 +70,27 @@ def torchrun_environment(
     )
 
 
-def torchrun_environments(size: int) -> list[dict[str, str]]:
-    """The same for each of `size` ranks on this host."""
+def torchrun_environments(size: int, per_host: int | None = None) -> list[dict[str, str]]:
+    """The same for each of `size` ranks on this host.
+
+    With `per_host` that many of them believe to be on one host and the others elsewhere:
+    HOROVOD_HOSTNAME keeps them from sharing memory, and what they send goes over loopback.
+    """
     master = "127.0.0.1", free_port()
-    return [torchrun_environment(rank, size, (rank, size), master) for rank in range(size)]
+    per_host = per_host or size
+    found = []
+    for rank in range(size):
+        host, local = divmod(rank, per_host)
+        environ = torchrun_environment(rank, size, (local, per_host), master)
+        if per_host < size:
+            environ.update(
+                GROUP_RANK=str(host),
+                GROUP_WORLD_SIZE=str(size // per_host),
+                HOROVOD_HOSTNAME=f"host{host}",
+                HOROVOD_GLOO_IFACE="lo",
+            )
+        found.append(environ)
+    return found
 
 
 def bind(rank: int) -> None:
@@ -121,18 +138,29 @@ def await_end(members: list[subprocess.Popen[str]], seconds: float) -> None:
             member.wait(max(0.0, deadline - time.monotonic()))
 
 
-def failed(ranks: list[subprocess.Popen[str]], output: Path) -> NoReturn:
-    """End the benchmark because some of these have failed; `output` is called after their job."""
+class JobFailed(SystemExit):
+    """A job failed or took too long. Ends the benchmark where `benchmarks.parts` does not run it.
+
+    Its text is for people, with what the ranks printed.
+    """
+
+
+def failed(ranks: list[subprocess.Popen[str]], output: Path, names: Sequence[str] = ()) -> NoReturn:
+    """Raise because some of these have failed; `output` is called after their job.
+
+    `names` are for people, where "rank 0", "rank 1" and so on would not do.
+    """
+    known = names or [f"rank {number}" for number in range(len(ranks))]
     ends = [
-        f"rank {number} {f'by signal {-code}' if code < 0 else f'with status {code}'}"
-        for number, code in enumerate(process.poll() for process in ranks)
+        f"{name} {f'by signal {-code}' if code < 0 else f'with status {code}'}"
+        for name, code in zip(known, (process.poll() for process in ranks), strict=True)
         if code
     ]
     give_up(f"ended: {', '.join(ends) or 'before it was told to'}", output)
 
 
 def give_up(why: str, output: Path) -> NoReturn:
-    """End the benchmark because of the job that `output` is called after.
+    """Raise because of the job that `output` is called after.
 
     It is the file with what its ranks printed, or a folder with a file for each of them.
     """
@@ -142,7 +170,7 @@ def give_up(why: str, output: Path) -> NoReturn:
         printed = "\n\n".join(said) or "nothing"
     else:
         printed = output.read_text().strip()
-    sys.exit(f"\n{output.name} {why}. What its ranks printed:\n\n{printed}")
+    raise JobFailed(f"\n{output.name} {why}. What its ranks printed:\n\n{printed}")
 
 
 class TimeUp(Exception):
@@ -155,7 +183,10 @@ class Group:
     def __init__(self, members: list[subprocess.Popen[str]], output: Path) -> None:
         self._members = members
         self._output = output
-        self._answers(members)  # that they are ready
+
+    def await_ready(self) -> None:
+        """Wait for the first word of each of them; needed once, before the first order."""
+        self._answers(self._members)
 
     def ask(self, order: Any, ranks: int | None = None) -> list[Any]:
         """Give an order to all, or to the first `ranks`; what each answers."""
@@ -201,16 +232,20 @@ class Group:
 
 
 @contextmanager
-def group(commands: Commands, output: Path) -> Iterator[Group]:
+def group(commands: Commands, output: Path, *, ready: bool = True) -> Iterator[Group]:
     """Start ranks that wait for orders, and end with the block.
 
-    What each prints goes to a file in `output`, a folder called after the job.
+    What each prints goes to a file in `output`, a folder called after the job. Without `ready` the
+    block begins before they are, and calls `Group.await_ready` itself: several jobs can so start at
+    the same time.
     """
     output.mkdir()
     files = [output / str(rank) for rank in range(len(commands))]
     pipe = subprocess.PIPE
     with processes(commands, files, stdin=pipe, stdout=pipe) as members:
         started = Group(members, output)
+        if ready:
+            started.await_ready()
         yield started
         started.dismiss()
 
@@ -240,7 +275,7 @@ class Member:
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """SystemExit when the block takes longer."""
+    """`JobFailed` when the block takes longer."""
 
     def too_late(*_: object) -> None:
         raise TimeUp
@@ -250,7 +285,7 @@ def limit(seconds: float) -> Iterator[None]:
     try:
         yield
     except TimeUp:
-        sys.exit(f"\nNo end after {seconds:g} s.")
+        raise JobFailed(f"\nNo end after {seconds:g} s.") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -260,8 +295,12 @@ def follow(
     output: Path,
     timeout: float,
     advance: Callable[[str], None],
+    names: Sequence[str] = (),
 ) -> None:
-    """Wait for the ranks, telling `advance` what they finish; SystemExit when one fails."""
+    """Wait for the ranks, telling `advance` what they finish; `JobFailed` when one fails.
+
+    `names` are what to call them where their number would not do.
+    """
     deadline = time.monotonic() + timeout
     with (
         output.open("w") as sink,
@@ -274,10 +313,9 @@ def follow(
                 if line.startswith("done "):
                     advance(line.removeprefix("done ").strip())
             if any(ended):
-                failed(running, output)
+                failed(running, output, names)
             if time.monotonic() > deadline:
-                printed = output.read_text().strip()
-                sys.exit(f"\nNo end after {timeout:g} s. What was printed:\n\n{printed}")
+                give_up(f"had not ended after {timeout:g} s", output)
             if None not in ended:
                 return
             time.sleep(0.1)

@@ -165,6 +165,12 @@ WORKLOADS = {
         images(3, 224, 64, 1000),
         5,
     ),
+    "gpt": Workload(
+        "GPT (6 layers, 768)",
+        lambda: Transformer(50257, 512, 768, 12, 6),
+        texts(50257, 512, 8),
+        5,
+    ),
     "gpt2": Workload(
         "GPT-2 small", lambda: Transformer(50257, 512, 768, 12, 12), texts(50257, 512, 8), 5
     ),

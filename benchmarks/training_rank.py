@@ -7,6 +7,7 @@ takes turns when it is told to. Otherwise what it found goes to the plan's resul
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -33,7 +34,7 @@ DISTINCT_BATCHES = 8
 
 Step = Callable[[Batch], torch.Tensor]
 
-RANK, SIZE, LOCAL_RANK = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+RANK, SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
 
 
 class Trainee(NamedTuple):
@@ -73,7 +74,9 @@ def make(contender: str, workload: Workload, device: torch.device, momentum: flo
         trained = ddp = DistributedDataParallel(
             model, gradient_as_bucket_view=True, static_graph=True
         )
-        if variant == "bf16":
+        if variant == "bf16" and device.type == "cuda":
+            ddp.register_comm_hook(None, bf16_compress_hook)
+        elif variant == "bf16":
             # By its own name DDP accepts it with NCCL only; Gloo can do it as well.
             ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
@@ -129,7 +132,10 @@ def finish(device: torch.device) -> None:
 
 
 def take_turns(workload: Workload, contender: str, device: torch.device, member: Member) -> None:
-    """Train whenever told to, from the moment that is the order; milliseconds per step."""
+    """Train whenever told to, from the moment that is the order; milliseconds per step.
+
+    The order "memory" asks for the mebibytes on the device at the highest.
+    """
     data = batches(workload, device)
     step, is_tuning, complete = make(contender, workload, device, momentum=0.9)
     number = 0
@@ -143,7 +149,9 @@ def take_turns(workload: Workload, contender: str, device: torch.device, member:
     # What a step leaves to the next one counts too, at the end of a turn; so turns are longer.
     steps = max(workload.turn, LONG_TURN) if complete is not None else workload.turn
 
-    def turn(start: float) -> float:
+    def turn(start: float | str) -> float:
+        if isinstance(start, str):
+            return device_peak(device)
         while time.monotonic() < start:
             pass
         for number in range(steps):
@@ -170,8 +178,22 @@ def peak_memory(workload: Workload, contender: str, device: torch.device) -> flo
     for number in range(WARM_UP):
         step(data[number % len(data)])
     if device.type != "cpu":
-        return torch.cuda.max_memory_allocated(device) / (1 << 20)
+        return device_peak(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def device_peak(device: torch.device) -> float:
+    """Mebibytes that torch has had allocated on an accelerator at the highest."""
+    return torch.get_device_module(device).max_memory_allocated(device) / (1 << 20)
+
+
+def be_deterministic(device: torch.device) -> None:
+    """Let the same steps give the same bits, as far as torch can; on CPUs they do anyhow."""
+    if device.type == "cpu":
+        return
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the first product is computed
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # ranks train as people do
 
 
 def main(plan: dict[str, Any]) -> None:
@@ -180,9 +202,12 @@ def main(plan: dict[str, Any]) -> None:
         bind(RANK)
     device = torch.device(plan["device"])
     if device.type == "cuda":
-        device = torch.device("cuda", LOCAL_RANK % torch.cuda.device_count())
+        # Not by the local rank: hosts that are only names share the GPUs of this machine.
+        device = torch.device("cuda", RANK % torch.cuda.device_count())
         torch.cuda.set_device(device)
     contender, workload = plan["contender"], WORKLOADS[plan["model"]]
+    if plan.get("turn"):
+        workload = dataclasses.replace(workload, turn=plan["turn"])
     if plan["strong"]:
         workload = shared_out(workload, SIZE)
     # Memory is about what training needs, so every process has loaded the same.
@@ -191,6 +216,7 @@ def main(plan: dict[str, Any]) -> None:
             take_turns(workload, contender, device, member)
             return
         if plan["section"] == "losses":
+            be_deterministic(device)
             found: Any = losses(workload, contender, device, plan["steps"])
         else:
             found = peak_memory(workload, contender, device)

@@ -1,15 +1,16 @@
-"""What benchmarks/training.py shows: the tables, the requirements, the CSV and the plot."""
+"""What benchmarks/training.py shows: the tables, the CSV and the plot."""
 
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks.promises import Requirement, aligned, figure, times_text
+from benchmarks.promises import aligned, figure, times_text
 from benchmarks.training_models import WORKLOADS
 from benchmarks.turns import Samples, doubt, interval, ratios
 
@@ -50,17 +51,20 @@ class Run:
     losses: dict[str, dict[str, Any]] = field(default_factory=dict)
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     bound: bool = False  # to one core each
+    hosts: int = 1  # by their names
+    gpu: str = ""  # its name, where they train on one
 
     @property
     def title(self) -> str:
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        if self.hosts > 1:
+            ranks += f" on {self.hosts} hosts"
         return f"{ranks} on a core each" if self.bound else ranks
 
     @property
     def contenders(self) -> list[str]:
         """Those that took part, in the order in which they are shown."""
-        found = next(iter(self.speed.values()), {})
-        return [key for key in LABELS if key in found]
+        return [key for key in LABELS if any(key in found for found in self.speed.values())]
 
     @property
     def duels(self) -> list[tuple[str, str]]:
@@ -89,9 +93,9 @@ class Run:
     def unrest(self, model: str) -> float:
         """How far apart the middle half of the turns without communication is, over their median.
 
-        Such a turn is always the same work, so this is the machine's doing.
+        Such a turn is always the same work, so this is the machine's doing. 0 if there are none.
         """
-        samples = self.speed[model]["plain"]
+        samples = self.speed[model].get("plain", [1.0])
         low, middle, high = quantiles(samples) if len(samples) > 1 else samples * 3
         return (high - low) / middle
 
@@ -104,29 +108,30 @@ class Run:
 class Results:
     runs: list[Run] = field(default_factory=list)
 
-    def run(self, size: int) -> Run:
-        return next((run for run in self.runs if run.size == size), Run(size, {}))
+    def run(self, size: int, hosts: int = 1) -> Run:
+        """That of so many ranks and hosts; an empty one where it was not made."""
+        none = Run(size, {}, hosts=hosts)
+        return next((run for run in self.runs if (run.size, run.hosts) == (size, hosts)), none)
 
 
 def table(run: Run, device: str) -> str:
     """One line per model."""
     communicating = [key for key in run.contenders if key != "plain"]
+    compared = communicating if "plain" in run.contenders else []
     header = ["model", *(f"{LABELS[key]} ms" for key in run.contenders)]
     header += [f"{LABELS[theirs]} / {BRIEFLY[ours]}" for theirs, ours in run.duels]
-    header += [f"{BRIEFLY[key]} efficiency" for key in communicating]
+    header += [f"{BRIEFLY[key]} efficiency" for key in compared]
     header += [f"{LABELS[key]} MiB" for key in run.contenders if run.memory]
     header += ["losses as DDP's"] if run.losses else []
     rows = []
     for model in run.speed:
         row = [WORKLOADS[model].title]
-        row += [f"{run.step(model, key):.2f}" for key in run.contenders]
-        row += [
-            f"{times_text(run.ratio(model, *duel))} +-{run.doubt(model, *duel):.2f}"
-            for duel in run.duels
-        ]
-        row += [fraction(run.ratio(model, "plain", key)) for key in communicating]
+        row += [fraction(run.step(model, key)) for key in run.contenders]
+        row += [ratio_text(run, model, duel) for duel in run.duels]
+        row += [fraction(run.ratio(model, "plain", key)) for key in compared]
         if run.memory:
-            row += [f"{run.memory[model][key]:.0f}" for key in run.contenders]
+            peaks = run.memory.get(model, {})
+            row += [f"{peaks[key]:.0f}" if key in peaks else "-" for key in run.contenders]
         if run.losses:
             row.append({True: "bitwise", False: "NO", None: "-"}[run.same_losses(model)])
         rows.append(row)
@@ -139,66 +144,38 @@ def table(run: Run, device: str) -> str:
     if restless:
         lines += ["", f"This machine was not idle, expect other ratios from other runs. {UNREST}:"]
         lines += [", ".join(restless)]
-    return "\n".join([f"{run.title}, {device}, milliseconds per step (median)", "", *lines])
+    machine = f"{device} ({run.gpu})" if run.gpu else device
+    return "\n".join([f"{run.title}, {machine}, milliseconds per step (median)", "", *lines])
+
+
+def summary(run: Run, model: str) -> str:
+    """What one model gave, in a line to be shown as soon as it is known."""
+    steps = [f"{LABELS[key]} {fraction(run.step(model, key))}" for key in run.contenders]
+    found = [f"{run.title}, {WORKLOADS[model].title}: {', '.join(steps)} ms a step"]
+    found += [
+        f"{LABELS[theirs]} / {BRIEFLY[ours]} {ratio_text(run, model, (theirs, ours))}"
+        for theirs, ours in run.duels
+    ]
+    return "; ".join(found)
+
+
+def ratio_text(run: Run, model: str, duel: tuple[str, str]) -> str:
+    """A ratio with its doubt; on a GPU with its interval, which need not be symmetric."""
+    ratio = run.ratio(model, *duel)
+    if ratio is None:
+        return "-"
+    if run.gpu:
+        return f"{times_text(ratio)} {interval_text(run.interval(model, *duel))}"
+    return f"{times_text(ratio)} +-{run.doubt(model, *duel):.2f}"
+
+
+def interval_text(bounds: tuple[float, float]) -> str:
+    known = math.isfinite(bounds[0])
+    return f"({bounds[0]:.2f} to {bounds[1]:.2f})" if known else "(too few turns for an interval)"
 
 
 def fraction(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-# -- what the project promises -----------------------------------------------------------------
-
-SPEED = {"mlp": 1.6, "cnn": 1.2, "transformer": 1.3, "resnet18": 1.3}
-EFFICIENCY = {"mlp": 0.82, "cnn": 0.95, "transformer": 0.82, "resnet18": 0.90}
-SPEED_OF_EIGHT = {"mlp": 1.7, "cnn": 1.7}
-
-
-def requirements(results: Results, device: str) -> Iterator[Requirement]:
-    """The promises that concern this device."""
-    one, two, eight = results.run(1), results.run(2), results.run(8)
-    if device == "cpu":
-        for model, wanted in SPEED.items():
-            yield faster(f"{wanted}x DDP", two, model, wanted)
-        for model, wanted in EFFICIENCY.items():
-            found = two.ratio(model, "plain", "ours")
-            text = f"{WORKLOADS[model].title}, 2 ranks: efficiency of at least {wanted}"
-            yield Requirement(text, met(found, wanted), fraction(found))
-        for model in SPEED:
-            yield lighter(two, model)
-            yield same_losses(two, model)
-        if eight.speed:
-            for model, wanted in SPEED_OF_EIGHT.items():
-                yield faster(f"{wanted}x DDP", eight, model, wanted)
-    for model in one.speed or (SPEED if device == "cpu" else ("resnet50", "gpt2")):
-        found = one.ratio(model, "ours", "plain")
-        text = f"{WORKLOADS[model].title}, 1 rank: within 2 % of the plain optimizer"
-        percent = "not measured" if found is None else f"{100 * (found - 1):+.1f} %"
-        yield Requirement(text, None if found is None else found <= 1.02, percent)
-
-
-def faster(text: str, run: Run, model: str, wanted: float) -> Requirement:
-    found = run.ratio(model, "ddp", "ours")
-    title = f"{WORKLOADS[model].title}, {run.title}: at least {text}"
-    return Requirement(title, met(found, wanted), times_text(found))
-
-
-def lighter(run: Run, model: str) -> Requirement:
-    text = f"{WORKLOADS[model].title}, {run.size} ranks: peak memory no more than DDP's"
-    peaks = run.memory.get(model)
-    if not peaks:
-        return Requirement(text, None, "not measured")
-    ours, ddp = round(peaks["ours"]), round(peaks["ddp"])  # they differ by more between runs
-    return Requirement(text, ours <= ddp, f"{ours} MiB against {ddp}")
-
-
-def same_losses(run: Run, model: str) -> Requirement:
-    same = run.same_losses(model)
-    text = f"{WORKLOADS[model].title}, {run.title}: losses bitwise equal to DDP's"
-    return Requirement(text, same, {True: "yes", False: "no", None: "not measured"}[same])
-
-
-def met(found: float | None, wanted: float) -> bool | None:
-    return None if found is None else found >= wanted
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -214,33 +191,39 @@ def csv_rows(run: Run) -> Iterator[list[Any]]:
         for contender, samples in found.items():
             cuts = quantiles(samples, n=20) if len(samples) > 1 else samples * 19
             values = (median(samples), cuts[1], cuts[4], cuts[14], cuts[17])
-            ratio = median(ratios(found, contender, "ours"))
+            times_ours = (
+                f"{median(ratios(found, contender, 'ours')):.3f}" if "ours" in found else ""
+            )
             peak = run.memory.get(model, {}).get(contender)
             row = [model, contender, *(f"{value:.3f}" for value in values)]
-            yield [*row, len(samples), f"{ratio:.3f}", "" if peak is None else f"{peak:.0f}"]
+            yield [*row, len(samples), times_ours, "" if peak is None else f"{peak:.0f}"]
 
 
 def write_csv(results: Results, path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["ranks", *COLUMNS])
+        writer.writerow(["ranks", "hosts", "gpu", *COLUMNS])
         for run in results.runs:
-            writer.writerows([run.size, *row] for row in csv_rows(run))
+            writer.writerows([run.size, run.hosts, run.gpu, *row] for row in csv_rows(run))
 
 
 def draw_bars(panel: Any, run: Run) -> None:
-    """The time of a step over that without communication, by model and contender."""
+    """The time of a step over that without communication, by model and contender.
+
+    Where nobody was without communication it is over that of the first contender.
+    """
     models, keys = list(run.speed), run.contenders
+    base = keys[0]  # plain, if it took part
     width = 0.81 / len(keys)
     for place, key in enumerate(keys):
-        heights = [run.ratio(model, key, "plain") or 0.0 for model in models]
+        heights = [run.ratio(model, key, base) or 0.0 for model in models]
         where = [index + width * (place - (len(keys) - 1) / 2) for index in range(len(models))]
         bars = panel.bar(where, heights, 0.92 * width, color=COLOURS[key], label=LABELS[key])
         steps = [run.step(model, key) or 0.0 for model in models]
         panel.bar_label(bars, [f"{step:.1f}" for step in steps], fontsize=7)
     panel.set_xticks(range(len(models)), [WORKLOADS[model].title for model in models], fontsize=8)
     panel.set_title(f"{run.title}\n(numbers: milliseconds per step)", fontsize=10)
-    panel.set_ylabel("time of a step / without communication")
+    panel.set_ylabel(f"time of a step / {LABELS[base]}")
     panel.grid(True, axis="y", color="#dddddd", linewidth=0.6)
     panel.set_axisbelow(True)
 

@@ -48,23 +48,42 @@ def doubt(values: list[float]) -> float:
     return (high - low) / 2
 
 
-def is_precise(samples: Samples, pairs: Pairs) -> bool:
-    """Whether the ratios of these turns are known well enough."""
-    return all(doubt(found := ratios(samples, *pair)) <= PRECISE * median(found) for pair in pairs)
+def is_precise(samples: Samples, pairs: Pairs, precise: float = PRECISE) -> bool:
+    """Whether the ratios of these turns are known to within `precise` of themselves."""
+    return all(doubt(found := ratios(samples, *pair)) <= precise * median(found) for pair in pairs)
 
 
-def race(contenders: Mapping[str, Callable[[], float]], pairs: Pairs, seconds: float) -> Samples:
-    """Call the contenders in turn until the ratios are known, or for so many seconds."""
+def race(
+    contenders: Mapping[str, Callable[[], float]],
+    pairs: Pairs,
+    seconds: float,
+    *,
+    precise: float = PRECISE,
+    deadline: float = math.inf,
+) -> Samples:
+    """Call the contenders in turn until the ratios are known.
+
+    Args:
+        contenders: What takes a turn of each and returns its sample.
+        pairs: The ratios that have to be known.
+        seconds: Most time for it, once every contender has had its LEAST_ROUNDS turns.
+        precise: Doubt about a ratio with which we are content, over the ratio.
+        deadline: Moment (`time.monotonic`) before which the race ends with the rounds that it has,
+            be they fewer; there is one in any case.
+    """
     samples: Samples = {name: [] for name in contenders}
     order = list(contenders)
     began, enough = time.monotonic(), False
     while not enough:
+        round_began = time.monotonic()
         for name in order:
             samples[name].append(contenders[name]())
         order.append(order.pop(0))  # nobody is always the first
-        late = time.monotonic() - began > seconds
+        now = time.monotonic()
+        late = now - began > seconds
         rounds = len(samples[order[0]])
-        enough = rounds >= LEAST_ROUNDS and (late or is_precise(samples, pairs))
+        enough = rounds >= LEAST_ROUNDS and (late or is_precise(samples, pairs, precise))
+        enough = enough or now + (now - round_began) > deadline
     return samples
 
 

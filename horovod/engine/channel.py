@@ -26,6 +26,7 @@ from horovod.engine.rounds import Rounds
 from horovod.engine.statistics import Counters
 from horovod.engine.waiters import Waiters
 from horovod.transport.base import Group
+from horovod.transport.process_group import DeviceTransport
 
 _LONGEST_GOODBYE = 5.0  # seconds that shutting down waits for a round in progress
 
@@ -93,6 +94,10 @@ class Channel:
         signature = signature_of(kind, name, (), detail=detail)
         request = Request(self, kind, name, signature, detail=detail, change=change)
         return self.submit(request, background=False).wait()
+
+    def transport_on(self, device: torch.device) -> DeviceTransport | None:
+        """The transport of a device that has been used before, if it is the device's own."""
+        return self._executor.transport_on(device)
 
     # -- lanes -----------------------------------------------------------------------------
 

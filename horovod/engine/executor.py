@@ -95,6 +95,11 @@ class Executor:
         if transport is not None:
             transport.close()
 
+    def transport_on(self, device: torch.device) -> DeviceTransport | None:
+        """The transport of a device that has been used before, if it is the device's own."""
+        transport = self._device_transports.get(device)
+        return transport if isinstance(transport, DeviceTransport) else None
+
     def media(self, tensor: torch.Tensor) -> tuple[str, ...]:
         """What carries such tensors, once one has been reduced."""
         if tensor.is_cpu:
@@ -301,6 +306,7 @@ class Executor:
             if not all(request.deferred for request in requests):
                 yield transport
                 stream.synchronize()
+                transport.check_usable()  # or the device has given up in the middle
                 return
             # A transport that takes host memory's way does all of it here, in the host's time.
             timing, counters = None, self.counters

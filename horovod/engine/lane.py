@@ -19,19 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
-from horovod.engine.request import Kind, Request, signature_of
+from horovod.engine.request import Kind, Request, RoundDriver, signature_of
 from horovod.engine.statistics import Counters
-from horovod.transport.base import DEVICE, Transport
+from horovod.transport.base import DEVICE, Group, Transport
 from horovod.transport.process_group import DeviceTransport, DeviceWork
-
-if TYPE_CHECKING:
-    from horovod.engine.channel import Channel
 
 
 @dataclass(frozen=True)
@@ -52,11 +49,26 @@ class LanePlan:
         return [self.average, list(self.dtypes), list(self.counts)]
 
 
+class LaneOwner(RoundDriver, Protocol):
+    """A process set's channel, as its lanes see it."""
+
+    group: Group
+
+    def submit(self, request: Request) -> Request:
+        """Queue a request."""
+
+    def fail(self, error: BaseException) -> HorovodInternalError:
+        """Fail everything in the set, here and on the other ranks."""
+
+    def close_lane(self, lane: Lane) -> None:
+        """Release a lane that is not used any more."""
+
+
 class Lane:
     """One optimizer's reductions on a device. Its methods are called by one thread at a time."""
 
     def __init__(
-        self, name: str, channel: Channel, transport: DeviceTransport, counters: Counters | None
+        self, name: str, channel: LaneOwner, transport: DeviceTransport, counters: Counters | None
     ) -> None:
         self.name = name
         self.device = transport.device

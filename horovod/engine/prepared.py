@@ -19,6 +19,7 @@ from horovod.engine.ranges import profiler_records
 from horovod.engine.request import Kind, Request, bytes_on_wire
 from horovod.engine.scaling import sum_and_scale
 from horovod.transport.base import MAX_TENSORS
+from horovod.transport.process_group import DeviceTransport
 
 
 class PreparedAllreduce:
@@ -30,6 +31,8 @@ class PreparedAllreduce:
 
     def __init__(self, request: Request, channel: Channel) -> None:
         self.channel = channel
+        self.device = request.tensors[0].device
+        self.is_on_cpu = request.tensors[0].is_cpu
         self.set_id = channel.set_id
         self.dtype = request.tensors[0].dtype
         self.shapes = [tensor.shape for tensor in request.tensors]
@@ -57,19 +60,33 @@ class PreparedAllreduce:
             or op != self.op
             or postscale != self.postscale
             or set_id != self.set_id
-            or not tensor.is_cpu
+            or tensor.is_cpu != self.is_on_cpu
             or tensor.requires_grad
             or tensor.is_neg()
             or not tensor.is_contiguous()
         ):
             return False
-        return self.allreduce_inline([tensor if tensor.dim() == 1 else tensor.view(-1)])
+        vector = [tensor if tensor.dim() == 1 else tensor.view(-1)]
+        if self.is_on_cpu:
+            return self.allreduce_inline(vector)
+        if tensor.device != self.device:
+            return False
+        transport = self.channel.transport_on(self.device)
+        if transport is None or not self.allreduce_inline(vector, transport):
+            return False
+        if not self.channel.group.config.enable_async_completion:
+            torch.get_device_module(self.device).current_stream(self.device).synchronize()
+            transport.check_usable()  # or the device has given up in the middle
+        return True
 
-    def allreduce_inline(self, vector: Sequence[torch.Tensor]) -> bool:
-        """Reduce CPU tensors in place, if nothing else is in the way; whether that was so.
+    def allreduce_inline(
+        self, vector: Sequence[torch.Tensor], on_device: DeviceTransport | None = None
+    ) -> bool:
+        """Reduce tensors in place, if nothing else is in the way; whether that was so.
 
         What a request would go through, without the request: for a blocking call with an empty
         queue. If the other ranks turn out to be about something else, it becomes one after all.
+        Tensors `on_device` are reduced in the current stream, and not waited for.
         """
         channel = self.channel
         queue, rounds, transport = channel.queue, channel.rounds, channel.transport
@@ -84,22 +101,27 @@ class PreparedAllreduce:
         try:
             began = time.monotonic()
             channel.inline = self.name, began, sys._getframe(2)
-            if transport.agree(self.signature, vector):
+            if transport.agree(self.signature, vector if on_device is None else None):
                 met = time.monotonic()
-                transport.allreduce_vector(vector, self.plain, self.scale, self.wire)
+                mover = on_device or transport
+                mover.allreduce_vector(vector, self.plain, self.scale, self.wire)
                 rounds.num_run += 1
                 counters = rounds.counters
                 if counters is not None:
                     counters.reduce += time.monotonic() - met
                     counters.wait += met - began
                     counters.operations += 1
-                    counters.bytes_inline += self.nbytes
+                    if on_device is not None:
+                        counters.count_on_device(self.nbytes, self.nbytes)
+                    else:
+                        counters.bytes_inline += self.nbytes
                     if self.saved:
                         counters.save(self.saved)
                 return True
             rounds.waited(began)
             channel.inline = None
             request = self._request(vector)
+            request.follow_stream()
             queue.put_first(request)
             rounds.settle()
         except BaseException as error:

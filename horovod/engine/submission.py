@@ -108,7 +108,7 @@ class Submission(ABC):
         request = self._request(channel, Kind.ALLREDUCE, name, tensors, outputs, *terms)
         request.alone = alone
         if (
-            request.plain
+            (request.plain or _is_plain_on_device(request))
             and name is not None
             and not background
             and len(self.prepared) < channel.group.config.cache_capacity
@@ -236,6 +236,18 @@ class Submission(ABC):
         """This rank is out of data; result: the last rank to join."""
         channel = self.channel(WORLD)
         return channel.submit(self._request(channel, Kind.JOIN, "noname"), background)
+
+
+def _is_plain_on_device(request: Request) -> bool:
+    """Whether it is one tensor on a device, to be reduced in place."""
+    tensors = request.tensors
+    return (
+        len(tensors) == 1
+        and not tensors[0].is_cpu
+        and tensors is request.outputs
+        and request.prescale == 1.0
+        and request.op is not ReduceOp.ADASUM
+    )
 
 
 def check_scattered(op: ReduceOp) -> None:

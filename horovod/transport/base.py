@@ -166,6 +166,9 @@ class Transport(ABC):
 
     # -- life ------------------------------------------------------------------------------
 
+    def check_usable(self) -> None:  # noqa: B027 (some cannot break between two calls)
+        """Raise if the transport is broken."""
+
     def check_peers(self) -> None:  # noqa: B027 (some notice it by themselves, or never)
         """Raise if a rank is known to be gone, or the transport is broken.
 

@@ -31,7 +31,7 @@ class BreakableTransport(Transport):
     @contextmanager
     def _guard(self) -> Iterator[None]:
         """Around every collective: refuses when broken, and breaks when it fails."""
-        self._check_usable()
+        self.check_usable()
         try:
             yield
         except BaseException as error:
@@ -40,13 +40,13 @@ class BreakableTransport(Transport):
                 raise
             raise fresh_copy(failure) from error
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         if self._failure is not None:
             raise fresh_copy(self._failure)
 
     def check_peers(self) -> None:
         if not self._closed:
-            self._check_usable()
+            self.check_usable()
 
     def _break(self, failure: HorovodInternalError) -> HorovodInternalError:
         """Break the transport for everybody; returns the reason, which may be an earlier one."""

@@ -167,7 +167,7 @@ class MpiTransport(PairwiseTransport):
         started = looked = time.monotonic()
         nap = 0.0
         while not MPI.Request.Testall(pending):
-            self._check_usable()
+            self.check_usable()
             now = time.monotonic()
             if now - started > _SPIN_SECONDS:
                 nap = min(max(2 * nap, 20e-6), _LONGEST_NAP)

@@ -52,6 +52,12 @@ def cut(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a flat, contiguous tensor.
+
+    A tensor of one element is contiguous whatever its stride, which `view` then stumbles over.
+    """
+    if tensor.numel() == 1:
+        tensor = tensor.as_strided((1,), (1,))
     return tensor.view(torch.uint8)
 
 

@@ -138,7 +138,7 @@ class SharedMemoryTransport(SteppedTransport):
         return _Exposed(slot, pointers, sizes)
 
     def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
-        self._check_usable()
+        self.check_usable()
         try:
             self._preloaded = None
             self._slot = slot = self._expose(preload or (), words, reduced=True)
@@ -203,7 +203,7 @@ class SharedMemoryTransport(SteppedTransport):
         scale: float = 1.0,
         wire: torch.dtype | None = None,
     ) -> None:
-        self._check_usable()
+        self.check_usable()
         try:
             if self._preloaded is tensors:
                 slot = self._slot
@@ -234,7 +234,7 @@ class SharedMemoryTransport(SteppedTransport):
         self, tensors: Sequence[torch.Tensor], op: ReduceOp, others: Others
     ) -> None:
         """Reduce tensors that are larger than INLINE, with `others` too: see `peer_reduction`."""
-        self._check_usable()
+        self.check_usable()
         try:
             slot = self._expose(tensors)
             self._preloaded = None

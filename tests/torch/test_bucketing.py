@@ -72,7 +72,7 @@ HOSTS = replace(ONE_HOST, overlap=True, crosses_hosts=True)
     [
         (DEVICE, {}, True, Measurement.NOTHING),
         (DEVICE, {"overlap": False}, False, Measurement.NOTHING),
-        (DEVICE, {"crosses_hosts": True}, False, Measurement.NETWORK),
+        (DEVICE, {"crosses_hosts": True}, True, Measurement.NOTHING),
         (HOSTS, {}, False, Measurement.NETWORK),
         (HOSTS, {"delayed": True}, False, Measurement.NETWORK),
         (HOSTS, {"fixed": frozenset({OVERLAP_KNOB})}, False, Measurement.NETWORK),
