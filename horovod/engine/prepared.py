@@ -33,6 +33,7 @@ class PreparedAllreduce:
         self.channel = channel
         self.device = request.tensors[0].device
         self.is_on_cpu = request.tensors[0].is_cpu
+        self.current_stream = torch.get_device_module(self.device).current_stream
         self.set_id = channel.set_id
         self.dtype = request.tensors[0].dtype
         self.shapes = [tensor.shape for tensor in request.tensors]
@@ -75,7 +76,7 @@ class PreparedAllreduce:
         if transport is None or not self.allreduce_inline(vector, transport):
             return False
         if not self.channel.group.config.enable_async_completion:
-            torch.get_device_module(self.device).current_stream(self.device).synchronize()
+            self.current_stream(self.device).synchronize()
             transport.check_usable()  # or the device has given up in the middle
         return True
 
@@ -103,8 +104,10 @@ class PreparedAllreduce:
             channel.inline = self.name, began, sys._getframe(2)
             if transport.agree(self.signature, vector if on_device is None else None):
                 met = time.monotonic()
-                mover = on_device or transport
-                mover.allreduce_vector(vector, self.plain, self.scale, self.wire)
+                if on_device is not None:
+                    on_device.allreduce_one(vector[0], self.plain, self.scale)
+                else:
+                    transport.allreduce_vector(vector, self.plain, self.scale, self.wire)
                 rounds.num_run += 1
                 counters = rounds.counters
                 if counters is not None:

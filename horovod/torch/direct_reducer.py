@@ -9,6 +9,7 @@ the ranks compare what they have begun, which the next step looks at.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -19,6 +20,8 @@ from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch.device_bucket import DeviceBucket
 from horovod.torch.layouts import is_dense
+
+_MEASURED = 16  # every so many steps one is measured, which costs the device some time
 
 
 class DirectReducer:
@@ -31,6 +34,7 @@ class DirectReducer:
         prescale: What gradients are multiplied by before they are summed up.
         scale: What sums are multiplied by.
         overlap: Whether buckets begin while backward goes on, or all after it.
+        measures_all: Whether every step is measured, and not one now and then.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class DirectReducer:
         prescale: float,
         scale: float,
         overlap: bool,
+        measures_all: bool = False,
     ) -> None:
         self.lane = lane
         self.buckets = list(buckets)
@@ -49,12 +54,20 @@ class DirectReducer:
         self._averages = lane.averages and prescale == 1.0 and scale == 1.0 / lane.size
         self._scale = 1.0 if self._averages else scale
         self._confirmation: Request | None = None  # of the last step
-        self._timing: LaneTiming | None = None  # of this step, once a gradient has arrived
+        self._timing: LaneTiming | None = None  # of this step, if it is measured
+        self._measured: LaneTiming | None = None  # of the last step that was
+        self._is_first = True  # whether the next gradient is the first of a step
+        self._steps = 0
         self._released: LaneTiming | None = None  # of the last step that nobody waited in
         self.hold(len(self.buckets) if overlap else 0, self.buckets)
+        self._measures_all = measures_all
 
     def hold(self, num_early: int, order: Sequence[DeviceBucket]) -> None:
-        """Begin the first `num_early` buckets of `order` in backward, the others in the step."""
+        """Begin the first `num_early` buckets of `order` in backward, the others in the step.
+
+        From now on steps are measured now and then.
+        """
+        self._measures_all = False
         self._order = list(order)
         self._num_early = num_early
         self._next = 0  # of the order: those before it have begun
@@ -63,15 +76,17 @@ class DirectReducer:
 
     def arrived(self, index: int) -> None:
         """The gradient of this parameter, by its place among all, is complete on this rank."""
-        if self._timing is None:
-            self._timing = LaneTiming(self.lane.device)
+        if self._is_first:
+            self._is_first = False
+            if self._measures_all or self._steps % _MEASURED == 1 or runtime.timeline is not None:
+                self._timing = LaneTiming(self.lane.device)
         bucket = self._bucket_of[index]
         bucket.awaited -= 1
         if bucket.awaited <= 0:
             while self._next < self._num_early and self._order[self._next].awaited <= 0:
-                self._begin_next(self._timing)
+                self._begin_next()
 
-    def _begin_next(self, timing: LaneTiming) -> None:
+    def _begin_next(self) -> None:
         bucket = self._order[self._next]
         self._next += 1
         try:
@@ -82,43 +97,46 @@ class DirectReducer:
             bucket.begin(work, self._scale)
         except Exception as error:
             raise self.lane.fail(error, bucket.name) from error
-        is_recorded = runtime.timeline is not None
-        timing.add(bucket.name, work, bucket.nbytes, bucket.dtype, is_recorded)
+        if self._timing is not None:
+            self._timing.add(bucket.name, work, bucket.nbytes, bucket.dtype)
 
-    def _start_rest(self) -> LaneTiming:
+    def _start_rest(self) -> LaneTiming | None:
         """Begin what backward has not, and have the ranks compare what all have begun.
 
-        Raises what came out of the comparison of the step before.
+        Returns the times of the step, if it is measured. Raises what came out of the comparison of
+        the step before.
         """
-        timing = self._timing or LaneTiming(self.lane.device)
-        self._timing = None
-        timing.end_backward()
+        if self._timing is not None:
+            self._timing.end_backward()
         confirmation, self._confirmation = self._confirmation, None
         if confirmation is not None:
             confirmation.wait()
         while self._next < len(self._order):
-            self._begin_next(timing)
-        self._next = 0
+            self._begin_next()
         self._confirmation = self.lane.confirm(self._plan)
+        timing = self._timing
+        self._end()
+        self._steps += 1
         self._count(timing)
         return timing
 
     def finish(self) -> tuple[Exception | None, LaneTiming | None]:
         """Begin what is left, and let the device wait for all results.
 
-        Returns the first failure, and the step's times.
+        Returns the first failure, and the step's times if it was measured.
         """
         try:
             timing = self._start_rest()
         except Exception as error:
             self.abandon()
             return error, None
-        with timing.waiting():
+        with contextlib.nullcontext() if timing is None else timing.waiting():
             failures = [bucket.settle() for bucket in self.buckets]
-        timing.complete()
+        if timing is not None:
+            timing.complete()
         return next(filter(None, failures), None), timing
 
-    def release(self) -> LaneTiming:
+    def release(self) -> LaneTiming | None:
         """Begin what is left, and leave it to the caller to settle each bucket."""
         if self._released is not None:
             self._released.complete()
@@ -127,21 +145,33 @@ class DirectReducer:
             bucket.timing = timing
         return timing
 
+    @property
+    def last_timing(self) -> LaneTiming | None:
+        """The times of the last step that was measured: the others take about as long."""
+        return self._measured
+
     def abandon(self) -> None:
         """Let the device wait for what is under way, and drop the results."""
         for bucket in self.buckets:
             bucket.settle()
+        self._end()
+
+    def _end(self) -> None:
+        """The next gradient is the first of another step."""
         self._timing = None
+        self._is_first = True
         self._next = 0
 
-    def _count(self, timing: LaneTiming) -> None:
+    def _count(self, timing: LaneTiming | None) -> None:
+        self._measured = timing or self._measured
         counters = self.lane.counters
         if counters is not None:
             counters.operations += len(self._order)
             for bucket in self._order:
                 on_wire = bucket.count * bucket.wire_dtype.itemsize
                 counters.count_on_device(bucket.nbytes, on_wire)
-            counters.timings.append(timing)
+            if self._measured is not None:
+                counters.timings.append(self._measured)
 
 
 def lane_device(params: Iterable[torch.nn.Parameter]) -> torch.device | None:

@@ -207,14 +207,12 @@ class GradientReducer(Reducer):
         """Count a step whose reductions are begun, and record it."""
         self._first_arrival = 0.0
         self._arrivals.clear()
-        if timing is None:
-            return
         self._backward = None
         seconds = began - arrival if arrival else 0.0
-        runtime.statistics.add_backward(seconds, len(direct.buckets), timing)
+        runtime.statistics.add_backward(seconds, len(direct.buckets), direct.last_timing)
         self._steps += 1
         timeline = runtime.timeline
-        if timeline is not None:
+        if timeline is not None and timing is not None:
             if self._recorder is None:
                 self._recorder = StepRecorder(self.name, direct.lane.device)
             self._recorder.add(timeline, self._steps, timing)
@@ -397,9 +395,9 @@ class GradientReducer(Reducer):
             title = f"{self.name}.{bucket_title(number, len(found), names)}"
             buckets.append(DeviceBucket(title, members, terms.wire))
             runtime.name_members(title, names)
-        self._direct = DirectReducer(
-            lane, buckets, self._index, terms.prescale, terms.scale, overlap
-        )
+        scales = terms.prescale, terms.scale
+        measures_all = self._delayed
+        self._direct = DirectReducer(lane, buckets, self._index, *scales, overlap, measures_all)
 
     def _close_lane(self) -> None:
         lane, self._lane, self._direct = self._lane, None, None

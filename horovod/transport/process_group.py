@@ -90,6 +90,9 @@ class DeviceTransport(BreakableTransport):
             raise ValueError(f"this build of torch {torch.__version__} has no {self.name}")
         options = made.Options()
         options._timeout = _FOREVER
+        if hasattr(options, "is_high_priority_stream"):
+            # Whatever others wait for must not queue behind this rank's own computing.
+            options.is_high_priority_stream = True
         return made(self._store, self.rank, self.size, options)
 
     def _connect(self) -> None:
@@ -161,6 +164,22 @@ class DeviceTransport(BreakableTransport):
         if len(targets) > 1:
             parts = torch.split_with_sizes(whole, [target.numel() for target in targets])
             torch._foreach_copy_([target.view(-1) for target in targets], list(parts))
+
+    def allreduce_one(self, tensor: torch.Tensor, op: ReduceOp, scale: float) -> None:
+        """The same for one flat tensor of a floating-point type, on our device, in fewer steps."""
+        if self._failure is not None or not tensor.numel():
+            self.check_usable()
+            return
+        try:
+            if self.is_average(op, scale):
+                self._start(tensor, _c10d.ReduceOp.AVG).wait()
+                return
+            self._start(tensor, _OPERATORS[op]).wait()
+            if scale != 1.0:
+                tensor.mul_(scale)
+        except BaseException as error:
+            with self._guard():  # which explains it
+                raise error
 
     def is_average(self, op: ReduceOp, scale: float) -> bool:
         """Whether the library can scale the result by itself: it can divide by the ranks."""
@@ -387,13 +406,6 @@ class DeviceWork:
         """Whether the device has finished it."""
         return bool(self._work.is_completed())
 
-    def duration(self) -> float | None:
-        """Return how many seconds the device took; None where the library does not tell."""
-        try:
-            return float(self._work._get_duration()) / 1000
-        except (RuntimeError, AttributeError):
-            return None
-
 
 class NcclTransport(DeviceTransport):
     """CUDA and ROCm devices."""
@@ -410,7 +422,6 @@ class NcclTransport(DeviceTransport):
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
         "TORCH_NCCL_PROPAGATE_ERROR": "0",
-        "TORCH_NCCL_ENABLE_TIMING": "1",  # each piece of work says how long the device took
     }
 
 
