@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.engine.background import BackgroundThread
 from horovod.engine.executor import Executor
 from horovod.engine.lane import Lane
@@ -98,6 +98,12 @@ class Channel:
     def transport_on(self, device: torch.device) -> DeviceTransport | None:
         """The transport of a device that has been used before, if it is the device's own."""
         return self._executor.transport_on(device)
+
+    def check_devices(self) -> None:
+        """Raise if an operation has failed, also one that a device was still about."""
+        self._executor.check_devices()
+        if self.failure is not None:
+            raise fresh_copy(self.failure)
 
     # -- lanes -----------------------------------------------------------------------------
 

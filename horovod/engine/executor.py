@@ -80,6 +80,11 @@ class Executor:
         devices = list(self._device_transports.values())
         return [*list(self._lanes.values()), *devices, self.transport]
 
+    def check_devices(self) -> None:
+        """Raise if what a device did has been given up: transports know before the device does."""
+        for transport in self._transports():
+            transport.check_usable()
+
     # -- lanes -----------------------------------------------------------------------------
 
     def open_lane(self, name: str, device: torch.device) -> DeviceTransport | None:

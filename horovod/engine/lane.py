@@ -35,18 +35,17 @@ from horovod.transport.process_group import DeviceTransport, DeviceWork
 class LanePlan:
     """What a step begins on a lane, in this order: the same on all ranks."""
 
-    average: bool  # whether sums are divided by the number of ranks
     dtypes: tuple[str, ...]  # of the flat tensors, such as "float32"
     counts: tuple[int, ...]  # of their elements
 
     @classmethod
-    def of(cls, forms: Sequence[tuple[torch.dtype, int]], average: bool) -> LanePlan:
+    def of(cls, forms: Sequence[tuple[torch.dtype, int]]) -> LanePlan:
         dtypes = tuple(str(dtype).removeprefix("torch.") for dtype, _ in forms)
-        return cls(average, dtypes, tuple(count for _, count in forms))
+        return cls(dtypes, tuple(count for _, count in forms))
 
     def describe(self) -> list[Any]:
         """The plan as JSON takes it; `LanePlan(*described)` is the plan again."""
-        return [self.average, list(self.dtypes), list(self.counts)]
+        return [list(self.dtypes), list(self.counts)]
 
 
 class LaneOwner(RoundDriver, Protocol):
@@ -78,14 +77,9 @@ class Lane:
         self._transport = transport
         self._signatures: dict[LanePlan, bytes] = {}
 
-    @property
-    def averages(self) -> bool:
-        """Whether the device's library can divide a sum by the number of ranks."""
-        return self._transport.averages
-
-    def allreduce(self, tensor: torch.Tensor, average: bool) -> DeviceWork:
+    def allreduce(self, tensor: torch.Tensor) -> DeviceWork:
         """Begin to sum up a flat tensor, in place, after what the current stream has been given."""
-        return self._transport.start_allreduce(tensor, ReduceOp.SUM, average)
+        return self._transport.start_allreduce(tensor, ReduceOp.SUM)
 
     def confirm(self, plan: LanePlan) -> Request:
         """Compare with the other ranks what this step has begun. Returns a request to wait for.
@@ -138,4 +132,4 @@ def stand_in(transport: DeviceTransport, plan: LanePlan) -> None:
     """Add zeros to what the other ranks have begun on a lane: this one has joined."""
     for dtype, count in zip(plan.dtypes, plan.counts, strict=True):
         zeros = torch.zeros(count, dtype=getattr(torch, dtype), device=transport.device)
-        transport.start_allreduce(zeros, ReduceOp.SUM, plan.average).wait()
+        transport.start_allreduce(zeros, ReduceOp.SUM).wait()

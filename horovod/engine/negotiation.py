@@ -205,8 +205,8 @@ def _label(name: str) -> str:
 def _stand_in(name: str, entry: Entry) -> Request:
     """A request of a rank that has joined: it contributes what changes nothing."""
     if entry["plan"] is not None:  # on a lane of the same name
-        average, dtypes, counts = entry["plan"]
-        plan = LanePlan(average, tuple(dtypes), tuple(counts))
+        dtypes, counts = entry["plan"]
+        plan = LanePlan(tuple(dtypes), tuple(counts))
         return Request(None, Kind.CONFIRM, name, b"", detail=plan)
     op = ReduceOp(entry["op"])
     device = torch.device(entry["device"])  # of other kinds than "cpu": the current one

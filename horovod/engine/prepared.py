@@ -22,6 +22,9 @@ from horovod.transport.base import MAX_TENSORS
 from horovod.transport.process_group import DeviceTransport
 
 
+_ASKING = 0.0002  # seconds in which a device has usually reduced what is small
+
+
 class PreparedAllreduce:
     """An allreduce of floating-point tensors that is repeated under one name.
 
@@ -33,7 +36,9 @@ class PreparedAllreduce:
         self.channel = channel
         self.device = request.tensors[0].device
         self.is_on_cpu = request.tensors[0].is_cpu
-        self.current_stream = torch.get_device_module(self.device).current_stream
+        if not self.is_on_cpu:
+            module = torch.get_device_module(self.device)
+            self.current_stream, self.event = module.current_stream, module.Event
         self.set_id = channel.set_id
         self.dtype = request.tensors[0].dtype
         self.shapes = [tensor.shape for tensor in request.tensors]
@@ -76,9 +81,18 @@ class PreparedAllreduce:
         if transport is None or not self.allreduce_inline(vector, transport):
             return False
         if not self.channel.group.config.enable_async_completion:
-            self.current_stream(self.device).synchronize()
+            self._wait_for_device()
             transport.check_usable()  # or the device has given up in the middle
         return True
+
+    def _wait_for_device(self) -> None:
+        """Let the host wait for the current stream: at first by asking, which is faster."""
+        event = self.event()
+        event.record(self.current_stream(self.device))
+        limit = time.perf_counter() + _ASKING
+        while not event.query():
+            if time.perf_counter() > limit:
+                event.synchronize()
 
     def allreduce_inline(
         self, vector: Sequence[torch.Tensor], on_device: DeviceTransport | None = None

@@ -19,7 +19,7 @@ import torch
 
 from horovod.common import mpi
 from horovod.common.config import Config
-from horovod.common.exceptions import HorovodInternalError, fresh_copy
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.inherited import check_not_inherited, mark_process, unmark_process
 from horovod.common.logging import get_logger, set_rank
 from horovod.common.loss_note import let_others_end
@@ -241,8 +241,7 @@ class Runtime(Submission):
         """
         job = self._job
         for channel in list(job.channels.values()) if job is not None else ():
-            if channel.failure is not None:
-                raise fresh_copy(channel.failure)
+            channel.check_devices()
 
     def failure(self, set_id: int) -> HorovodInternalError | None:
         """Why no operation of the set runs any more."""

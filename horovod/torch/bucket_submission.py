@@ -72,6 +72,8 @@ class BucketSubmitter:
         if self.hook is not None or self._op not in (ReduceOp.SUM, ReduceOp.AVERAGE) or not known:
             return None
         _, scale = sum_and_scale(self._op, self._postscale, set_size(self.process_set))
+        if self._prescale == 1.0:  # in one kernel, and half precisions do not overflow in the sum
+            return LaneTerms(scale, 1.0, wire)
         return LaneTerms(self._prescale, scale, wire)
 
     def find_sparse(self, params: Iterable[Parameter]) -> list[int]:

@@ -50,9 +50,7 @@ class DirectReducer:
         self.lane = lane
         self.buckets = list(buckets)
         self._bucket_of = {index_of[param]: b for b in buckets for _, param in b.params}
-        self._prescale = prescale
-        self._averages = lane.averages and prescale == 1.0 and scale == 1.0 / lane.size
-        self._scale = 1.0 if self._averages else scale
+        self._prescale, self._scale = prescale, scale
         self._confirmation: Request | None = None  # of the last step
         self._timing: LaneTiming | None = None  # of this step, if it is measured
         self._measured: LaneTiming | None = None  # of the last step that was
@@ -72,7 +70,7 @@ class DirectReducer:
         self._num_early = num_early
         self._next = 0  # of the order: those before it have begun
         forms = [(bucket.wire_dtype, bucket.count) for bucket in self._order]
-        self._plan = LanePlan.of(forms, self._averages)
+        self._plan = LanePlan.of(forms)
 
     def arrived(self, index: int) -> None:
         """The gradient of this parameter, by its place among all, is complete on this rank."""
@@ -93,7 +91,7 @@ class DirectReducer:
             buffer = bucket.pack()
             if self._prescale != 1.0:
                 buffer.mul_(self._prescale)
-            work = self.lane.allreduce(buffer, self._averages)
+            work = self.lane.allreduce(buffer)
             bucket.begin(work, self._scale)
         except Exception as error:
             raise self.lane.fail(error, bucket.name) from error

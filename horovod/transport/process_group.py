@@ -61,7 +61,6 @@ class DeviceTransport(BreakableTransport):
 
     vectored = True
     media = (DEVICE,)
-    averages: ClassVar[bool] = False  # whether the library divides a sum by the number of ranks
     backend: ClassVar[str]  # the class in torch.distributed
     settings: ClassVar[Mapping[str, str]] = {}  # environment while the process group is made
 
@@ -90,9 +89,6 @@ class DeviceTransport(BreakableTransport):
             raise ValueError(f"this build of torch {torch.__version__} has no {self.name}")
         options = made.Options()
         options._timeout = _FOREVER
-        if hasattr(options, "is_high_priority_stream"):
-            # Whatever others wait for must not queue behind this rank's own computing.
-            options.is_high_priority_stream = True
         return made(self._store, self.rank, self.size, options)
 
     def _connect(self) -> None:
@@ -154,13 +150,9 @@ class DeviceTransport(BreakableTransport):
         whole = targets[0]
         if len(targets) > 1:
             whole = torch.cat([target.view(-1) for target in targets])
-        averages = self.is_average(op, scale) and self._takes(whole)
-        if averages:
-            self.start_allreduce(whole, op, average=True).wait()
-        else:
-            self.allreduce(whole.view(-1), op)
-            if scale != 1.0:
-                whole.mul_(scale)
+        self.allreduce(whole.view(-1), op)
+        if scale != 1.0:
+            whole.mul_(scale)
         if len(targets) > 1:
             parts = torch.split_with_sizes(whole, [target.numel() for target in targets])
             torch._foreach_copy_([target.view(-1) for target in targets], list(parts))
@@ -171,9 +163,6 @@ class DeviceTransport(BreakableTransport):
             self.check_usable()
             return
         try:
-            if self.is_average(op, scale):
-                self._start(tensor, _c10d.ReduceOp.AVG).wait()
-                return
             self._start(tensor, _OPERATORS[op]).wait()
             if scale != 1.0:
                 tensor.mul_(scale)
@@ -181,20 +170,10 @@ class DeviceTransport(BreakableTransport):
             with self._guard():  # which explains it
                 raise error
 
-    def is_average(self, op: ReduceOp, scale: float) -> bool:
-        """Whether the library can scale the result by itself: it can divide by the ranks."""
-        return self.averages and op is ReduceOp.SUM and scale == 1.0 / self.size
-
-    def start_allreduce(
-        self, tensor: torch.Tensor, op: ReduceOp, average: bool = False
-    ) -> DeviceWork:
-        """Queue the reduction of a flat tensor of a usual type behind the current stream's work.
-
-        With `average` the sum is divided by the number of ranks, if `averages`.
-        """
+    def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> DeviceWork:
+        """Queue the reduction of a flat tensor of a usual type behind the current stream's work."""
         with self._guard():
-            operator = _c10d.ReduceOp.AVG if average else _OPERATORS[op]
-            return DeviceWork(self, self._start(tensor, operator))
+            return DeviceWork(self, self._start(tensor, _OPERATORS[op]))
 
     def wait_for(self, work: Any) -> None:
         """Let the current stream wait for what torch calls a work."""
@@ -213,9 +192,15 @@ class DeviceTransport(BreakableTransport):
         return work
 
     def is_busy(self) -> bool:
-        """Whether the device has still to finish something. Any thread may call."""
-        work = self._last
-        return work is not None and not work.is_completed()
+        """Whether the device has still to finish something. Any thread may call.
+
+        To torch, work is complete as well when the library has reported an error, although the
+        device still waits.
+        """
+        work, process_group = self._last, self._process_group
+        if work is None or process_group is None:
+            return False
+        return not work.is_completed() or _has_failed(process_group)
 
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
@@ -289,12 +274,6 @@ class DeviceTransport(BreakableTransport):
                 raise RuntimeError("the device returned a wrong sum")
 
     # -- tensors ---------------------------------------------------------------------------
-
-    def _takes(self, tensor: torch.Tensor) -> bool:
-        """Whether `_operand` would be the tensor itself."""
-        dtype = tensor.dtype
-        strange = dtype is torch.bool or dtype is torch.int16 or dtype.is_complex
-        return tensor.device == self.device and not strange
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device)
@@ -412,7 +391,6 @@ class NcclTransport(DeviceTransport):
 
     name = "NCCL"
     backend = "ProcessGroupNCCL"
-    averages = True
     settings: ClassVar[Mapping[str, str]] = {
         # Errors come back to us; by default torch's watchdog would end the process.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -468,6 +446,12 @@ class _Watch:
             if lost is not None:
                 transport.give_up(lost)
                 return
+
+
+def _has_failed(process_group: Any) -> bool:
+    """Whether the library has reported an error, as far as this version of torch tells."""
+    find_error = getattr(process_group, "get_error", None)
+    return find_error is not None and find_error().name != "SUCCESS"
 
 
 def _put_back(result: torch.Tensor, target: torch.Tensor) -> None:

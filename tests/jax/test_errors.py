@@ -256,8 +256,8 @@ import horovod.jax
 @pytest.mark.parametrize(
     ("wanted", "code", "message"),
     [
-        ("0.4.30", 1, "HorovodVersionMismatchError: .*0.9 or newer, below 0.11.*0.4.30"),
-        ("99.0", 0, "was tested with JAX from 0.9 to below 0.11, not with 99.0"),
+        ("0.4.30", 1, "HorovodVersionMismatchError: .*0.9 or newer, below 0.12.*0.4.30"),
+        ("99.0", 0, "was tested with JAX from 0.9 to below 0.12, not with 99.0"),
     ],
 )
 def test_wrong_version_of_jax(wanted: str, code: int, message: str):

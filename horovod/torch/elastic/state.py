@@ -194,8 +194,8 @@ class TorchState(ObjectState):
         for other in self._handlers.values():
             if not isinstance(other, _StateDictHandler):
                 other.save()
-        super().save()
         runtime.check_devices()  # what was copied may come from a reduction that was aborted
+        super().save()
         for handler in ours:  # all or none: nothing can fail any more
             handler.snapshots.publish()
 
