@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.engine.request import Kind, Request, RoundDriver, signature_of
 from horovod.engine.statistics import Counters
 from horovod.transport.base import DEVICE, Group, Transport
+from horovod.transport.farewells import finish_or_leave
 from horovod.transport.process_group import DeviceTransport, DeviceWork
 
 
@@ -112,8 +114,13 @@ class Lane:
         self._transport.abort(str(error))
 
     def close(self) -> None:
-        """Release the communicator, after the device has finished. All ranks do so."""
-        self._channel.close_lane(self)
+        """Release the communicator when the device has finished; returns at once.
+
+        All ranks do so, each in its own time.
+        """
+        finish_or_leave(
+            partial(self._channel.close_lane, self), f"could not close {self.name!r}", seconds=0
+        )
 
 
 def open_transport(

@@ -21,7 +21,6 @@ from horovod.engine.scaling import sum_and_scale
 from horovod.transport.base import MAX_TENSORS
 from horovod.transport.process_group import DeviceTransport
 
-
 _ASKING = 0.0002  # seconds in which a device has usually reduced what is small
 
 
@@ -81,8 +80,12 @@ class PreparedAllreduce:
         if transport is None or not self.allreduce_inline(vector, transport):
             return False
         if not self.channel.group.config.enable_async_completion:
+            began = time.monotonic()
             self._wait_for_device()
             transport.check_usable()  # or the device has given up in the middle
+            counters = self.channel.rounds.counters
+            if counters is not None:
+                counters.reduce += time.monotonic() - began
         return True
 
     def _wait_for_device(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from horovod.engine.lane_timing import LaneTiming
+from horovod.engine.timeline import shortened
 from horovod.torch.buckets import Named
 from horovod.torch.layouts import flat, is_dense, laid_out_like
 from horovod.transport.process_group import DeviceWork
@@ -26,7 +27,7 @@ from horovod.transport.process_group import DeviceWork
 Tensor = torch.Tensor
 
 CHANGED = (
-    "the gradient of {name!r} was changed between backward() and step(), while it was being "
+    "{what} was changed between backward() and step(), while it was being "
     "reduced: call optimizer.synchronize() before you change gradients (clipping, for example), "
     "and then step() inside `with optimizer.skip_synchronize():`; or set HOROVOD_OVERLAP_BACKWARD=0"
 )
@@ -188,8 +189,14 @@ class DeviceBucket:
             changed = param.grad is not gradient
             if self._versions and gradient is not None:
                 changed = changed or gradient._version != next(versions)
-            if changed or touched:
-                raise RuntimeError(CHANGED.format(name=name))
+            if changed:
+                raise RuntimeError(CHANGED.format(what=f"the gradient of {name!r}"))
+        if touched:
+            names = [repr(name) for name, _ in self.params]
+            what = f"the gradient of {names[0]}"
+            if len(names) > 1:
+                what = f"one of the gradients of {shortened(names, 6)}"
+            raise RuntimeError(CHANGED.format(what=what))
 
     def settle(self) -> Exception | None:
         """Let the current stream wait until the gradients are reduced. Returns what went wrong."""

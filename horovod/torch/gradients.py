@@ -9,7 +9,11 @@ hands a bucket's gradients to the engine. Here is when that happens.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.topology import Topology
@@ -105,6 +109,7 @@ class GradientReducer(Reducer):
         self._bucket_of: dict[int, Bucket] = {}  # by the places of parameters
         # In their place where gradients are on devices: see `direct_reducer`.
         self._lane: Lane | None = None
+        self._lane_closer: Any = None
         self._direct: DirectReducer | None = None
         self._recorder: StepRecorder | None = None
         self._backward: DeviceTiming | None = None  # of this step, on a device
@@ -362,7 +367,7 @@ class GradientReducer(Reducer):
         if complete:
             self._agreed_in = runtime.topology
             if agreed.direct and device is not None:
-                self._lane = runtime.open_lane(set_id(self._process_set), self.name, device)
+                self._open_lane(device)
         if self._lane is not None:
             self._adopt_direct()
             return
@@ -399,10 +404,19 @@ class GradientReducer(Reducer):
         measures_all = self._delayed
         self._direct = DirectReducer(lane, buckets, self._index, *scales, overlap, measures_all)
 
-    def _close_lane(self) -> None:
-        lane, self._lane, self._direct = self._lane, None, None
+    def _open_lane(self, device: torch.device) -> None:
+        """Open a lane on all ranks; it is closed when this reducer is not used any more."""
+        lane = runtime.open_lane(set_id(self._process_set), self.name, device)
+        self._lane = lane
         if lane is not None:
-            lane.close()
+            self._lane_closer = weakref.finalize(self, lane.close)
+            self._lane_closer.atexit = False  # the end of the job closes all that are left
+
+    def _close_lane(self) -> None:
+        self._lane = self._direct = None
+        if self._lane_closer is not None:
+            self._lane_closer()
+            self._lane_closer = None
 
     def _adopt(self, decision: Bucketing) -> None:
         """Go on like that, and measure what is to be measured."""

@@ -54,10 +54,10 @@ def cut(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a flat, contiguous tensor.
 
-    A tensor of one element is contiguous whatever its stride, which `view` then stumbles over.
+    With one element or none it is contiguous whatever its stride, over which `view` stumbles.
     """
-    if tensor.numel() == 1:
-        tensor = tensor.as_strided((1,), (1,))
+    if tensor.stride(0) != 1:
+        tensor = tensor.as_strided(tensor.shape, (1,))
     return tensor.view(torch.uint8)
 
 

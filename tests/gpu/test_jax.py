@@ -27,7 +27,6 @@ def environment(size: int) -> Callable[[int], dict[str, str]]:
     settings = {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # or the first rank takes all memory
         "JAX_DEFAULT_MATMUL_PRECISION": "float32",  # or products are rounded to a few digits
-        "JAX_ENABLE_X64": "1",
     }
     if not on_cpu():
         return lambda rank: {
@@ -71,39 +70,47 @@ def value(dtype: str, rank: int, rows: int = 6) -> Any:
 
 def collected(mode: str) -> None:
     """Every collective of every type, checked where it runs."""
+    import jax
+
+    with jax.enable_x64(True):
+        for dtype in DTYPES:
+            collected_of(dtype, mode)
+
+
+def collected_of(dtype: str, mode: str) -> None:
+    """The same for one type."""
     import horovod.jax as hvd
 
     rank, size = hvd.rank(), hvd.size()
-    for dtype in DTYPES:
-        everybody = [value(dtype, each) for each in range(size)]
-        wide = [np.asarray(each.astype("complex128")) for each in everybody]
+    everybody = [value(dtype, each) for each in range(size)]
+    wide = [np.asarray(each.astype("complex128")) for each in everybody]
 
-        def step(x: Any) -> tuple[Any, ...]:
-            return (
-                hvd.allreduce(x, op=hvd.Sum),
-                hvd.allreduce({"a": x, "b": x[:1]}, op=hvd.Sum)["b"],
-                hvd.allgather(x),
-                hvd.broadcast(x, size - 1),
-                hvd.alltoall(x),
-                hvd.reducescatter(x, op=hvd.Sum),
-            )
+    def step(x: Any) -> tuple[Any, ...]:
+        return (
+            hvd.allreduce(x, op=hvd.Sum),
+            hvd.allreduce({"a": x, "b": x[:1]}, op=hvd.Sum)["b"],
+            hvd.allgather(x),
+            hvd.broadcast(x, size - 1),
+            hvd.alltoall(x),
+            hvd.reducescatter(x, op=hvd.Sum),
+        )
 
-        for _ in range(2):
-            found = compiled(mode, step)(everybody[rank])
-            for each in found:
-                assert {device.platform for device in each.devices()} == {platform()}
-                assert str(each.dtype) == dtype
-            reduced, part, gathered, sent, exchanged, scattered = (
-                np.asarray(each.astype("complex128")) for each in found
-            )
-            total, share = sum(wide), 6 // size
-            mine = slice(rank * share, (rank + 1) * share)
-            np.testing.assert_array_equal(reduced, total)
-            np.testing.assert_array_equal(part, total[:1])
-            np.testing.assert_array_equal(gathered, np.concatenate(wide))
-            np.testing.assert_array_equal(sent, wide[-1])
-            np.testing.assert_array_equal(exchanged, np.concatenate([w[mine] for w in wide]))
-            np.testing.assert_array_equal(scattered, total[mine])
+    for _ in range(2):
+        found = compiled(mode, step)(everybody[rank])
+        for each in found:
+            assert {device.platform for device in each.devices()} == {platform()}
+            assert str(each.dtype) == dtype
+        reduced, part, gathered, sent, exchanged, scattered = (
+            np.asarray(each.astype("complex128")) for each in found
+        )
+        total, share = sum(wide), 6 // size
+        mine = slice(rank * share, (rank + 1) * share)
+        np.testing.assert_array_equal(reduced, total)
+        np.testing.assert_array_equal(part, total[:1])
+        np.testing.assert_array_equal(gathered, np.concatenate(wide))
+        np.testing.assert_array_equal(sent, wide[-1])
+        np.testing.assert_array_equal(exchanged, np.concatenate([w[mine] for w in wide]))
+        np.testing.assert_array_equal(scattered, total[mine])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 
 import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
+from horovod.engine.runtime import runtime
+from horovod.transport.farewells import await_farewells
 from tests.ranks import RankPool, run_ranks, start_ranks, tell
 from tests.torch.direct import direct, lanes, own_device, parameters
 
@@ -432,3 +435,34 @@ def test_a_rank_that_does_something_else_is_named() -> None:
 def test_a_rank_that_leaves_is_named() -> None:
     first, _ = run_ranks(ends_differently, 2, "leaves", env=own_device)
     assert "rank 1 has shut down Horovod" in first
+
+
+def many_optimizers(count: int) -> tuple[int, int]:
+    """As in a search for parameters: each optimizer is dropped before the next is made."""
+    for _ in range(count):
+        model = nn.Linear(3, 2)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+        direct(optimizer)
+        del model, optimizer
+        gc.collect()
+    await_farewells()
+    job = runtime._job
+    assert job is not None
+    executor = job.channels[0]._executor
+    return len(job.channels[0].lanes), len(executor._lanes)
+
+
+def lanes_of_many_optimizers() -> tuple[int, int]:
+    with lanes():
+        return many_optimizers(8)
+
+
+def test_lanes_are_closed_when_their_optimizers_are_gone(pair: RankPool) -> None:
+    before, after = pair.run(lanes_of_many_optimizers), pair.run(lanes_of_many_optimizers)
+    assert before == after, "communicators are leaking"
