@@ -306,8 +306,10 @@ class DeviceTransport(BreakableTransport):
 
     def _explain(self, error: BaseException) -> HorovodInternalError:
         known = self._failure or self._board.look() or self._find_lost()
-        if known is not None:
-            return known
+        return known or self.own_failure(error)
+
+    def own_failure(self, error: BaseException) -> HorovodInternalError:
+        """Return the error for everybody where this rank's device or library has failed."""
         me = self.group.describe(self.rank)
         return HorovodInternalError(f"{me} failed in {self.name} on {self.device}: {error}")
 
@@ -413,7 +415,9 @@ class XcclTransport(DeviceTransport):
 class _Watch:
     """A thread that looks whether all ranks live, while the device works.
 
-    A device that waits for a rank which is gone does so for ever, and with it the program.
+    A device that waits for a rank which is gone does so for ever, and with it the program. A device
+    that has failed (an assertion in a kernel, say) keeps those of the other ranks waiting as well:
+    asking it raises an error, which they are told.
     """
 
     def __init__(self, transport: DeviceTransport) -> None:
@@ -432,15 +436,17 @@ class _Watch:
             transport = self._transport()
             if transport is None:
                 return
-            if not transport.is_busy():
-                busy_since = None
-                continue
-            busy_since = busy_since or time.monotonic()
             lost: HorovodInternalError | None = None
             try:
+                if not transport.is_busy():
+                    busy_since = None
+                    continue
                 transport.host.check_peers()
             except HorovodInternalError as error:
                 lost = error
+            except Exception as error:  # our own device has failed, and others wait for it
+                lost = transport.own_failure(error)
+            busy_since = busy_since or time.monotonic()
             if lost is None and time.monotonic() - busy_since > _LEAVE_SECONDS:
                 lost, busy_since = transport.find_leaver(), None
             if lost is not None:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.runtime import runtime
 from horovod.transport.farewells import await_farewells
-from tests.ranks import RankPool, run_ranks, start_ranks, tell
+from tests.ranks import RankPool, listen, run_ranks, start_ranks, tell
 from tests.torch.direct import direct, lanes, own_device, parameters
+from tests.transport import device_stand_in
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -466,3 +468,42 @@ def lanes_of_many_optimizers() -> tuple[int, int]:
 def test_lanes_are_closed_when_their_optimizers_are_gone(pair: RankPool) -> None:
     before, after = pair.run(lanes_of_many_optimizers), pair.run(lanes_of_many_optimizers)
     assert before == after, "communicators are leaking"
+
+
+def has_a_broken_device(rank: int, size: int) -> str:
+    """Rank 1's device fails in the middle of a step, of which its program says nothing."""
+    hvd.init()
+    training = Training()
+    model = training.model()
+    with lanes():
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            training.loss(model, step, 0, rank).backward()
+            optimizer.step()
+        tell("trained")
+        if rank == 1:
+            error = RuntimeError("device-side assert triggered")
+            with mock.patch.object(device_stand_in.Work, "is_completed", side_effect=error):
+                listen()
+            return ""
+        optimizer.zero_grad()
+        training.loss(model, 3, 0, rank).backward()
+        try:
+            optimizer.step()
+        except HorovodInternalError as error:
+            return str(error)
+    return "it went on"
+
+
+def test_a_device_that_fails_is_named_on_the_other_ranks() -> None:
+    with start_ranks(has_a_broken_device, 3, env=own_device) as ranks:
+        for rank in range(3):
+            assert ranks.heard(rank) == "trained"
+        outcomes = ranks.wait(ranks=[0, 2])
+        ranks.say()
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.describe()
+        assert "rank 1 failed in GLOO on cpu: device-side assert triggered" in outcome.result
