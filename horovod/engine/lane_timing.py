@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from horovod.engine.device_clock import Mark
+from horovod.engine.request import Kind
 from horovod.engine.timeline import Timeline
 from horovod.transport.process_group import DeviceWork
 
@@ -124,6 +125,8 @@ class LaneTiming:
 
         `row` is the optimizer's, `last` the step before this one.
         """
+        if not self._waits:
+            return
         if last is not None and last._waits:
             asked = anchor.time_of(self._asked or self._first)
             backward = anchor.time_of(self._first), asked
@@ -133,7 +136,10 @@ class LaneTiming:
             timeline.waited(row, anchor.time_of(wait_began), anchor.time_of(wait_ended))
         for each, started, finished in self._spans(anchor.time_of):
             ready = anchor.time_of(each.ready)
-            timeline.device_allreduce(each.name, each.nbytes, each.dtype, ready, started, finished)
+            row_of_bucket = f"{Kind.ALLREDUCE.value}.{each.name}"
+            timeline.device_allreduce(
+                row_of_bucket, each.nbytes, each.dtype, ready, started, finished
+            )
 
 
 class Anchor:

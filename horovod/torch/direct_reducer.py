@@ -18,6 +18,8 @@ from horovod.engine.lane import Lane, LanePlan
 from horovod.engine.lane_timing import LaneTiming
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
+from horovod.torch.bucketing import begun_early, bucket_title, cut_for_device
+from horovod.torch.buckets import Named
 from horovod.torch.device_bucket import DeviceBucket
 from horovod.torch.layouts import is_dense
 
@@ -71,6 +73,20 @@ class DirectReducer:
         self._next = 0  # of the order: those before it have begun
         forms = [(bucket.wire_dtype, bucket.count) for bucket in self._order]
         self._plan = LanePlan.of(forms)
+
+    def hold_back(self, seconds: float, backward: float) -> None:
+        """Begin only what backward hides in backward, and the rest as the next forward needs it.
+
+        Args:
+            seconds: How long it takes to reduce all gradients.
+            backward: How long backward takes from the first gradient on.
+        """
+        sizes = [bucket.nbytes for bucket in self.buckets]
+        hidden = backward / seconds * sum(sizes) if seconds > 0 else float("inf")
+        parts = zip(self.buckets, begun_early(sizes, hidden), strict=True)
+        early = [bucket for bucket, part in parts if part > bucket.nbytes // 2]
+        held = [bucket for bucket in self.buckets if bucket not in early]
+        self.hold(len(early), [*early, *held[::-1]])
 
     def arrived(self, index: int) -> None:
         """The gradient of this parameter, by its place among all, is complete on this rank."""
@@ -185,3 +201,37 @@ def lane_device(params: Iterable[torch.nn.Parameter]) -> torch.device | None:
             return None
         found = param.device
     return found
+
+
+def make_buckets(
+    name: str,
+    params: Sequence[Named],
+    groups: Sequence[Sequence[Named]] | None,
+    most: int,
+    limit: int,
+    wire: torch.dtype | None,
+) -> list[DeviceBucket]:
+    """Cut the parameters of the optimizer `name` into buckets.
+
+    Args:
+        name: The optimizer's.
+        params: In the order in which their gradients arrive.
+        groups: What the user wants to be reduced together; None: that is up to us.
+        most: Bytes of a bucket.
+        limit: Bytes that no bucket of ours has, unless one gradient does.
+        wire: The narrower type in which gradients travel, if any.
+    """
+    found: list[list[Named]] = []
+    for group in [params] if groups is None else groups:
+        sizes = [param.nbytes for _, param in group]
+        kinds = [param.dtype for _, param in group]
+        if groups is None:
+            parts = cut_for_device(sizes, kinds, most, limit)
+        else:
+            parts = cut_for_device(sizes, kinds, sum(sizes), sum(sizes), whole=True)
+        found += [[group[index] for index in part] for part in parts]
+    buckets = []
+    for number, members in enumerate(found, 1):
+        title = bucket_title(number, len(found), [member for member, _ in members])
+        buckets.append(DeviceBucket(f"{name}.{title}", members, wire))
+    return buckets

@@ -36,14 +36,13 @@ from horovod.torch.bucketing import (
     bucket_title,
     can_overlap,
     cut,
-    cut_for_device,
     device_bucket,
     hides_more,
     sent_last,
 )
 from horovod.torch.buckets import Bucket, Named
 from horovod.torch.device_bucket import DeviceBucket
-from horovod.torch.direct_reducer import DirectReducer, lane_device
+from horovod.torch.direct_reducer import DirectReducer, lane_device, make_buckets
 
 # After these steps the heap is put on huge pages: tensors find their places in it in the first few,
 # and other ones when the program changes.
@@ -203,7 +202,7 @@ class GradientReducer(Reducer):
             least = self._trial.least(timing.measure)
             if least is not None:
                 self._trial = None
-                self._hold_back(direct, *least)
+                direct.hold_back(*least)
         self._tune()
 
     def _end_direct(
@@ -221,18 +220,6 @@ class GradientReducer(Reducer):
             if self._recorder is None:
                 self._recorder = StepRecorder(self.name, direct.lane.device)
             self._recorder.add(timeline, self._steps, timing)
-
-    def _hold_back(self, direct: DirectReducer, seconds: float, backward: float) -> None:
-        """Begin only what backward hides in backward, and the rest as the next forward needs it.
-
-        All gradients take so many seconds to reduce, and backward so many.
-        """
-        sizes = [bucket.nbytes for bucket in direct.buckets]
-        hidden = backward / seconds * sum(sizes) if seconds > 0 else float("inf")
-        parts = zip(direct.buckets, begun_early(sizes, hidden), strict=True)
-        early = [bucket for bucket, part in parts if part > bucket.nbytes // 2]
-        held = [bucket for bucket in direct.buckets if bucket not in early]
-        direct.hold(len(early), [*early, *held[::-1]])
 
     def _tell_backward(self, now: float) -> float:
         """The gradients are wanted: what came before was backward, from the first of them on.
@@ -384,22 +371,18 @@ class GradientReducer(Reducer):
 
     def _make_direct(self, lane: Lane, overlap: bool, most: int) -> None:
         """Buckets of up to `most` bytes on the lane."""
-        params, terms = self._params_in_order, self._submitter.lane_terms()
+        terms = self._submitter.lane_terms()
         assert terms is not None
-        found: list[list[Named]] = []
-        for group in [params] if self._groups is None else self._groups:
-            sizes = [param.nbytes for _, param in group]
-            kinds = [param.dtype for _, param in group]
-            limit = self._agreed.fusion_threshold
-            size, limit = (most, limit) if self._groups is None else (sum(sizes), sum(sizes))
-            parts = cut_for_device(sizes, kinds, size, limit, whole=self._groups is not None)
-            found += [[group[index] for index in part] for part in parts]
-        buckets = []
-        for number, members in enumerate(found, 1):
-            names = [name for name, _ in members]
-            title = f"{self.name}.{bucket_title(number, len(found), names)}"
-            buckets.append(DeviceBucket(title, members, terms.wire))
-            runtime.name_members(title, names)
+        buckets = make_buckets(
+            self.name,
+            self._params_in_order,
+            self._groups,
+            most,
+            self._agreed.fusion_threshold,
+            terms.wire,
+        )
+        for bucket in buckets:
+            runtime.name_members(bucket.name, [name for name, _ in bucket.params])
         scales = terms.prescale, terms.scale
         measures_all = self._delayed
         self._direct = DirectReducer(lane, buckets, self._index, *scales, overlap, measures_all)

@@ -56,9 +56,9 @@ def DistributedOptimizer(
             `horovod.torch.sharded_optimizer`.
         communication_hook: What travels in place of the gradients, such as
             ``hvd.hooks.PowerSGD()``.
-        overlap_forward: The model; between hosts `step` then returns at once, and parameters are
-            updated when they are next used, so that the next forward hides what backward could not
-            of the time that gradients take to travel. Results are the same. See
+        overlap_forward: The model; between hosts and on devices `step` then returns at once, and
+            parameters are updated when they are next used, so that the next forward hides what
+            backward could not of the time that gradients take to travel. Results are the same. See
             `horovod.torch.delaying_optimizer`.
 
     Raises:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +26,7 @@ from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import DEVICE, Group, Transport
 from horovod.transport.breakable import BreakableTransport
+from horovod.transport.device_watch import DeviceWatch, use_device
 from horovod.transport.farewells import finish_or_end_process, finish_or_leave
 from horovod.transport.pairwise import as_bytes, cut
 from horovod.transport.store_adapter import StoreForTorch
@@ -35,8 +35,6 @@ __all__ = ["DeviceTransport", "DeviceWork", "NcclTransport", "XcclTransport"]
 
 _FOREVER = timedelta(days=3650)  # the engine's stall inspector decides what takes too long
 _LOST_SECONDS = 1.0  # that others may take to notice that a rank is lost, after this library
-_WATCH_SECONDS = 0.2  # between looks at the other ranks, while the device works
-_LEAVE_SECONDS = 3.0  # that the device may take to finish what a rank needed that has left since
 _LOOK_SECONDS = 0.1  # between looks whether the ranks still come, while a group connects
 
 _c10d: Any = torch.distributed  # its stubs lack the backends that are built conditionally
@@ -70,7 +68,7 @@ class DeviceTransport(BreakableTransport):
         self.host = host  # the ranks' transport for host memory: it knows who is gone
         self._plans: dict[Any, Any] = {}  # options of an allreduce, by operator
         self._last: Any = None  # the work that was begun last
-        self._watch: _Watch | None = None
+        self._watch: DeviceWatch | None = None
         self._store = StoreForTorch(group.store, group.config.gloo_timeout_seconds)
         with _environment(self.settings):
             self._process_group: Any = self._make_group()
@@ -80,7 +78,7 @@ class DeviceTransport(BreakableTransport):
             self.close()
             raise
         if self.size > 1:
-            self._watch = _Watch(self)
+            self._watch = DeviceWatch(self)
 
     def _make_group(self) -> Any:
         """The process group of torch's, which connects with its first collective."""
@@ -97,6 +95,7 @@ class DeviceTransport(BreakableTransport):
 
         def meet() -> None:
             try:
+                use_device(self.device)
                 self.barrier()
             except BaseException as error:
                 failures.append(error)
@@ -410,48 +409,6 @@ class XcclTransport(DeviceTransport):
 
     name = "XCCL"
     backend = "ProcessGroupXCCL"
-
-
-class _Watch:
-    """A thread that looks whether all ranks live, while the device works.
-
-    A device that waits for a rank which is gone does so for ever, and with it the program. A device
-    that has failed (an assertion in a kernel, say) keeps those of the other ranks waiting as well:
-    asking it raises an error, which they are told.
-    """
-
-    def __init__(self, transport: DeviceTransport) -> None:
-        self._transport = weakref.ref(transport)
-        self._stopped = threading.Event()
-        name = f"hvd-{transport.name.lower()}-watch"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def _run(self) -> None:
-        busy_since: float | None = None
-        while not self._stopped.wait(_WATCH_SECONDS):
-            transport = self._transport()
-            if transport is None:
-                return
-            lost: HorovodInternalError | None = None
-            try:
-                if not transport.is_busy():
-                    busy_since = None
-                    continue
-                transport.host.check_peers()
-            except HorovodInternalError as error:
-                lost = error
-            except Exception as error:  # our own device has failed, and others wait for it
-                lost = transport.own_failure(error)
-            busy_since = busy_since or time.monotonic()
-            if lost is None and time.monotonic() - busy_since > _LEAVE_SECONDS:
-                lost, busy_since = transport.find_leaver(), None
-            if lost is not None:
-                transport.give_up(lost)
-                return
 
 
 def _has_failed(process_group: Any) -> bool:

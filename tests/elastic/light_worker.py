@@ -159,7 +159,8 @@ def reset() -> None:
 
 def say(text: str) -> None:
     topology = generation().topology
-    print(f"{text} worker {ME} rank {topology.rank} size {topology.size}", flush=True)
+    place = f"rank {topology.rank} size {topology.size} local rank {topology.local_rank}"
+    print(f"{text} worker {ME} {place}", flush=True)
 
 
 def train(state: ObjectState) -> None:

@@ -114,7 +114,7 @@ class Parts:
     def decide(self, *workers: int, kind: str = "start", min_np: int = 1) -> Decision:
         """A decision with places for these workers."""
         members = tuple(
-            Process(w, self.state.alive[w].host, joined=1, seat=seat)
+            dataclasses.replace(self.state.alive[w], joined=1, seat=seat)
             for seat, w in enumerate(workers)
         )
         decision = self.log.announce(Proposal(members, kind, min_np=min_np))

@@ -74,6 +74,11 @@ def test_rank_0_is_lost(tmp_path: Path):
             "w2": 1,
             "w3": 2,
         }
+        begun = re.findall(r"begin at \d+ worker (w\d) .*local rank (\d)", job.output)
+        ended = re.findall(r"end \d+ .*worker (w\d) .*local rank (\d)", job.output)
+        assert dict(ended) == {"w1": "1", "w2": "2", "w3": "0"}, "w3 has the slot of w0"
+        assert set(ended) <= set(begun), "each has the local rank that it had before"
+        assert dict(reversed(begun)).items() >= dict(ended).items(), "which is its first"
         assert "w0 (rank 0, localhost) failed: killed by SIGSEGV" in job.errors
         told = re.findall(
             r"^horovodrun: re-formed with (\d) ranks? in \d+\.\d s$", job.errors, re.M

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -23,7 +25,7 @@ def placed(*hosts: str, number: int = 1) -> JobState:
 def put(state: JobState, workers: list[int], number: int) -> None:
     state.decided(Decision(number, {}, "a test", "start"))
     members = [
-        Process(w, state.alive[w].host, joined=state.alive[w].joined or number, seat=seat)
+        dataclasses.replace(state.alive[w], joined=state.alive[w].joined or number, seat=seat)
         for seat, w in enumerate(workers)
     ]
     state.place(members, {worker: rank for rank, worker in enumerate(workers)})
@@ -121,6 +123,15 @@ def test_who_has_heard_of_a_decision_may_still_be_absent_from_its_generation():
     third.leaving = True
     assert state.behind(2) == []
     assert state.absent(2, 0) == [second]
+
+
+def test_who_joins_in_another_slot_exchanges_it_with_the_process_there():
+    state = placed("a")
+    late, early, elsewhere = state.new("a"), state.new("a"), state.new("b")
+    assert [p.index for p in (late, early, elsewhere)] == [1, 2, 0]
+    state.place([dataclasses.replace(early, joined=2, index=1)], {early.number: 1})
+    assert [p.index for p in (late, early, elsewhere)] == [2, 1, 0]
+    assert state.alive[0].index == 0
 
 
 def test_an_exit_has_the_rank_that_the_worker_knew():

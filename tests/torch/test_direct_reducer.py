@@ -94,6 +94,12 @@ class Training:
         return F.cross_entropy(model(inputs, self.uses_extra(step, rank)), targets)
 
 
+def distributed(model: nn.Module, lr: float = 0.1) -> Any:
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=lr), model.named_parameters()
+    )
+
+
 trainings = st.builds(
     Training,
     width=st.sampled_from([8, 40, 200]),
@@ -158,9 +164,7 @@ def gradients_are_views() -> list[Any]:
     model = Training().model()
     found: list[Any] = []
     with lanes():
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-        )
+        optimizer = distributed(model)
         for keeps in (False, False, True, True):
             optimizer.zero_grad(set_to_none=not keeps)
             Training().loss(model, 0, 0, hvd.rank()).backward()
@@ -182,9 +186,7 @@ def joins_early(epochs: int) -> tuple[list[float], list[torch.Tensor]]:
     model = training.model()
     last = []
     with lanes():
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters()
-        )
+        optimizer = distributed(model, lr=0.05)
         for epoch in range(epochs):
             for step in range(2 + hvd.rank()):
                 optimizer.zero_grad()
@@ -255,9 +257,7 @@ def changes_a_gradient(how: str) -> str:
     training = Training()
     model = training.model()
     with lanes():
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-        )
+        optimizer = distributed(model)
         for step in range(3):
             optimizer.zero_grad()
             training.loss(model, step, 0, hvd.rank()).backward()
@@ -294,9 +294,7 @@ def thaws() -> list[torch.Tensor]:
     model = training.model()
     model.body.requires_grad_(False)
     with lanes():
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-        )
+        optimizer = distributed(model)
         for step in range(5):
             model.body.requires_grad_(step >= 2)
             optimizer.zero_grad()
@@ -325,9 +323,7 @@ def in_a_graph() -> bool:
     training = Training()
     model = training.model()
     with lanes():
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-        )
+        optimizer = distributed(model)
         for step in range(2):
             optimizer.zero_grad()
             training.loss(model, step, 0, hvd.rank()).backward(create_graph=step == 1)
@@ -346,12 +342,7 @@ def two_optimizers() -> list[torch.Tensor]:
     torch.manual_seed(1)
     maker, judge = nn.Linear(4, 6), nn.Linear(6, 1)
     with lanes():
-        optimizers = [
-            hvd.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-            )
-            for model in (maker, judge)
-        ]
+        optimizers = [distributed(model) for model in (maker, judge)]
         for step in range(6):
             noise = torch.randn(5, 4, generator=torch.Generator().manual_seed(step + hvd.rank()))
             optimizers[1].zero_grad()
@@ -377,9 +368,7 @@ def ends_differently(rank: int, size: int, how: str) -> str:
     training = Training()
     model = training.model()
     with lanes():
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-        )
+        optimizer = distributed(model)
         for step in range(100):
             optimizer.zero_grad()
             training.loss(model, step, 0, rank).backward()
@@ -388,6 +377,8 @@ def ends_differently(rank: int, size: int, how: str) -> str:
             try:
                 if rank == 1 and step == 3 and how == "other operation":
                     hvd.broadcast(torch.ones(3), root_rank=1, name="something else")
+                if rank == 1 and step == 3 and how == "is killed":
+                    signal.pause()
                 if rank == 1 and step == 3 and how == "leaves":
                     hvd.shutdown()
                     return ""
@@ -398,25 +389,7 @@ def ends_differently(rank: int, size: int, how: str) -> str:
 
 
 def test_a_killed_rank_is_named() -> None:
-    def killed(rank: int, size: int) -> str:
-        if rank == 1:
-            hvd.init()
-            training = Training()
-            model = training.model()
-            with lanes():
-                optimizer = hvd.DistributedOptimizer(
-                    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-                )
-                for step in range(4):
-                    optimizer.zero_grad()
-                    training.loss(model, step, 0, rank).backward()
-                    if step < 3:
-                        optimizer.step()
-            tell("in the middle of a step")
-            signal.pause()
-        return ends_differently(rank, size, "killed")
-
-    with start_ranks(killed, 3, env=own_device) as ranks:
+    with start_ranks(ends_differently, 3, "is killed", env=own_device) as ranks:
         for rank in range(3):
             assert ranks.heard(rank) == "in the middle of a step"
         ranks.signal(1, signal.SIGKILL)
@@ -443,9 +416,7 @@ def many_optimizers(count: int) -> tuple[int, int]:
     """As in a search for parameters: each optimizer is dropped before the next is made."""
     for _ in range(count):
         model = nn.Linear(3, 2)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-        )
+        optimizer = distributed(model)
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.ones(4, 3)).sum().backward()
@@ -476,9 +447,7 @@ def has_a_broken_device(rank: int, size: int) -> str:
     training = Training()
     model = training.model()
     with lanes():
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-        )
+        optimizer = distributed(model)
         for step in range(3):
             optimizer.zero_grad()
             training.loss(model, step, 0, rank).backward()

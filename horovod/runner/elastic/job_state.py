@@ -48,7 +48,7 @@ class Process:
 
     number: int
     host: str
-    index: int = 0  # which of the host's slots it occupies
+    index: int = 0  # which of the host's slots it occupies; fixed once it has joined
     rank: int = 0  # its newest, or for a new one a guess
     pid: int = 0
     joined: int | None = None  # the first decision that had a place for it
@@ -222,7 +222,21 @@ class JobState:
             process = self.alive[worker.number]
             process.rank = process.ranks[self.number] = ranks[worker.number]
             process.joined, process.seat = worker.joined, worker.seat
+            self._move(process, worker.index)
         self.failed, self.left, self.finished = [], [], []
+
+    def _move(self, process: Process, index: int) -> None:
+        """Put a worker into a slot of its host.
+
+        A process that is there gets the worker's slot in exchange. It is one that has no place yet,
+        or none any more: the policy gives away no member's slot.
+        """
+        if process.index == index:
+            return
+        for other in self.on(process.host):
+            if other.index == index:
+                other.index = process.index
+        process.index = index
 
     def entered(self, process: Process, number: int, attempt: int) -> None:
         """A worker has come to meet the others; again, if there is an attempt before."""

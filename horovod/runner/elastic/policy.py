@@ -9,6 +9,10 @@ The rules, in the order in which they matter:
 - Survivors keep their processes and their state; the oldest becomes rank 0. Who dies is taken out
   of the job by a decision at once; whoever replaces it joins by a later one, when its process has
   started and waits for a place, so that nobody waits for imports.
+- A worker keeps its slot, and a replacement takes the lowest slot that is free on its host. Local
+  ranks follow the slots, so that every worker of a complete host has the local rank with which it
+  began, and with it a GPU that nobody else has chosen. Ranks follow the age instead: scripts may
+  broadcast from rank 0, which must therefore not be a new worker while others have the state.
 - A job begins with at least `num_proc` slots and uses all that are offered, up to `max_np`. With
   fewer than `min_np` workers the survivors wait, with their state, for others.
 - A host that is not offered any more, or offers fewer slots, loses its youngest workers; a
@@ -21,6 +25,7 @@ The rules, in the order in which they matter:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -96,22 +101,28 @@ def expect(state: JobState, limits: Limits) -> dict[int, Assignment]:
     ready_hosts = dataclasses.replace(state, resting=frozenset(), failures=[])
     more = _missing(ready_hosts, keep, new, limits)
     last = max((worker.number for worker in state.workers), default=0)
-    new += [Process(last + 1 + index, host) for index, host in enumerate(more)]
-    return arrange([*keep, *_seated(state, new)])
+    # Workers that are still to be started take the slots that the others leave free.
+    above = 1 + max((worker.index for worker in state.workers), default=-1)
+    new += [Process(last + 1 + n, host, above + n) for n, host in enumerate(more)]
+    return arrange([*keep, *_seated(state, keep, new)])
 
 
 def arrange(members: Iterable[Process]) -> dict[int, Assignment]:
-    """Places for workers: the oldest is rank 0, the ranks of a host are neighbours."""
+    """Assign ranks by age, with the ranks of a host side by side, and local ranks by slot."""
     by_host: dict[str, list[Process]] = {}
     for worker in sorted(members, key=lambda w: w.age):
         by_host.setdefault(worker.host, []).append(worker)
     hosts = [Host(name, len(workers)) for name, workers in by_host.items()]
-    ordered = [worker for workers in by_host.values() for worker in workers]
-    places = plan_slots(hosts, len(ordered))
-    return {
-        worker.number: Assignment(**dataclasses.asdict(place))
-        for worker, place in zip(ordered, places, strict=True)
-    }
+    planned = iter(plan_slots(hosts, sum(len(workers) for workers in by_host.values())))
+    places = {}
+    for workers in by_host.values():
+        here = list(itertools.islice(planned, len(workers)))
+        in_slot_order = sorted(workers, key=lambda w: w.index)
+        local_places = {w.number: place for w, place in zip(in_slot_order, here, strict=True)}
+        for worker, by_age in zip(workers, here, strict=True):
+            place = dataclasses.replace(local_places[worker.number], rank=by_age.rank)
+            places[worker.number] = Assignment(**dataclasses.asdict(place))
+    return places
 
 
 def _members(state: JobState) -> list[Process]:
@@ -184,7 +195,7 @@ def _propose(
         kind = "mixed" if joining else "removed"
     else:
         kind = "added"
-    joined = _seated(state, joining)
+    joined = _seated(state, keep, joining)
     return Proposal(
         members=tuple(sorted([*keep, *joined], key=lambda w: w.age)),
         kind=kind,
@@ -194,12 +205,26 @@ def _propose(
     )
 
 
-def _seated(state: JobState, joining: Sequence[Process]) -> list[Process]:
-    """Workers with their seats in the next decision: host by host."""
-    order = {host: index for index, host in enumerate(state.hosts)}
+def _seated(state: JobState, keep: Sequence[Process], joining: Sequence[Process]) -> list[Process]:
+    """Give workers that join the members `keep` their seats, host by host, and their slots.
+
+    A worker takes the lowest slot that no member of its host has. Nearly always that is the slot in
+    which it was started; it is a lower one if the worker there is late, or was lost meanwhile. Its
+    first local rank is then its slot, because all lower slots are occupied: a script that chooses a
+    GPU by it never chooses that of a member, whose slot is another one.
+    """
+    occupied: dict[str, set[int]] = {worker.host: set() for worker in joining}
+    for worker in keep:
+        occupied.setdefault(worker.host, set()).add(worker.index)
+    free = {
+        host: itertools.filterfalse(taken.__contains__, itertools.count())
+        for host, taken in occupied.items()
+    }
+    slots = {w.number: next(free[w.host]) for w in sorted(joining, key=lambda w: w.index)}
+    order = {host: position for position, host in enumerate(state.hosts)}
     ordered = sorted(joining, key=lambda w: (order.get(w.host, len(order)), w.number))
     return [
-        dataclasses.replace(worker, joined=state.number + 1, seat=seat)
+        dataclasses.replace(worker, joined=state.number + 1, seat=seat, index=slots[worker.number])
         for seat, worker in enumerate(ordered)
     ]
 
@@ -222,7 +247,7 @@ def _begin_without(state: JobState, limits: Limits) -> ElasticPlan:
     more_to_come = state.connecting or any(worker.ready_at is None for worker in state.workers)
     if start or more_to_come or not state.workers:
         return ElasticPlan(tuple(start))
-    return ElasticPlan(proposal=Proposal(tuple(_seated(state, state.workers)), "start"))
+    return ElasticPlan(proposal=Proposal(tuple(_seated(state, [], state.workers)), "start"))
 
 
 def _some_never_ran(state: JobState, limits: Limits) -> bool:
