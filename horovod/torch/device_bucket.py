@@ -58,7 +58,6 @@ class DeviceBucket:
     def reset(self) -> None:
         """Forget this step."""
         self.awaited = len(self.params)  # gradients that have not arrived yet
-        self.started = False
         self.work: DeviceWork | None = None
         self.timing: LaneTiming | None = None  # where it is noted how long it is waited for
         self._scale = 1.0
@@ -220,7 +219,6 @@ class DeviceBucket:
     def begin(self, work: DeviceWork, scale: float) -> None:
         """The reduction is under way; its result is to be multiplied by `scale` in the end."""
         self.work, self._scale = work, scale
-        self.started = True
 
     def is_reduced(self) -> bool:
         """Whether the device has finished the reduction."""

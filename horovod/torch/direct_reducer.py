@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 
 import torch
 
@@ -82,7 +83,8 @@ class DirectReducer:
             backward: How long backward takes from the first gradient on.
         """
         sizes = [bucket.nbytes for bucket in self.buckets]
-        hidden = backward / seconds * sum(sizes) if seconds > 0 else float("inf")
+        is_known = 0 < seconds < inf
+        hidden = backward / seconds * sum(sizes) if is_known else inf
         parts = zip(self.buckets, begun_early(sizes, hidden), strict=True)
         early = [bucket for bucket, part in parts if part > bucket.nbytes // 2]
         held = [bucket for bucket in self.buckets if bucket not in early]
@@ -122,9 +124,10 @@ class DirectReducer:
         """
         if self._timing is not None:
             self._timing.end_backward()
-        confirmation, self._confirmation = self._confirmation, None
-        if confirmation is not None:
-            confirmation.wait()
+        if self._released is not None:  # whose buckets have all been settled since
+            self._released.complete()
+            self._released = None
+        self.finish_comparison()
         while self._next < len(self._order):
             self._begin_next()
         self._confirmation = self.lane.confirm(self._plan)
@@ -152,12 +155,16 @@ class DirectReducer:
 
     def release(self) -> LaneTiming | None:
         """Begin what is left, and leave it to the caller to settle each bucket."""
-        if self._released is not None:
-            self._released.complete()
         self._released = timing = self._start_rest()
         for bucket in self.buckets:
             bucket.timing = timing
         return timing
+
+    def finish_comparison(self) -> None:
+        """Wait until the ranks have compared what the last step began; raises what came of it."""
+        confirmation, self._confirmation = self._confirmation, None
+        if confirmation is not None:
+            confirmation.wait()
 
     @property
     def last_timing(self) -> LaneTiming | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -198,8 +199,9 @@ class GradientReducer(Reducer):
             if isinstance(failure, HorovodInternalError):
                 self._agreed_in = self._direct = None  # if there is a next step, it agrees anew
             raise failure
-        if self._trial is not None and timing is not None:
-            least = self._trial.least(timing.measure)
+        if self._trial is not None:
+            # A rank without gradients in this step has nothing to show, but counts the step, too.
+            least = self._trial.least(_nothing_shown if timing is None else timing.measure)
             if least is not None:
                 self._trial = None
                 direct.hold_back(*least)
@@ -371,6 +373,8 @@ class GradientReducer(Reducer):
 
     def _make_direct(self, lane: Lane, overlap: bool, most: int) -> None:
         """Buckets of up to `most` bytes on the lane."""
+        if self._direct is not None:
+            self._direct.finish_comparison()  # or the next would bear the same name
         terms = self._submitter.lane_terms()
         assert terms is not None
         buckets = make_buckets(
@@ -481,3 +485,8 @@ class GradientReducer(Reducer):
             runtime.name_members(bucket.name, names)
             self._buckets.append(bucket)
         self._bucket_of = {self._index[param]: b for b in self._buckets for _, param in b.params}
+
+
+def _nothing_shown() -> tuple[float, float]:
+    """What counts for nothing where the least of some times is looked for."""
+    return inf, inf

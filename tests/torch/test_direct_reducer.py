@@ -253,6 +253,60 @@ def test_overlap_forward_gives_the_same_parameters(pool: RankPool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def some_steps_without_gradients(delayed: bool) -> list[torch.Tensor]:
+    """A rank that has no data in a step calls step() all the same."""
+    training = Training(width=200)
+    model = training.model()
+    with lanes():
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.01),
+            model.named_parameters(),
+            **({"overlap_forward": model} if delayed else {}),
+        )
+        for step in range(24):
+            optimizer.zero_grad()
+            if step % 5 != 3 or hvd.rank() == 0:
+                training.loss(model, step, 0, hvd.rank()).backward()
+            optimizer.step()
+            if step == 20:
+                optimizer.synchronize()
+    return parameters(model)
+
+
+def test_steps_in_which_a_rank_has_no_gradients(pool: RankPool) -> None:
+    plain = pool.run(some_steps_without_gradients, False)
+    delayed = pool.run(some_steps_without_gradients, True)
+    for found in (*plain, *delayed):
+        assert all(torch.equal(a, b) for a, b in zip(plain[0], found, strict=True))
+
+
+def tunes_itself() -> tuple[bool, list[torch.Tensor]]:
+    """Autotuning makes the buckets anew between two steps."""
+    training = Training(width=200)
+    model = training.model()
+    with lanes():
+        optimizer = distributed(model, lr=0.01)
+        for step in range(200):
+            optimizer.zero_grad()
+            training.loss(model, step, 0, hvd.rank()).backward()
+            optimizer.step()
+        return optimizer._reducer.is_tuning(), parameters(model)
+
+
+def test_autotuning() -> None:
+    knobs = {
+        "HOROVOD_AUTOTUNE": "1",
+        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
+        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "3",
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "4",
+    }
+    pool = RankPool(2, env=lambda rank: own_device(rank) | knobs)
+    (still, first), (_, second) = pool.run(tunes_itself)
+    pool.close()
+    assert not still
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def changes_a_gradient(how: str) -> str:
     training = Training()
     model = training.model()
