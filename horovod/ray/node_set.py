@@ -150,7 +150,8 @@ class NodeSet(HostSet):
         )
         info = actor.describe.remote()
         if request.needs.use_gpu:
-            actor.share_gpus.remote(self._local_rank(name), int(found["Resources"].get("GPU", 0)))
+            # Its local rank will be its slot, unless others come or go before it begins.
+            actor.share_gpus.remote(index, int(found["Resources"].get("GPU", 0)))
         settings = request.settings
         joined = actor.join.remote(
             {
@@ -165,10 +166,6 @@ class NodeSet(HostSet):
         )
         self._workers[worker] = _Worker(worker, node, actor, info)
         self._when_done(joined, "joined", worker)
-
-    def _local_rank(self, name: str) -> int:
-        """What a new worker's will be, unless others come or go before it begins."""
-        return sum(worker.node.name == name for worker in self._workers.values())
 
     def _later_could_not_start(self, worker: int, why: str) -> None:
         self._supervisor.call_later(0.0, lambda: self._the_driver.could_not_start(worker, why))

@@ -102,6 +102,15 @@ def test_the_oldest_is_rank_0_although_a_new_worker_has_local_rank_0():
     assert across == {1: (0, 2), 4: (0, 2), 2: (1, 2), 3: (1, 2)}
 
 
+def test_replacements_that_join_together_have_the_slots_in_which_they_were_started():
+    job = running({"a": 4})
+    job.kill(1, 3)
+    job.kill(2)
+    assert {worker: job.expected[worker].local_rank for worker in (4, 5, 6)} == {4: 1, 5: 3, 6: 2}
+    job.make_ready(4, 5, 6)
+    assert job.local_ranks() == {0: 0, 4: 1, 6: 2, 5: 3}
+
+
 def test_who_is_ready_first_takes_the_lowest_slot():
     """Its script chooses a GPU by that slot at once; who is late must choose another one."""
     job = running({"a": 4})
@@ -173,10 +182,8 @@ class AnyFate(RuleBasedStateMachine):
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
         state = self.job.state
-        lost = self.pick(data, list(state.alive.values()))
-        if not state.met and lost == set(state.alive):
-            lost.pop()  # a job whose workers are all lost before they met is over
-        self.job.kill(*lost)
+        state.fruitless = 0  # this job never gives up
+        self.job.kill(*self.pick(data, list(state.alive.values())))
 
     @precondition(lambda self: self.job.state.members())
     @rule(data=st.data())
