@@ -226,6 +226,7 @@ class Channel:
 
     def close(self, error: HorovodInternalError) -> None:
         """Stop: pending requests fail with `error`, the background thread ends."""
+        self._let_comparisons_end()
         left = self.queue.close(error)
         self._background.close()
         for request in left:
@@ -243,6 +244,18 @@ class Channel:
                 self.driving.release()
                 self.waiters.tell()
             self._background.join(_LONGEST_GOODBYE)
+            self.lanes.clear()  # each is a cycle with this channel, which would keep shared memory
+
+    def _let_comparisons_end(self) -> None:
+        """Let the ranks compare what the last step has begun on a lane.
+
+        Its results are there already, on this rank. Others, which come to it only now, would take
+        the end of an orderly job for the loss of a rank.
+        """
+        deadline = time.monotonic() + _LONGEST_GOODBYE
+        for request in self.queue.copy():
+            if request.kind is Kind.CONFIRM and self.failure is None:
+                self.wait_beside(request, max(0.0, deadline - time.monotonic()))
 
     def after_fork_in_child(self, reason: str) -> None:
         """Nothing runs in a forked child, not even what was prepared in its parent."""

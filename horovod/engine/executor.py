@@ -65,7 +65,10 @@ class Executor:
         self.size = transport.size
 
     def close(self) -> None:
+        self.on_device_failure = None
         for transport in self._transports():
+            if isinstance(transport, DeviceTransport):
+                transport.on_failure = None  # a cycle, which would keep the memory for a while
             transport.close()
 
     def abort(self, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
+from horovod.engine.lane import Lane, LanePlan
 from horovod.engine.runtime import runtime
 from horovod.transport.farewells import await_farewells
 from tests.ranks import RankPool, listen, run_ranks, start_ranks, tell
@@ -530,3 +532,37 @@ def test_a_device_that_fails_is_named_on_the_other_ranks() -> None:
     for outcome in outcomes:
         assert outcome.error is None, outcome.describe()
         assert "rank 1 failed in GLOO on cpu: device-side assert triggered" in outcome.result
+
+
+def ends_at_once(rank: int, size: int) -> str:
+    """Every rank shuts down right after its last step, to which the second comes later."""
+    hvd.init()
+    training = Training()
+    model = training.model()
+    confirm = Lane.confirm
+
+    def confirm_late(lane: Lane, plan: LanePlan) -> Any:
+        listen()
+        return confirm(lane, plan)
+
+    with lanes():
+        optimizer = distributed(model)
+        for step in range(4):
+            optimizer.zero_grad()
+            training.loss(model, step, 0, rank).backward()
+            # All that it has begun is then complete, but the ranks have not compared it.
+            late = mock.patch.object(Lane, "confirm", confirm_late)
+            with late if step == 3 and rank == 1 else contextlib.nullcontext():
+                optimizer.step()
+        tell("about to shut down")
+        if rank == 1:
+            direct(optimizer).finish_comparison()
+        hvd.shutdown()
+    return "trained"
+
+
+def test_the_first_to_shut_down_is_not_taken_for_lost() -> None:
+    with start_ranks(ends_at_once, 2, env=own_device) as ranks:
+        assert ranks.heard(0) == "about to shut down"
+        ranks.say()
+        assert ranks.results() == ["trained", "trained"]
