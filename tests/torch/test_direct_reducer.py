@@ -564,5 +564,6 @@ def ends_at_once(rank: int, size: int) -> str:
 def test_the_first_to_shut_down_is_not_taken_for_lost() -> None:
     with start_ranks(ends_at_once, 2, env=own_device) as ranks:
         assert ranks.heard(0) == "about to shut down"
+        ranks.wait_until_blocked(0)  # it waits for the other
         ranks.say()
         assert ranks.results() == ["trained", "trained"]
