@@ -108,20 +108,20 @@ class DeviceTransport(BreakableTransport):
             thread.join(_LOOK_SECONDS)
             if not thread.is_alive():
                 break
-            problem: HorovodInternalError | None = None
             try:
                 self.group.check_meeting()
-            except HorovodInternalError as error:
-                problem = error
-            if problem is None and time.monotonic() > deadline:
-                problem = HorovodInternalError(
-                    f"{self.group.describe(self.rank)} could not connect with the other ranks by "
-                    f"{self.name} on {self.device} within {seconds:g} s "
-                    f"(HOROVOD_GLOO_TIMEOUT_SECONDS): see what {self.name}_DEBUG=INFO prints, and "
-                    f"choose the network by {self.name}_SOCKET_IFNAME if there are several"
+            except Exception as error:
+                self._break(self.own_failure(error))
+                raise
+            if time.monotonic() > deadline:
+                raise self._break(
+                    HorovodInternalError(
+                        f"{self.group.describe(self.rank)} could not connect with the other ranks "
+                        f"by {self.name} on {self.device} within {seconds:g} s "
+                        f"(HOROVOD_GLOO_TIMEOUT_SECONDS): see what {self.name}_DEBUG=INFO prints, "
+                        f"and choose the network by {self.name}_SOCKET_IFNAME if there are several"
+                    )
                 )
-            if problem is not None:
-                raise self._break(problem)
         if failures:
             raise failures[0]
 

@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from horovod.transport.process_group import DeviceTransport
 from horovod.transport.tcp import TcpTransport
 from tests.rank_process import listen
 from tests.ranks import PATIENCE, Ranks, run_ranks, start_ranks, tell
+from tests.transport import device_stand_in
 from tests.transport.kinds import KINDS, WORLD, build, connect, whole_group
 
 COUNTS = [3, 300_000]  # elements: a tensor that travels with its announcement, and one in pieces
@@ -243,3 +246,31 @@ def test_close_ends_a_call_of_another_thread() -> None:
         ranks.say()
     assert outcome.error is None, outcome.describe()
     assert "shut down during a collective" in outcome.result
+
+
+def one_missing_on_devices(rank: int, size: int) -> str:
+    """All tell what device they have, and then the last one does not come."""
+    group = whole_group(rank, size, connect())
+    host = TcpTransport(replace(group, store=PrefixStore(group.store, "host/")))
+    impatient = replace(group, config=replace(group.config, gloo_timeout_seconds=2.0))
+    if rank == size - 1:
+        stays_away = mock.patch.object(
+            device_stand_in.GlooInNcclsPlace, "barrier", side_effect=listen
+        )
+        with stays_away:
+            device_stand_in.build(group, host)
+        return ""
+    with pytest.raises(HorovodInternalError) as caught:
+        device_stand_in.build(impatient, host)
+    tell("given up")
+    return str(caught.value)
+
+
+def test_a_device_transport_gives_up_connecting() -> None:
+    with start_ranks(one_missing_on_devices, 2) as ranks:
+        assert ranks.heard(0) == "given up"
+        (outcome,) = ranks.wait(ranks=[0])
+    assert outcome.error is None, outcome.describe()
+    assert "rank 10 could not connect with the other ranks by GLOO on cpu" in outcome.result
+    assert "HOROVOD_GLOO_TIMEOUT_SECONDS" in outcome.result
+    assert "GLOO_SOCKET_IFNAME" in outcome.result
