@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError, fresh_copy
+from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.background import BackgroundThread
 from horovod.engine.executor import Executor
 from horovod.engine.lane import Lane
@@ -100,10 +100,8 @@ class Channel:
         return self._executor.transport_on(device)
 
     def check_devices(self) -> None:
-        """Raise if an operation has failed, also one that a device was still about."""
+        """Raise if what a device did was ended in the middle."""
         self._executor.check_devices()
-        if self.failure is not None:
-            raise fresh_copy(self.failure)
 
     # -- lanes -----------------------------------------------------------------------------
 

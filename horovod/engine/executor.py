@@ -84,9 +84,10 @@ class Executor:
         return [*list(self._lanes.values()), *devices, self.transport]
 
     def check_devices(self) -> None:
-        """Raise if what a device did has been given up: transports know before the device does."""
+        """Raise if what a device did was ended in the middle: see `DeviceTransport.interrupted`."""
         for transport in self._transports():
-            transport.check_usable()
+            if isinstance(transport, DeviceTransport) and transport.interrupted:
+                transport.check_usable()
 
     # -- lanes -----------------------------------------------------------------------------
 

@@ -234,10 +234,10 @@ class Runtime(Submission):
         return self.channel(set_id).open_lane(name, device)
 
     def check_devices(self) -> None:
-        """Raise if an operation has failed, in any set.
+        """Raise if a device was interrupted in the middle of an operation, in any set.
 
-        Whoever has waited for a device calls this before the result is relied on: what the device
-        did may have been aborted in the middle, because a rank was lost.
+        Whoever has waited for a device calls this before the result is relied on: the operation may
+        have been aborted, because a rank was lost.
         """
         job = self._job
         for channel in list(job.channels.values()) if job is not None else ():

@@ -68,6 +68,7 @@ class DeviceTransport(BreakableTransport):
         self.host = host  # the ranks' transport for host memory: it knows who is gone
         self._plans: dict[Any, Any] = {}  # options of an allreduce, by operator
         self._last: Any = None  # the work that was begun last
+        self._was_idle = False  # whether that was finished when the transport broke
         self._watch: DeviceWatch | None = None
         self._store = StoreForTorch(group.store, group.config.gloo_timeout_seconds)
         with _environment(self.settings):
@@ -335,12 +336,24 @@ class DeviceTransport(BreakableTransport):
         """Break the transport, for this reason if nobody posted another. Any thread may call."""
         self._break(self._board.look() or failure)
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether the device had not finished when the transport broke: then results are nonsense.
+
+        It is known before the device is free again. Until it is known, it counts as true.
+        """
+        return self._failure is not None and not self._closed and not self._was_idle
+
     def _wake(self, failure: HorovodInternalError) -> None:
         """End what runs on our device; the engine of every other rank calls it there as well.
 
         The device is free again within moments. The library takes longer to let go of its threads
         and connections: nobody waits for that, unless it never comes to an end.
         """
+        try:
+            self._was_idle = not self.is_busy()
+        except Exception:  # the device itself has failed
+            self._was_idle = False
         process_group, self._process_group, self._last = self._process_group, None, None
         if process_group is not None:
             me = self.group.describe(self.rank)

@@ -567,3 +567,35 @@ def test_the_first_to_shut_down_is_not_taken_for_lost() -> None:
         ranks.wait_until_blocked(0)  # it waits for the other
         ranks.say()
         assert ranks.results() == ["trained", "trained"]
+
+
+def saves_after_an_abort(in_flight: bool) -> str:
+    """A state is worth keeping after an abort, unless it came in the middle of a step."""
+    training = Training()
+    model = training.model()
+    with lanes():
+        optimizer = distributed(model)
+        state = hvd.elastic.TorchState(model, optimizer, step=0)
+        for step in range(3):
+            optimizer.zero_grad()
+            training.loss(model, step, 0, hvd.rank()).backward()
+            optimizer.step()
+        direct(optimizer).finish_comparison()
+        state.step = 3
+        busy = mock.patch.object(device_stand_in.Work, "is_completed", return_value=not in_flight)
+        with busy:
+            direct(optimizer).lane.abort(HorovodInternalError("enough"))
+            try:
+                state.save()
+            except HorovodInternalError as error:
+                return f"{error}, step {state._saved_state['step']}"
+    return f"saved, step {state._saved_state['step']}"
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "outcome"), [(False, "saved, step 3"), (True, "enough, step 0")]
+)
+def test_what_was_aborted_in_the_middle_is_not_committed(in_flight: bool, outcome: str) -> None:
+    pool = RankPool(2, env=own_device)
+    assert pool.run(saves_after_an_abort, in_flight) == [outcome, outcome]
+    pool.close(orderly=False)
