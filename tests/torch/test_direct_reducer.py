@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional as F
 
 import horovod.torch as hvd
-from horovod.common.exceptions import HorovodInternalError
-from horovod.engine.lane import Lane, LanePlan
-from horovod.engine.runtime import runtime
-from horovod.transport.farewells import await_farewells
-from tests.ranks import RankPool, listen, run_ranks, start_ranks, tell
-from tests.torch.direct import direct, lanes, own_device, parameters
-from tests.transport import device_stand_in
+from tests.ranks import RankPool
+from tests.torch.direct import Training, direct, distributed, lanes, own_device, parameters
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -39,67 +28,6 @@ def pair() -> Iterator[RankPool]:
     pool = RankPool(2, env=own_device)
     yield pool
     pool.close()
-
-
-class Model(nn.Module):
-    """Parameters of several sizes, layouts and types, one of them not used in every step."""
-
-    def __init__(self, width: int, channels_last: bool = False, half: bool = False) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.body = nn.Sequential(nn.Linear(8 * 16, width), nn.Tanh(), nn.Linear(width, width))
-        self.extra = nn.Linear(width, width)
-        self.head = nn.Linear(width, 4)
-        if channels_last:
-            self.conv = self.conv.to(memory_format=torch.channels_last)
-        if half:
-            self.extra = self.extra.to(torch.bfloat16)
-
-    def forward(self, inputs: torch.Tensor, uses_extra: bool = True) -> torch.Tensor:
-        x = self.body(torch.tanh(self.conv(inputs)).flatten(1))
-        if uses_extra:
-            x = x + self.extra(x.to(self.extra.weight.dtype)).to(x.dtype)
-        return self.head(torch.tanh(x))
-
-
-@dataclass(frozen=True)
-class Training:
-    """A training that is the same on one process and on many, within rounding."""
-
-    width: int = 40
-    channels_last: bool = False
-    half: bool = False
-    compression: str = "none"
-    predivide: float = 1.0
-    passes: int = 1
-    keeps_gradients: bool = False
-    skips_extra: bool = False  # in every other step, on the first rank only
-    groups: int | None = None
-    steps: int = 4
-
-    def model(self) -> Model:
-        torch.manual_seed(1)
-        return Model(self.width, self.channels_last, self.half)
-
-    def batch(self, step: int, part: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
-        return (
-            torch.randn(4, 3, 4, 4, generator=generator),
-            torch.randint(4, (4,), generator=generator),
-        )
-
-    def uses_extra(self, step: int, rank: int) -> bool:
-        return not (self.skips_extra and step % 2 and rank == 0)
-
-    def loss(self, model: Model, step: int, part: int, rank: int) -> torch.Tensor:
-        inputs, targets = self.batch(step, part, rank)
-        return F.cross_entropy(model(inputs, self.uses_extra(step, rank)), targets)
-
-
-def distributed(model: nn.Module, lr: float = 0.1) -> Any:
-    return hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=lr), model.named_parameters()
-    )
 
 
 trainings = st.builds(
@@ -417,185 +345,3 @@ def two_optimizers() -> list[torch.Tensor]:
 def test_two_optimizers(pair: RankPool) -> None:
     first, second = pair.run(two_optimizers)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def ends_differently(rank: int, size: int, how: str) -> str:
-    hvd.init()
-    training = Training()
-    model = training.model()
-    with lanes():
-        optimizer = distributed(model)
-        for step in range(100):
-            optimizer.zero_grad()
-            training.loss(model, step, 0, rank).backward()
-            if step == 3:
-                tell("in the middle of a step")
-            try:
-                if rank == 1 and step == 3 and how == "other operation":
-                    hvd.broadcast(torch.ones(3), root_rank=1, name="something else")
-                if rank == 1 and step == 3 and how == "is killed":
-                    signal.pause()
-                if rank == 1 and step == 3 and how == "leaves":
-                    hvd.shutdown()
-                    return ""
-                optimizer.step()
-            except HorovodInternalError as error:
-                return str(error)
-    return "it went on"
-
-
-def test_a_killed_rank_is_named() -> None:
-    with start_ranks(ends_differently, 3, "is killed", env=own_device) as ranks:
-        for rank in range(3):
-            assert ranks.heard(rank) == "in the middle of a step"
-        ranks.signal(1, signal.SIGKILL)
-        outcomes = ranks.wait(ranks=[0, 2])
-    for outcome in outcomes:
-        assert outcome.error is None, outcome.describe()
-        assert "rank 1" in outcome.result
-        assert "died" in outcome.result
-
-
-def test_a_rank_that_does_something_else_is_named() -> None:
-    first, second = run_ranks(ends_differently, 2, "other operation", env=own_device)
-    for message in (first, second):
-        assert "'something else'" in message
-        assert "'DistributedOptimizer.0'" in message
-
-
-def test_a_rank_that_leaves_is_named() -> None:
-    first, _ = run_ranks(ends_differently, 2, "leaves", env=own_device)
-    assert "rank 1 has shut down Horovod" in first
-
-
-def many_optimizers(count: int) -> tuple[int, int]:
-    """As in a search for parameters: each optimizer is dropped before the next is made."""
-    for _ in range(count):
-        model = nn.Linear(3, 2)
-        optimizer = distributed(model)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(4, 3)).sum().backward()
-            optimizer.step()
-        direct(optimizer)
-        del model, optimizer
-        gc.collect()
-    await_farewells()
-    job = runtime._job
-    assert job is not None
-    executor = job.channels[0]._executor
-    return len(job.channels[0].lanes), len(executor._lanes)
-
-
-def lanes_of_many_optimizers() -> tuple[int, int]:
-    with lanes():
-        return many_optimizers(8)
-
-
-def test_lanes_are_closed_when_their_optimizers_are_gone(pair: RankPool) -> None:
-    before, after = pair.run(lanes_of_many_optimizers), pair.run(lanes_of_many_optimizers)
-    assert before == after, "communicators are leaking"
-
-
-def has_a_broken_device(rank: int, size: int) -> str:
-    """Rank 1's device fails in the middle of a step, of which its program says nothing."""
-    hvd.init()
-    training = Training()
-    model = training.model()
-    with lanes():
-        optimizer = distributed(model)
-        for step in range(3):
-            optimizer.zero_grad()
-            training.loss(model, step, 0, rank).backward()
-            optimizer.step()
-        tell("trained")
-        if rank == 1:
-            error = RuntimeError("device-side assert triggered")
-            with mock.patch.object(device_stand_in.Work, "is_completed", side_effect=error):
-                listen()
-            return ""
-        optimizer.zero_grad()
-        training.loss(model, 3, 0, rank).backward()
-        try:
-            optimizer.step()
-        except HorovodInternalError as error:
-            return str(error)
-    return "it went on"
-
-
-def test_a_device_that_fails_is_named_on_the_other_ranks() -> None:
-    with start_ranks(has_a_broken_device, 3, env=own_device) as ranks:
-        for rank in range(3):
-            assert ranks.heard(rank) == "trained"
-        outcomes = ranks.wait(ranks=[0, 2])
-        ranks.say()
-    for outcome in outcomes:
-        assert outcome.error is None, outcome.describe()
-        assert "rank 1 failed in GLOO on cpu: device-side assert triggered" in outcome.result
-
-
-def ends_at_once(rank: int, size: int) -> str:
-    """Every rank shuts down right after its last step, to which the second comes later."""
-    hvd.init()
-    training = Training()
-    model = training.model()
-    confirm = Lane.confirm
-
-    def confirm_late(lane: Lane, plan: LanePlan) -> Any:
-        listen()
-        return confirm(lane, plan)
-
-    with lanes():
-        optimizer = distributed(model)
-        for step in range(4):
-            optimizer.zero_grad()
-            training.loss(model, step, 0, rank).backward()
-            # All that it has begun is then complete, but the ranks have not compared it.
-            late = mock.patch.object(Lane, "confirm", confirm_late)
-            with late if step == 3 and rank == 1 else contextlib.nullcontext():
-                optimizer.step()
-        tell("about to shut down")
-        if rank == 1:
-            direct(optimizer).finish_comparison()
-        hvd.shutdown()
-    return "trained"
-
-
-def test_the_first_to_shut_down_is_not_taken_for_lost() -> None:
-    with start_ranks(ends_at_once, 2, env=own_device) as ranks:
-        assert ranks.heard(0) == "about to shut down"
-        ranks.wait_until_blocked(0)  # it waits for the other
-        ranks.say()
-        assert ranks.results() == ["trained", "trained"]
-
-
-def saves_after_an_abort(in_flight: bool) -> str:
-    """A state is worth keeping after an abort, unless it came in the middle of a step."""
-    training = Training()
-    model = training.model()
-    with lanes():
-        optimizer = distributed(model)
-        state = hvd.elastic.TorchState(model, optimizer, step=0)
-        for step in range(3):
-            optimizer.zero_grad()
-            training.loss(model, step, 0, hvd.rank()).backward()
-            optimizer.step()
-        direct(optimizer).finish_comparison()
-        state.step = 3
-        busy = mock.patch.object(device_stand_in.Work, "is_completed", return_value=not in_flight)
-        with busy:
-            direct(optimizer).lane.abort(HorovodInternalError("enough"))
-            try:
-                state.save()
-            except HorovodInternalError as error:
-                return f"{error}, step {state._saved_state['step']}"
-    return f"saved, step {state._saved_state['step']}"
-
-
-@pytest.mark.parametrize(
-    ("in_flight", "outcome"), [(False, "saved, step 3"), (True, "enough, step 0")]
-)
-def test_what_was_aborted_in_the_middle_is_not_committed(in_flight: bool, outcome: str) -> None:
-    pool = RankPool(2, env=own_device)
-    assert pool.run(saves_after_an_abort, in_flight) == [outcome, outcome]
-    pool.close(orderly=False)
