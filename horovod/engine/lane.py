@@ -10,7 +10,7 @@ compare what they have begun (`confirm`), while the device works.
 - Ranks that have begun different things, or one of which is lost, get an error that says so, and
   the lane is aborted, for otherwise the device would wait for ever.
 - When nobody talks to the other ranks, because the program itself waits for the device, the
-  transport looks whether they are still there (`horovod.transport.process_group`).
+  transport looks whether they are still there (`horovod.transport.device_watch`).
 
 Made by a channel (`Channel.open_lane`), used by `horovod.torch.direct_reducer`.
 """
@@ -73,7 +73,6 @@ class Lane:
     ) -> None:
         self.name = name
         self.device = transport.device
-        self.size = transport.size
         self.counters = counters  # None: nobody counts
         self._channel = channel
         self._transport = transport

@@ -19,6 +19,7 @@ from horovod.transport.base import Transport
 
 _WATCH_SECONDS = 0.2  # between looks at the other ranks, while the device works
 _LEAVE_SECONDS = 3.0  # that the device may take to finish what a rank needed that has left since
+_REPORTED = "the library has reported an error: what it printed to stderr says which"
 
 
 class WatchedTransport(Protocol):
@@ -29,6 +30,9 @@ class WatchedTransport(Protocol):
 
     def is_busy(self) -> bool:
         """Whether the device has still to finish something."""
+
+    def has_failed(self) -> bool:
+        """Whether the library has reported an error."""
 
     def own_failure(self, error: BaseException) -> HorovodInternalError:
         """Return the error for everybody where this rank's device or library has failed."""
@@ -73,6 +77,8 @@ class DeviceWatch:
             busy_since = busy_since or time.monotonic()
             if lost is None and time.monotonic() - busy_since > _LEAVE_SECONDS:
                 lost, busy_since = transport.find_leaver(), None
+                if lost is None and transport.has_failed():  # and nobody else knows of anything
+                    lost = transport.own_failure(RuntimeError(_REPORTED))
             if lost is not None:
                 transport.give_up(lost)
                 return

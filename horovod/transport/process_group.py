@@ -197,10 +197,13 @@ class DeviceTransport(BreakableTransport):
         To torch, work is complete as well when the library has reported an error, although the
         device still waits.
         """
-        work, process_group = self._last, self._process_group
-        if work is None or process_group is None:
-            return False
-        return not work.is_completed() or _has_failed(process_group)
+        work = self._last
+        return work is not None and (not work.is_completed() or self.has_failed())
+
+    def has_failed(self) -> bool:
+        """Whether the library has reported an error, as far as this version of torch tells."""
+        find_error = getattr(self._process_group, "get_error", None)
+        return find_error is not None and find_error().name != "SUCCESS"
 
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
@@ -422,12 +425,6 @@ class XcclTransport(DeviceTransport):
 
     name = "XCCL"
     backend = "ProcessGroupXCCL"
-
-
-def _has_failed(process_group: Any) -> bool:
-    """Whether the library has reported an error, as far as this version of torch tells."""
-    find_error = getattr(process_group, "get_error", None)
-    return find_error is not None and find_error().name != "SUCCESS"
 
 
 def _put_back(result: torch.Tensor, target: torch.Tensor) -> None:

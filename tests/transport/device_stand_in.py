@@ -13,6 +13,7 @@ import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -62,6 +63,11 @@ class Abortable:
         self._group = group
         self._descriptors = descriptors
         self._queue = ThreadPoolExecutor(1, "hvd-test-device")
+        self.error = "SUCCESS"
+
+    def get_error(self) -> Any:
+        """What torch says that the library has reported."""
+        return SimpleNamespace(name=self.error)
 
     def _enqueue(self, function: Callable[..., None], *arguments: Any) -> Work:
         return Work(self._queue.submit(function, *arguments))

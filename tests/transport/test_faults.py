@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 from collections.abc import Callable
@@ -274,3 +275,21 @@ def test_a_device_transport_gives_up_connecting() -> None:
     assert "rank 10 could not connect with the other ranks by GLOO on cpu" in outcome.result
     assert "HOROVOD_GLOO_TIMEOUT_SECONDS" in outcome.result
     assert "GLOO_SOCKET_IFNAME" in outcome.result
+
+
+def reports_an_error(rank: int, size: int) -> str:
+    """The library of the first rank has an error, although nobody is lost."""
+    transport = build("device", rank, connect())
+    assert isinstance(transport, DeviceTransport)
+    broken: queue.Queue[str] = queue.Queue()
+    transport.on_failure = lambda failure: broken.put(str(failure))
+    if rank == 0:
+        transport._process_group.error = "COMM_ERROR"
+    return broken.get(timeout=PATIENCE)
+
+
+def test_an_error_that_a_library_reports_is_not_waited_out() -> None:
+    with start_ranks(reports_an_error, 2) as ranks:
+        (outcome,) = ranks.wait(ranks=[0])
+    assert outcome.error is None, outcome.describe()
+    assert "rank 10 failed in GLOO on cpu: the library has reported an error" in outcome.result
