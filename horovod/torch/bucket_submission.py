@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -21,19 +20,12 @@ from horovod.engine.runtime import runtime
 from horovod.engine.scaling import sum_and_scale
 from horovod.torch.buckets import Bucket, Named, Part
 from horovod.torch.compression import NARROW, Compressor, NoneCompressor, wire_type
+from horovod.torch.device_bucket import LaneTerms
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
 from horovod.torch.layouts import cut_at, flat, laid_out_like, memory_shape
 from horovod.torch.sparse import sparse_allreduce_async, sparse_tensor
 
 Parameter = torch.nn.Parameter
-
-
-class LaneTerms(NamedTuple):
-    """How the gradients of an optimizer are reduced on a lane."""
-
-    prescale: float  # what they are multiplied by before they are summed up,
-    scale: float  # and the sums
-    wire: torch.dtype | None  # the narrower type in which they travel, if any
 
 
 class BucketSubmitter:

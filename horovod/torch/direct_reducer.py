@@ -2,9 +2,10 @@
 
 Used by `horovod.torch.gradients` once the ranks have agreed on an order, where all gradients are on
 devices and the device's library (NCCL, XCCL) reduces them. Nothing is asked of the other ranks and
-no other thread is woken: the hook packs the bucket and puts the reduction into the library's queue
-(`horovod.engine.lane`). `finish` lets the device, and not the host, wait for the results, and has
-the ranks compare what they have begun, which the next step looks at.
+no other thread is woken: each hook copies its gradient into the bucket's buffer, and the last one
+puts the reduction into the library's queue (`horovod.engine.lane`). `finish` lets the device, and
+not the host, wait for the results, and has the ranks compare what they have begun, which the next
+step looks at.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch.bucketing import begun_early, bucket_title, cut_for_device
 from horovod.torch.buckets import Named
-from horovod.torch.device_bucket import DeviceBucket
+from horovod.torch.device_bucket import DeviceBucket, LaneTerms
 from horovod.torch.layouts import is_dense
 
 _MEASURED = 16  # every so many steps one is measured, which costs the device some time
@@ -34,8 +35,6 @@ class DirectReducer:
         lane: Where they are reduced.
         buckets: In the order in which backward completes them.
         index_of: The place of each parameter among all of the optimizer's.
-        prescale: What gradients are multiplied by before they are summed up.
-        scale: What sums are multiplied by.
         overlap: Whether buckets begin while backward goes on, or all after it.
         measures_all: Whether every step is measured, and not one now and then.
     """
@@ -45,15 +44,17 @@ class DirectReducer:
         lane: Lane,
         buckets: Sequence[DeviceBucket],
         index_of: Mapping[torch.nn.Parameter, int],
-        prescale: float,
-        scale: float,
         overlap: bool,
         measures_all: bool = False,
     ) -> None:
         self.lane = lane
         self.buckets = list(buckets)
-        self._bucket_of = {index_of[param]: b for b in buckets for _, param in b.params}
-        self._prescale, self._scale = prescale, scale
+        # The bucket of each parameter and its position there, by the parameter's index.
+        self._bucket_of = {
+            index_of[param]: (bucket, position)
+            for bucket in buckets
+            for position, (_, param) in enumerate(bucket.params)
+        }
         self._confirmation: Request | None = None  # of the last step
         self._timing: LaneTiming | None = None  # of this step, if it is measured
         self._measured: LaneTiming | None = None  # of the last step that was
@@ -71,6 +72,8 @@ class DirectReducer:
         self._measures_all = False
         self._order = list(order)
         self._num_early = num_early
+        for number, bucket in enumerate(order):
+            bucket.begins_in_backward = number < num_early
         self._next = 0  # of the order: those before it have begun
         forms = [(bucket.wire_dtype, bucket.count) for bucket in self._order]
         self._plan = LanePlan.of(forms)
@@ -96,8 +99,8 @@ class DirectReducer:
             self._is_first = False
             if self._measures_all or self._steps % _MEASURED == 1 or runtime.timeline is not None:
                 self._timing = LaneTiming(self.lane.device)
-        bucket = self._bucket_of[index]
-        bucket.awaited -= 1
+        bucket, position = self._bucket_of[index]
+        bucket.take(position)
         if bucket.awaited <= 0:
             while self._next < self._num_early and self._order[self._next].awaited <= 0:
                 self._begin_next()
@@ -106,11 +109,7 @@ class DirectReducer:
         bucket = self._order[self._next]
         self._next += 1
         try:
-            buffer = bucket.pack()
-            if self._prescale != 1.0:
-                buffer.mul_(self._prescale)
-            work = self.lane.allreduce(buffer)
-            bucket.begin(work, self._scale)
+            bucket.work = work = self.lane.allreduce(bucket.pack())
         except Exception as error:
             raise self.lane.fail(error, bucket.name) from error
         if self._timing is not None:
@@ -216,7 +215,7 @@ def make_buckets(
     groups: Sequence[Sequence[Named]] | None,
     most: int,
     limit: int,
-    wire: torch.dtype | None,
+    terms: LaneTerms,
 ) -> list[DeviceBucket]:
     """Cut the parameters of the optimizer `name` into buckets.
 
@@ -226,7 +225,7 @@ def make_buckets(
         groups: What the user wants to be reduced together; None: that is up to us.
         most: Bytes of a bucket.
         limit: Bytes that no bucket of ours has, unless one gradient does.
-        wire: The narrower type in which gradients travel, if any.
+        terms: The factors, and the narrower type in which gradients travel, if any.
     """
     found: list[list[Named]] = []
     for group in [params] if groups is None else groups:
@@ -240,5 +239,5 @@ def make_buckets(
     buckets = []
     for number, members in enumerate(found, 1):
         title = bucket_title(number, len(found), [member for member, _ in members])
-        buckets.append(DeviceBucket(f"{name}.{title}", members, wire))
+        buckets.append(DeviceBucket(f"{name}.{title}", members, terms))
     return buckets

@@ -383,13 +383,12 @@ class GradientReducer(Reducer):
             self._groups,
             most,
             self._agreed.fusion_threshold,
-            terms.wire,
+            terms,
         )
         for bucket in buckets:
             runtime.name_members(bucket.name, [name for name, _ in bucket.params])
-        scales = terms.prescale, terms.scale
         measures_all = self._delayed
-        self._direct = DirectReducer(lane, buckets, self._index, *scales, overlap, measures_all)
+        self._direct = DirectReducer(lane, buckets, self._index, overlap, measures_all)
 
     def _open_lane(self, device: torch.device) -> None:
         """Open a lane on all ranks; it is closed when this reducer is not used any more."""
