@@ -36,8 +36,7 @@ class PreparedAllreduce:
         self.device = request.tensors[0].device
         self.is_on_cpu = request.tensors[0].is_cpu
         if not self.is_on_cpu:
-            module = torch.get_device_module(self.device)
-            self.current_stream, self.event = module.current_stream, module.Event
+            self.current_stream = torch.get_device_module(self.device).current_stream
         self.set_id = channel.set_id
         self.dtype = request.tensors[0].dtype
         self.shapes = [tensor.shape for tensor in request.tensors]
@@ -81,21 +80,20 @@ class PreparedAllreduce:
             return False
         if not self.channel.group.config.enable_async_completion:
             began = time.monotonic()
-            self._wait_for_device()
+            self._wait_for_device(transport)
             transport.check_usable()  # or the device has given up in the middle
             counters = self.channel.rounds.counters
             if counters is not None:
                 counters.reduce += time.monotonic() - began
         return True
 
-    def _wait_for_device(self) -> None:
-        """Let the host wait for the current stream: at first by asking, which is faster."""
-        event = self.event()
-        event.record(self.current_stream(self.device))
+    def _wait_for_device(self, transport: DeviceTransport) -> None:
+        """Let the host wait for the reduction: at first by asking, which is faster."""
         limit = time.perf_counter() + _ASKING
-        while not event.query():
+        while transport.is_busy():
             if time.perf_counter() > limit:
-                event.synchronize()
+                self.current_stream(self.device).synchronize()
+                return
 
     def allreduce_inline(
         self, vector: Sequence[torch.Tensor], on_device: DeviceTransport | None = None

@@ -25,7 +25,10 @@ from horovod.torch.buckets import Named
 from horovod.torch.device_bucket import DeviceBucket, LaneTerms
 from horovod.torch.layouts import is_dense
 
-_MEASURED = 16  # every so many steps one is measured, which costs the device some time
+# Measuring costs the device some time: all of the first steps are measured, which are not like
+# those that follow, and then one in so many, which counts for the others.
+_FIRST_STEPS = 4
+_STEPS_BETWEEN = 16
 
 
 class DirectReducer:
@@ -97,13 +100,18 @@ class DirectReducer:
         """The gradient of this parameter, by its place among all, is complete on this rank."""
         if self._is_first:
             self._is_first = False
-            if self._measures_all or self._steps % _MEASURED == 1 or runtime.timeline is not None:
+            if self._is_measured():
                 self._timing = LaneTiming(self.lane.device)
         bucket, position = self._bucket_of[index]
         bucket.take(position)
         if bucket.awaited <= 0:
             while self._next < self._num_early and self._order[self._next].awaited <= 0:
                 self._begin_next()
+
+    def _is_measured(self) -> bool:
+        """Whether this step's times are measured."""
+        is_due = self._steps < _FIRST_STEPS or self._steps % _STEPS_BETWEEN == 0
+        return is_due or self._measures_all or runtime.timeline is not None
 
     def _begin_next(self) -> None:
         bucket = self._order[self._next]

@@ -111,6 +111,7 @@ class DeviceTransport(BreakableTransport):
                 break
             try:
                 self.group.check_meeting()
+                self.host.check_peers()
             except Exception as error:
                 self._break(self.own_failure(error))
                 raise
@@ -412,6 +413,7 @@ class NcclTransport(DeviceTransport):
         # Errors come back to us; by default torch's watchdog would end the process.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
         # When a rank is lost the watchdog would write a dump, and sleep for four times as long as
         # it may take (a minute), while whoever drops the process group waits for it.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -62,6 +63,38 @@ def test_a_killed_rank_is_named() -> None:
     with start_ranks(ends_differently, 3, "is killed", env=own_device) as ranks:
         for rank in range(3):
             assert ranks.heard(rank) == "in the middle of a step"
+        ranks.signal(1, signal.SIGKILL)
+        outcomes = ranks.wait(ranks=[0, 2])
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.describe()
+        assert "rank 1" in outcome.result
+        assert "died" in outcome.result
+
+
+def dies_while_it_connects(rank: int, size: int) -> str:
+    """The others are then in the library, which waits for it for ever."""
+    hvd.init()
+    training = Training()
+    model = training.model()
+
+    def barrier(transport: Any) -> None:
+        tell("connecting")
+        threading.Event().wait()
+
+    with lanes(), mock.patch.object(device_stand_in.GlooInNcclsPlace, "barrier", barrier):
+        optimizer = distributed(model)
+        training.loss(model, 0, 0, rank).backward()
+        try:
+            optimizer.step()
+        except HorovodInternalError as error:
+            return str(error)
+    return "it went on"
+
+
+def test_a_rank_that_dies_while_it_connects_is_named() -> None:
+    with start_ranks(dies_while_it_connects, 3, env=own_device) as ranks:
+        for rank in range(3):
+            assert ranks.heard(rank) == "connecting"
         ranks.signal(1, signal.SIGKILL)
         outcomes = ranks.wait(ranks=[0, 2])
     for outcome in outcomes:
