@@ -1,4 +1,4 @@
-"""The charts and drawings of the pages: they are fresh, and every number in them was measured."""
+"""Charts, drawings and badges: they are fresh, and every number in the charts was measured."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "docs" / "site"))
 
+import badges  # noqa: E402
 import charts  # noqa: E402
 import drawings  # noqa: E402
 
 MEASURED = charts.SOURCE.read_text()
 
 
-@pytest.mark.parametrize("module", [charts, drawings])
+@pytest.mark.parametrize("module", [badges, charts, drawings])
 def test_the_files_are_fresh(module):
     there = {path.name: path.read_text() for path in module.TARGET.iterdir()}
     assert there == module.files(), f"run python docs/site/{module.__name__}.py"

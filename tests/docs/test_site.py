@@ -85,6 +85,16 @@ def test_links_lead_somewhere(page: str):
     check_links(DOCS / page)
 
 
+def test_the_readme_is_short_and_its_links_and_pictures_are_there():
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    assert len(text.splitlines()) < 180
+    check_links(readme)
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    assert len(pictures) == 4
+    assert all((ROOT / picture).is_file() for picture in pictures)
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("launch/")])
 def test_commands_are_ones_that_horovodrun_understands(page: str):
     """Those that need no files of their own; the launch pages run theirs."""
