@@ -167,10 +167,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Unregister `process_set`; every rank must call it.
+    """Unregister a process set; every rank must call it.
+
+    Args:
+        process_set: The set that `add_process_set` returned, or that was passed to `init`.
 
     Returns:
-        False for the global set and for one that is not registered.
+        True, or False for the global set and for one that is not registered.
 
     Raises:
         ValueError: Sets are not dynamic.

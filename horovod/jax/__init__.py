@@ -16,6 +16,7 @@ from horovod.engine.shared_api import *  # noqa: E402, F403
 from horovod.engine.shared_api import is_homogeneous  # noqa: E402
 from horovod.jax.basics import barrier, init, join, shutdown  # noqa: E402
 from horovod.jax.compression import Compression  # noqa: E402
+from horovod.jax.exchange import alltoall, alltoall_async  # noqa: E402
 from horovod.jax.functions import (  # noqa: E402
     allgather_object,
     broadcast_object,
@@ -24,8 +25,6 @@ from horovod.jax.functions import (  # noqa: E402
 from horovod.jax.movements import (  # noqa: E402
     allgather,
     allgather_async,
-    alltoall,
-    alltoall_async,
     broadcast,
     broadcast_async,
     grouped_allgather,
@@ -38,6 +37,8 @@ from horovod.jax.reductions import (  # noqa: E402
     average_metrics,
     grouped_allreduce,
     grouped_allreduce_async,
+)
+from horovod.jax.scattering import (  # noqa: E402
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,

@@ -18,9 +18,17 @@ from horovod.torch import handles
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Start Horovod in this process; all processes of the job must call it.
 
-    `comm`: None for all processes that were started, a list of ranks to choose some of them, or
-    an mpi4py communicator. `process_sets`: a list of `ProcessSet` to register, or "dynamic" to
-    allow `add_process_set` later. Calling it again only registers `process_sets`.
+    Calling it again only registers `process_sets`.
+
+    Args:
+        comm: None for all processes that were started, a list of ranks to choose some of them, or
+            an mpi4py communicator.
+        process_sets: List of `ProcessSet` to register, the same on all ranks, or "dynamic" to allow
+            `add_process_set` later.
+
+    Raises:
+        ValueError: The environment does not say which rank this is, or contradicts itself.
+        HorovodInternalError: Another rank did not come within HOROVOD_START_TIMEOUT seconds.
     """
     if not shared_api.is_initialized():
         handles.restart()
@@ -31,7 +39,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 def shutdown() -> None:
     """Stop Horovod in this process; does nothing where it does not run.
 
-    Programs that are still running end before.
+    Compiled programs that are still running end first.
     """
     if shared_api.is_initialized():
         primitive.finish_programs()
@@ -39,17 +47,26 @@ def shutdown() -> None:
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data; wait until all ranks say so.
+    """Say that this rank has no more data, and wait until all ranks say so.
 
-    Meanwhile the rank takes part in the others' allreduces with neutral elements. Returns the
-    rank that joined last. `device` is accepted for compatibility: neutral elements are made where
-    the others' arrays are.
+    Meanwhile this rank takes part in the allreduces of the others with neutral elements.
+
+    Args:
+        device: Accepted for compatibility and ignored: neutral elements are made where the others'
+            arrays are.
+
+    Returns:
+        The rank that joined last.
     """
     primitive.wait_for_programs("join")
     return int(runtime.join(background=False).wait())
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank of the set has called it."""
+    """Wait until every rank of the process set has called it.
+
+    Args:
+        process_set: Ranks that wait for each other. By default all ranks do.
+    """
     primitive.wait_for_programs("barrier")
     runtime.barrier(set_id(process_set), background=False).wait()

@@ -45,7 +45,11 @@ class BF16Compressor(_CastCompressor):
 
 
 class Compression:
-    """The compressors to choose from."""
+    """The compressors to choose from.
+
+    `Compression.none` sends arrays as they are. `Compression.fp16` and `Compression.bf16` send
+    floating-point arrays as float16 and bfloat16; the latter keeps the range of float32.
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor

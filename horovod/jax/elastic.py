@@ -33,11 +33,17 @@ T = TypeVar("T")
 
 
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorate the training function, whose first argument is the state.
+    """Decorate the training function of an elastic job.
 
-    It is called again with the state of the last commit when a rank is lost, and with the present
-    state when ranks come or go. Collectives belong inside of it: a rank that joins later begins
-    there. Without an elastic launcher it is a plain call.
+    The function is called again with the state of the last commit when a rank is lost, and with the
+    present state when ranks come or go. Collectives belong inside of it: a rank that joins later
+    begins there. Without an elastic launcher the decorated function is a plain call.
+
+    Args:
+        func: Training function. Its first argument is the state, such as a `JaxState`.
+
+    Returns:
+        A function with the same arguments, which returns what `func` returns.
     """
 
     @functools.wraps(func)
@@ -64,11 +70,18 @@ def _reset() -> None:
 
 
 class JaxState(ObjectState):
-    """Trees of arrays, and other values: ``JaxState(params=params, opt_state=opt, epoch=0)``.
+    """State of an elastic job with JAX: trees of arrays, and other values.
 
-    An attribute that has an array in it is looked after as a tree of arrays, random keys and
-    numbers; assign the new one in every step. Any other is handled like in `ObjectState`. A commit
-    copies the arrays into host memory, which is used again, so that steps may donate theirs.
+    An attribute that has an array in it is kept as a tree of arrays, random keys and numbers;
+    assign the new tree after every step. Any other attribute is handled as in `ObjectState`. A
+    commit copies the arrays into host memory, so that steps may donate theirs.
+
+    Args:
+        **kwargs: Attributes of the state with their first values, such as `params`, `opt_state` and
+            `epoch`.
+
+    Examples:
+        >>> state = hvd.elastic.JaxState(params=params, opt_state=opt_state, epoch=0)
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -83,6 +96,7 @@ class JaxState(ObjectState):
         self.save()
 
     def save(self) -> None:
+        """Copy the attributes into host memory, for `restore`."""
         trees = {name: getattr(self, name) for name in self._trees}
         leaves, structure = jax.tree.flatten(trees)
         values = [_host_value(leaf) for leaf in leaves]
@@ -94,6 +108,7 @@ class JaxState(ObjectState):
         self._likes = [_Like(leaf) for leaf in leaves]
 
     def restore(self) -> None:
+        """Go back to the attributes that `save` has copied last."""
         assert self._snapshots.current is not None, "taken by the constructor"
         primitive.forget_programs()
         values = self._snapshots.current.content
@@ -103,6 +118,11 @@ class JaxState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
+        """Give all ranks the attributes of the rank whose state is newest, and save them.
+
+        Raises:
+            ValueError: The trees of this rank have other shapes or types than the root's.
+        """
         trees = {name: getattr(self, name) for name in self._trees}
         self._check_forms(trees)
         for name, tree in broadcast_parameters(trees, self._root, "elastic.trees").items():

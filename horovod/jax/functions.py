@@ -25,10 +25,26 @@ def broadcast_parameters(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's tree of parameters, optimizer state or both, as a new tree, in one operation.
+    """Give all ranks the root's parameters, optimizer state, or both, as a new tree.
 
-    Takes arrays, random keys and numbers. HorovodInternalError on all ranks, naming the paths, if
-    the ranks' trees differ.
+    Args:
+        params: Tree of arrays, random keys and numbers, with the same structure on all ranks. It
+            travels as one operation.
+        root_rank: Rank whose values all ranks get. The default is 0.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        A tree like `params` with the root's values; `params` itself does not change.
+
+    Raises:
+        HorovodInternalError: The trees of the ranks differ. The message names the paths that do, on
+            all ranks.
+        ValueError: `root_rank` is not in the process set.
+
+    Examples:
+        >>> params = hvd.broadcast_parameters(params, root_rank=0)
     """
     leaves, structure = jax.tree.flatten(params)
     sent = broadcast(structure.unflatten(map(_sendable, leaves)), root_rank, name, process_set)
@@ -58,9 +74,16 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's object on every rank; what the others pass is ignored.
+    """Send one rank's Python object to all ranks.
 
-    The root gets back the very object it passed.
+    Args:
+        obj: Object that can be pickled. What ranks other than the root pass is ignored.
+        root_rank: Rank whose object is sent. The default is 0.
+        name: Name of the operation. By default it is `broadcast_object`.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        The root's object. The root gets back the very object that it passed.
     """
     primitive.wait_for_programs("broadcast_object")
     return objects.broadcast_object(obj, root_rank, name or "broadcast_object", set_id(process_set))
@@ -69,6 +92,18 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's object, in the order of ranks."""
+    """Collect a Python object from every rank.
+
+    Args:
+        obj: This rank's object, which can be pickled.
+        name: Name of the operation. By default it is `allgather_object`.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        A list with the objects of all ranks, in the order of ranks.
+
+    Examples:
+        >>> hosts = hvd.allgather_object(socket.gethostname())
+    """
     primitive.wait_for_programs("allgather_object")
     return objects.allgather_object(obj, name or "allgather_object", set_id(process_set))

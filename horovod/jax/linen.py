@@ -14,10 +14,31 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(nn.BatchNorm):
-    """`flax.linen.BatchNorm` with the statistics of all ranks' batches.
+    """`flax.linen.BatchNorm` with the statistics of the batches of all ranks.
 
-    Takes its arguments and has its variables, so that a model can go from one to the other. When
-    training, all ranks must run their layers equally often and in the same order.
+    It has the variables of `flax.linen.BatchNorm`, so that a model can change from one to the
+    other. While training, all ranks must run their layers equally often and in the same order.
+
+    Attributes:
+        use_running_average: Whether to use the statistics that were learnt, as in evaluation. None
+            leaves the choice to the call.
+        axis: Axis of the features. The default is -1, the last.
+        momentum: How much of the running statistics each batch leaves. The default is 0.99.
+        epsilon: Number that is added to the variance. The default is 1e-5.
+        dtype: Type of the result. By default it follows from input and parameters.
+        param_dtype: Type of the parameters. The default is float32.
+        use_bias: Whether to learn a bias. The default is True.
+        use_scale: Whether to learn a scale. The default is True.
+        bias_init: Initialiser of the bias. By default zeros.
+        scale_init: Initialiser of the scale. By default ones.
+        axis_name: Not used: Horovod reduces over processes, not over an axis of a mesh.
+        axis_index_groups: Not used, like `axis_name`.
+        use_fast_variance: Not used: variances are combined without cancellation.
+        force_float32_reductions: Whether running statistics are kept in float32. The default is
+            True.
+        process_set: Ranks whose batches count. By default all do.
+        parent: Module that this one is part of, which flax sets.
+        name: Name of the module in flax.
     """
 
     process_set: ProcessSet = global_process_set

@@ -1,4 +1,4 @@
-"""allgather, broadcast and alltoall in all their forms, of arrays and of whole trees.
+"""allgather and broadcast in all their forms, of arrays and of whole trees.
 
 Exported to users by `horovod.jax`.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
 from horovod.engine.runtime import runtime
 from horovod.jax import dispatch
-from horovod.jax.arrays import is_tracer
 from horovod.jax.call import Call
 from horovod.jax.derivatives import backward, floats, for_floats, shapes_only
 from horovod.jax.reductions import check_group
@@ -28,10 +26,25 @@ from horovod.jax.trees import flatten
 def allgather(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Concatenate the ranks' arrays along the first dimension, leaf by leaf of a tree, as one
-    operation. Differentiable.
+    """Concatenate the arrays of all ranks along the first dimension. Differentiable.
 
-    The first dimension may differ between ranks, except inside of jit.
+    Args:
+        tensor: Array, or tree of arrays, of at least one dimension. All dimensions but the first
+            must be the same on all ranks; inside of `jax.jit` the first must be, too.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        An array, or a tree of arrays, with the rows of all ranks in the order of ranks.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
+            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+
+    Examples:
+        >>> everybody = hvd.allgather(predictions, name="predictions")
     """
     leaves = flatten(tensor)
     call = Call.of("allgather", process_set, name=name, labels=leaves.labels)
@@ -41,7 +54,24 @@ def allgather(
 def allgather_async(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start an allgather; returns a handle for `poll` and `synchronize`."""
+    """Start an allgather, and return at once.
+
+    It cannot be called inside of `jax.jit`: XLA starts the calls of a compiled program itself.
+
+    Args:
+        tensor: Array, or tree of arrays, of at least one dimension. All dimensions but the first
+            must be the same on all ranks; inside of `jax.jit` the first must be, too.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        A handle for `poll` and `synchronize`. `synchronize` returns what `allgather` returns, and
+        raises what it raises.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+    """
     leaves = flatten(tensor)
     call = Call.of("allgather", process_set, name=name, labels=leaves.labels)
     return dispatch.start(call, leaves.arrays, leaves.rebuilt)
@@ -50,14 +80,44 @@ def allgather_async(
 def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Any, ...]:
-    """Gather several arrays as one operation. Differentiable."""
+    """Gather several arrays as one operation. Differentiable.
+
+    Args:
+        tensors: List of arrays or trees. They travel as one operation.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        A tuple with the gathered arrays, in the order of `tensors`.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
+            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+    """
     return tuple(allgather(check_group(tensors), name, process_set))
 
 
 def grouped_allgather_async(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start gathering several arrays as one operation; returns one handle."""
+    """Start gathering several arrays as one operation, and return at once.
+
+    It cannot be called inside of `jax.jit`: XLA starts the calls of a compiled program itself.
+
+    Args:
+        tensors: List of arrays or trees. They travel as one operation.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        One handle for `poll` and `synchronize`, which returns the gathered arrays.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+    """
     return allgather_async(check_group(tensors), name, process_set)
 
 
@@ -67,9 +127,25 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's array, or tree, on every rank, as one operation. Differentiable.
+    """Send one rank's array, or tree of arrays, to all ranks. Differentiable.
 
-    `root_rank` is a rank of the whole job, also within a process set.
+    Args:
+        tensor: Array, or tree of arrays, with the same structure, shapes and types on all ranks.
+            The leaves of a tree travel as one operation. The values of ranks other than the root
+            are ignored.
+        root_rank: Rank whose values are sent. It is a rank of the whole job, also within a process
+            set.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        A new array or tree with the root's values.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
+            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
     """
     leaves = flatten(tensor)
     call = _broadcast_call(root_rank, name, process_set, leaves.labels)
@@ -86,46 +162,29 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a broadcast; returns a handle for `poll` and `synchronize`."""
+    """Start a broadcast, and return at once.
+
+    It cannot be called inside of `jax.jit`: XLA starts the calls of a compiled program itself.
+
+    Args:
+        tensor: Array, or tree of arrays, with the same structure, shapes and types on all ranks.
+            The leaves of a tree travel as one operation.
+        root_rank: Rank whose values are sent. It is a rank of the whole job, also within a process
+            set.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        A handle for `poll` and `synchronize`. `synchronize` returns what `broadcast` returns, and
+        raises what it raises.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+    """
     leaves = flatten(tensor)
     call = _broadcast_call(root_rank, name, process_set, leaves.labels)
     return dispatch.start(call, leaves.arrays, leaves.rebuilt)
-
-
-def alltoall(
-    tensor: Any,
-    splits: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Send `splits[i]` rows to rank i, and concatenate what the ranks sent us. Differentiable.
-
-    Without `splits` every rank gets an equal part and the result is an array; with them it comes
-    with the numbers of rows received from each rank, and cannot be compiled. The leaves of a tree,
-    which have the same number of rows, travel as one operation.
-    """
-    leaves = flatten(tensor)
-    call = _alltoall_call(splits, name, process_set, leaves.labels)
-    if not leaves.arrays:
-        raise ValueError("there is no array in the tree")
-    if dispatch.is_traced(leaves.arrays):
-        *outputs, received = _traced_exchange(call, leaves.arrays)
-    else:
-        *outputs, received = dispatch.run_now(call, leaves.arrays)
-    output = leaves.rebuilt(outputs)
-    return output if splits is None else (output, received)
-
-
-def alltoall_async(
-    tensor: Any,
-    splits: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start an alltoall; `synchronize` gives the output and the received splits."""
-    leaves = flatten(tensor)
-    call = _alltoall_call(splits, name, process_set, leaves.labels)
-    return dispatch.start(call, leaves.arrays, lambda made: (leaves.rebuilt(made[:-1]), made[-1]))
 
 
 # -- allgather -------------------------------------------------------------------------------
@@ -222,86 +281,3 @@ def _broadcast_backward(call: Call, _: None, gradients: list[Any]) -> tuple[list
 
 
 _traced_broadcast.defvjp(_broadcast_forward, _broadcast_backward)
-
-
-# -- alltoall --------------------------------------------------------------------------------
-
-
-def _alltoall_call(
-    splits: Any, name: str | None, process_set: ProcessSet, labels: tuple[str, ...]
-) -> Call:
-    if is_tracer(splits):
-        raise ValueError(
-            "alltoall inside of jit takes no splits: how many rows a rank receives must be known "
-            "when the program is compiled"
-        )
-    if splits is not None:
-        if hasattr(splits, "dtype"):
-            if splits.dtype != jnp.int32:
-                raise ValueError(f"splits must be of type int32, not {splits.dtype}")
-            if splits.ndim > 1:
-                raise ValueError(f"splits must have one dimension, not {splits.ndim}")
-            splits = splits.reshape(-1).tolist()
-        try:
-            splits = tuple(operator.index(rows) for rows in splits)
-        except TypeError:
-            raise ValueError(
-                f"splits must be integers, one for each rank, not {splits!r}"
-            ) from None
-    return Call.of("alltoall", process_set, name=name, splits=splits or None, labels=labels)
-
-
-def _exchange(call: Call, arrays: list[Any]) -> list[Any]:
-    """Outputs, and the received splits."""
-    if not dispatch.is_traced(arrays):
-        return dispatch.run_now(call, arrays)
-    if call.splits is not None:
-        raise ValueError(
-            "alltoall inside of jit takes no splits: how many rows a rank receives must be known "
-            "when the program is compiled"
-        )
-    outputs = dispatch.run_sized(call, arrays, _same_rows)
-    size = runtime.group(call.set_id).size
-    return [*outputs, jnp.full(size, arrays[0].shape[0] // size, jnp.int32)]
-
-
-def _same_rows(array: Any, _: int, size: int) -> tuple[int, ...]:
-    if array.ndim == 0:
-        raise ValueError("alltoall needs at least one dimension, got a scalar")
-    if array.shape[0] % size:
-        raise ValueError(
-            f"alltoall without splits needs a first dimension divisible by {size}, got "
-            f"{array.shape[0]}"
-        )
-    return array.shape
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _traced_exchange(call: Call, arrays: list[Any]) -> list[Any]:
-    return _exchange(call, arrays)
-
-
-def _exchange_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], Any]:
-    made = _exchange(call, arrays)
-    return made, (shapes_only(arrays), made[-1])
-
-
-def _exchange_backward(call: Call, kept: Any, gradients: list[Any]) -> tuple[list[Any]]:
-    """The gradients travel back the way the rows came."""
-    like, received = kept
-    back = backward(call)
-    if call.splits is not None:
-        back = dataclasses.replace(back, splits=tuple(received.tolist()))
-
-    def returned(arrays: list[Any]) -> list[Any]:
-        *made, _ = _exchange(back, arrays)
-        rows = like[0].shape[0]
-        return [
-            jnp.concatenate([each, jnp.zeros((rows - each.shape[0], *each.shape[1:]), each.dtype)])
-            for each in made
-        ]
-
-    return (for_floats(returned, gradients[:-1]),)
-
-
-_traced_exchange.defvjp(_exchange_forward, _exchange_backward)

@@ -14,10 +14,15 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(nnx.BatchNorm):
-    """`flax.nnx.BatchNorm` with the statistics of all ranks' batches.
+    """`flax.nnx.BatchNorm` with the statistics of the batches of all ranks.
 
-    Takes its arguments and has its variables. When training, all ranks must run their layers
+    It has the variables of `flax.nnx.BatchNorm`. While training, all ranks must run their layers
     equally often and in the same order.
+
+    Args:
+        *args: Arguments of `flax.nnx.BatchNorm`.
+        process_set: Ranks whose batches count. By default all do.
+        **kwargs: Further arguments of `flax.nnx.BatchNorm`.
     """
 
     def __init__(

@@ -38,13 +38,38 @@ def DistributedOptimizer(
     average_aggregated_gradients: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """An optax transformation like `optimizer`, on the gradients of all ranks.
+    """Wrap an optax optimizer so that it works on the gradients of all ranks.
 
-    All gradients of a step are reduced as one operation; what clips or scales them belongs into
-    `optimizer`, which gets them reduced. With `backward_passes_per_step` the gradients of that many
-    updates are added up before ranks exchange them, and the updates in between are zero;
-    `average_aggregated_gradients` divides the sum by their number. Its state is that of `optimizer`
-    as long as there is one pass per step.
+    All gradients of a step are reduced as one operation. What clips or scales gradients belongs
+    into `optimizer`, which gets the reduced ones. With one backward pass for each step the state is
+    that of `optimizer`.
+
+    Args:
+        optimizer: Optax transformation, such as `optax.adam(1e-3)`.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        compression: Compressor for the gradients that travel, such as `Compression.fp16`. By
+            default nothing is compressed.
+        backward_passes_per_step: Number of updates whose gradients are added up on each rank before
+            the ranks exchange them. The updates in between are zero. The default is 1.
+        op: `Average` (the default), `Sum` or `Adasum`.
+        gradient_predivide_factor: Divide the gradients by this number before the sum, and by size /
+            number after it; the result is still the average. It needs `op=Average`. The default is
+            1.
+        average_aggregated_gradients: Whether to divide the sum of several backward passes by their
+            number. The default is False.
+        process_set: Ranks to reduce with. By default all ranks; a rank outside of the set keeps its
+            own gradients.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs`, to use in place of `optimizer`.
+
+    Raises:
+        ValueError: An argument is wrong.
+
+    Examples:
+        >>> optimizer = hvd.DistributedOptimizer(optax.adam(1e-3 * hvd.size()))
+        >>> opt_state = optimizer.init(params)
     """
     import optax
 
@@ -110,9 +135,32 @@ def value_and_grad(
     process_set: ProcessSet = global_process_set,
     **options: Any,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` whose gradients are those of all ranks; the value is this rank's.
+    """Make `jax.value_and_grad` of a function, with the gradients of all ranks.
 
-    For training without `DistributedOptimizer`; with both, gradients would be reduced twice.
+    It is for training without `DistributedOptimizer`; with both, gradients would be reduced twice.
+
+    Args:
+        fun: Function to differentiate. It returns a scalar, or a pair if `has_aux` is set.
+        argnums: Positions of the arguments to differentiate with respect to. The default is 0, the
+            first.
+        has_aux: Whether `fun` returns a pair of the value and further data. The default is False.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        compression: Compressor for the gradients that travel, such as `Compression.fp16`. By
+            default nothing is compressed.
+        op: `Average` (the default), `Sum` or `Adasum`.
+        gradient_predivide_factor: Divide the gradients by this number before the sum, and by size /
+            number after it; the result is still the average. It needs `op=Average`. The default is
+            1.
+        process_set: Ranks to reduce with. By default all ranks; a rank outside of the set keeps its
+            own gradients.
+        **options: Further arguments of `jax.value_and_grad`.
+
+    Returns:
+        A function that returns this rank's value and the gradients reduced over the ranks.
+
+    Raises:
+        ValueError: An argument is wrong.
     """
     local = jax.value_and_grad(fun, argnums, has_aux, **options)
     reduce = _reduction(name, compression, op, gradient_predivide_factor, process_set)
@@ -137,7 +185,34 @@ def grad(
     process_set: ProcessSet = global_process_set,
     **options: Any,
 ) -> Callable[..., Any]:
-    """`jax.grad` whose gradients are those of all ranks."""
+    """Make `jax.grad` of a function, with the gradients of all ranks.
+
+    It is for training without `DistributedOptimizer`; with both, gradients would be reduced twice.
+
+    Args:
+        fun: Function to differentiate. It returns a scalar, or a pair if `has_aux` is set.
+        argnums: Positions of the arguments to differentiate with respect to. The default is 0, the
+            first.
+        has_aux: Whether `fun` returns a pair of the value and further data. The default is False.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        compression: Compressor for the gradients that travel, such as `Compression.fp16`. By
+            default nothing is compressed.
+        op: `Average` (the default), `Sum` or `Adasum`.
+        gradient_predivide_factor: Divide the gradients by this number before the sum, and by size /
+            number after it; the result is still the average. It needs `op=Average`. The default is
+            1.
+        process_set: Ranks to reduce with. By default all ranks; a rank outside of the set keeps its
+            own gradients.
+        **options: Further arguments of `jax.grad`.
+
+    Returns:
+        A function that returns the gradients reduced over the ranks and, with `has_aux`, this
+        rank's further data.
+
+    Raises:
+        ValueError: An argument is wrong.
+    """
     local = jax.grad(fun, argnums, has_aux, **options)
     reduce = _reduction(name, compression, op, gradient_predivide_factor, process_set)
 

@@ -1,4 +1,4 @@
-"""allreduce and reducescatter in all their forms, of arrays and of whole trees.
+"""allreduce in all its forms, of arrays and of whole trees.
 
 Exported to users by `horovod.jax`.
 """
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.common.reduce_op import Average, ReduceOp, Sum
+from horovod.common.reduce_op import Average, ReduceOp
 from horovod.common.util import resolve_reduce_op
 from horovod.engine.arguments import reduction_input
 from horovod.engine.runtime import runtime
 from horovod.jax import dispatch
 from horovod.jax.call import Call
 from horovod.jax.compression import Compression, Compressor
-from horovod.jax.derivatives import backward, floats, for_floats, shapes_only
+from horovod.jax.derivatives import backward, for_floats
 from horovod.jax.trees import Leaves, flatten
 
 
@@ -36,7 +36,34 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Reduce an array, or all leaves of a tree as one operation, over all ranks. Differentiable."""
+    """Reduce an array, or all leaves of a tree, over all ranks. Differentiable.
+
+    Args:
+        tensor: Array, or tree of arrays, with the same structure, shapes and types on all ranks.
+            The leaves of a tree travel as one operation.
+        average: Deprecated form of `op`: True means `Average`, False means `Sum`. Give only one of
+            the two.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        compression: Compressor for what travels between the ranks, such as `Compression.fp16`. By
+            default nothing is compressed.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`. None means `Average`.
+        prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
+        postscale_factor: Number that multiplies the result. The default is 1.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        A new array or tree like `tensor`, with the same bits on all ranks.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
+            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+
+    Examples:
+        >>> loss = hvd.allreduce(loss, name="loss")
+        >>> sums = hvd.allreduce({"hits": hits, "rows": rows}, op=hvd.Sum)
+    """
     leaves = flatten(tensor)
     call = _call(leaves, name, op, average, prescale_factor, postscale_factor, process_set)
     return _reduced_tree(call, leaves, compression)
@@ -65,7 +92,29 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing an array or a tree; returns a handle for `poll` and `synchronize`."""
+    """Start reducing an array or a tree over all ranks, and return at once.
+
+    It cannot be called inside of `jax.jit`: XLA starts the calls of a compiled program itself.
+
+    Args:
+        tensor: Array, or tree of arrays, with the same structure, shapes and types on all ranks.
+            The leaves of a tree travel as one operation.
+        average: Deprecated form of `op`: True means `Average`, False means `Sum`. Give only one of
+            the two.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`. None means `Average`.
+        prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
+        postscale_factor: Number that multiplies the result. The default is 1.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        A handle for `poll` and `synchronize`. `synchronize` returns what `allreduce` returns, and
+        raises what it raises.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+    """
     leaves = flatten(tensor)
     call = _call(leaves, name, op, average, prescale_factor, postscale_factor, process_set)
     if not leaves.arrays:
@@ -83,7 +132,29 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Reduce several arrays as one operation. Differentiable."""
+    """Reduce several arrays over all ranks as one operation. Differentiable.
+
+    Args:
+        tensors: List of arrays or trees. They travel as one operation.
+        average: Deprecated form of `op`: True means `Average`, False means `Sum`. Give only one of
+            the two.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        compression: Compressor for what travels between the ranks, such as `Compression.fp16`. By
+            default nothing is compressed.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`. None means `Average`.
+        prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
+        postscale_factor: Number that multiplies the result. The default is 1.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        A list with the reduced arrays, in the order of `tensors`.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
+            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+    """
     group = check_group(tensors)
     terms = op, prescale_factor, postscale_factor, process_set
     return list(allreduce(group, average, name, compression, *terms))
@@ -98,82 +169,53 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing several arrays as one operation; returns one handle."""
+    """Start reducing several arrays as one operation, and return at once.
+
+    It cannot be called inside of `jax.jit`: XLA starts the calls of a compiled program itself.
+
+    Args:
+        tensors: List of arrays or trees. They travel as one operation.
+        average: Deprecated form of `op`: True means `Average`, False means `Sum`. Give only one of
+            the two.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum`. None means `Average`.
+        prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
+        postscale_factor: Number that multiplies the result. The default is 1.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        One handle for `poll` and `synchronize`, which returns the list of reduced arrays.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+    """
     group = check_group(tensors)
     return allreduce_async(group, average, name, op, prescale_factor, postscale_factor, process_set)
-
-
-def reducescatter(
-    tensor: Any,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Any:
-    """Reduce an array, or the leaves of a tree, and keep this rank's rows. Differentiable.
-
-    Rows are dealt out as evenly as possible, the first ranks getting one more.
-    """
-    leaves = flatten(tensor)
-    call = _scatter_call(leaves, name, op, process_set, prescale_factor, postscale_factor)
-    pairs = [compression.compress(array) for array in leaves.arrays]
-    scattered = _scattered(call, [array for array, _ in pairs]) if pairs else []
-    return leaves.rebuilt(
-        compression.decompress(array, context)
-        for array, (_, context) in zip(scattered, pairs, strict=True)
-    )
-
-
-def reducescatter_async(
-    tensor: Any,
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """Start a reducescatter; returns a handle for `poll` and `synchronize`."""
-    leaves = flatten(tensor)
-    call = _scatter_call(leaves, name, op, process_set, prescale_factor, postscale_factor)
-    return dispatch.start(call, leaves.arrays, leaves.rebuilt)
-
-
-def grouped_reducescatter(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[Any]:
-    """Reduce and scatter several arrays as one operation. Differentiable."""
-    group = check_group(tensors)
-    factors = prescale_factor, postscale_factor
-    return list(reducescatter(group, name, compression, op, process_set, *factors))
-
-
-def grouped_reducescatter_async(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
-    """Start reducing and scattering several arrays as one operation; returns one handle."""
-    group = check_group(tensors)
-    return reducescatter_async(group, name, op, process_set, prescale_factor, postscale_factor)
 
 
 def average_metrics(
     metrics: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The averages over the ranks of a tree of numbers, as floats, with one operation.
+    """Average a tree of numbers, such as a dict of metrics, over the ranks.
 
-    Inside of jit they are arrays.
+    Args:
+        metrics: Tree of numbers or arrays. Integers and booleans are averaged as float32.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        A tree of the same structure, with a Python float for each number. Inside of `jax.jit` its
+        leaves are arrays.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
+            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+
+    Examples:
+        >>> metrics = hvd.average_metrics({"loss": loss, "accuracy": accuracy})
     """
     leaves = flatten(metrics)
     floats = [
@@ -196,9 +238,6 @@ def check_group(tensors: Any) -> list[Any]:
     return group
 
 
-# -- allreduce -------------------------------------------------------------------------------
-
-
 def _call(
     leaves: Leaves,
     name: str | None,
@@ -218,11 +257,11 @@ def _call(
         postscale=float(postscale),
         labels=leaves.labels,
     )
-    _check_types(call, leaves.arrays)
+    check_types(call, leaves.arrays)
     return call
 
 
-def _check_types(call: Call, arrays: Sequence[Any]) -> None:
+def check_types(call: Call, arrays: Sequence[Any]) -> None:
     """ValueError where a reduction is not defined for an array's type, before anything is sent."""
     runtime.group(call.set_id)  # says if Horovod is not initialised
     for name in {array.dtype.name for array in arrays}:
@@ -268,70 +307,3 @@ def _reduction_backward(call: Call, _: None, gradients: list[Any]) -> tuple[list
 
 
 _traced_reduction.defvjp(_reduction_forward, _reduction_backward)
-
-
-# -- reducescatter ---------------------------------------------------------------------------
-
-
-def _scatter_call(
-    leaves: Leaves,
-    name: str | None,
-    op: ReduceOp,
-    process_set: ProcessSet,
-    prescale: float,
-    postscale: float,
-) -> Call:
-    call = Call.of(
-        "reducescatter",
-        process_set,
-        name=name,
-        op=resolve_reduce_op(op, None),
-        prescale=float(prescale),
-        postscale=float(postscale),
-        labels=leaves.labels,
-    )
-    _check_types(call, leaves.arrays)
-    return call
-
-
-def _share(array: Any, rank: int, size: int) -> tuple[int, ...]:
-    if array.ndim == 0:
-        raise ValueError("reducescatter needs at least one dimension, got a scalar")
-    each, extra = divmod(array.shape[0], size)
-    return each + (rank < extra), *array.shape[1:]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _traced_scatter(call: Call, arrays: list[Any]) -> list[Any]:
-    return dispatch.run_sized(call, arrays, _share)
-
-
-def _scatter_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-    return dispatch.run_sized(call, arrays, _share), shapes_only(arrays)
-
-
-def _scatter_backward(call: Call, like: list[Any], gradients: list[Any]) -> tuple[list[Any]]:
-    """The gradients are gathered; a Sum counts once for every rank of the set: upstream's
-    convention."""
-    factor = call.prescale * call.postscale
-    if call.reduction is Sum:
-        factor *= runtime.group(call.set_id).size
-    gather = dataclasses.replace(backward(call), kind="allgather", prescale=1.0, postscale=1.0)
-    rows = iter([each.shape[0] for each, _ in floats(like, gradients)])
-
-    def gathered(arrays: list[Any]) -> list[Any]:
-        made = dispatch.run_sized(
-            gather, arrays, lambda array, *_: (next(rows), *array.shape[1:]), exact=False
-        )
-        return [each * factor for each in made]
-
-    return (for_floats(gathered, gradients),)
-
-
-_traced_scatter.defvjp(_scatter_forward, _scatter_backward)
-
-
-def _scattered(call: Call, arrays: list[Any]) -> list[Any]:
-    if not dispatch.is_traced(arrays):
-        return dispatch.run_now(call, arrays)
-    return list(_traced_scatter(call, arrays))

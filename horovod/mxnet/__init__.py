@@ -17,18 +17,20 @@ from horovod.common.reduce_op import Adasum, Max, Min, Product
 from horovod.engine import shared_api as _shared_api
 from horovod.engine.shared_api import *  # noqa: F403
 from horovod.engine.shared_api import init, shutdown
+from horovod.mxnet.allreduce_ops import (
+    allreduce,
+    allreduce_,
+    grouped_allreduce,
+    grouped_allreduce_,
+)
 from horovod.mxnet.compression import Compression
 from horovod.mxnet.functions import allgather_object, broadcast_object, broadcast_parameters
 from horovod.mxnet.mpi_ops import (
     allgather,
-    allreduce,
-    allreduce_,
     alltoall,
     broadcast,
     broadcast_,
     grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
     grouped_reducescatter,
     reducescatter,
 )

@@ -26,7 +26,11 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The compressors to choose from."""
+    """The compressors to choose from.
+
+    `Compression.none` sends arrays as they are, `Compression.fp16` sends floating-point arrays as
+    float16.
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -19,23 +19,51 @@ from horovod.mxnet.mpi_ops import broadcast_, start_broadcast
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """The root's object on every rank; what the others pass is ignored."""
+    """Send one rank's Python object to all ranks.
+
+    Args:
+        obj: Object that can be pickled. What ranks other than the root pass is ignored.
+        root_rank: Rank whose object is sent. The default is 0.
+        name: Name of the operation. By default it is `broadcast_object`.
+
+    Returns:
+        The root's object.
+    """
     with mxnet_errors():
         return objects.broadcast_object(obj, root_rank, name or "broadcast_object", WORLD)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Every rank's object, in the order of ranks."""
+    """Collect a Python object from every rank.
+
+    Args:
+        obj: This rank's object, which can be pickled.
+        name: Name of the operation. By default it is `allgather_object`.
+
+    Returns:
+        A list with the objects of all ranks, in the order of ranks.
+    """
     with mxnet_errors():
         return objects.allgather_object(obj, name or "allgather_object", WORLD)
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = None) -> None:
-    """Overwrite parameters with the root's, in place.
+    """Overwrite the parameters of a model with those of the root, in place.
 
-    `params`: a dict of arrays, as ``Module.get_params()`` has, or of gluon parameters, such as
-    ``block.collect_params()``. A parameter whose shape is not known yet is broadcast when it is
-    initialised. `prefix` tells the parameters of several models apart.
+    A parameter whose shape is not known before the first batch is broadcast when it is initialised.
+
+    Args:
+        params: Dict of arrays, as `Module.get_params()` has them, or of gluon parameters, such as
+            `block.collect_params()`.
+        root_rank: Rank whose values all ranks get. The default is 0.
+        prefix: Text before the names of the operations, which tells the parameters of several
+            models apart. By default there is none.
+
+    Raises:
+        ValueError: `params` is neither of these, or a parameter is on several devices.
+
+    Examples:
+        >>> hvd.broadcast_parameters(network.collect_params(), root_rank=0)
     """
     if not isinstance(params, (dict, mx.gluon.parameter.ParameterDict)):
         raise ValueError(

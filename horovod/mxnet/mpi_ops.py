@@ -1,157 +1,32 @@
 """Upstream's home of the collectives for MXNet, and the basics of this binding.
 
-Calls return when their result is there. `priority` orders the operations that are started together,
-by optimizers and trainers: of those, the highest comes first.
+Calls return when their result is there. `priority` is accepted everywhere and changes nothing.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from horovod.common.util import resolve_reduce_op
-from horovod.engine.arguments import movement_input, reduction_input, set_id
+from horovod.engine.arguments import movement_input, set_id
 from horovod.engine.runtime import runtime
 from horovod.engine.shared_api import *
 from horovod.engine.shared_api import _basics, init, shutdown
-from horovod.mxnet.arrays import check_array, mxnet_errors, to_mxnet, to_torch, write_back
-
-Started = Callable[[], Any]  # waits for an operation, and returns its arrays
-
-
-def _results(
-    outputs: Sequence[torch.Tensor], tensors: Sequence[Any], in_place: bool = False
-) -> list[Any]:
-    """The outputs in the arrays that were given, or as new ones like them."""
-    if not in_place:
-        return [to_mxnet(*pair) for pair in zip(outputs, tensors, strict=True)]
-    for array, output in zip(tensors, outputs, strict=True):
-        write_back(array, output)
-    return list(tensors)
-
-
-# -- allreduce -------------------------------------------------------------------------------
-
-
-def allreduce(
-    tensor: Any,
-    average: bool | None = None,
-    name: str | None = None,
-    priority: int = 0,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    op: ReduceOp | None = None,
-) -> Any:
-    """Reduce an array over all ranks into a new one."""
-    factors = prescale_factor, postscale_factor
-    return _allreduce([tensor], average, name, factors, process_set, op, in_place=False)[0]
-
-
-def allreduce_(
-    tensor: Any,
-    average: bool | None = None,
-    name: str | None = None,
-    priority: int = 0,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    op: ReduceOp | None = None,
-) -> Any:
-    """Reduce an array over all ranks in place."""
-    factors = prescale_factor, postscale_factor
-    return _allreduce([tensor], average, name, factors, process_set, op, in_place=True)[0]
-
-
-def grouped_allreduce(
-    tensors: Sequence[Any],
-    average: bool | None = None,
-    name: str | None = None,
-    priority: int = 0,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    op: ReduceOp | None = None,
-) -> Any:
-    """Reduce several arrays as one operation into new ones; an empty list is returned as it is."""
-    factors = prescale_factor, postscale_factor
-    return _allreduce(tensors, average, name, factors, process_set, op, in_place=False)
-
-
-def grouped_allreduce_(
-    tensors: Sequence[Any],
-    average: bool | None = None,
-    name: str | None = None,
-    priority: int = 0,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    op: ReduceOp | None = None,
-) -> Any:
-    """Reduce several arrays as one operation in place; an empty list is returned as it is."""
-    factors = prescale_factor, postscale_factor
-    return _allreduce(tensors, average, name, factors, process_set, op, in_place=True)
-
-
-def _allreduce(
-    tensors: Sequence[Any],
-    average: bool | None,
-    name: str | None,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    op: ReduceOp | None,
-    in_place: bool,
-) -> Any:
-    if not tensors:
-        return tensors
-    op = resolve_reduce_op(op, average)
-    with mxnet_errors():
-        wait = start_allreduce(tensors, name, op, factors, process_set, in_place, background=False)
-        return wait()
-
-
-def start_allreduce(
-    tensors: Sequence[Any],
-    name: str | None,
-    op: ReduceOp,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    in_place: bool = True,
-    background: bool = True,
-) -> Started:
-    """Start reducing arrays as one operation."""
-    if op is Adasum:
-        raise AssertionError("Adasum is not supported by the MXNet binding")
-    sources = [_reducible(to_torch(each, in_place), op, factors) for each in tensors]
-    outputs = sources if in_place else [torch.empty_like(source) for source in sources]
-    request = runtime.allreduce(
-        sources,
-        outputs,
-        name,
-        op,
-        prescale=factors[0],
-        postscale=factors[1],
-        process_set_id=set_id(process_set),
-        background=background,
-    )
-
-    def wait() -> list[Any]:
-        request.wait()
-        return _results(outputs, tensors, in_place)
-
-    return wait
-
-
-def _reducible(tensor: torch.Tensor, op: ReduceOp, factors: tuple[float, float]) -> torch.Tensor:
-    return reduction_input(tensor, op, factors != (1.0, 1.0))
-
-
-# -- the others --------------------------------------------------------------------------------
+from horovod.mxnet.allreduce_ops import (
+    Started,
+    allreduce,
+    allreduce_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    reducible,
+    results,
+)
+from horovod.mxnet.arrays import check_array, mxnet_errors, to_mxnet, to_torch
 
 
 def allgather(
@@ -160,7 +35,22 @@ def allgather(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Concatenate the ranks' arrays along the first dimension, which may differ."""
+    """Concatenate the arrays of all ranks along the first dimension.
+
+    Args:
+        tensor: Dense NDArray. All dimensions but the first must be the same on all ranks.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        priority: Accepted for compatibility and ignored: calls run in their order.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        A new array with the rows of all ranks, in the order of ranks.
+
+    Raises:
+        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
+            is a HorovodInternalError too.
+    """
     return grouped_allgather([tensor], name, priority, process_set)[0]
 
 
@@ -170,7 +60,22 @@ def grouped_allgather(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Gather several arrays as one operation."""
+    """Gather several arrays as one operation.
+
+    Args:
+        tensors: List of dense NDArrays. They travel as one operation.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        priority: Accepted for compatibility and ignored: calls run in their order.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        A list with the gathered arrays, in the order of `tensors`.
+
+    Raises:
+        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
+            is a HorovodInternalError too.
+    """
     if not tensors:
         return list(tensors)
     with mxnet_errors():
@@ -178,7 +83,7 @@ def grouped_allgather(
         gathered = runtime.allgather(
             sources, name, process_set_id=set_id(process_set), background=False
         ).wait()
-        return _results(gathered, tensors)
+        return results(gathered, tensors)
 
 
 def broadcast(
@@ -188,7 +93,25 @@ def broadcast(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's array as a new one on every rank."""
+    """Send one rank's array to all ranks, as a new array.
+
+    Args:
+        tensor: Dense NDArray, with the same shape and type on all ranks. The values of ranks other
+            than the root are ignored.
+        root_rank: Rank whose array is sent. It is a rank of the whole job, also within a process
+            set.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        priority: Accepted for compatibility and ignored: calls run in their order.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        A new array with the root's values.
+
+    Raises:
+        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
+            is a HorovodInternalError too.
+    """
     with mxnet_errors():
         wait = start_broadcast(
             tensor, root_rank, name, process_set, in_place=False, background=False
@@ -203,7 +126,25 @@ def broadcast_(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Overwrite an array with the root's."""
+    """Overwrite an array with the one of the root.
+
+    Args:
+        tensor: Dense NDArray, with the same shape and type on all ranks. On ranks other than the
+            root it is overwritten.
+        root_rank: Rank whose array is sent. It is a rank of the whole job, also within a process
+            set.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        priority: Accepted for compatibility and ignored: calls run in their order.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        `tensor` itself.
+
+    Raises:
+        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
+            is a HorovodInternalError too.
+    """
     with mxnet_errors():
         wait = start_broadcast(tensor, root_rank, name, process_set, background=False)
         return wait()
@@ -226,7 +167,7 @@ def start_broadcast(
 
     def wait() -> Any:
         request.wait()
-        return _results([output], [tensor], in_place)[0]
+        return results([output], [tensor], in_place)[0]
 
     return wait
 
@@ -238,10 +179,24 @@ def alltoall(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send `splits[i]` rows to rank i, and concatenate what the ranks sent us.
+    """Send some rows to each rank and collect what the ranks send here.
 
-    Without `splits` every rank gets an equal part; with them, the result comes with the numbers of
-    rows received from each rank.
+    Args:
+        tensor: Dense NDArray. All dimensions but the first must be the same on all ranks.
+        splits: How many rows go to each rank: a list of integers or an int32 NDArray, with one
+            number for each rank of the set. By default all ranks get the same number of rows.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        priority: Accepted for compatibility and ignored: calls run in their order.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        The received rows, in the order of ranks. If `splits` is given, a pair: the rows, and an
+        int32 array with the number of rows that came from each rank.
+
+    Raises:
+        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
+            is a HorovodInternalError too.
     """
     with mxnet_errors():
         source = movement_input(to_torch(tensor))
@@ -277,7 +232,29 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduce an array over all ranks and keep this rank's rows."""
+    """Reduce an array over all ranks and keep this rank's rows.
+
+    The rows are shared out as evenly as possible; where they do not divide, the first ranks get one
+    row more.
+
+    Args:
+        tensor: Dense NDArray, with the same shape and type on all ranks.
+        op: `Average` (the default) or `Sum`.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        priority: Accepted for compatibility and ignored: calls run in their order.
+        process_set: Ranks that take part. By default all ranks do.
+        prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
+        postscale_factor: Number that multiplies the result. The default is 1.
+
+    Returns:
+        A new array with this rank's rows of the result.
+
+    Raises:
+        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
+            is a HorovodInternalError too.
+        AssertionError: `op` is neither `Average` nor `Sum`.
+    """
     factors = prescale_factor, postscale_factor
     return grouped_reducescatter([tensor], op, name, priority, process_set, *factors)[0]
 
@@ -291,14 +268,33 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """Reduce and scatter several arrays as one operation."""
+    """Reduce and scatter several arrays as one operation.
+
+    Args:
+        tensors: List of dense NDArrays. They travel as one operation.
+        op: `Average` (the default) or `Sum`.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        priority: Accepted for compatibility and ignored: calls run in their order.
+        process_set: Ranks that take part. By default all ranks do.
+        prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
+        postscale_factor: Number that multiplies the result. The default is 1.
+
+    Returns:
+        A list with this rank's rows of each array, in the order of `tensors`.
+
+    Raises:
+        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
+            is a HorovodInternalError too.
+        AssertionError: `op` is neither `Average` nor `Sum`.
+    """
     if op not in (Average, Sum):
         raise AssertionError(f"reducescatter takes Average or Sum, not {op!r}")
     if not tensors:
         return list(tensors)
     factors = prescale_factor, postscale_factor
     with mxnet_errors():
-        sources = [_reducible(to_torch(each), op, factors) for each in tensors]
+        sources = [reducible(to_torch(each), op, factors) for each in tensors]
         request = runtime.reducescatter(
             sources,
             name,
@@ -308,4 +304,4 @@ def grouped_reducescatter(
             process_set_id=set_id(process_set),
             background=False,
         )
-        return _results(request.wait(), tensors)
+        return results(request.wait(), tensors)

@@ -16,9 +16,9 @@ from horovod.common.reduce_op import Average
 from horovod.common.util import split_list
 from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
+from horovod.mxnet.allreduce_ops import start_allreduce
 from horovod.mxnet.arrays import mxnet_errors
 from horovod.mxnet.compression import Compression, Compressor
-from horovod.mxnet.mpi_ops import start_allreduce
 
 
 def _check_terms(gradient_predivide_factor: float, num_groups: int) -> tuple[float, float]:
@@ -49,10 +49,25 @@ def _average(
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):
-    """An optimizer that averages gradients over the ranks before each update.
+    """An optimizer that averages the gradients over the ranks before each update.
 
-    `gradient_predivide_factor` is divided by before the sum and multiplied with after it. With
-    `num_groups` the gradients that come together are reduced in that many operations.
+    It is for `Module.fit(..., optimizer=optimizer, kvstore=None)`; with gluon use
+    `DistributedTrainer`.
+
+    Args:
+        optimizer: MXNet optimizer that makes the updates.
+        gradient_predivide_factor: Divide the gradients by this number before the sum, and by size /
+            number after it; the result is still the average. The default is 1.
+        num_groups: Number of operations in which the gradients that MXNet passes together are
+            reduced. The default is 0: one operation for each gradient.
+        process_set: Ranks to average with. By default all ranks; a rank outside of the set trains
+            on its own gradients.
+
+    Raises:
+        ValueError: `gradient_predivide_factor` is not positive, or `num_groups` is negative.
+
+    Examples:
+        >>> optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=0.1))
     """
 
     def __init__(
@@ -74,28 +89,71 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         return getattr(self._optimizer, name)
 
     def create_state(self, index: Any, weight: Any) -> Any:
+        """Make the wrapped optimizer's state for a parameter.
+
+        Args:
+            index: Number of the parameter, or a list of numbers.
+            weight: The parameter, or a list of them.
+        """
         return self._optimizer.create_state(index, weight)
 
     def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
+        """Make the wrapped optimizer's state for a parameter that may be of 16 bits.
+
+        Args:
+            index: Number of the parameter, or a list of numbers.
+            weight: The parameter, or a list of them.
+        """
         return self._optimizer.create_state_multi_precision(index, weight)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Average gradients over the ranks, then update the parameters.
+
+        Args:
+            index: Number of the parameter, or a list of numbers.
+            weight: The parameter, or a list of them.
+            grad: Its gradient, or a list of them; averaged in place.
+            state: What `create_state` returned for it.
+        """
         self._reduce(index, grad)
         self._optimizer.update(index, weight, grad, state)
         self._tell_step()
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Average gradients, then update parameters that may be of 16 bits.
+
+        Args:
+            index: Number of the parameter, or a list of numbers.
+            weight: The parameter, or a list of them.
+            grad: Its gradient, or a list of them; averaged in place.
+            state: What `create_state_multi_precision` returned for it.
+        """
         self._reduce(index, grad)
         self._optimizer.update_multi_precision(index, weight, grad, state)
         self._tell_step()
 
     def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate of the wrapped optimizer.
+
+        Args:
+            lr: The new learning rate.
+        """
         self._optimizer.set_learning_rate(lr)
 
     def set_lr_mult(self, args_lr_mult: Any) -> None:
+        """Set factors for the learning rates of single parameters.
+
+        Args:
+            args_lr_mult: Dict from a parameter's name or number to its factor.
+        """
         self._optimizer.set_lr_mult(args_lr_mult)
 
     def set_wd_mult(self, args_wd_mult: Any) -> None:
+        """Set factors for the weight decay of single parameters.
+
+        Args:
+            args_wd_mult: Dict from a parameter's name or number to its factor.
+        """
         self._optimizer.set_wd_mult(args_wd_mult)
 
     def _tell_step(self) -> None:
@@ -123,10 +181,34 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
 
 
 class DistributedTrainer(mx.gluon.Trainer):
-    """A gluon trainer that averages gradients over the ranks before each update.
+    """A gluon trainer that averages the gradients over the ranks before each update.
 
-    `prefix` tells the gradients of several trainers apart. With `num_groups` gradients are reduced
-    in that many operations, or more if their types differ.
+    `trainer.step` takes the batch size of one rank.
+
+    Args:
+        params: Parameters to train: `block.collect_params()`, a dict or a list of gluon parameters.
+            Each is on one device.
+        optimizer: MXNet optimizer, or its name. Of a `DistributedOptimizer` the one inside of it is
+            used, with a warning.
+        optimizer_params: Dict with arguments of the optimizer, if `optimizer` is a name. By default
+            there are none.
+        compression: Compressor for the gradients that travel, such as `Compression.fp16`. By
+            default nothing is compressed.
+        gradient_predivide_factor: Divide the gradients by this number before the sum, and by size /
+            number after it; the result is still the average. The default is 1.
+        prefix: Text before the names of the operations, which tells the gradients of several
+            trainers apart. By default there is none.
+        num_groups: Number of operations in which the gradients are reduced; there are more if their
+            types differ. The default is 0: one operation for each gradient.
+        process_set: Ranks to average with. By default all ranks; a rank outside of the set trains
+            on its own gradients.
+
+    Raises:
+        ValueError: `params` is none of these, `gradient_predivide_factor` is not positive, or
+            `num_groups` is negative.
+
+    Examples:
+        >>> trainer = hvd.DistributedTrainer(params, "sgd", {"learning_rate": 0.1 * hvd.size()})
     """
 
     def __init__(

@@ -19,7 +19,13 @@ _logger = get_logger(__name__)
 
 
 class RayHostDiscovery(HostDiscovery):
-    """The live nodes, each with as many slots as it has room for workers."""
+    """The live nodes of the cluster, each with as many slots as it has room for workers.
+
+    Args:
+        use_gpu: Whether each worker needs GPUs. The default is False.
+        cpus_per_slot: Number of CPUs of each worker. The default is 1.
+        gpus_per_slot: Number of GPUs of each worker, with `use_gpu`. The default is 1.
+    """
 
     def __init__(
         self, use_gpu: bool = False, cpus_per_slot: int = 1, gpus_per_slot: int | None = 1
@@ -30,6 +36,7 @@ class RayHostDiscovery(HostDiscovery):
         self._names: dict[str, str] = {}  # by node id
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Return the number of slots of each live node, by its name."""
         needs = {"CPU": float(self.cpus_per_slot)}
         if self.use_gpu:
             needs["GPU"] = float(self.gpus_per_slot)
@@ -41,7 +48,11 @@ class RayHostDiscovery(HostDiscovery):
         return found
 
     def node_of(self, name: str) -> Mapping[str, Any] | None:
-        """The live node with that name, address, host name or id, as Ray describes it."""
+        """Return the live node with a name, as Ray describes it; None if there is none.
+
+        Args:
+            name: Name, address, host name or id of the node.
+        """
         nodes = self._live()
         for node in nodes.values():
             if name in (node.get("NodeID"), node.get("NodeManagerHostname")) and name not in nodes:
@@ -59,10 +70,17 @@ class RayHostDiscovery(HostDiscovery):
 
 
 class TestDiscovery(RayHostDiscovery):
-    """Pretends that nodes come and go, for trying out a training function on a real cluster.
+    """Pretends that nodes come and go, to try out a training function on a real cluster.
 
-    Every `change_frequency_s` seconds a random host goes, or one that was gone comes back, between
-    `min_hosts` and `max_hosts`. With `_graceful` the first host stays.
+    Args:
+        min_hosts: Number of hosts that always stay.
+        max_hosts: Number of hosts that are shown at most.
+        change_frequency_s: Seconds after which a random host goes, or one that was gone comes back.
+        use_gpu: Whether each worker needs GPUs. The default is False.
+        cpus_per_slot: Number of CPUs of each worker. The default is 1.
+        gpus_per_slot: Number of GPUs of each worker, with `use_gpu`. The default is 1.
+        verbose: Whether to log which hosts seem to be gone. The default is True.
+        _graceful: Whether the first host always stays. The default is True.
     """
 
     __test__ = False  # not a test, whatever pytest makes of its name
@@ -88,6 +106,7 @@ class TestDiscovery(RayHostDiscovery):
         self._last_change = time.monotonic()
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Return the number of slots of each node that seems to be there, by its name."""
         found = super().find_available_hosts_and_slots()
         hidden = [host for host in self._hidden if host in found]
         shown = [host for host in found if host not in hidden]

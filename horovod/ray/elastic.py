@@ -18,7 +18,22 @@ __all__ = ["ElasticRayExecutor", "RayHostDiscovery", "TestDiscovery"]
 
 
 class ElasticRayExecutor:
-    """An elastic job on Ray. Deprecated: ``RayExecutor(settings, min_workers=...)`` is the same."""
+    """An elastic job on Ray, by its older name.
+
+    Deprecated: `RayExecutor(settings, min_workers=...)` does the same.
+
+    Args:
+        settings: Settings that `create_settings` made.
+        use_gpu: Whether each rank gets GPUs. The default is False.
+        cpus_per_slot: Number of CPUs that Ray reserves for each rank. The default is 1.
+        gpus_per_slot: Number of GPUs of each rank, with `use_gpu`. The default is 1.
+        env_vars: Environment variables for all workers.
+        override_discovery: Whether to find the nodes by asking Ray, which is the default. False
+            takes the hosts from `settings.discovery`.
+
+    Raises:
+        ValueError: `gpus_per_slot` is given without `use_gpu`, or is less than 1.
+    """
 
     @staticmethod
     def create_settings(
@@ -33,7 +48,28 @@ class ElasticRayExecutor:
         max_np: int | None = None,
         **kwargs: Any,
     ) -> ElasticRaySettings:
-        """Settings for the constructor. ``min_np`` and ``max_np`` are older names."""
+        """Make the settings of an elastic job.
+
+        Args:
+            min_num_proc: Number of ranks below which the job waits. The default is 1.
+            max_num_proc: Number of ranks up to which the job grows. By default it uses all that the
+                cluster has room for.
+            reset_limit: Number of changes of membership after which the job ends. By default there
+                is no limit.
+            elastic_timeout: Seconds for which the job waits for `min_num_proc` ranks. The default
+                is 600.
+            timeout_s: Seconds that the ranks may take to find each other once they run. The default
+                is 30.
+            ssh_identity_file: Accepted for compatibility and ignored: Ray starts the processes.
+            nics: Names of the network interfaces to use between the nodes. By default every worker
+                finds its way by itself.
+            min_np: Deprecated name of `min_num_proc`.
+            max_np: Deprecated name of `max_num_proc`.
+            **kwargs: Further attributes of the settings, such as `discovery` and `cooldown_range`.
+
+        Returns:
+            Settings for `ElasticRayExecutor`.
+        """
         for old, value in (("min_np", min_np), ("max_np", max_np)):
             if value is not None:
                 warnings.warn(
@@ -84,11 +120,20 @@ class ElasticRayExecutor:
         )
 
     def start(self) -> None:
-        """Prepare; the workers start with `run`."""
+        """Prepare the job. The workers start with `run`."""
         self._executor.start(extra_env_vars=self._env_vars)
 
     def run(
         self, worker_fn: Callable[[], Any], callbacks: Sequence[Callback] | None = None
     ) -> list[Any]:
-        """Call ``worker_fn()`` on the workers; what those that finished returned, by rank."""
+        """Call a function on the workers and wait for what it returns.
+
+        Args:
+            worker_fn: Function without arguments, written for elastic training.
+            callbacks: Functions that are called here, in a thread, with everything that workers
+                pass to `ray_logger.log`.
+
+        Returns:
+            A list with what each worker that finished has returned, in the order of ranks.
+        """
         return self._executor.run(worker_fn, callbacks=callbacks)

@@ -49,7 +49,13 @@ def configure(queue: Any) -> None:
 
 
 def log(info_dict: Mapping[str, Any]) -> None:
-    """Pass `info_dict` to the callbacks on the driver. Warns once where there is no driver."""
+    """Pass a message from a worker to the callbacks on the driver.
+
+    It warns once in a process that is no worker of a `RayExecutor`.
+
+    Args:
+        info_dict: The message, such as a dict of metrics. It must be possible to pickle it.
+    """
     global _warned
     if _queue is not None:
         _queue.put(info_dict)

@@ -33,14 +33,41 @@ __all__ = [
 class RayExecutor:
     """Runs functions on the ranks of a Horovod job, which are Ray actors.
 
-    ``num_workers``: so many ranks, on as few nodes as possible, or inside the placement group that
-    this process runs in (``use_current_placement_group``). ``num_hosts`` with
-    ``num_workers_per_host``: so many on each of so many nodes. ``min_workers``: an elastic job,
-    which begins with that many, grows up to ``max_workers`` and lives on when workers or nodes are
-    lost; ``reset_limit``, ``cooldown_range`` and ``elastic_timeout`` are horovodrun's, and
-    ``override_discovery=False`` takes the hosts from ``settings.discovery``.
+    Choose one of three forms: `num_workers` places that many ranks on as few nodes as possible;
+    `num_hosts` with `num_workers_per_host` places the same number of ranks on each of several
+    nodes; `min_workers` makes an elastic job, which goes on when workers or nodes are lost.
 
-    Every rank gets ``cpus_per_worker`` CPUs and with ``use_gpu`` ``gpus_per_worker`` (1) GPUs.
+    Args:
+        settings: Settings that `create_settings` made. By default those with its defaults.
+        num_workers: Number of ranks of a job of a fixed size.
+        num_hosts: Number of different nodes to use, in place of `num_workers`.
+        num_workers_per_host: Number of ranks on each of `num_hosts` nodes. The default is 1.
+        cpus_per_worker: Number of CPUs that Ray reserves for each rank. The default is 1.
+        use_gpu: Whether each rank gets GPUs. The default is False.
+        gpus_per_worker: Number of GPUs of each rank, with `use_gpu`. The default is 1.
+        use_current_placement_group: Whether ranks are placed in the placement group that this
+            process runs in, if there is one. The default is True.
+        min_workers: Number of ranks below which an elastic job waits. Giving it makes the job
+            elastic.
+        max_workers: Number of ranks up to which an elastic job grows. By default it uses all that
+            the cluster has room for.
+        reset_limit: Number of changes of membership after which an elastic job ends. By default
+            there is no limit.
+        cooldown_range: Shortest and longest time in seconds for which an elastic job starts no
+            workers on a node where some have failed. By default such a node is not used again.
+        elastic_timeout: Seconds for which an elastic job waits for `min_workers` ranks. The default
+            is 600.
+        override_discovery: Whether an elastic job finds its nodes by asking Ray, which is the
+            default. False takes the hosts from `settings.discovery`.
+
+    Raises:
+        ValueError: The arguments contradict each other.
+
+    Examples:
+        >>> executor = RayExecutor(num_workers=4, use_gpu=True)
+        >>> executor.start()
+        >>> results = executor.run(train, args=[10])
+        >>> executor.shutdown()
     """
 
     @classmethod
@@ -52,7 +79,21 @@ class RayExecutor:
         placement_group_timeout_s: float = 100,
         nics: Collection[str] | None = None,
     ) -> MiniSettings:
-        """Settings for a job; see `MiniSettings`. What concerns ssh has no effect."""
+        """Make the settings of a job.
+
+        Args:
+            timeout_s: Seconds that the ranks may take to find each other once they run. The default
+                is 30.
+            ssh_identity_file: Accepted for compatibility and ignored: Ray starts the processes.
+            ssh_str: Accepted for compatibility and ignored: Ray starts the processes.
+            placement_group_timeout_s: Seconds that Ray may take to find room for the ranks. The
+                default is 100.
+            nics: Names of the network interfaces to use between the nodes. By default every worker
+                finds its way by itself.
+
+        Returns:
+            Settings for `RayExecutor`.
+        """
         return MiniSettings(
             nics=nics,
             ssh_identity_file=ssh_identity_file,
@@ -116,10 +157,20 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the workers (an elastic job's start with its function).
+        """Start the workers. Those of an elastic job start with each function.
 
-        Each makes ``executable_cls(*executable_args, **executable_kwargs)``, which `execute` passes
-        to its functions, and has ``extra_env_vars`` in its environment.
+        Args:
+            executable_cls: Class of which every worker makes an object; `execute` passes it to its
+                functions. By default there is none.
+            executable_args: Positional arguments of that class.
+            executable_kwargs: Keyword arguments of that class.
+            extra_env_vars: Environment variables for all workers, which do not inherit those of
+                this process.
+
+        Raises:
+            RuntimeError: Ray is not running, the executor was started already, or the workers
+                cannot reach each other.
+            TimeoutError: Ray found no room for the workers.
         """
         require_ray()
         if self.adapter is not None:
@@ -142,12 +193,24 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] | None = None,
     ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on all ranks; what each returned, by rank.
+        """Call a function on all ranks and wait for what it returns.
 
-        An exception on one rank ends the call on all; it is raised here as itself, with a
-        `horovod.runner.functions.run_function.RemoteError` as its cause that has the rank and the
-        traceback. ``callbacks`` are called, in a thread, with everything that `ray_logger.log` is
-        given.
+        An exception on one rank ends the function on all ranks, and is raised here as itself. Its
+        cause is a `RemoteError` with the rank and the traceback.
+
+        Args:
+            fn: Function to call.
+            args: Positional arguments for it.
+            kwargs: Keyword arguments for it.
+            callbacks: Functions that are called here, in a thread, with everything that workers
+                pass to `ray_logger.log`.
+
+        Returns:
+            A list with what each rank returned, in the order of ranks.
+
+        Raises:
+            RuntimeError: `start` was not called.
+            RemoteError: A worker died.
         """
         return self._running().run(fn, args, kwargs, callbacks)
 
@@ -157,21 +220,46 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Like `run`, but returns at once: an ObjectRef for each rank."""
+        """Call a function on all ranks without waiting. It is not for elastic jobs.
+
+        Args:
+            fn: Function to call.
+            args: Positional arguments for it.
+            kwargs: Keyword arguments for it.
+
+        Returns:
+            A list with one ObjectRef for each rank.
+        """
         return self._running().run_remote(fn, args, kwargs)
 
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None
     ) -> list[Any]:
-        """Call ``fn(executable)`` on all ranks; what each returned, by rank."""
+        """Call a function with the object that each worker has made in `start`.
+
+        Args:
+            fn: Function of one argument, the worker's object.
+            callbacks: Functions that are called here, in a thread, with everything that workers
+                pass to `ray_logger.log`.
+
+        Returns:
+            A list with what each rank returned, in the order of ranks.
+        """
         return self._running().execute(fn, callbacks)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Call ``fn(executable)`` on rank 0 alone; what it returned."""
+        """Call a function with the object of rank 0, there alone. It is not for elastic jobs.
+
+        Args:
+            fn: Function of one argument, the worker's object.
+
+        Returns:
+            What the function returned.
+        """
         return self._running().execute_single(fn)
 
     def shutdown(self) -> None:
-        """End the workers and give back what they occupied. May be called twice."""
+        """End the workers and give back what they occupied. It may be called twice."""
         adapter, self.adapter = self.adapter, None
         if adapter is not None:
             adapter.shutdown()

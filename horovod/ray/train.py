@@ -27,9 +27,18 @@ __all__ = ["HorovodConfig", "HorovodTrainer"]
 class HorovodConfig(BackendConfig):
     """How the workers of a `HorovodTrainer` find each other.
 
-    `timeout_s` is the time for that, `nics` the interfaces to keep the traffic on, `env_vars`
-    variables for all workers. What concerns ssh, and `placement_group_timeout_s`, has no effect:
-    Ray Train starts the workers.
+    Args:
+        nics: Names of the network interfaces to use between the nodes. By default every worker
+            finds its way by itself.
+        verbose: Accepted for compatibility and ignored.
+        key: Key that the ranks know each other by. By default a new one for each run.
+        ssh_port: Accepted for compatibility and ignored: Ray Train starts the workers.
+        ssh_identity_file: Accepted for compatibility and ignored: Ray Train starts the workers.
+        ssh_str: Accepted for compatibility and ignored: Ray Train starts the workers.
+        timeout_s: Seconds that the workers may take to find each other. The default is 300.
+        placement_group_timeout_s: Accepted for compatibility and ignored: Ray Train finds room for
+            the workers.
+        env_vars: Environment variables for all workers. By default there are none.
     """
 
     nics: Collection[str] | None = None
@@ -51,7 +60,7 @@ class HorovodConfig(BackendConfig):
         return _stopping_the_engine
 
     def to_dict(self) -> dict[str, Any]:
-        """What Ray Train may show: not the key."""
+        """Return what Ray Train may show of it: not the key."""
         return {"nics": sorted(self.nics or ()), "timeout_s": self.timeout_s}
 
 
@@ -101,11 +110,20 @@ class HorovodBackend(Backend):
 class HorovodTrainer(DataParallelTrainer):
     """Runs a training loop with Horovod on the workers of Ray Train.
 
-    ``train_loop_per_worker`` calls ``hvd.init()``, reports with ``ray.train.report`` and takes its
-    data from ``ray.train.get_dataset_shard``. The other arguments are those of Ray Train's own
-    trainers. A run goes on where it was when a trainer is made with the same name and storage path
-    (``RunConfig``), or after a failure that ``FailureConfig`` allows: the loop finds the newest
-    checkpoint with ``ray.train.get_checkpoint()``.
+    The loop calls `hvd.init()`, reports with `ray.train.report` and takes its data from
+    `ray.train.get_dataset_shard`. A run goes on where it was if a trainer is made with the same
+    name and storage path (`RunConfig`), or after a failure that `FailureConfig` allows: the loop
+    finds the newest checkpoint with `ray.train.get_checkpoint()`.
+
+    Args:
+        train_loop_per_worker: Function that trains, with no argument or with `train_loop_config`.
+        train_loop_config: Dict that is passed to the loop. By default the loop gets no argument.
+        horovod_config: How the workers find each other. By default `HorovodConfig()`.
+        **kwargs: Arguments of Ray Train's own trainers: `scaling_config`, `run_config`, `datasets`,
+            `dataset_config`, `metadata` and others.
+
+    Raises:
+        ValueError: `horovod_config` is not a `HorovodConfig`.
     """
 
     def __init__(

@@ -55,7 +55,15 @@ class WorkerEnd:
 
 
 class BaseHorovodWorker:
-    """One rank. Methods other than those below are for the adapters."""
+    """One rank, for programs that make the actors of a job themselves.
+
+    `ray.remote(BaseHorovodWorker)` makes a class of actors of it. Most programs use `RayExecutor`,
+    which does.
+
+    Args:
+        world_rank: Rank of this worker. The default is 0.
+        world_size: Number of ranks. The default is 1.
+    """
 
     executable: Any = None
 
@@ -64,21 +72,27 @@ class BaseHorovodWorker:
         os.environ["HOROVOD_SIZE"] = str(world_size)
 
     def node_id(self) -> str:
+        """Return the id of the Ray node that this worker is on."""
         return node_id()
 
     def hostname(self) -> str:
+        """Return the host name of this worker."""
         return socket.gethostname()
 
     def get_gpu_ids(self) -> list[str]:
-        """The GPUs that Ray has given to this worker."""
+        """Return the ids of the GPUs that Ray has given to this worker."""
         return gpu_ids()
 
     def update_env_vars(self, env_vars: Mapping[str, str]) -> None:
-        """Set variables of this process's environment; those with value None stay as they are."""
+        """Set variables of this worker's environment.
+
+        Args:
+            env_vars: Values by name. A variable whose value is None stays as it is.
+        """
         os.environ.update({k: str(v) for k, v in env_vars.items() if v is not None})
 
     def env_vars(self) -> dict[str, str]:
-        """This process's environment, without the job's key."""
+        """Return this worker's environment without the key of the job."""
         return {name: value for name, value in os.environ.items() if name != SECRET_KEY}
 
     def start_executable(
@@ -87,13 +101,27 @@ class BaseHorovodWorker:
         executable_args: Sequence[Any] | None = None,
         executable_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make the object that `execute` passes to its functions."""
+        """Make the object that `execute` passes to its functions.
+
+        Args:
+            executable_cls: Class of the object. None makes none.
+            executable_args: Positional arguments of the class.
+            executable_kwargs: Keyword arguments of the class.
+        """
         if executable_cls is not None:
             self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
 
     def execute(self, func: Callable[[Any], Any]) -> Any:
-        """What ``func(executable)`` returns. When it raises, the engine stops on this rank, so
-        that no other rank waits for it."""
+        """Call a function with this worker's object.
+
+        If the function raises, the engine stops on this rank, so that no other rank waits for it.
+
+        Args:
+            func: Function of one argument, the worker's object.
+
+        Returns:
+            What the function returned.
+        """
         try:
             return func(self.executable)
         except BaseException as error:
@@ -107,19 +135,29 @@ class BaseHorovodWorker:
             raise
 
     def set_queue(self, queue: Any) -> None:
-        """Where `ray_logger.log` puts what is logged here: anything with a method ``put``."""
+        """Choose where `ray_logger.log` puts what is logged here.
+
+        Args:
+            queue: Object with a method `put`.
+        """
         ray_logger.configure(queue)
 
     # -- for the adapters ------------------------------------------------------------------
 
     def describe(self) -> WorkerInfo:
+        """Return what the other parts of a job need to know of this worker."""
         return describe_worker()
 
     def join(self, env_vars: Mapping[str, str], request: Mapping[str, Any]) -> str:
-        """Take a place in the job: its variables, and the way to its store. A problem, or nothing.
+        """Take a place in the job. Adapters call it.
 
-        `request` is the question of `horovod.runner.agents.probe`: the addresses of the store, the
-        key.
+        Args:
+            env_vars: Environment variables of this rank.
+            request: Addresses and key of the job's store, as `horovod.runner.agents.probe` takes
+                them.
+
+        Returns:
+            A sentence that says why it was not possible, or an empty text.
         """
         return join(env_vars, request)
 

@@ -37,19 +37,44 @@ def run(
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` in ``num_proc`` Spark tasks; what each returned, by rank.
+    """Call a function on all ranks of a job whose processes are Spark tasks.
 
-    ``num_proc`` is by default what Spark runs at once (``spark.default.parallelism``). Workers
-    have the environment of the executors and ``env``; nothing of the driver's goes there by
-    itself. All tasks must have started within ``start_timeout`` seconds (by default
-    HOROVOD_SPARK_START_TIMEOUT, or 600). Their output appears in ``stdout`` and ``stderr``, which
-    are files or file-like objects (this process's own by default), with ``[rank]<stdout>:`` before
-    each line. ``nics`` are network interfaces to use. ``executable`` is the workers' Python, if it
-    is not that of the executors. With ``verbose=2`` more is told about the start, with 0 nothing.
+    An exception of the function is raised here as itself, with the rank and the traceback there;
+    the other ranks are ended, and the Spark job is cancelled.
 
-    An exception of ``fn`` is raised here as itself, with the rank and the traceback there; the
-    others are ended, and the Spark job is cancelled. ``use_mpi`` is refused; ``use_gloo`` and
-    ``extra_mpi_args`` are accepted and change nothing.
+    Args:
+        fn: Function to call. It and its arguments must be possible to pickle.
+        args: Positional arguments for it.
+        kwargs: Keyword arguments for it.
+        num_proc: Number of ranks. By default the number of tasks that Spark runs at once
+            (`spark.default.parallelism`).
+        start_timeout: Seconds within which all tasks must have started. By default the value of
+            HOROVOD_SPARK_START_TIMEOUT, or 600.
+        use_mpi: Refused if it is true: Spark starts the processes, which mpirun would have to do.
+        use_gloo: Accepted for compatibility and ignored.
+        extra_mpi_args: Accepted for compatibility and ignored.
+        env: Environment variables for the workers, in addition to those of the executors. Nothing
+            of the driver's environment is passed on by itself.
+        stdout: File or file-like object for the workers' standard output. By default this process's
+            own. Each line has the rank before it.
+        stderr: File or file-like object for the workers' standard error. By default this process's
+            own. Each line has the rank before it.
+        verbose: How much is said about the start: 0 is nothing, 2 is more. The default is 1.
+        nics: Network interfaces to use between the hosts. By default they are found.
+        prefix_output_with_timestamp: Whether lines of output also have the time before them. The
+            default is False.
+        executable: Python interpreter of the workers. By default that of the executors.
+
+    Returns:
+        A list with what each rank returned, in the order of ranks.
+
+    Raises:
+        ValueError: An argument is wrong; nothing was started.
+        TimeoutException: The tasks did not start in time; it is a
+            `horovod.runner.common.util.timeout.TimeoutException`.
+
+    Examples:
+        >>> results = horovod.spark.run(train, args=(10,), num_proc=4)
     """
     from horovod.spark.cluster import Cluster, active_context
     from horovod.spark.job_setup import make_setup, pack_call
@@ -95,16 +120,45 @@ def run_elastic(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` in a job that goes on when executors come and go.
+    """Call a function in a job that goes on when executors come and go.
 
-    The function is written for elastic training (docs/elastic.md). The job begins when
-    ``num_proc`` tasks run, within ``start_timeout``; then it uses all that come, up to
-    ``max_num_proc``. When tasks, executors or whole hosts are lost it goes on with the others, and
-    Spark's next attempt of such a task joins it. With fewer than ``min_num_proc`` it waits, for
-    ``elastic_timeout`` seconds at most (by default HOROVOD_ELASTIC_TIMEOUT, or 600). After
-    ``reset_limit`` changes it ends. ``min_num_proc`` and ``max_num_proc`` are by default
-    ``num_proc``. Returns what the first ``min_num_proc`` ranks returned. The other arguments are
-    those of `run`; ``min_np`` and ``max_np`` are older names.
+    The function is written for elastic training. The job begins when `num_proc` tasks run, and then
+    uses all tasks that come, up to `max_num_proc`. When tasks, executors or whole hosts are lost it
+    goes on with the others, and Spark's next attempt of such a task joins it.
+
+    Args:
+        fn: Function to call. It and its arguments must be possible to pickle.
+        args: Positional arguments for it.
+        kwargs: Keyword arguments for it.
+        num_proc: Number of ranks with which the job begins. By default the number of tasks that
+            Spark runs at once (`spark.default.parallelism`).
+        min_num_proc: Number of ranks below which the job waits for new ones. By default `num_proc`.
+        max_num_proc: Number of ranks up to which the job grows. By default `num_proc`.
+        start_timeout: Seconds within which `num_proc` tasks must have started. By default the value
+            of HOROVOD_SPARK_START_TIMEOUT, or 600.
+        elastic_timeout: Seconds for which the job waits while it has fewer than `min_num_proc`
+            ranks. By default the value of HOROVOD_ELASTIC_TIMEOUT, or 600.
+        reset_limit: Number of changes of membership after which the job ends. By default there is
+            no limit.
+        env: Environment variables for the workers, in addition to those of the executors. Nothing
+            of the driver's environment is passed on by itself.
+        stdout: File or file-like object for the workers' standard output. By default this process's
+            own. Each line has the rank before it.
+        stderr: File or file-like object for the workers' standard error. By default this process's
+            own. Each line has the rank before it.
+        verbose: How much is said about the start: 0 is nothing, 2 is more. The default is 1.
+        nics: Network interfaces to use between the hosts. By default they are found.
+        prefix_output_with_timestamp: Whether lines of output also have the time before them. The
+            default is False.
+        min_np: Deprecated name of `min_num_proc`.
+        max_np: Deprecated name of `max_num_proc`.
+
+    Returns:
+        A list with what the first `min_num_proc` ranks returned, in the order of ranks.
+
+    Raises:
+        ValueError: An argument is wrong; nothing was started.
+        TimeoutException: `num_proc` tasks did not start in time.
     """
     from horovod.spark.cluster import Cluster, active_context
     from horovod.spark.elastic_run import limits_from, run_elastic_tasks

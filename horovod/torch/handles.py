@@ -26,7 +26,11 @@ def hand_out(request: Request, finish: Callable[[Any], Any]) -> int:
 def poll(handle: int) -> bool:
     """Whether ``synchronize(handle)`` would return at once.
 
-    `handle` is what an asynchronous collective returned; ValueError if it is synchronised already.
+    Args:
+        handle: What the collective returned when it was started.
+
+    Raises:
+        ValueError: The handle does not exist, or was synchronised already.
     """
     try:
         return _pending[handle][0].done()

@@ -29,8 +29,11 @@ def public(module: ModuleType) -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{own}", getattr(value, own)
 
 
-def problems(module: ModuleType) -> list[str]:
-    """Names without a docstring, and parameters that theirs does not mention."""
+def problems(module: ModuleType, *, listed: bool = False) -> list[str]:
+    """Names without a docstring, and parameters that theirs does not mention.
+
+    With `listed` a parameter must stand in a list of arguments; a word about it is not enough.
+    """
     found = []
     for name, value in public(module):
         text = inspect.getdoc(value) or ""
@@ -40,8 +43,9 @@ def problems(module: ModuleType) -> list[str]:
         if inspect.isclass(value) and issubclass(value, BaseException):
             continue  # Python knows no parameters of those without an __init__
         for parameter in set(inspect.signature(value).parameters) - FREE:
-            # `name`, or "name: what it is" in a list of arguments
-            if not re.search(rf"`{parameter}`|^\s+{parameter}: \S", text, re.MULTILINE):
+            # "name: what it is" in a list of arguments, or `name`
+            pattern = rf"^\s+\*{{0,2}}{parameter}: \S" + ("" if listed else f"|`{parameter}`")
+            if not re.search(pattern, text, re.MULTILINE):
                 found.append(f"{name} does not mention {parameter}")
     return found
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 from horovod.runner.options.arguments import parse_args
+from tests.ranks import run_ranks
+
+HOME = Path(__file__).resolve().parents[2] / "docs" / "index.md"
 
 # For programs that give each rank a GPU of its own, on a machine that has one, but not so many.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -28,7 +34,8 @@ def check_links(page: Path) -> None:
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{page.name}: {target}"
-        assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+        is_shown = file.suffix != ".md" or not anchor or anchor in anchors(file)
+        assert is_shown, f"{page.name}: {target}"
 
 
 def anchors(page: Path) -> set[str]:
@@ -38,8 +45,8 @@ def anchors(page: Path) -> set[str]:
 
 
 def prose(page: Path) -> str:
-    """The page without its fenced blocks."""
-    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    """The page without its fenced blocks, also those inside of tabs."""
+    return re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def blocks(page: Path, language: str) -> list[tuple[str, int]]:
@@ -47,3 +54,28 @@ def blocks(page: Path, language: str) -> list[tuple[str, int]]:
     text = page.read_text()
     found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return [(block[1], text[: block.start(1)].count("\n")) for block in found]
+
+
+def tabs(page: Path) -> dict[str, str]:
+    """The Python samples that a page shows beside each other, by the title of their tab."""
+    found = re.finditer(
+        r'^=== "([^"\n]+)"\n\n    ```python\n(.*?)^    ```$',
+        page.read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+    return {tab[1]: textwrap.dedent(tab[2]) for tab in found}
+
+
+def check_home_sample(framework: str, env: dict[str, str] | None = None) -> None:
+    """The home page's sample for a framework trains on two ranks, and prints what the page says."""
+    ((promised, _),) = blocks(HOME, "text")
+    first, second = run_ranks(_run_home_sample, 2, framework, env=env, timeout=280)
+    assert promised == f"[0]<stdout>:{first}"
+    assert second == ""
+
+
+def _run_home_sample(rank: int, size: int, framework: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(tabs(HOME)[framework], str(HOME), "exec"), {"__name__": "page"})
+    return printed.getvalue()

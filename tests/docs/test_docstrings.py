@@ -1,6 +1,6 @@
 """Docstrings of what needs no framework but torch, and their place in the API reference.
 
-TensorFlow, Keras and Lightning have the same test in their own folders.
+The other bindings, Spark and Ray have the same test in their own folders.
 """
 
 from __future__ import annotations
@@ -39,3 +39,19 @@ def test_a_docstring_that_says_nothing_is_found():
 
     Module.work.__module__ = "horovod.example"
     assert problems(Module) == ["work does not mention amount"]  # type: ignore[arg-type]
+
+
+def test_a_word_about_a_parameter_is_no_entry_in_the_list_of_arguments():
+    class Module:
+        __all__ = ("work",)
+
+        @staticmethod
+        def work(amount: int, **options: object) -> None:
+            """Work hard until `amount` is done.
+
+            Args:
+                **options: How to work.
+            """
+
+    Module.work.__module__ = "horovod.example"
+    assert problems(Module, listed=True) == ["work does not mention amount"]  # type: ignore[arg-type]

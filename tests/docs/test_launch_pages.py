@@ -49,6 +49,7 @@ EXPECTED = {
     "laptop": [None, 7],  # the first runs the page's own script
     "ssh-cluster": [4, 8, 8],
     "slurm": [4, 4, 4],
+    "lsf": [4, 0, 2],
     "mpi": [4, 0, 2, 2],
     "torchrun": [2, None, 2],  # the second needs two machines
     "kubernetes": [],
@@ -129,6 +130,8 @@ def test_commands(desk: tuple[Path, dict[str, str]], page: str, number: int):
     folder, env = desk
     if page == "mpi" and shutil.which("mpirun", path=env["PATH"]) is None:
         pytest.skip("there is no mpirun in this environment")
+    if page == "lsf":
+        env |= {"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "node1 2 node2 2"}
     block = blocks(page, "bash")[number]
     with reserved_port() as port:
         if "MASTER_ADDR" in block:  # of the first node, which is this machine here

@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [
-    "index",
+    "getting_started",
     "concepts",
     "process_sets",
     "gpus",
@@ -30,6 +30,7 @@ PAGES = [
     "stats",
     "adasum",
     "compression",
+    "gradient_accumulation",
     "mixed_precision",
     "checkpoints",
     "sparse",
@@ -39,7 +40,8 @@ PAGES = [
 ]
 # These have tests of their own.
 ELSEWHERE = {"pytorch", "tensorflow", "keras", "lightning", "communication_hooks", "elastic"}
-ELSEWHERE |= {"tensorflow_data_service", "launch/laptop", "scaling"}
+ELSEWHERE |= {"tensorflow_data_service", "launch/laptop", "scaling", "notebooks"}
+ELSEWHERE |= {"hyperparameter_search"}
 LATER = {"spark", "spark_estimators", "ray", "jax", "mxnet", "launch/mpi"}  # others test these
 
 
@@ -90,7 +92,16 @@ def test_every_page_with_code_is_run_by_a_test():
 
 
 @pytest.mark.parametrize(
-    "page", ["index", "fusion", "adasum", "compression", "mixed_precision", "checkpoints"]
+    "page",
+    [
+        "getting_started",
+        "fusion",
+        "adasum",
+        "compression",
+        "gradient_accumulation",
+        "mixed_precision",
+        "checkpoints",
+    ],
 )
 def test_training_leaves_the_ranks_with_the_same_model(ran, page: str):
     (first, second), _ = ran

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod.runner.options.arguments import parse_args
+from tests.docs.pages import check_home_sample
 from tests.ranks import run_ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -67,3 +68,7 @@ def test_commands_and_links():
         assert parse_args(shlex.split(command)[1:]).num_proc == 2
     for target in re.findall(r"\]\(([^)]+)\)", page):
         assert (DOCS / target.partition("#")[0]).is_file(), target
+
+
+def test_the_sample_of_the_home_page():
+    check_home_sample("JAX")

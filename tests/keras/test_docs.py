@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import check_home_sample
 from tests.keras.flavours import FLAVOURS
 from tests.tensorflow.pages import DOCS, run_page, sections_that_train
 
@@ -35,3 +36,7 @@ def test_the_keras_page(tmp_path: Path, flavour: str):
     loaded = next(s for s in states if s["section"] == "Checkpoints and load_model")
     assert loaded["steps_done"] == 4 * 8  # epochs of 256 / 32 steps
     assert states[-1]["accuracy"] == other[-1]["accuracy"]
+
+
+def test_the_sample_of_the_home_page():
+    check_home_sample("Keras", FLAVOURS["tensorflow"])

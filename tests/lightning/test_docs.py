@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.pages import check_commands, check_links
+from tests.docs.pages import check_commands, check_home_sample, check_links
 from tests.ranks import run_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "lightning.md"
@@ -64,3 +64,7 @@ def test_commands_are_ones_that_horovodrun_understands():
 
 def test_links_lead_somewhere():
     check_links(PAGE)
+
+
+def test_the_sample_of_the_home_page():
+    check_home_sample("Lightning")

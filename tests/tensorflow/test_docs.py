@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from horovod.runner.options.arguments import parse_args
+from tests.docs.pages import check_home_sample
 from tests.tensorflow.pages import DOCS, run_page, sections_that_train
 
 PAGES = ["tensorflow.md", "keras.md"]
@@ -57,3 +58,7 @@ def test_links_lead_somewhere(name: str):
         titles = re.findall(r"^## (.*)$", file.read_text(), re.MULTILINE)
         anchors = {re.sub(r"[^a-z_ ]", "", title.lower()).replace(" ", "-") for title in titles}
         assert not anchor or anchor in anchors, target
+
+
+def test_the_sample_of_the_home_page():
+    check_home_sample("TensorFlow")

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Backend(ABC):
-    """Runs a function on all processes of a job; subclass it to train elsewhere than on Spark."""
+    """What runs a training on many processes; subclass it to train elsewhere than on Spark."""
 
     @abstractmethod
     def run(
@@ -19,18 +19,34 @@ class Backend(ABC):
         kwargs: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
     ) -> list[Any]:
-        """What `fn(*args, **kwargs)` returned on each process, in the order of ranks."""
+        """Call a function on all processes and wait for what it returns.
+
+        Args:
+            fn: Function to call.
+            args: Positional arguments for it.
+            kwargs: Keyword arguments for it.
+            env: Environment variables for the processes.
+
+        Returns:
+            A list with what each process returned, in the order of ranks.
+        """
 
     @abstractmethod
     def num_processes(self) -> int:
-        """How many processes `run` uses."""
+        """Return the number of processes that `run` uses."""
 
 
 class SparkBackend(Backend):
-    """Runs on the executors of the active Spark session, by `horovod.spark.run`.
+    """Runs trainings on the executors of the active Spark session.
 
-    Processes get `env`, or this process's environment without CUDA_VISIBLE_DEVICES, which would
-    name the driver's GPUs. Further arguments go to `horovod.spark.run`.
+    Args:
+        num_proc: Number of processes. By default the number of tasks that Spark runs at once.
+        env: Environment variables of the processes. By default those of this process, without
+            CUDA_VISIBLE_DEVICES, which would name the driver's GPUs.
+        **kwargs: Further arguments of `horovod.spark.run`, such as `start_timeout`.
+
+    Raises:
+        ValueError: `num_proc` is less than 1.
     """
 
     def __init__(
@@ -49,6 +65,17 @@ class SparkBackend(Backend):
         kwargs: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
     ) -> list[Any]:
+        """Call a function on all processes, by `horovod.spark.run`.
+
+        Args:
+            fn: Function to call.
+            args: Positional arguments for it.
+            kwargs: Keyword arguments for it.
+            env: Environment variables in addition to those of the constructor.
+
+        Returns:
+            A list with what each process returned, in the order of ranks.
+        """
         import horovod.spark
 
         full = dict(os.environ if self._env is None else self._env)
@@ -66,6 +93,7 @@ class SparkBackend(Backend):
         )
 
     def num_processes(self) -> int:
+        """Return the number of processes that `run` uses."""
         if self._num_proc is None:
             from pyspark import SparkContext
 

@@ -19,16 +19,43 @@ from horovod.spark.common.store import Store
 
 
 class HorovodEstimator(Persistent, EstimatorParams, Estimator):
-    """Trains a model on the rows of a DataFrame, or of Parquet that is in the store already."""
+    """What all estimators can do."""
 
     run_id_prefix = "horovod"
 
     def fit(self, df: Any, params: Any = None) -> Any:
-        """The model trained on the DataFrame, which is written to the store as Parquet first."""
+        """Train the model on the rows of a DataFrame.
+
+        The rows are written to the store as Parquet first, once for each DataFrame, store and
+        validation.
+
+        Args:
+            df: The DataFrame.
+            params: Dict of parameters to use in place of the estimator's, or a list of such dicts.
+                By default there are none.
+
+        Returns:
+            The trained model, such as a `TorchModel`; a list of models for a list of dicts.
+
+        Raises:
+            ValueError: A parameter is missing or wrong, or does not fit the columns.
+        """
         return super().fit(df, params)
 
     def fit_on_parquet(self, params: Any = None, dataset_idx: int | None = None) -> Any:
-        """The model trained on the Parquet at the store's paths for training and validation."""
+        """Train the model on Parquet data that is in the store already.
+
+        Args:
+            params: Dict of parameters to use in place of the estimator's. By default there are
+                none.
+            dataset_idx: Number of the data set in the store. By default the paths without a number.
+
+        Returns:
+            The trained model, such as a `TorchModel`.
+
+        Raises:
+            ValueError: A parameter is missing or wrong, or there is no data.
+        """
         if params:
             return self.copy(params).fit_on_parquet(dataset_idx=dataset_idx)
         backend = self._checked_backend()
@@ -174,8 +201,16 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
 
 
 class HorovodModel(Persistent, ModelParams, Model):
-    """A trained model: `transform` adds its predictions to a DataFrame."""
+    """What all trained models can do."""
 
     def transform(self, df: Any, params: Any = None) -> Any:
-        """The DataFrame with a column of predictions for each label."""
+        """Add the predictions of the model to a DataFrame.
+
+        Args:
+            df: The DataFrame, which has the feature columns.
+            params: Dict of parameters to use in place of the model's. By default there are none.
+
+        Returns:
+            The DataFrame with a column of predictions for each label.
+        """
         return super().transform(df, params)

@@ -24,7 +24,22 @@ _PUT_IS_ATOMIC = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memor
 
 
 class AbstractFilesystemStore(Store):
-    """A store whose paths are URLs under one prefix of one file system."""
+    """A store under one folder of one file system; what all stores have in common.
+
+    Args:
+        prefix_path: Folder or URL under which everything is kept.
+        train_path: Folder of the training data. By default `intermediate_train_data` under the
+            prefix.
+        val_path: Folder of the validation data. By default `intermediate_val_data` under the
+            prefix.
+        test_path: Folder of the test data. By default `intermediate_test_data` under the prefix.
+        runs_path: Folder of checkpoints and logs. By default `runs` under the prefix.
+        save_runs: Whether checkpoints and logs are kept. The default is True.
+        storage_options: Dict of options for the fsspec file system, such as credentials. By default
+            it finds them itself.
+        checkpoint_filename: File name of checkpoints. By default `checkpoint`.
+        **kwargs: Nothing further; subclasses may take more.
+    """
 
     def __init__(
         self,
@@ -56,11 +71,19 @@ class AbstractFilesystemStore(Store):
 
     @abstractmethod
     def get_full_path(self, path: str) -> str:
-        """A path with the protocol before it."""
+        """Return a path with the protocol before it.
+
+        Args:
+            path: Path in the store.
+        """
 
     @abstractmethod
     def get_localized_path(self, path: str) -> str:
-        """A path as the file system wants it."""
+        """Return a path in the form that the file system wants.
+
+        Args:
+            path: Path in the store.
+        """
 
     @abstractmethod
     def _open_filesystem(self) -> Any: ...
@@ -73,6 +96,7 @@ class AbstractFilesystemStore(Store):
         return self._filesystem
 
     def get_filesystem(self) -> Any:
+        """Return the fsspec file system, which is opened when it is first used."""
         return self.fs
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,7 +124,12 @@ class AbstractFilesystemStore(Store):
         self.write(path, text.encode())
 
     def upload(self, local: str, path: str) -> None:
-        """Copy a local file to `path`."""
+        """Copy a local file into the store, where others see it when it is complete.
+
+        Args:
+            local: Path of the local file.
+            path: Path in the store.
+        """
         self._put_complete(
             self.get_localized_path(path), lambda name: self.fs.put_file(local, name)
         )
@@ -195,7 +224,11 @@ class AbstractFilesystemStore(Store):
         return self._test_path if idx is None else f"{self._test_path}.{idx}"
 
     def get_data_metadata_path(self, path: str) -> str:
-        """Where what was found out about the data at `path` is kept."""
+        """Return where the facts about the data at a path are kept.
+
+        Args:
+            path: Folder of the data.
+        """
         return f"{path.rstrip('/')}_cached_metadata.json"
 
     # -- runs --------------------------------------------------------------------------------
@@ -246,7 +279,14 @@ class AbstractFilesystemStore(Store):
     def read_serialized_keras_model(
         self, ckpt_path: str, model: Any, custom_objects: dict[str, Any] | None = None
     ) -> str:
-        """The Keras model in a checkpoint, as text that `KerasModel` and the ranks understand."""
+        """Read the Keras model of a checkpoint, as text that `KerasModel` understands.
+
+        Args:
+            ckpt_path: Path of the checkpoint.
+            model: Model of the same structure, for checkpoints that hold weights only.
+            custom_objects: Dict from names to the classes and functions that the model is made of.
+                By default there are none.
+        """
         from horovod.spark.keras.serialization import as_text, model_from_bytes
 
         custom = custom_objects or {}

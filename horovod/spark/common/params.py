@@ -59,7 +59,8 @@ def _setter(spec: Spec) -> Callable[[Any, Any], Any]:
         return self._set(**{spec.name: value})
 
     setter.__name__ = setter.__qualname__ = f"set{spec.suffix}"
-    setter.__doc__ = f"Set {spec.name}: {spec.doc}."
+    text = f"{spec.doc[0].upper()}{spec.doc[1:]}."
+    setter.__doc__ = f"Set `{spec.name}`.\n\nArgs:\n    value: {text}"
     return setter
 
 
@@ -68,7 +69,7 @@ def _getter(spec: Spec) -> Callable[[Any], Any]:
         return self.getOrDefault(spec.name)
 
     getter.__name__ = getter.__qualname__ = f"get{spec.suffix}"
-    getter.__doc__ = f"{spec.name}: {spec.doc}."
+    getter.__doc__ = f"Return `{spec.name}`: {spec.doc}."
     return getter
 
 

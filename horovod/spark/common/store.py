@@ -35,7 +35,14 @@ def store_class(prefix_path: str) -> type[AbstractFilesystemStore]:
 
 
 class FilesystemStore(AbstractFilesystemStore):
-    """A store on anything that fsspec opens: file, s3, gs, abfs and many more."""
+    """A store on anything that fsspec opens: local files, s3, gs, abfs and many more.
+
+    Args:
+        prefix_path: Folder or URL under which everything is kept.
+        *args: Further arguments of `AbstractFilesystemStore`, from `train_path` on.
+        **kwargs: The same by name: `train_path`, `val_path`, `test_path`, `runs_path`, `save_runs`,
+            `storage_options`, `checkpoint_filename`.
+    """
 
     def __init__(self, prefix_path: str, *args: Any, **kwargs: Any) -> None:
         self._protocol, _ = split_url(os.fspath(prefix_path))
@@ -58,12 +65,26 @@ class FilesystemStore(AbstractFilesystemStore):
         return fsspec.core.url_to_fs(self.prefix_path, **(self.storage_options or {}))[0]
 
     def copy(self, lpath: str, rpath: str, recursive: bool = False, **kwargs: Any) -> None:
-        """Copy a local file or folder into the store."""
+        """Copy a local file or folder into the store.
+
+        Args:
+            lpath: Local path.
+            rpath: Path in the store.
+            recursive: Whether to copy a folder with all that is in it. The default is False.
+            **kwargs: Further arguments of fsspec's `put`.
+        """
         self.fs.put(lpath, self.get_localized_path(rpath), recursive=recursive, **kwargs)
 
 
 class LocalStore(FilesystemStore):
-    """The old name of a `FilesystemStore` on local files."""
+    """Deprecated name of `FilesystemStore`.
+
+    Args:
+        prefix_path: Folder or URL under which everything is kept.
+        *args: Further arguments of `AbstractFilesystemStore`, from `train_path` on.
+        **kwargs: The same by name: `train_path`, `val_path`, `test_path`, `runs_path`, `save_runs`,
+            `storage_options`, `checkpoint_filename`.
+    """
 
     def __init__(self, prefix_path: str, *args: Any, **kwargs: Any) -> None:
         warnings.warn(
@@ -75,7 +96,26 @@ class LocalStore(FilesystemStore):
 
 
 class HDFSStore(AbstractFilesystemStore):
-    """A store on HDFS, through pyarrow's client (libhdfs, which needs Hadoop on every host)."""
+    """A store on HDFS, through pyarrow's client.
+
+    The client is libhdfs, which needs Java and Hadoop on every host.
+
+    Args:
+        prefix_path: Path such as `hdfs://host:port/path` or `hdfs:///path`.
+        host: Host of the NameNode. By default that of the path, or the one that Hadoop's
+            configuration names.
+        port: Port of the NameNode. By default that of the path, or of the configuration.
+        user: User on HDFS. By default the one that runs the program.
+        kerb_ticket: File with a Kerberos ticket. By default the one that Kerberos finds.
+        driver: `libhdfs`, the only one that there is.
+        extra_conf: Dict of further settings of Hadoop. By default there are none.
+        *args: Further arguments of `AbstractFilesystemStore`, from `train_path` on.
+        **kwargs: The same by name: `train_path`, `val_path`, `test_path`, `runs_path`, `save_runs`,
+            `storage_options`, `checkpoint_filename`.
+
+    Raises:
+        ValueError: `driver` is another one, or the path is empty.
+    """
 
     FS_PREFIX = "hdfs://"
 
@@ -115,6 +155,11 @@ class HDFSStore(AbstractFilesystemStore):
 
     @classmethod
     def matches(cls, path: str) -> bool:
+        """Say whether a path is one of HDFS.
+
+        Args:
+            path: Path or URL.
+        """
         return path.startswith(cls.FS_PREFIX)
 
     def get_full_path(self, path: str) -> str:
@@ -132,20 +177,39 @@ class HDFSStore(AbstractFilesystemStore):
 
 
 class DBFSLocalStore(FilesystemStore):
-    """A store on the Databricks file system, as every host has it mounted below /dbfs."""
+    """A store on the Databricks file system, as every host has it mounted below /dbfs.
+
+    Args:
+        prefix_path: Path that begins with `/dbfs/`, `dbfs:/`, `file:/dbfs/` or `file:///dbfs/`.
+        *args: Further arguments of `AbstractFilesystemStore`, from `train_path` on.
+        **kwargs: The same by name: `train_path`, `val_path`, `test_path`, `runs_path`, `save_runs`,
+            `storage_options`, `checkpoint_filename`.
+
+    Raises:
+        ValueError: The path is none of these.
+    """
 
     def __init__(self, prefix_path: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(self.normalize_path(prefix_path), *args, **kwargs)
 
     @classmethod
     def matches_dbfs(cls, path: str) -> bool:
+        """Say whether a path is one of the Databricks file system.
+
+        Args:
+            path: Path or URL.
+        """
         return path.startswith(("/dbfs/", "dbfs:/", "file:/dbfs/", "file:///dbfs/")) and (
             not path.startswith("dbfs://")
         )
 
     @staticmethod
     def normalize_path(path: str) -> str:
-        """The path below /dbfs that a path of DBFS is mounted at."""
+        """Return the path below /dbfs at which a path of DBFS is mounted.
+
+        Args:
+            path: Path of DBFS in any of its forms.
+        """
         if not DBFSLocalStore.matches_dbfs(path):
             raise ValueError(
                 f"{path!r} is not a path of DBFS: give /dbfs/..., dbfs:/..., file:/dbfs/... or "
@@ -158,4 +222,5 @@ class DBFSLocalStore(FilesystemStore):
         return path
 
     def get_checkpoint_filename(self) -> str:
+        """Return the file name of checkpoints, by default `checkpoint.tf`."""
         return self._checkpoint_filename or "checkpoint.tf"

@@ -32,8 +32,82 @@ PREDICTED_AT_ONCE = 1024  # rows
 class KerasEstimator(HorovodEstimator):
     """Trains a Keras model on the rows of a DataFrame, on many processes.
 
-    The model gets one input for each of `feature_cols` and gives one output for each of
-    `label_cols`. The learning rate is multiplied by the number of processes while training.
+    Models of Keras 3, on any of its backends, and of tf-keras can be trained. The model gets one
+    input for each of `feature_cols` and gives one output for each of `label_cols`.
+
+    Every parameter also has a setter and a getter, such as `setEpochs` and `getEpochs`. The
+    learning rate, unless it is a schedule, is multiplied by the number of processes while training.
+
+    Args:
+        num_proc: Number of processes that train. By default the number of tasks that Spark runs at
+            once. Give it or `backend`.
+        data_module: Class that reads the data, or its full name as text. By default the
+            `PetastormDataModule` of this package, which reads Parquet without Petastorm.
+        model: Keras model to train. It is required.
+        backend: `Backend` that runs the training. By default a `SparkBackend` with `num_proc`
+            processes.
+        store: `Store` for data, checkpoints and logs, such as `Store.create(path)`. It is required.
+        custom_objects: Dict from names to the classes and functions that the model is made of. By
+            default there are none.
+        optimizer: Optimizer, or its name. By default the one that the model was compiled with.
+        loss: Loss, or a list with one for each label. By default the one that the model was
+            compiled with.
+        loss_weights: How much the loss of each label counts. By default all count the same.
+        sample_weight_col: Column with the weight of each row. By default all rows count the same.
+        gradient_compression: Compressor for the gradients, such as `hvd.Compression.fp16`. By
+            default nothing is compressed.
+        metrics: Metrics to compute, as `compile` takes them. By default there are none.
+        feature_cols: Columns that the model is fed with, in the order of its inputs. By default all
+            but the labels, the weights and the validation column.
+        label_cols: Columns to predict, one for each output of the model. They are required.
+        continuous_cols: Feature columns that are numbers, for data modules that ask for them.
+        categorical_cols: Feature columns that are indices of categories, for data modules that ask
+            for them.
+        validation: Fraction of the rows to validate with, or the name of a column whose true or
+            positive values mark such rows. By default there is no validation.
+        callbacks: Keras callbacks for `fit` on every process. By default there are none.
+        batch_size: Number of rows in a batch of one process. The default is 32.
+        val_batch_size: Number of rows in a batch of validation. By default `batch_size`.
+        epochs: Number of epochs to train. The default is 1.
+        verbose: How much is printed; 0 is nothing. The default is 1.
+        random_seed: Seed for shuffling, for choosing validation rows, and for the framework. By
+            default they are random.
+        shuffle_buffer_size: Deprecated: number of rows to shuffle among. By default as many as fit
+            into 256 MiB; 0 does not shuffle.
+        shuffle: Whether to shuffle the rows of training. The default is True.
+        partitions_per_process: Number of Parquet files for each process. The default is 10.
+        run_id: Name of this run. A run of the same name goes on from its checkpoint. By default a
+            new name.
+        train_steps_per_epoch: Number of batches of an epoch on each process. By default all rows.
+        validation_steps_per_epoch: Number of batches of a validation on each process. By default
+            all rows.
+        transformation_fn: Function from one pandas DataFrame of rows to another, which runs where
+            rows are read. By default rows stay as they are.
+        train_reader_num_workers: Number of threads that read the rows of training. The default is
+            2.
+        val_reader_num_workers: Number of threads that read the rows of validation. The default is
+            2.
+        reader_pool_type: Accepted for compatibility and ignored: readers are threads.
+        label_shapes: Shape of each label; -1 stands for the batch. By default a label keeps its
+            shape.
+        checkpoint_callback: `ModelCheckpoint` of your own; its file path is overwritten. By default
+            the model is saved after every epoch.
+        inmemory_cache_all: Whether each process reads its rows once and keeps them in memory. The
+            default is False.
+        backend_env: Environment variables for the processes. By default those that give libhdfs 2
+            GiB of memory.
+        use_gpu: Whether to train on GPUs where there are any. The default is True.
+        mp_start_method: Accepted for compatibility and ignored: readers are threads.
+        tensorflow_dataset_prefetch_buffer_size: Number of batches that TensorFlow reads ahead. The
+            default is 0, which reads one ahead.
+
+    Raises:
+        ValueError: A value has the wrong type. What is missing or does not fit is found by `fit`,
+            before anything is written or started.
+
+    Examples:
+        >>> model = KerasEstimator(num_proc=2, store=store, model=net, optimizer="adam", loss="mse",
+        ...     feature_cols=["features"], label_cols=["label"]).fit(df)
     """
 
     run_id_prefix = "keras"
@@ -185,7 +259,20 @@ class KerasEstimator(HorovodEstimator):
 
 @declare(Spec("custom_objects", None, "classes and functions that the model is made of, by name"))
 class KerasModel(HorovodModel):
-    """A trained Keras model, as a Spark ML transformer."""
+    """A trained Keras model, as a transformer of Spark ML.
+
+    `fit` returns it, and `load` reads a saved one. `transform` adds a column of predictions for
+    each label to a DataFrame, named `<label>__output` unless `setOutputCols` names them.
+
+    Args:
+        history: What each epoch of the training came to.
+        model: The trained Keras model.
+        feature_columns: Columns that the model is fed with.
+        label_columns: Columns that it predicts.
+        custom_objects: Dict from names to the classes and functions that the model is made of.
+        run_id: Name of the run that trained it.
+        metadata: Types and shapes of the columns that it was trained with.
+    """
 
     @keyword_only
     def __init__(

@@ -44,8 +44,93 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
     """Trains a Lightning module on the rows of a DataFrame, on many processes.
 
     The module's steps get a dict of the columns; its `forward` gets one tensor for each of
-    `feature_cols`. A plain model with an optimizer and a loss is made a module. The learning rate
-    is multiplied by the number of processes while training.
+    `feature_cols`. A plain `torch.nn.Module` with `optimizer` and `loss` is made a module.
+    `LightningEstimator` is another name of this class.
+
+    Every parameter also has a setter and a getter, such as `setEpochs` and `getEpochs`. The
+    learning rate is multiplied by the number of processes while training.
+
+    Args:
+        num_proc: Number of processes that train. By default the number of tasks that Spark runs at
+            once. Give it or `backend`.
+        model: `LightningModule`, or `torch.nn.Module` with `optimizer` and `loss`. It is required.
+        backend: `Backend` that runs the training. By default a `SparkBackend` with `num_proc`
+            processes.
+        store: `Store` for data, checkpoints and logs, such as `Store.create(path)`. It is required.
+        optimizer: Optimizer of a plain model. A `LightningModule` has its own.
+        loss: Loss of a plain model: a function of outputs and labels, or a list with one for each
+            label.
+        loss_constructors: Functions that make the losses of a plain model in each process, one for
+            each label, in place of `loss`.
+        metrics: List of metrics of a plain model, each a function of outputs and labels. By default
+            there are none.
+        loss_weights: How much the loss of each label counts, for a plain model. By default all
+            count the same.
+        sample_weight_col: Column with the weight of each row. By default all rows count the same.
+        gradient_compression: Compressor for the gradients, such as `hvd.Compression.fp16`. By
+            default nothing is compressed.
+        feature_cols: Columns that the model is fed with, in the order of its inputs. By default all
+            but the labels, the weights and the validation column.
+        input_shapes: Shape of each feature; -1 stands for the batch. By default a column keeps its
+            shape.
+        validation: Fraction of the rows to validate with, or the name of a column whose true or
+            positive values mark such rows. By default there is no validation.
+        label_cols: Columns to predict, one for each output of the model. They are required.
+        callbacks: Lightning callbacks for the Trainer on every process. By default there are none.
+        batch_size: Number of rows in a batch of one process. The default is 32.
+        val_batch_size: Number of rows in a batch of validation. By default `batch_size`.
+        epochs: Number of epochs to train. The default is 1.
+        verbose: How much is printed; 0 is nothing. The default is 1.
+        random_seed: Seed for shuffling, for choosing validation rows, and for the framework. By
+            default they are random.
+        shuffle_buffer_size: Deprecated: number of rows to shuffle among. By default as many as fit
+            into 256 MiB; 0 does not shuffle.
+        shuffle: Whether to shuffle the rows of training. The default is True.
+        partitions_per_process: Number of Parquet files for each process. The default is 10.
+        run_id: Name of this run. A run of the same name goes on from its checkpoint. By default a
+            new name.
+        train_minibatch_fn: Refused: this is what `training_step` does.
+        train_steps_per_epoch: Number of batches of an epoch on each process. By default all rows.
+        validation_steps_per_epoch: Number of batches of a validation on each process. By default
+            all rows.
+        transformation_fn: Function from one pandas DataFrame of rows to another, which runs where
+            rows are read. By default rows stay as they are.
+        transformation_edit_fields: List of (name, type, shape, nullable) of columns that
+            `transformation_fn` changes. By default columns keep what they are.
+        transformation_removed_fields: Columns that are dropped after `transformation_fn`. By
+            default none are.
+        train_reader_num_workers: Number of threads that read the rows of training. The default is
+            2.
+        val_reader_num_workers: Number of threads that read the rows of validation. The default is
+            2.
+        reader_pool_type: Accepted for compatibility and ignored: readers are threads.
+        label_shapes: Shape of each label; -1 stands for the batch. By default a label keeps its
+            shape.
+        inmemory_cache_all: Whether each process reads its rows once and keeps them in memory. The
+            default is False.
+        use_gpu: Whether to train on GPUs where there are any. The default is True.
+        mp_start_method: Accepted for compatibility and ignored: readers are threads.
+        num_gpus: GPUs of a process; 0 trains on the CPU. By default one is used where there is one.
+        logger: Logger of the Trainer. By default a `TensorBoardLogger`, or a `CSVLogger` where
+            TensorBoard is not installed.
+        log_every_n_steps: Number of steps between lines of the log. The default is 50.
+        data_module: Class that reads the data, or its full name as text. By default the
+            `PetastormDataModule` of this package, which reads Parquet without Petastorm.
+        loader_num_epochs: Number of passes over the data. By default there is no end; with a
+            number, it must suffice for `epochs`.
+        terminate_on_nan: Whether a loss that is not finite ends the training. The default is False.
+        profiler: Profiler of the Trainer. By default there is none.
+        debug_data_loader: Whether loaders say when they make training wait. The default is False.
+        train_async_data_loader_queue_size: Number of batches of training that a thread reads ahead;
+            0 uses no thread. The default is 8.
+        val_async_data_loader_queue_size: Number of batches of validation that a thread reads ahead;
+            0 uses no thread. The default is 8.
+        trainer_args: Dict of further arguments of the Trainer, which come before all others. By
+            default there are none.
+
+    Raises:
+        ValueError: A value has the wrong type. What is missing or does not fit is found by `fit`,
+            before anything is written or started.
     """
 
     run_id_prefix = "pytorch"
@@ -219,10 +304,32 @@ def _require_lightning() -> None:
 
 
 class TorchModel(PlainTorchModel):
-    """A trained Lightning module, as a Spark ML transformer."""
+    """A trained Lightning module, as a transformer of Spark ML.
+
+    `fit` returns it, and `load` reads a saved one. `transform` adds a column of predictions for
+    each label to a DataFrame, named `<label>__output` unless `setOutputCols` names them.
+
+    Args:
+        history: What each epoch of the training came to.
+        model: The trained `LightningModule`.
+        feature_columns: Columns that the model is fed with.
+        input_shapes: Shape of each feature; -1 stands for the batch. By default a column keeps its
+            shape.
+        label_columns: Columns that it predicts.
+        optimizer: Optimizer of a plain model that was made a module.
+        run_id: Name of the run that trained it.
+        loss: Loss that it was trained with.
+        loss_constructors: Functions that made the losses it was trained with.
+        metadata: Types and shapes of the columns that it was trained with.
+        categorical_columns: Not used: the module gets the columns as they are.
+    """
 
     def get_prediction_fn(self) -> Callable[[Any, Rows], Any]:
-        """What predicts: called with the module and a dict of columns; override it at will."""
+        """Return the function that predicts; a subclass may return another.
+
+        Returns:
+            A function of the module and a dict of columns, which returns the outputs.
+        """
         features, shapes = self.getFeatureColumns(), self.getInputShapes()
 
         def predict(module: Any, rows: Rows) -> Any:

@@ -9,11 +9,15 @@ GPUS = "HOROVOD_SPARK_TASK_GPUS"
 
 
 def get_available_devices() -> list[str]:
-    """The addresses of the GPUs that Spark assigned to this task; empty where it assigned none.
+    """Return the addresses of the GPUs that Spark has assigned to this task.
 
-    For functions that ``horovod.spark.run`` calls, and for functions in Spark's own tasks::
+    It is for functions that `horovod.spark.run` calls, and for functions in Spark's own tasks.
 
-        torch.cuda.set_device(int(get_available_devices()[0]))
+    Returns:
+        A list of texts, which is empty where Spark has assigned no GPU.
+
+    Examples:
+        >>> torch.cuda.set_device(int(get_available_devices()[0]))
     """
     if GPUS in os.environ:
         return [address for address in os.environ[GPUS].split(",") if address]

@@ -30,9 +30,84 @@ from horovod.spark.torch.serialization import PersistentWithOptimizer
 class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
     """Trains a PyTorch model on the rows of a DataFrame, on many processes.
 
-    The model is called with one tensor for each of `feature_cols`: floats, or integers for those
-    in `categorical_cols`, with the shapes of `input_shapes`. It returns one output for each of
-    `label_cols`. The learning rate is multiplied by the number of processes while training.
+    The model is called with one tensor for each of `feature_cols`: floats, or integers for those in
+    `categorical_cols`. It returns one output for each of `label_cols`.
+
+    Every parameter also has a setter and a getter, such as `setEpochs` and `getEpochs`. The
+    learning rate is multiplied by the number of processes while training.
+
+    Args:
+        num_proc: Number of processes that train. By default the number of tasks that Spark runs at
+            once. Give it or `backend`.
+        data_module: Class that reads the data, or its full name as text. By default the
+            `PetastormDataModule` of this package, which reads Parquet without Petastorm.
+        model: `torch.nn.Module` to train. It is required.
+        backend: `Backend` that runs the training. By default a `SparkBackend` with `num_proc`
+            processes.
+        store: `Store` for data, checkpoints and logs, such as `Store.create(path)`. It is required.
+        optimizer: Optimizer of the model's parameters. It is required.
+        loss: Function of outputs and labels, or a list with one for each label. Give it or
+            `loss_constructors`.
+        loss_constructors: Functions that make the losses in each process, one for each label, in
+            place of `loss`.
+        metrics: List of functions of outputs and labels; an entry may be a list with one function
+            for each label. By default there are none.
+        loss_weights: How much the loss of each label counts. By default all count the same.
+        sample_weight_col: Column with the weight of each row. By default all rows count the same.
+        gradient_compression: Compressor for the gradients, such as `hvd.Compression.fp16`. By
+            default nothing is compressed.
+        feature_cols: Columns that the model is fed with, in the order of its inputs. By default all
+            but the labels, the weights and the validation column.
+        continuous_cols: Feature columns that are numbers, for data modules that ask for them.
+        categorical_cols: Feature columns that the model gets as integers.
+        input_shapes: Shape of each feature; -1 stands for the batch. By default a column keeps its
+            shape.
+        validation: Fraction of the rows to validate with, or the name of a column whose true or
+            positive values mark such rows. By default there is no validation.
+        label_cols: Columns to predict, one for each output of the model. They are required.
+        callbacks: Objects with any of the methods `on_train_begin`, `on_epoch_begin`,
+            `on_epoch_end` and `on_train_end`. By default there are none.
+        batch_size: Number of rows in a batch of one process. The default is 32.
+        val_batch_size: Number of rows in a batch of validation. By default `batch_size`.
+        epochs: Number of epochs to train. The default is 1.
+        verbose: How much is printed; 0 is nothing. The default is 1.
+        random_seed: Seed for shuffling, for choosing validation rows, and for the framework. By
+            default they are random.
+        shuffle_buffer_size: Deprecated: number of rows to shuffle among. By default as many as fit
+            into 256 MiB; 0 does not shuffle.
+        shuffle: Whether to shuffle the rows of training. The default is True.
+        partitions_per_process: Number of Parquet files for each process. The default is 10.
+        run_id: Name of this run. A run of the same name goes on from its checkpoint. By default a
+            new name.
+        train_minibatch_fn: Function that computes outputs and loss of one batch and makes the step,
+            in place of the usual one. It is called with the model, the optimizer, a function that
+            brings outputs and labels into one form, the losses, inputs, labels and weights.
+        train_steps_per_epoch: Number of batches of an epoch on each process. By default all rows.
+        validation_steps_per_epoch: Number of batches of a validation on each process. By default
+            all rows.
+        transformation_fn: Function from one pandas DataFrame of rows to another, which runs where
+            rows are read. By default rows stay as they are.
+        train_reader_num_workers: Number of threads that read the rows of training. The default is
+            2.
+        val_reader_num_workers: Number of threads that read the rows of validation. The default is
+            2.
+        reader_pool_type: Accepted for compatibility and ignored: readers are threads.
+        label_shapes: Shape of each label; -1 stands for the batch. By default a label keeps its
+            shape.
+        inmemory_cache_all: Whether each process reads its rows once and keeps them in memory. The
+            default is False.
+        use_gpu: Whether to train on GPUs where there are any. The default is True.
+        mp_start_method: Accepted for compatibility and ignored: readers are threads.
+        backward_passes_per_step: Number of batches whose gradients are added up for one step. The
+            default is 1.
+
+    Raises:
+        ValueError: A value has the wrong type. What is missing or does not fit is found by `fit`,
+            before anything is written or started.
+
+    Examples:
+        >>> model = TorchEstimator(num_proc=2, store=store, model=net, optimizer=sgd, loss=mse,
+        ...     feature_cols=["features"], label_cols=["label"]).fit(df)
     """
 
     run_id_prefix = "pytorch"
@@ -181,7 +256,25 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
     Spec("categorical_columns", None, "the features that the model gets as integers"),
 )
 class TorchModel(PersistentWithOptimizer, HorovodModel):
-    """A trained PyTorch model, as a Spark ML transformer."""
+    """A trained PyTorch model, as a transformer of Spark ML.
+
+    `fit` returns it, and `load` reads a saved one. `transform` adds a column of predictions for
+    each label to a DataFrame, named `<label>__output` unless `setOutputCols` names them.
+
+    Args:
+        history: What each epoch of the training came to.
+        model: The trained `torch.nn.Module`.
+        feature_columns: Columns that the model is fed with.
+        input_shapes: Shape of each feature; -1 stands for the batch. By default a column keeps its
+            shape.
+        label_columns: Columns that it predicts.
+        optimizer: The optimizer with its state.
+        run_id: Name of the run that trained it.
+        loss: Loss that it was trained with.
+        loss_constructors: Functions that made the losses it was trained with.
+        metadata: Types and shapes of the columns that it was trained with.
+        categorical_columns: Features that the model gets as integers.
+    """
 
     @keyword_only
     def __init__(

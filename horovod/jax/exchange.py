@@ -1,0 +1,167 @@
+"""alltoall, of arrays and of whole trees. Exported to users by `horovod.jax`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.runtime import runtime
+from horovod.jax import dispatch
+from horovod.jax.arrays import is_tracer
+from horovod.jax.call import Call
+from horovod.jax.derivatives import backward, for_floats, shapes_only
+from horovod.jax.trees import flatten
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send some rows to each rank and collect what the ranks send here. Differentiable.
+
+    Args:
+        tensor: Array, or tree of arrays with the same number of rows, which travel as one
+            operation. All dimensions but the first must be the same on all ranks.
+        splits: How many rows go to each rank: one int32 number for each rank of the set. By default
+            all ranks get the same number of rows. It cannot be given inside of `jax.jit`.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        The received rows, in the order of ranks. If `splits` is given, a pair: the rows, and an
+        int32 array with the number of rows that came from each rank.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
+            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+    """
+    leaves = flatten(tensor)
+    call = _alltoall_call(splits, name, process_set, leaves.labels)
+    if not leaves.arrays:
+        raise ValueError("there is no array in the tree")
+    if dispatch.is_traced(leaves.arrays):
+        *outputs, received = _traced_exchange(call, leaves.arrays)
+    else:
+        *outputs, received = dispatch.run_now(call, leaves.arrays)
+    output = leaves.rebuilt(outputs)
+    return output if splits is None else (output, received)
+
+
+def alltoall_async(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start an alltoall, and return at once.
+
+    It cannot be called inside of `jax.jit`: XLA starts the calls of a compiled program itself.
+
+    Args:
+        tensor: Array, or tree of arrays with the same number of rows.
+        splits: How many rows go to each rank: one int32 number for each rank of the set. By default
+            all ranks get the same number of rows. It cannot be given inside of `jax.jit`.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        process_set: Ranks that take part. By default all ranks do.
+
+    Returns:
+        A handle for `poll` and `synchronize`, which returns a pair: the received rows, and the
+        number of rows that came from each rank.
+
+    Raises:
+        ValueError: This rank passed a wrong argument; nothing was sent.
+    """
+    leaves = flatten(tensor)
+    call = _alltoall_call(splits, name, process_set, leaves.labels)
+    return dispatch.start(call, leaves.arrays, lambda made: (leaves.rebuilt(made[:-1]), made[-1]))
+
+
+def _alltoall_call(
+    splits: Any, name: str | None, process_set: ProcessSet, labels: tuple[str, ...]
+) -> Call:
+    if is_tracer(splits):
+        raise ValueError(
+            "alltoall inside of jit takes no splits: how many rows a rank receives must be known "
+            "when the program is compiled"
+        )
+    if splits is not None:
+        if hasattr(splits, "dtype"):
+            if splits.dtype != jnp.int32:
+                raise ValueError(f"splits must be of type int32, not {splits.dtype}")
+            if splits.ndim > 1:
+                raise ValueError(f"splits must have one dimension, not {splits.ndim}")
+            splits = splits.reshape(-1).tolist()
+        try:
+            splits = tuple(operator.index(rows) for rows in splits)
+        except TypeError:
+            raise ValueError(
+                f"splits must be integers, one for each rank, not {splits!r}"
+            ) from None
+    return Call.of("alltoall", process_set, name=name, splits=splits or None, labels=labels)
+
+
+def _exchange(call: Call, arrays: list[Any]) -> list[Any]:
+    """Outputs, and the received splits."""
+    if not dispatch.is_traced(arrays):
+        return dispatch.run_now(call, arrays)
+    if call.splits is not None:
+        raise ValueError(
+            "alltoall inside of jit takes no splits: how many rows a rank receives must be known "
+            "when the program is compiled"
+        )
+    outputs = dispatch.run_sized(call, arrays, _same_rows)
+    size = runtime.group(call.set_id).size
+    return [*outputs, jnp.full(size, arrays[0].shape[0] // size, jnp.int32)]
+
+
+def _same_rows(array: Any, _: int, size: int) -> tuple[int, ...]:
+    if array.ndim == 0:
+        raise ValueError("alltoall needs at least one dimension, got a scalar")
+    if array.shape[0] % size:
+        raise ValueError(
+            f"alltoall without splits needs a first dimension divisible by {size}, got "
+            f"{array.shape[0]}"
+        )
+    return array.shape
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _traced_exchange(call: Call, arrays: list[Any]) -> list[Any]:
+    return _exchange(call, arrays)
+
+
+def _exchange_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], Any]:
+    made = _exchange(call, arrays)
+    return made, (shapes_only(arrays), made[-1])
+
+
+def _exchange_backward(call: Call, kept: Any, gradients: list[Any]) -> tuple[list[Any]]:
+    """The gradients travel back the way the rows came."""
+    like, received = kept
+    back = backward(call)
+    if call.splits is not None:
+        back = dataclasses.replace(back, splits=tuple(received.tolist()))
+
+    def returned(arrays: list[Any]) -> list[Any]:
+        *made, _ = _exchange(back, arrays)
+        rows = like[0].shape[0]
+        return [
+            jnp.concatenate([each, jnp.zeros((rows - each.shape[0], *each.shape[1:]), each.dtype)])
+            for each in made
+        ]
+
+    return (for_floats(returned, gradients[:-1]),)
+
+
+_traced_exchange.defvjp(_exchange_forward, _exchange_backward)

@@ -1,0 +1,233 @@
+"""allreduce of MXNet's arrays, of one and of groups; the other collectives are in `mpi_ops`.
+
+Exported to users by `horovod.mxnet`. Optimizers and trainers call `start_allreduce`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.reduce_op import Adasum, ReduceOp
+from horovod.common.util import resolve_reduce_op
+from horovod.engine.arguments import reduction_input, set_id
+from horovod.engine.runtime import runtime
+from horovod.mxnet.arrays import mxnet_errors, to_mxnet, to_torch, write_back
+
+Started = Callable[[], Any]  # waits for an operation, and returns its arrays
+
+
+def results(
+    outputs: Sequence[torch.Tensor], tensors: Sequence[Any], in_place: bool = False
+) -> list[Any]:
+    """The outputs in the arrays that were given, or as new ones like them."""
+    if not in_place:
+        return [to_mxnet(*pair) for pair in zip(outputs, tensors, strict=True)]
+    for array, output in zip(tensors, outputs, strict=True):
+        write_back(array, output)
+    return list(tensors)
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    op: ReduceOp | None = None,
+) -> Any:
+    """Reduce an array over all ranks into a new one.
+
+    Args:
+        tensor: Dense NDArray, with the same shape and type on all ranks.
+        average: Deprecated form of `op`: True means `Average`, False means `Sum`. Give only one of
+            the two.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        priority: Accepted for compatibility and ignored: calls run in their order.
+        prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
+        postscale_factor: Number that multiplies the result. The default is 1.
+        process_set: Ranks that take part. By default all ranks do.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product`. None means `Average`.
+
+    Returns:
+        A new array like `tensor`, with the same bits on all ranks.
+
+    Raises:
+        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
+            is a HorovodInternalError too.
+        AssertionError: `op` is `Adasum`, which MXNet does not have.
+
+    Examples:
+        >>> loss = hvd.allreduce(loss, name="loss")
+    """
+    factors = prescale_factor, postscale_factor
+    return _allreduce([tensor], average, name, factors, process_set, op, in_place=False)[0]
+
+
+def allreduce_(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    op: ReduceOp | None = None,
+) -> Any:
+    """Reduce an array over all ranks in place.
+
+    Args:
+        tensor: Dense NDArray, with the same shape and type on all ranks. It is overwritten.
+        average: Deprecated form of `op`: True means `Average`, False means `Sum`. Give only one of
+            the two.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        priority: Accepted for compatibility and ignored: calls run in their order.
+        prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
+        postscale_factor: Number that multiplies the result. The default is 1.
+        process_set: Ranks that take part. By default all ranks do.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product`. None means `Average`.
+
+    Returns:
+        `tensor` itself.
+
+    Raises:
+        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
+            is a HorovodInternalError too.
+        AssertionError: `op` is `Adasum`, which MXNet does not have.
+    """
+    factors = prescale_factor, postscale_factor
+    return _allreduce([tensor], average, name, factors, process_set, op, in_place=True)[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    op: ReduceOp | None = None,
+) -> Any:
+    """Reduce several arrays over all ranks as one operation, into new ones.
+
+    Args:
+        tensors: List of dense NDArrays. They travel as one operation. An empty list is returned as
+            it is.
+        average: Deprecated form of `op`: True means `Average`, False means `Sum`. Give only one of
+            the two.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        priority: Accepted for compatibility and ignored: calls run in their order.
+        prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
+        postscale_factor: Number that multiplies the result. The default is 1.
+        process_set: Ranks that take part. By default all ranks do.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product`. None means `Average`.
+
+    Returns:
+        A list with the reduced arrays, in the order of `tensors`.
+
+    Raises:
+        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
+            is a HorovodInternalError too.
+        AssertionError: `op` is `Adasum`, which MXNet does not have.
+    """
+    factors = prescale_factor, postscale_factor
+    return _allreduce(tensors, average, name, factors, process_set, op, in_place=False)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    op: ReduceOp | None = None,
+) -> Any:
+    """Reduce several arrays over all ranks as one operation, in place.
+
+    Args:
+        tensors: List of dense NDArrays. They travel as one operation. They are overwritten. An
+            empty list is returned as it is.
+        average: Deprecated form of `op`: True means `Average`, False means `Sum`. Give only one of
+            the two.
+        name: Name by which the ranks match this operation. By default they match operations by the
+            order of their calls.
+        priority: Accepted for compatibility and ignored: calls run in their order.
+        prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
+        postscale_factor: Number that multiplies the result. The default is 1.
+        process_set: Ranks that take part. By default all ranks do.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product`. None means `Average`.
+
+    Returns:
+        A list with the arrays of `tensors`.
+
+    Raises:
+        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
+            is a HorovodInternalError too.
+        AssertionError: `op` is `Adasum`, which MXNet does not have.
+    """
+    factors = prescale_factor, postscale_factor
+    return _allreduce(tensors, average, name, factors, process_set, op, in_place=True)
+
+
+def _allreduce(
+    tensors: Sequence[Any],
+    average: bool | None,
+    name: str | None,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    op: ReduceOp | None,
+    in_place: bool,
+) -> Any:
+    if not tensors:
+        return tensors
+    op = resolve_reduce_op(op, average)
+    with mxnet_errors():
+        wait = start_allreduce(tensors, name, op, factors, process_set, in_place, background=False)
+        return wait()
+
+
+def start_allreduce(
+    tensors: Sequence[Any],
+    name: str | None,
+    op: ReduceOp,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    in_place: bool = True,
+    background: bool = True,
+) -> Started:
+    """Start reducing arrays as one operation."""
+    if op is Adasum:
+        raise AssertionError("Adasum is not supported by the MXNet binding")
+    sources = [reducible(to_torch(each, in_place), op, factors) for each in tensors]
+    outputs = sources if in_place else [torch.empty_like(source) for source in sources]
+    request = runtime.allreduce(
+        sources,
+        outputs,
+        name,
+        op,
+        prescale=factors[0],
+        postscale=factors[1],
+        process_set_id=set_id(process_set),
+        background=background,
+    )
+
+    def wait() -> list[Any]:
+        request.wait()
+        return results(outputs, tensors, in_place)
+
+    return wait
+
+
+def reducible(tensor: torch.Tensor, op: ReduceOp, factors: tuple[float, float]) -> torch.Tensor:
+    return reduction_input(tensor, op, factors != (1.0, 1.0))
