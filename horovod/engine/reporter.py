@@ -26,6 +26,7 @@ from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, launchers_s
 from horovod.common.logging import get_logger
 from horovod.common.store import Store
 from horovod.engine.channel import Channel
+from horovod.engine.gpu_use import GpuUse
 from horovod.engine.job import Job
 from horovod.engine.statistics import MOST_VALUES, Step
 
@@ -55,7 +56,9 @@ class Reporter:
         self._interval = interval
         self._key = report_key(job.generation, job.topology.rank)
         self._store: Store | None = None
-        self._reported_steps = job.statistics.steps
+        self._steps_before = job.statistics.steps  # of this process, in earlier generations
+        self._reported_steps = self._steps_before
+        self._gpu = GpuUse()
         self._notes = WaitingNotes(job)
         self._metrics: dict[str, list[tuple[int, float]]] = {}  # that are still to be sent
         self._complained = False
@@ -117,7 +120,7 @@ class Reporter:
     def _report(
         self, ended: bool, waiting: dict[str, Any] | None, steps: list[Step]
     ) -> dict[str, Any]:
-        stats = self._job.stats()
+        stats = self._job.stats() | self._gpu.look(self._job.statistics.gpu_uuid)
         now, to_epoch = time.time(), time.time() - time.monotonic()
         if ended:
             state = "ended"
@@ -131,6 +134,8 @@ class Reporter:
             "pid": os.getpid(),
             "time": now,
             "state": state,
+            "cores": _usable_cores(),
+            "steps_before": self._steps_before,
             "stats": {key: finite(value) for key, value in stats.items()},
             "steps": [[step.number, step.end + to_epoch, *step[2:]] for step in steps],
             "waiting": waiting,
@@ -220,6 +225,24 @@ def _oldest(channel: Channel, seconds: float) -> Any:
     if pending and time.monotonic() - pending[0].submitted > seconds:
         return pending[0]
     return None
+
+
+def _usable_cores() -> str:
+    """The cores that this process may use, as ``0-3,8``; empty where the system does not tell.
+
+    Their numbers and not only their count: ranks of a host may be bound to different cores.
+    """
+    try:
+        cores = sorted(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return ""
+    ranges: list[list[int]] = []
+    for core in cores:
+        if ranges and ranges[-1][1] == core - 1:
+            ranges[-1][1] = core
+        else:
+            ranges.append([core, core])
+    return ",".join(f"{low}-{high}" if low < high else f"{low}" for low, high in ranges)
 
 
 def finite(value: Any) -> Any:

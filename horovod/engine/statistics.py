@@ -212,6 +212,7 @@ class Statistics:
         self.backward_seconds = 0.0
         self.buckets = 0
         self.gpu_memory = 0
+        self.gpu_uuid = ""  # as NVIDIA's tools write it; empty: no GPU, or not known
         self._sampled = 0.0
         self._recent: deque[Step] = deque(maxlen=MOST_STEPS)
         self._in_steps = [0.0, 0.0, 0.0]  # seconds of waiting, reducing, and hidden ones of these
@@ -352,6 +353,9 @@ class Statistics:
                 counters.settle()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self.gpu_memory = int(torch.cuda.memory_allocated())
+            if not self.gpu_uuid:
+                device = torch.cuda.get_device_properties(torch.cuda.current_device())
+                self.gpu_uuid = f"GPU-{getattr(device, 'uuid', '')}"
 
     # -- metrics ---------------------------------------------------------------------------
 

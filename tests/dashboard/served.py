@@ -14,6 +14,7 @@ from typing import Any
 from horovod.common.store import MemoryStore
 from horovod.runner.dashboard.board import Board
 from horovod.runner.dashboard.dashboard import Dashboard
+from horovod.runner.dashboard.stragglers import WINDOW
 from tests.dashboard.simulated import SimulatedJob
 
 TOKEN = "correct-horse-battery-staple"
@@ -44,6 +45,14 @@ class Served:
                 step[1] += late
             report |= changes.get(f"rank{rank}", {})
             self.store.set(self.job.key(rank), json.dumps(report).encode())
+
+    def settle(self) -> None:
+        """Train on until what the steps are made of has lasted, and is said."""
+        self.board.interval = 0.0  # however fast the reports come
+        for _ in range(3):
+            self.train(WINDOW)
+            step = self.job.step
+            self.wait_for(lambda board: board["job"]["step"] == step)  # noqa: B023
 
     def get(
         self, path: str, headers: Mapping[str, str] | None = None, method: str = "GET"

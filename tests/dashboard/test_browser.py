@@ -70,13 +70,13 @@ def test_the_page_shows_ranks_charts_and_stragglers(chromium: Any):
         tab.wait_for("document.querySelectorAll('#steps-chart polygon').length >= 3")
         tab.shows("#metrics h3", "loss")
         job.job.slow = {1: 0.1}
-        job.train(40)
+        job.settle()
         tab.shows(".cell.slow .reason", "late in backward")
         assert tab.page.locator(".cell.slow").get_attribute("data-rank") == "1"
         tab.shows("#events .what", "rank 1: late in backward")
         job.job.slow = {}
         job.job.slow_link = {3: 0.1}
-        job.train(40)
+        job.settle()
         tab.shows(".cell.slow .reason", "slow link")
         assert tab.complaints == []
 
@@ -158,7 +158,7 @@ def test_keyboard_and_labels(chromium: Any):
 def test_256_ranks_at_any_width(chromium: Any, width: int):
     with served(256) as job:
         job.job.slow = {77: 0.1}
-        job.train(20)
+        job.settle()
         tab = Tab(chromium, link(job))
         tab.page.set_viewport_size({"width": width, "height": 900})
         tab.wait_for("document.querySelectorAll('.cell').length === 256")

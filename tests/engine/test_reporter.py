@@ -37,6 +37,7 @@ NUMBERS = {
     "operations": int,
     "negotiation_misses": int,
     "queue_length": int,
+    "cpu_seconds": float,
     "memory_bytes": int,
     "gpu_memory_bytes": int,
     "last_step_seconds": float,
@@ -62,6 +63,8 @@ def check_report(text: bytes) -> dict[str, Any]:
     assert type(report["host"]) is str
     assert abs(report["time"] - time.time()) < 600
     assert report["state"] in ("starting", "training", "waiting", "ended")
+    assert re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", report["cores"])
+    assert 0 <= report["steps_before"] <= report["stats"]["steps"]
     stats = dict(report["stats"])
     assert stats.pop("host") == report["host"]
     assert {key: type(value) for key, value in stats.items()} == NUMBERS
