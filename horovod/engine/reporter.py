@@ -28,7 +28,7 @@ from horovod.common.store import Store
 from horovod.engine.channel import Channel
 from horovod.engine.gpu_use import GpuUse
 from horovod.engine.job import Job
-from horovod.engine.statistics import MOST_VALUES, Step
+from horovod.engine.statistics import MOST_STEPS, MOST_VALUES, Step
 
 logger = get_logger(__name__)
 
@@ -112,7 +112,7 @@ class Reporter:
         steps = [step for step in statistics.recent() if step.number > self._reported_steps]
         for name, values in statistics.take_metrics().items():
             self._metrics[name] = [*self._metrics.get(name, ()), *values][-MOST_VALUES:]
-        report = self._report(ended, waiting, steps)
+        report = self._report(ended, waiting, chosen_steps(steps))
         store.set(self._key, json.dumps(report, allow_nan=False).encode())
         self._reported_steps = steps[-1].number if steps else self._reported_steps
         self._metrics.clear()
@@ -225,6 +225,15 @@ def _oldest(channel: Channel, seconds: float) -> Any:
     if pending and time.monotonic() - pending[0].submitted > seconds:
         return pending[0]
     return None
+
+
+def chosen_steps(steps: list[Step]) -> list[Step]:
+    """The steps that a report tells of: the last ones, and the longest of all."""
+    last = steps[-MOST_STEPS:]
+    longest = max(steps, key=lambda step: step.seconds, default=None)
+    if longest is not None and longest.number < last[0].number:
+        last[0] = longest
+    return last
 
 
 def _usable_cores() -> str:

@@ -208,6 +208,10 @@ def test_a_stall_names_who_waits_for_whom_and_where():
     report_all(board, job, ranks=[0, 2], state="waiting", waiting=waiting)
     page = Page()
     page.ask(board)
+    assert page.ranks[1]["reason"] == "", "a report later it may have gone on"
+    assert board.awaited == {1: 3.0}
+    board.update(job.now + 1)
+    page.ask(board)
     (stall,) = page.stalls
     assert stall["ranks"] == [0, 2]
     assert stall["missing"] == [1]
@@ -216,7 +220,8 @@ def test_a_stall_names_who_waits_for_whom_and_where():
     assert abs(stall["since"] - (job.now - 3)) <= 1
     assert page.ranks[1]["reason"] == "awaited"
     assert page.ranks[0]["state"] == "waiting"
-    assert "2 ranks have waited 3 s" in page.ranks[1]["why"]
+    assert "2 ranks have waited 4 s" in page.ranks[1]["why"]
+    assert "stack" in page.ranks[1]["try"]
     job.run(5)
     report_all(board, job)
     page.ask(board)

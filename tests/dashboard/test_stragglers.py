@@ -192,9 +192,14 @@ def test_a_finding_must_last_for_some_steps_and_some_reports():
 
 def test_facts_are_said_and_taken_back_at_once():
     verdicts = Verdicts()
-    stopped = Straggler("stopped", "stopped by a signal")
+    stopped, awaited = Straggler("stopped", "by a signal"), Straggler("awaited", "late")
     assert said(verdicts, stopped, 5, 0.0) == "stopped"
-    assert said(verdicts, None, 5, 0.5) is None
+    # It goes on, and the others have not reported yet that they do.
+    assert said(verdicts, awaited, 5, 0.5) is None
+    assert said(verdicts, None, 5, 1.0) is None
+    assert said(verdicts, awaited, 6, 2.0) is None
+    assert said(verdicts, awaited, 6, 3.0) == "awaited"
+    assert said(verdicts, None, 6, 3.5) is None
 
 
 @given(

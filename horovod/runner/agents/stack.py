@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _PATIENCE = 10.0
-_MOST_BYTES = 16_000
+_LONGEST = 16_000  # characters
 
 NOT_INSTALLED = (
     "py-spy is not installed on this host: after pip install 'horovod[stacks]' there, this shows "
@@ -61,10 +61,23 @@ def _ask_py_spy(pid: int) -> str:
                 return f"py-spy did not answer within {_PATIENCE:.0f} s"
     except OSError as error:
         return f"py-spy cannot be started: {error.strerror}"
-    text = said[:_MOST_BYTES].decode(errors="replace").strip()
+    text = said.decode(errors="replace").strip()
     if "Permission denied" in text or "EPERM" in text or "Operation not permitted" in text:
         return (
             "py-spy may not read the worker's memory: the system allows that to root alone "
             "(/proc/sys/kernel/yama/ptrace_scope), or the container does not (SYS_PTRACE)"
         )
-    return text or "py-spy has nothing to say"
+    return shown(text)[:_LONGEST] or "py-spy has nothing to say"
+
+
+def shown(said: str) -> str:
+    """What of py-spy's answer is shown.
+
+    What comes before the stacks is left out: the command line, whose arguments may be private. So
+    are Horovod's own threads, which wait for something in every rank.
+    """
+    head, *threads = f"\n{said}".split("\nThread ")
+    if not threads:
+        return head.strip()
+    kept = [each.rstrip() for each in threads if '"horovod-' not in each.split("\n")[0]]
+    return "\n".join(f"Thread {each}" for each in kept)

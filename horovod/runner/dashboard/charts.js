@@ -4,6 +4,7 @@ const charts = (() => {
 
   const SVG = "http://www.w3.org/2000/svg";
   const PARTS = ["compute", "wait", "reduce"];
+  const SPIKE = 20; // times as long as usual: a step that is marked even if its second looks well
 
   function draw(tag, properties, ...children) {
     const element = document.createElementNS(SVG, tag);
@@ -15,9 +16,11 @@ const charts = (() => {
     return element;
   }
 
-  function niceStep(most, count) {
+  // Between two lines of an axis; bytes are counted in powers of two.
+  function niceStep(most, count, binary) {
     const rough = most / count;
-    const power = 10 ** Math.floor(Math.log10(rough));
+    const base = binary ? 2 : 10;
+    const power = base ** Math.floor(Math.log(rough) / Math.log(base) + 1e-9);
     return power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
   }
 
@@ -36,8 +39,8 @@ const charts = (() => {
     return { svg, width, height, left: 58, right: 10, top: 16, bottom: 20 };
   }
 
-  function drawAxes({ svg, width, left, right }, least, most, y, format) {
-    const step = niceStep(most - least, 4);
+  function drawAxes({ svg, width, left, right }, least, most, y, format, binary = false) {
+    const step = niceStep(most - least, 4, binary);
     for (let value = Math.ceil(least / step) * step; value <= most; value += step) {
       const tidy = Math.abs(value) < step / 1e6 ? 0 : value;
       svg.append(
@@ -47,13 +50,15 @@ const charts = (() => {
     }
   }
 
-  function drawTimes({ svg, width, height, bottom }, [first, end], x, clock) {
+  function drawTimes({ svg, width, height, right, bottom }, [first, end], x, clock) {
     const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400];
     const wanted = (end - first) / Math.max(2, width / 130);
     const step = steps.find((each) => each >= wanted) ?? 86400 * Math.ceil(wanted / 86400);
     for (let time = Math.ceil(first / step) * step; time <= end; time += step) {
-      svg.append(draw("text", { x: x(time), y: height - bottom + 15, "text-anchor": "middle",
-        text: clock(time) }));
+      if (x(time) < width - right - 16) {
+        svg.append(draw("text", { x: x(time), y: height - bottom + 15, "text-anchor": "middle",
+          text: clock(time) }));
+      }
     }
   }
 
@@ -135,17 +140,17 @@ const charts = (() => {
       });
     }
     // Steps that are longer than the axis: a mark at the top that says how long.
-    let last = -Infinity;
-    const clipped = shown.filter((row) => row[5] > Math.max(most, 2 * row[1]) || row[1] > most);
-    for (const row of clipped) {
+    const usual = shown.map((row) => row[1]).sort((a, b) => a - b)[Math.floor(shown.length / 2)];
+    const spikes = shown.filter((row) => row[1] > most || row[5] > Math.max(most, SPIKE * usual));
+    spikes.forEach((row, index) => {
       const at = x(row[0] + bucket / 2);
       svg.append(draw("path", { class: "spike", d: `M${at - 4} ${top + 7}h8l-4 -7z` },
         draw("title", { text: `${clock(row[0])}: a step of ${format(row[5])}` })));
-      if (at - last > 60 && at < width - right - 40) {
+      const next = index + 1 < spikes.length ? x(spikes[index + 1][0]) : width - right + 20;
+      if (next - at > 60) {
         svg.append(draw("text", { class: "spike", x: at + 7, y: top + 7, text: format(row[5]) }));
-        last = at;
       }
-    }
+    });
     for (const event of events) {
       if (event.time < first || event.time > end) continue;
       const at = x(event.time);
@@ -172,7 +177,7 @@ const charts = (() => {
   }
 
   // A curve over time or steps. Points: where, value.
-  function curve(host, { points, range, height, label, format, least: floor, pause, times, ends }) {
+  function curve(host, { points, range, height, label, format, least: floor, pause, times, ends, binary }) {
     if (!host.clientWidth) return;
     const [first, end] = range;
     const shown = points.filter((point) => point[0] >= first && point[0] <= end);
@@ -184,7 +189,7 @@ const charts = (() => {
     const { svg, width, left, right, top, bottom } = area;
     const x = (at) => left + (width - left - right) * (at - first) / Math.max(1e-3, end - first);
     const y = (value) => height - bottom - (height - top - bottom) * (value - least) / (most - least);
-    drawAxes(area, least, most, y, format);
+    drawAxes(area, least, most, y, format, binary);
     if (times) drawTimes(area, range, x, times);
     if (ends) {
       svg.append(draw("text", { x: left, y: height - 5, text: ends[0] }),

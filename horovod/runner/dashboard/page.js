@@ -523,6 +523,7 @@
       text(title.children[1], format(use[use.length - 1][index]));
       charts.curve(chart, { points: use.map((row) => [row[0], row[index]]), range, height: 110,
         label: `${name}: ${format(use[use.length - 1][index])}`, format, least: 0,
+        binary: format === bytes,
         pause: 3.5 * Math.max(known.useWidth, state.job.interval), times: clock });
     });
     const stack = known.stack;

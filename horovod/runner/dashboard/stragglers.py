@@ -166,7 +166,8 @@ def awaited_seconds(view: RankView, step: float) -> float:
 class Verdicts:
     """What is said about each rank: findings that have lasted, until they have gone for good.
 
-    Facts (a stopped process, a rank that is silent or awaited) are said and taken back at once.
+    Facts are taken back at once. That a process is stopped or silent is said at once, too; that
+    others wait for a rank, when it is still so a report later: until then they may have gone on.
     """
 
     def __init__(self) -> None:
@@ -185,32 +186,34 @@ class Verdicts:
         """
         self._cases = {rank: self._cases.get(rank) or _Case() for rank in steps}
         for rank, case in self._cases.items():
-            case.take(found.get(rank), steps[rank], now, LASTING_REPORTS * interval)
+            case.take(found.get(rank), steps[rank], now, interval)
         return {rank: case.said for rank, case in self._cases.items() if case.said is not None}
 
 
 @dataclass
 class _Case:
-    """One rank: what is said about it, and what else has been found since when."""
+    """One rank: what is said about it, and what has been found since when."""
 
     said: Straggler | None = None
-    other: str | None = None  # kind of what is found instead; empty: nothing
+    found: str = ""  # kind of what is found now; empty: nothing
     since_step: int = 0
     since: float = 0.0
 
-    def take(self, finding: Straggler | None, step: int, now: float, seconds: float) -> None:
-        if finding is not None and not finding.is_judged:
-            self.said, self.other = finding, None
-            return
-        if self.said is not None and not self.said.is_judged:
-            self.said = None
+    def take(self, finding: Straggler | None, step: int, now: float, interval: float) -> None:
         kind = finding.kind if finding is not None else ""
-        if kind == (self.said.kind if self.said is not None else ""):
-            self.said, self.other = finding, None
-        elif kind != self.other:
-            self.other, self.since_step, self.since = kind, step, now
-        elif step - self.since_step >= LASTING_STEPS and now - self.since >= seconds:
-            self.said, self.other = finding, None
+        if self.said is not None and not self.said.is_judged and self.said.kind != kind:
+            self.said = None
+        if kind != self.found:
+            self.found, self.since_step, self.since = kind, step, now
+        if kind == AWAITED:
+            steps, seconds = 0, interval
+        elif kind in (STOPPED, SILENT):
+            steps, seconds = 0, 0.0
+        else:
+            steps, seconds = LASTING_STEPS, LASTING_REPORTS * interval
+        is_said = kind == (self.said.kind if self.said is not None else "")
+        if is_said or (step - self.since_step >= steps and now - self.since >= seconds):
+            self.said = finding
 
 
 def _is_not_running(view: RankView, interval: float) -> Straggler | None:
