@@ -307,14 +307,19 @@ def test_an_elastic_job_loses_a_rank_and_gets_another():
 
     # What is left of the old generation does not disturb the new one.
     late = parse_report(1, 1, job.encoded(1))
+    made = job.step
     board.take_report(late, now + 1.1)
     board.update(now + 1.1)
     assert board.ranks[1].state == "starting"
     board.events.formed(2, now + 3.2)
+    # The survivors go on counting their steps; for the page, the newcomer counts with them.
     job.generation = 2
+    job.steps_before, job.step = {0: made + 2, 1: made + 2}, 0
     job.run(5)
     report_all(board, job)
     page.ask(board)
+    assert [rank["step"] for rank in page.ranks.values()] == [made + 7] * 3
+    assert page.job["step"] == made + 7
     texts = [event["text"] for event in page.events]
     assert "rank 1 (w1) on a lost: killed by SIGKILL" in texts
     assert "w3 on b joins as rank 2" in texts
@@ -345,6 +350,62 @@ def test_a_report_cannot_claim_a_huge_job():
     job.run(3)
     report_all(board, job, size=2**30)
     assert len(board.ranks) == 4096
+
+
+def test_only_those_who_failed_are_said_to_have_failed():
+    board, job = make(4)
+    job.run(5)
+    report_all(board, job)
+    board.exited_worker("1", -9)
+    board.exited_worker("0", -15, "stopped by the launcher")
+    board.exited_worker("2", 1)
+    board.exited_worker("3", 0)
+    board.update(job.now)
+    assert [rank.state for rank in board.ranks.values()] == ["ended", "failed", "failed", "ended"]
+    board.blame([1], "ended after rank 1 had failed")
+    board.update(job.now)
+    page = Page()
+    page.ask(board)
+    assert [rank["state"] for rank in page.ranks.values()] == ["ended", "failed", "ended", "ended"]
+    assert [rank["why"] for rank in page.ranks.values()] == [
+        "stopped by the launcher",
+        "",
+        "ended after rank 1 had failed",
+        "",
+    ]
+
+
+def test_a_worker_that_was_given_up_has_failed_though_the_launcher_killed_it():
+    board = Board("train.py", START, 1.0, elastic=True)
+    board.place(1, {"w0": ("a", 0), "w1": ("a", 1)}, START)
+    board.mark_failed("w1")
+    board.exited_worker("w1", -9, "stopped by the launcher")
+    board.exited_worker("w0", -15, "stopped by the launcher")
+    assert [rank.state for rank in board.ranks.values()] == ["ended", "failed"]
+
+
+def test_the_history_of_a_rank_and_what_its_process_uses():
+    board, job = make(2)
+    for _ in range(5):
+        job.run(20)
+        report_all(board, job)
+    board.take_stack("1", ["Thread 1", "    here (a.py:1)\x1b[31m"], job.now)
+    page = Page()
+    page.ask(board)
+    assert page.ranks[1]["processor"] == 0.5
+    found = board.rank_changes("1")
+    assert found["stack"]["lines"] == ["Thread 1", "    here (a.py:1) [31m"]
+    (first, *rest) = found["steps"]["rows"]
+    assert len(first) == 6
+    assert all(0.05 < row[1] <= row[5] < 0.08 for row in [first, *rest])
+    assert {row[2] for row in found["use"]["rows"]} == {700_000_000.0}
+    assert board.rank_changes("1", found["version"])["steps"] is None
+    assert board.rank_changes("nobody") == {
+        "version": board.version,
+        "steps": None,
+        "use": None,
+        "stack": None,
+    }
 
 
 def test_the_end():
