@@ -31,7 +31,7 @@ class Rank:
     reported_since: float = 0.0  # when the launcher last had reason to expect reports
     steps: deque[ReportedStep] = field(default_factory=functools.partial(deque, maxlen=WINDOW))
     typical: TypicalStep | None = None  # of these
-    processor: float = 0.0  # cores that it keeps busy: processor seconds for each second
+    processor: float | None = None  # cores that it keeps busy, known from its second report on
     process_state: str = ""
     finding: Straggler | None = None
     version: int = 0
@@ -88,7 +88,7 @@ class Rank:
             "code": self.code,
             "step": self.steps_since(base),
             "rate": rounded(stats.get("steps_per_second", 0.0)),
-            "processor": round(self.processor, 2),
+            "processor": round(self.processor or 0.0, 2),
             "memory": int(stats.get("memory_bytes", 0)),
             "gpu_memory": int(stats.get("gpu_memory_bytes", 0)),
             "queue": int(stats.get("queue_length", 0)),

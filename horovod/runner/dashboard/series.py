@@ -87,7 +87,7 @@ class RankHistory:
         self.steps = TimeSeries(4, _MOST_BUCKETS_OF_RANK)
         self.use = TimeSeries(4, _MOST_BUCKETS_OF_RANK)
 
-    def take(self, report: Report, processor: float, now: float, version: int) -> None:
+    def take(self, report: Report, processor: float | None, now: float, version: int) -> None:
         """A report; ``processor``: cores that the rank kept busy since the one before."""
         steps, stats = report.steps, report.stats
         if steps:
@@ -99,6 +99,8 @@ class RankHistory:
             )
             peak = max(step.total for step in steps)
             self.steps.add(now, float(len(steps)), sums, peak, version)
+        if processor is None:
+            return
         use = (
             processor,
             stats.get("memory_bytes", 0.0),
