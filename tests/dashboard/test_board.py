@@ -229,6 +229,18 @@ def test_a_stall_names_who_waits_for_whom_and_where():
     assert page.ranks[1]["state"] == "training"
 
 
+def test_a_slow_rank_that_ends_does_not_keep_up_again():
+    board, job = make(3)
+    job.slow = {1: 0.1}
+    for _ in range(4):
+        job.run(20)
+        report_all(board, job)
+    assert [event["kind"] for event in board.events.since(0)] == ["slow"]
+    report_all(board, job, state="ended")
+    assert board.ranks[1].finding is None
+    assert board.events.number == 1
+
+
 def test_a_stopped_process_and_its_recovery():
     board, job = make(3)
     job.run(5)

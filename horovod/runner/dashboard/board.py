@@ -258,7 +258,8 @@ class Board:
             rank.finding = finding
             if finding is not None and (before is None or before.kind != finding.kind):
                 new.setdefault(finding.kind, {})[number] = finding
-            elif finding is None and before is not None and before.kind != AWAITED:
+            is_over = finding is None and before is not None and before.kind != AWAITED
+            if is_over and not rank.ended:
                 well.append(number)
         for kind, of_kind in new.items():
             self.events.stragglers(kind, of_kind, now)

@@ -2,7 +2,8 @@
 
 `run_job`, `elastic.job` and the launchers for Spark and Ray hold a `JobWatcher`; the dashboard is
 one. Events are those of --status-file (see docs/elastic.md): a fixed job has the same ones, with
-one decision, number 0, whose workers have the names of their ranks.
+one decision, number 0, whose workers have the names of their ranks. One more event, "stack",
+answers what a watcher has asked for.
 """
 
 from __future__ import annotations
