@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from horovod.runner.dashboard import board as board_module
 from horovod.runner.dashboard import series
 from horovod.runner.dashboard.board import Board
 from horovod.runner.dashboard.reports import parse_report
@@ -418,6 +419,20 @@ def test_the_history_of_a_rank_and_what_its_process_uses():
         "use": None,
         "stack": None,
     }
+
+
+def test_histories_of_workers_that_are_gone_do_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(board_module, "_MOST_HISTORIES", 6)
+    board = Board("train.py", START, 1.0, elastic=True)
+    for number in range(1, 6):
+        job = SimulatedJob(4)
+        job.generation = number
+        workers = {f"w{10 * number + rank}": ("a", rank) for rank in range(4)}
+        board.place(number, workers, START)
+        job.run(3)
+        report_all(board, job)
+        assert set(workers) <= set(board.histories)
+    assert list(board.histories) == ["w42", "w43", "w50", "w51", "w52", "w53"]
 
 
 def test_the_end():

@@ -368,6 +368,8 @@ def test_a_live_job_whose_rank_is_slow_stopped_and_killed(chromium: Any, tmp_pat
         os.kill(job.pid(1), signal.SIGSTOP)
         tab.shows('.cell.stopped[data-rank="1"] .reason', "stopped by a signal (state T)")
         tab.shows("#stalls", "for rank 1")
+        tab.page.locator('.cell[data-rank="1"]').click()
+        tab.wait_for("document.getElementById('stack-lines').textContent !== ''")
         shoot(tab, "live-stopped")
         os.kill(job.pid(1), signal.SIGCONT)
         tab.shows('.cell.training[data-rank="1"]', "rank 1")

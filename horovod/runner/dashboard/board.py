@@ -25,7 +25,7 @@ from horovod.runner.dashboard.stragglers import (
 )
 
 _MOST_STALLS = 8
-_MOST_HISTORIES = 1024  # workers whose history is kept
+_MOST_HISTORIES = 1024  # workers whose history is kept: of higher ranks there is none
 _MOST_RANKS = 4096  # that are expected because a report says so
 
 
@@ -77,6 +77,9 @@ class Board:
             if old is not None:
                 ranks[rank].process_state = old.process_state
         self.ranks = ranks
+        gone = [worker for worker in self.histories if worker not in workers]
+        for worker in gone[: max(0, len(gone) + len(workers) - _MOST_HISTORIES)]:
+            del self.histories[worker]
         self._structure = self.version = self.version + 1
 
     def started_worker(self, worker: str, pid: int) -> None:
@@ -135,10 +138,9 @@ class Board:
         rank = self.ranks[report.rank]
         rank.take_report(report, now)
         self._base = max(self._base, report.steps_before)
-        history = self.histories.setdefault(rank.worker, RankHistory())
-        history.take(report, rank.processor, now, self.version)
-        if len(self.histories) > _MOST_HISTORIES:  # those who came first went first
-            self.histories.pop(next(iter(self.histories)))
+        if rank.rank < _MOST_HISTORIES:
+            history = self.histories.setdefault(rank.worker, RankHistory())
+            history.take(report, rank.processor, now, self.version)
 
     def _begin(self, generation: int) -> None:
         """The steps of the new generation are counted from where the job is."""
