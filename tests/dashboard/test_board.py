@@ -11,7 +11,7 @@ import pytest
 from horovod.runner.dashboard import board as board_module
 from horovod.runner.dashboard import series
 from horovod.runner.dashboard.board import Board
-from horovod.runner.dashboard.reports import parse_report
+from horovod.runner.dashboard.reports import Report, ReportedStep, parse_report
 from tests.dashboard.simulated import START, SimulatedJob
 
 
@@ -181,6 +181,21 @@ def test_charts_of_long_jobs_get_coarser_and_keep_their_means():
     for row in page.rows.values():
         assert 1.1 < row[1] < 1.3
         assert abs(row[1] - sum(row[2:5])) < 0.01
+
+
+def test_the_longest_step_of_a_fast_job_is_a_peak_and_weighs_as_one():
+    """A report has 50 of the 1001 steps: the longest of all, and the last ones."""
+    steps = [ReportedStep(1, START, 5.0, 0.0, 0.0, 0.0, 0.0)]
+    steps += [ReportedStep(n, START, 0.01, 0.0, 0.0, 0.0, 0.0) for n in range(953, 1002)]
+    series_of_all, history = series.StepSeries(), series.RankHistory()
+    series_of_all.add_steps(steps, 0.0, 1)
+    report = Report(0, 0, 1, 0, "a", 1, START, "training", steps=tuple(steps))
+    history.take(report, None, START, 1)
+    expected = pytest.approx((5.0 + 1000 * 0.01) / 1001, rel=1e-4)
+    for found in (series_of_all.changes(), history.changes()["steps"]):
+        (row,) = found["rows"]
+        assert row[1:3] == [expected, expected]
+        assert row[5] == 5.0
 
 
 def test_metrics_are_those_of_the_lowest_rank():

@@ -15,8 +15,9 @@ import torch
 import horovod.torch as hvd
 from horovod.common.store import MemoryStore, Store
 from horovod.engine import reporter
-from horovod.engine.reporter import WaitingNotes, report_key
+from horovod.engine.reporter import WaitingNotes, chosen_steps, report_key
 from horovod.engine.runtime import runtime
+from horovod.engine.statistics import Step
 from tests.elastic.job import ElasticJob
 from tests.ranks import PATIENCE, RankPool, Ranks, listen, run_ranks, start_ranks, tell
 
@@ -108,6 +109,13 @@ def await_report(
 
     ranks._until(look, PATIENCE, f"a report of rank {rank}", ())
     return found[0]
+
+
+def test_a_report_has_the_last_steps_and_the_longest():
+    steps = [Step(n, 0.0, 5.0 if n == 3 else 0.1, 0.0, 0.0, 0.0, 0.0) for n in range(1, 201)]
+    assert [step.number for step in chosen_steps(steps)] == [3, *range(152, 201)]
+    assert chosen_steps(steps[150:]) == steps[150:]
+    assert chosen_steps([]) == []
 
 
 def be_patient() -> None:

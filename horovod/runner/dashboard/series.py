@@ -73,11 +73,24 @@ class StepSeries(TimeSeries):
     def __init__(self) -> None:
         super().__init__(4, _MOST_BUCKETS)
 
-    def add_steps(self, steps: Iterable[ReportedStep], offset: float, version: int) -> None:
+    def add_steps(self, steps: Sequence[ReportedStep], offset: float, version: int) -> None:
         """Steps of one rank, whose clock is behind ours by ``offset`` seconds."""
-        for step in steps:
-            parts = (step.total, step.compute, step.wait, step.exposed)
-            self.add(step.end + offset, 1.0, parts, step.total, version)
+        for step, weight in zip(steps, _weights(steps), strict=True):
+            parts = step.total, step.compute, step.wait, step.exposed
+            sums = [weight * part for part in parts]
+            self.add(step.end + offset, weight, sums, step.total, version)
+
+
+def _weights(steps: Sequence[ReportedStep]) -> list[float]:
+    """How many steps each of a report's steps stands for.
+
+    A report of a fast job has the longest step first and then the last ones, which stand for all
+    that came after it.
+    """
+    if len(steps) < 2:
+        return [1.0] * len(steps)
+    each = max(1.0, (steps[-1].number - steps[0].number) / (len(steps) - 1))
+    return [1.0, *[each] * (len(steps) - 1)]
 
 
 class RankHistory:
@@ -91,14 +104,15 @@ class RankHistory:
         """A report; ``processor``: cores that the rank kept busy since the one before."""
         steps, stats = report.steps, report.stats
         if steps:
+            weights = _weights(steps)
             sums = (
-                sum(step.total for step in steps),
-                sum(step.compute for step in steps),
-                sum(step.wait for step in steps),
-                sum(step.exposed for step in steps),
+                sum(weight * step.total for step, weight in zip(steps, weights, strict=True)),
+                sum(weight * step.compute for step, weight in zip(steps, weights, strict=True)),
+                sum(weight * step.wait for step, weight in zip(steps, weights, strict=True)),
+                sum(weight * step.exposed for step, weight in zip(steps, weights, strict=True)),
             )
             peak = max(step.total for step in steps)
-            self.steps.add(now, float(len(steps)), sums, peak, version)
+            self.steps.add(now, sum(weights), sums, peak, version)
         if processor is None:
             return
         use = (
