@@ -83,6 +83,7 @@ def main() -> int:
                 state.params, state.opt_state, loss = step(
                     state.params, state.opt_state, train_images[chosen], train_labels[chosen]
                 )
+                hvd.stats.log(loss=loss)  # for `horovodrun --dashboard`
                 state.batch += 1
                 # Elastic: from time to time remember where we are.
                 if state.batch % args.batches_per_commit == 0:

@@ -115,6 +115,7 @@ def main() -> int:
         loss = F.cross_entropy(model(images.to(device)), labels.to(device))
         loss.backward()
         optimizer.step()
+        hvd.stats.log(loss=loss)  # for `horovodrun --dashboard`
 
     @hvd.elastic.run  # Elastic: comes back here when the processes have changed
     def train(state: hvd.elastic.TorchState) -> None:

@@ -90,6 +90,7 @@ def main() -> int:
             loss = None
             for images, labels in dataset.take(max(steps - state.batch, 0)):
                 loss = train_batch(images, labels)
+                hvd.stats.log(loss=loss)  # for `horovodrun --dashboard`
                 state.batch += 1
                 # Elastic: from time to time remember where we are.
                 if state.batch % args.batches_per_commit == 0:

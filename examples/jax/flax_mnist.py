@@ -90,6 +90,7 @@ def main() -> int:
                 params, statistics, opt_state, train_images[chosen], train_labels[chosen]
             )
         metrics = hvd.average_metrics({"loss": loss})  # Horovod: over the processes
+        hvd.stats.log(metrics)  # for `horovodrun --dashboard`
         if hvd.rank() == 0:
             print(f"epoch {epoch + 1:2}: loss {metrics['loss']:.4f}", flush=True)
 

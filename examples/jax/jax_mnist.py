@@ -97,6 +97,7 @@ def main() -> int:
                 params, opt_state, train_images[chosen], train_labels[chosen]
             )
         metrics = hvd.average_metrics({"loss": loss})  # Horovod: over the processes
+        hvd.stats.log(metrics)  # for `horovodrun --dashboard`
         if hvd.rank() == 0:
             rate = steps * args.batch_size * hvd.size() / (time.monotonic() - began)
             print(

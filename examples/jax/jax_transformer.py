@@ -115,6 +115,8 @@ def main() -> int:
     for number in range(args.steps):
         key, now = jax.random.split(key)
         params, opt_state, metrics = train(params, opt_state, now)
+        if number % 10 == 0:
+            hvd.stats.log(metrics)  # for `horovodrun --dashboard`
         if hvd.rank() == 0 and (number + 1) % 50 == 0:
             rate = (number + 1) / (time.monotonic() - began)
             text = f"loss {metrics['loss']:.4f}, accuracy {metrics['accuracy']:.2%}"

@@ -153,6 +153,8 @@ def main() -> int:
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),  # Horovod: go on from what rank 0 has
         hvd.callbacks.MetricAverageCallback(),  # Horovod: metrics of all
+        # For `horovodrun --dashboard`.
+        keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: hvd.stats.log(logs)),
     ]
     if hvd.rank() == 0:  # Horovod: one process writes
         args.checkpoint.parent.mkdir(parents=True, exist_ok=True)

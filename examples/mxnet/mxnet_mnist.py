@@ -74,6 +74,7 @@ def main() -> int:
             total += loss.mean().asscalar()
         # Horovod: the average over the processes.
         average = hvd.allreduce(mx.nd.array([total / len(batches)]), name="loss").asscalar()
+        hvd.stats.log(loss=average)  # for `horovodrun --dashboard`
         if hvd.rank() == 0:
             print(f"epoch {epoch + 1:2}: loss {average:.4f}", flush=True)
 

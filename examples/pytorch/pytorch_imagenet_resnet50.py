@@ -264,6 +264,8 @@ def main() -> None:
         # Horovod: each process has batch statistics of its own; go on with those that are saved.
         hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
         val_loss, val_accuracy = validate(model, val_loader, device)
+        # For `horovodrun --dashboard`.
+        hvd.stats.log(loss=loss, accuracy=accuracy, val_loss=val_loss, val_accuracy=val_accuracy)
         save_checkpoint(args.checkpoint_format, epoch + 1, model, optimizer)
         say(
             f"epoch {epoch + 1}: lr {optimizer.param_groups[0]['lr']:.5f}, loss {loss:.4f}, "

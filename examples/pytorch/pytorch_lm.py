@@ -230,6 +230,7 @@ def main() -> None:
         seconds = time.monotonic() - started
         speed = args.steps_per_epoch * args.batch_size * args.context * hvd.size() / seconds
         perplexity = trainer.perplexity(test_data)
+        hvd.stats.log(loss=loss, perplexity=perplexity)  # for `horovodrun --dashboard`
         say(
             f"epoch {epoch + 1}: training perplexity {math.exp(loss):.2f}, "
             f"perplexity {perplexity:.2f}, {speed:.0f} bytes/s",

@@ -165,6 +165,8 @@ def train_epoch(
         loss = F.cross_entropy(model(images.to(device)), labels.to(device))
         loss.backward()
         optimizer.step()
+        if steps % 10 == 0:  # not in every step: to read it is to wait for the GPU
+            hvd.stats.log(loss=loss)  # for `horovodrun --dashboard`
         total += loss.detach()
         steps += 1
     return hvd.allreduce(total / steps, name="loss").item()
@@ -274,6 +276,7 @@ def main() -> int:
         )
         loss = train_epoch(model, optimizer, bar, device)
         result = accuracy(model, test_data, device)
+        hvd.stats.log(accuracy=result)
         save_checkpoint(args.checkpoint, epoch + 1, model, optimizer)
         say(f"epoch {epoch + 1:2}: loss {loss:.4f}, test accuracy {result:.2%}", flush=True)
 

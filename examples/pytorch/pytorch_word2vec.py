@@ -177,6 +177,7 @@ def main() -> None:
             optimizer.step()
             total += loss.detach()
         loss = hvd.allreduce(total / num_batches, name="loss").item()
+        hvd.stats.log(loss=loss)  # for `horovodrun --dashboard`
         say(f"epoch {epoch + 1}: loss {loss:.4f}", flush=True)
     for word in args.words:
         if word in corpus.number:

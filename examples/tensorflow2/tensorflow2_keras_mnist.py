@@ -148,6 +148,8 @@ def main() -> int:
             warmup_epochs=args.warmup_epochs,
             verbose=int(hvd.rank() == 0),
         ),
+        # For `horovodrun --dashboard`.
+        tf.keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: hvd.stats.log(logs)),
     ]
     if hvd.rank() == 0:  # Horovod 8: one process writes, or they would spoil each other's files
         args.checkpoint_dir.mkdir(parents=True, exist_ok=True)

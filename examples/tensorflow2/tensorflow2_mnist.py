@@ -182,6 +182,8 @@ def main() -> int:
     last = args.steps // hvd.size()  # Horovod: together they make as many as one alone would
     for step, (images, labels) in enumerate(dataset.take(max(0, last - first)), first + 1):
         loss = train_step(images, labels)
+        if step % 10 == 0:
+            hvd.stats.log(loss=loss)  # for `horovodrun --dashboard`
         if step % 50 == 0 or step == last:
             say(f"step {step}: loss {float(loss):.4f}", flush=True)  # that of rank 0
 

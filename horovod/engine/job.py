@@ -5,6 +5,7 @@ Made by the runtime once this process knows its place.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -145,6 +146,7 @@ class Job:
             "operations": totals.operations,
             "negotiation_misses": totals.misses,
             "queue_length": sum(len(c.queue.requests) for c in list(self.channels.values())),
+            "cpu_seconds": time.process_time(),
             "memory_bytes": resident_bytes(),
             "gpu_memory_bytes": statistics.gpu_memory,
         }

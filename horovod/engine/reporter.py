@@ -26,8 +26,9 @@ from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, launchers_s
 from horovod.common.logging import get_logger
 from horovod.common.store import Store
 from horovod.engine.channel import Channel
+from horovod.engine.gpu_use import GpuUse
 from horovod.engine.job import Job
-from horovod.engine.statistics import MOST_VALUES, Step
+from horovod.engine.statistics import MOST_STEPS, MOST_VALUES, Step
 
 logger = get_logger(__name__)
 
@@ -55,7 +56,9 @@ class Reporter:
         self._interval = interval
         self._key = report_key(job.generation, job.topology.rank)
         self._store: Store | None = None
-        self._reported_steps = job.statistics.steps
+        self._steps_before = job.statistics.steps  # of this process, in earlier generations
+        self._reported_steps = self._steps_before
+        self._gpu = GpuUse()
         self._notes = WaitingNotes(job)
         self._metrics: dict[str, list[tuple[int, float]]] = {}  # that are still to be sent
         self._complained = False
@@ -109,7 +112,7 @@ class Reporter:
         steps = [step for step in statistics.recent() if step.number > self._reported_steps]
         for name, values in statistics.take_metrics().items():
             self._metrics[name] = [*self._metrics.get(name, ()), *values][-MOST_VALUES:]
-        report = self._report(ended, waiting, steps)
+        report = self._report(ended, waiting, chosen_steps(steps))
         store.set(self._key, json.dumps(report, allow_nan=False).encode())
         self._reported_steps = steps[-1].number if steps else self._reported_steps
         self._metrics.clear()
@@ -117,7 +120,7 @@ class Reporter:
     def _report(
         self, ended: bool, waiting: dict[str, Any] | None, steps: list[Step]
     ) -> dict[str, Any]:
-        stats = self._job.stats()
+        stats = self._job.stats() | self._gpu.look(self._job.statistics.gpu_uuid)
         now, to_epoch = time.time(), time.time() - time.monotonic()
         if ended:
             state = "ended"
@@ -131,6 +134,8 @@ class Reporter:
             "pid": os.getpid(),
             "time": now,
             "state": state,
+            "cores": _usable_cores(),
+            "steps_before": self._steps_before,
             "stats": {key: finite(value) for key, value in stats.items()},
             "steps": [[step.number, step.end + to_epoch, *step[2:]] for step in steps],
             "waiting": waiting,
@@ -220,6 +225,33 @@ def _oldest(channel: Channel, seconds: float) -> Any:
     if pending and time.monotonic() - pending[0].submitted > seconds:
         return pending[0]
     return None
+
+
+def chosen_steps(steps: list[Step]) -> list[Step]:
+    """The steps that a report tells of: the last ones, and the longest of all."""
+    last = steps[-MOST_STEPS:]
+    longest = max(steps, key=lambda step: step.seconds, default=None)
+    if longest is not None and longest.number < last[0].number:
+        last[0] = longest
+    return last
+
+
+def _usable_cores() -> str:
+    """The cores that this process may use, as ``0-3,8``; empty where the system does not tell.
+
+    Their numbers and not only their count: ranks of a host may be bound to different cores.
+    """
+    try:
+        cores = sorted(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return ""
+    ranges: list[list[int]] = []
+    for core in cores:
+        if ranges and ranges[-1][1] == core - 1:
+            ranges[-1][1] = core
+        else:
+            ranges.append([core, core])
+    return ",".join(f"{low}-{high}" if low < high else f"{low}" for low, high in ranges)
 
 
 def finite(value: Any) -> Any:

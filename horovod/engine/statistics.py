@@ -28,7 +28,8 @@ from horovod.transport.base import DEVICE, NETWORK, SHARED_MEMORY
 LONGEST_NAME = 200  # characters of a metric's name
 MOST_NAMES = 100  # metrics of a process
 MOST_VALUES = 200  # of a metric that are kept between two reports
-MOST_STEPS = 50  # that are kept for a report
+MOST_STEPS = 50  # in a report
+KEPT_STEPS = 256  # between two reports
 
 _RATE_STEPS = 20  # steps over which their number per second is taken
 _MOST_TIMINGS = 4096  # of operations that a device has not completed
@@ -212,8 +213,9 @@ class Statistics:
         self.backward_seconds = 0.0
         self.buckets = 0
         self.gpu_memory = 0
+        self.gpu_uuid = ""  # as NVIDIA's tools write it; empty: no GPU, or not known
         self._sampled = 0.0
-        self._recent: deque[Step] = deque(maxlen=MOST_STEPS)
+        self._recent: deque[Step] = deque(maxlen=KEPT_STEPS)
         self._in_steps = [0.0, 0.0, 0.0]  # seconds of waiting, reducing, and hidden ones of these
         self._last = Totals()  # at the end of the last step
         self._last_end = 0.0  # when that was; 0: nothing is known of the step that goes on
@@ -352,6 +354,9 @@ class Statistics:
                 counters.settle()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self.gpu_memory = int(torch.cuda.memory_allocated())
+            if not self.gpu_uuid:
+                device = torch.cuda.get_device_properties(torch.cuda.current_device())
+                self.gpu_uuid = f"GPU-{getattr(device, 'uuid', '')}"
 
     # -- metrics ---------------------------------------------------------------------------
 

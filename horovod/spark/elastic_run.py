@@ -103,7 +103,7 @@ def _drive_watched(
         status = stack.enter_context(Status(setup.console, watcher=watcher))
         place = StoreEndpoints(setup.ticket.key, setup.store)
         stack.callback(place.close)
-        supervisor = Supervisor(setup.console, outputs)
+        supervisor = Supervisor(setup.console, outputs, watcher=watcher)
         stack.callback(supervisor.close)
 
         def connect(name: str) -> HostAgent:

@@ -78,7 +78,7 @@ def _run_ranks(setup: JobSetup, links: Sequence[TaskLink], watcher: JobWatcher) 
     for each in ranks:
         outputs.open(each.slot.rank, each.slot.rank, {})
     place = StoreEndpoints(setup.ticket.key, setup.store)
-    supervisor = Supervisor(setup.console, outputs)
+    supervisor = Supervisor(setup.console, outputs, watcher=watcher)
     try:
         agents = [each.link.start_agent(each.name) for each in ranks]
         outcome = StaticJob(request, place, supervisor, agents, watcher).run()

@@ -14,6 +14,7 @@ from typing import Any
 from horovod.common.store import MemoryStore
 from horovod.runner.dashboard.board import Board
 from horovod.runner.dashboard.dashboard import Dashboard
+from horovod.runner.dashboard.stragglers import WINDOW
 from tests.dashboard.simulated import SimulatedJob
 
 TOKEN = "correct-horse-battery-staple"
@@ -23,27 +24,42 @@ HANG = 120.0
 class Served:
     """The dashboard, its ranks, and what an HTTP client says to it."""
 
-    def __init__(self, size: int = 3, elastic: bool = False, save: str | None = None) -> None:
+    def __init__(
+        self,
+        size: int = 3,
+        elastic: bool = False,
+        save: str | None = None,
+        per_host: int = 2,
+        cores: int | None = None,
+    ) -> None:
         self.store = MemoryStore()
         self.said: list[str] = []
-        self.job = SimulatedJob(size, per_host=2)
+        self.job = SimulatedJob(size, per_host, cores=cores)
         self.board = Board("train.py", time.time(), 1.0, elastic)
         listener = socket.create_server(("127.0.0.1", 0))
         self.dashboard = Dashboard(self.board, self.store, listener, TOKEN, self.said.append, save)
         self.port = self.dashboard.port
         self.dashboard.note("decision", number=0, workers=self.job.places())
 
-    def train(self, steps: int = 10, **changes: Any) -> None:
-        """All ranks take steps, and report."""
+    def train(self, steps: int = 10, ago: float = 0.0, **changes: Any) -> None:
+        """All ranks take steps, which ended some seconds ago, and report."""
         self.job.run(steps)
         late = time.time() - self.job.now
         for rank in range(self.job.size):
             report = self.job.report(rank)
             report["time"] += late
             for step in report["steps"]:
-                step[1] += late
+                step[1] += late - ago
             report |= changes.get(f"rank{rank}", {})
             self.store.set(self.job.key(rank), json.dumps(report).encode())
+
+    def settle(self) -> None:
+        """Train on until what the steps are made of has lasted, and is said."""
+        self.board.interval = 0.0  # however fast the reports come
+        for _ in range(3):
+            self.train(WINDOW)
+            step = self.job.step
+            self.wait_for(lambda board: board["job"]["step"] == step)  # noqa: B023
 
     def get(
         self, path: str, headers: Mapping[str, str] | None = None, method: str = "GET"

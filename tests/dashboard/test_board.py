@@ -6,8 +6,12 @@ import json
 import pickle
 from typing import Any
 
+import pytest
+
+from horovod.runner.dashboard import board as board_module
+from horovod.runner.dashboard import series
 from horovod.runner.dashboard.board import Board
-from horovod.runner.dashboard.reports import parse_report
+from horovod.runner.dashboard.reports import Report, ReportedStep, parse_report
 from tests.dashboard.simulated import START, SimulatedJob
 
 
@@ -129,20 +133,26 @@ def test_changes_add_up_to_everything():
     assert (often.events, often.stalls, often.job) == (once.events, once.stalls, once.job)
 
 
-def test_256_ranks_for_an_hour_in_bounded_memory():
+def size_of(board: Board) -> int:
+    """Of everything but the histories, whose rows are halved now and then."""
+    return len(pickle.dumps({**vars(board), "histories": {}}))
+
+
+def test_256_ranks_for_an_hour_in_bounded_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(series, "_MOST_BUCKETS_OF_RANK", 16)
     board, job = make(256, per_host=8, compute=0.4)
     page = Page()
     page.ask(board)
     largest = 0
     for turn in range(60):
-        job.run(2)
+        job.run(6)
         job.now += 60.0  # as if reports were rare
         job.slow = {200: 0.3} if turn > 30 else {}
         report_all(board, job)
         largest = max(largest, page.ask(board))
         if turn == 40:
-            before = len(pickle.dumps(board))
-    grown = len(pickle.dumps(board)) - before
+            before = size_of(board)
+    grown = size_of(board) - before
     assert job.now - START > 3600
     assert page.ranks[200]["state"] == "slow"
     assert "late in backward" in page.ranks[200]["why"]
@@ -151,6 +161,9 @@ def test_256_ranks_for_an_hour_in_bounded_memory():
     assert len(page.metrics["loss"]) <= 801
     assert largest < 300_000
     assert grown < 0.05 * before
+    assert len(board.histories) == 256
+    for history in board.histories.values():
+        assert max(len(rows["rows"]) for rows in list(history.changes().values())) <= 16
     assert len(json.dumps(board.changes())) < 400_000
 
 
@@ -168,6 +181,21 @@ def test_charts_of_long_jobs_get_coarser_and_keep_their_means():
     for row in page.rows.values():
         assert 1.1 < row[1] < 1.3
         assert abs(row[1] - sum(row[2:5])) < 0.01
+
+
+def test_the_longest_step_of_a_fast_job_is_a_peak_and_weighs_as_one():
+    """A report has 50 of the 1001 steps: the longest of all, and the last ones."""
+    steps = [ReportedStep(1, START, 5.0, 0.0, 0.0, 0.0, 0.0)]
+    steps += [ReportedStep(n, START, 0.01, 0.0, 0.0, 0.0, 0.0) for n in range(953, 1002)]
+    series_of_all, history = series.StepSeries(), series.RankHistory()
+    series_of_all.add_steps(steps, 0.0, 1)
+    report = Report(0, 0, 1, 0, "a", 1, START, "training", steps=tuple(steps))
+    history.take(report, None, START, 1)
+    expected = pytest.approx((5.0 + 1000 * 0.01) / 1001, rel=1e-4)
+    for found in (series_of_all.changes(), history.changes()["steps"]):
+        (row,) = found["rows"]
+        assert row[1:3] == [expected, expected]
+        assert row[5] == 5.0
 
 
 def test_metrics_are_those_of_the_lowest_rank():
@@ -196,6 +224,10 @@ def test_a_stall_names_who_waits_for_whom_and_where():
     report_all(board, job, ranks=[0, 2], state="waiting", waiting=waiting)
     page = Page()
     page.ask(board)
+    assert page.ranks[1]["reason"] == "", "a report later it may have gone on"
+    assert board.awaited == {1: 3.0}
+    board.update(job.now + 1)
+    page.ask(board)
     (stall,) = page.stalls
     assert stall["ranks"] == [0, 2]
     assert stall["missing"] == [1]
@@ -204,12 +236,25 @@ def test_a_stall_names_who_waits_for_whom_and_where():
     assert abs(stall["since"] - (job.now - 3)) <= 1
     assert page.ranks[1]["reason"] == "awaited"
     assert page.ranks[0]["state"] == "waiting"
-    assert "2 ranks have waited 3 s" in page.ranks[1]["why"]
+    assert "2 ranks have waited 4 s" in page.ranks[1]["why"]
+    assert "stack" in page.ranks[1]["try"]
     job.run(5)
     report_all(board, job)
     page.ask(board)
     assert page.stalls == []
     assert page.ranks[1]["state"] == "training"
+
+
+def test_a_slow_rank_that_ends_does_not_keep_up_again():
+    board, job = make(3)
+    job.slow = {1: 0.1}
+    for _ in range(4):
+        job.run(20)
+        report_all(board, job)
+    assert [event["kind"] for event in board.events.since(0)] == ["slow"]
+    report_all(board, job, state="ended")
+    assert board.ranks[1].finding is None
+    assert board.events.number == 1
 
 
 def test_a_stopped_process_and_its_recovery():
@@ -290,14 +335,19 @@ def test_an_elastic_job_loses_a_rank_and_gets_another():
 
     # What is left of the old generation does not disturb the new one.
     late = parse_report(1, 1, job.encoded(1))
+    made = job.step
     board.take_report(late, now + 1.1)
     board.update(now + 1.1)
     assert board.ranks[1].state == "starting"
     board.events.formed(2, now + 3.2)
+    # The survivors go on counting their steps; for the page, the newcomer counts with them.
     job.generation = 2
+    job.steps_before, job.step = {0: made + 2, 1: made + 2}, 0
     job.run(5)
     report_all(board, job)
     page.ask(board)
+    assert [rank["step"] for rank in page.ranks.values()] == [made + 7] * 3
+    assert page.job["step"] == made + 7
     texts = [event["text"] for event in page.events]
     assert "rank 1 (w1) on a lost: killed by SIGKILL" in texts
     assert "w3 on b joins as rank 2" in texts
@@ -328,6 +378,76 @@ def test_a_report_cannot_claim_a_huge_job():
     job.run(3)
     report_all(board, job, size=2**30)
     assert len(board.ranks) == 4096
+
+
+def test_only_those_who_failed_are_said_to_have_failed():
+    board, job = make(4)
+    job.run(5)
+    report_all(board, job)
+    board.exited_worker("1", -9)
+    board.exited_worker("0", -15, "stopped by the launcher")
+    board.exited_worker("2", 1)
+    board.exited_worker("3", 0)
+    board.update(job.now)
+    assert [rank.state for rank in board.ranks.values()] == ["ended", "failed", "failed", "ended"]
+    board.blame([1], "ended after rank 1 had failed")
+    board.update(job.now)
+    page = Page()
+    page.ask(board)
+    assert [rank["state"] for rank in page.ranks.values()] == ["ended", "failed", "ended", "ended"]
+    assert [rank["why"] for rank in page.ranks.values()] == [
+        "stopped by the launcher",
+        "",
+        "ended after rank 1 had failed",
+        "",
+    ]
+
+
+def test_a_worker_that_was_given_up_has_failed_though_the_launcher_killed_it():
+    board = Board("train.py", START, 1.0, elastic=True)
+    board.place(1, {"w0": ("a", 0), "w1": ("a", 1)}, START)
+    board.mark_failed("w1")
+    board.exited_worker("w1", -9, "stopped by the launcher")
+    board.exited_worker("w0", -15, "stopped by the launcher")
+    assert [rank.state for rank in board.ranks.values()] == ["ended", "failed"]
+
+
+def test_the_history_of_a_rank_and_what_its_process_uses():
+    board, job = make(2)
+    for _ in range(5):
+        job.run(20)
+        report_all(board, job)
+    board.take_stack("1", ["Thread 1", "    here (a.py:1)\x1b[31m"], job.now)
+    page = Page()
+    page.ask(board)
+    assert page.ranks[1]["processor"] == 0.5
+    found = board.rank_changes("1")
+    assert found["stack"]["lines"] == ["Thread 1", "    here (a.py:1) [31m"]
+    (first, *rest) = found["steps"]["rows"]
+    assert len(first) == 6
+    assert all(0.05 < row[1] <= row[5] < 0.08 for row in [first, *rest])
+    assert {row[2] for row in found["use"]["rows"]} == {700_000_000.0}
+    assert board.rank_changes("1", found["version"])["steps"] is None
+    assert board.rank_changes("nobody") == {
+        "version": board.version,
+        "steps": None,
+        "use": None,
+        "stack": None,
+    }
+
+
+def test_histories_of_workers_that_are_gone_do_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(board_module, "_MOST_HISTORIES", 6)
+    board = Board("train.py", START, 1.0, elastic=True)
+    for number in range(1, 6):
+        job = SimulatedJob(4)
+        job.generation = number
+        workers = {f"w{10 * number + rank}": ("a", rank) for rank in range(4)}
+        board.place(number, workers, START)
+        job.run(3)
+        report_all(board, job)
+        assert set(workers) <= set(board.histories)
+    assert list(board.histories) == ["w42", "w43", "w50", "w51", "w52", "w53"]
 
 
 def test_the_end():

@@ -18,6 +18,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from horovod.runner.dashboard.crowding import ADVICE
 from horovod.runner.output.lines import Line
 from horovod.runner.output.report import Exit, Outcome
 from tests.dashboard.browser import Tab, browser
@@ -70,15 +71,61 @@ def test_the_page_shows_ranks_charts_and_stragglers(chromium: Any):
         tab.wait_for("document.querySelectorAll('#steps-chart polygon').length >= 3")
         tab.shows("#metrics h3", "loss")
         job.job.slow = {1: 0.1}
-        job.train(40)
+        job.settle()
         tab.shows(".cell.slow .reason", "late in backward")
         assert tab.page.locator(".cell.slow").get_attribute("data-rank") == "1"
         tab.shows("#events .what", "rank 1: late in backward")
+        tab.page.locator(".cell").nth(1).click()
+        tab.shows("#chosen-try", "Look at its cores or GPU")
         job.job.slow = {}
         job.job.slow_link = {3: 0.1}
-        job.train(40)
+        job.settle()
         tab.shows(".cell.slow .reason", "slow link")
         assert tab.complaints == []
+
+
+def test_one_rank_over_time_with_its_stack_and_a_part_of_the_time(chromium: Any, tmp_path: Path):
+    path = tmp_path / "saved.html"
+    job = Served(3, save=str(path), per_host=3, cores=2)
+    for ago in (12.0, 9.0, 6.0):
+        job.train(20, ago)
+    job.job.slow_input = {1: 5.0}
+    job.train(1)  # one long step: the axis is for the others
+    job.job.slow_input = {}
+    job.train(20)
+    job.dashboard.note("stack", worker=1, text="Thread 1\n    here (train.py:7) <b>")
+    tab = Tab(chromium, link(job))
+    tab.shows("#notice", "3 ranks share 2 cores")
+    assert job.said == ["3 ranks share 2 cores. " + ADVICE]
+    tab.page.locator(".cell").nth(1).click()
+    tab.shows("#stack-lines", "here (train.py:7) <b>")
+    tab.wait_for("document.querySelectorAll('#history-steps polygon').length >= 3")
+    tab.shows("#history-use h3", "Processor")
+    tab.shows("#history-use h3", "Memory")
+    tab.wait_for("document.querySelectorAll('#steps-chart path.spike title').length === 1")
+    assert "a step of 5" in tab.page.locator("#steps-chart path.spike title").text_content()
+
+    chart = tab.page.locator("#steps-chart")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    tab.page.mouse.move(box["x"] + 80, box["y"] + 80)
+    tab.page.mouse.down()
+    tab.page.mouse.move(box["x"] + 200, box["y"] + 80, steps=3)
+    tab.page.mouse.up()
+    tab.wait_for("document.getElementById('range').value === 'fixed'")
+    shoot(tab, "zoomed")
+    tab.page.keyboard.press("Escape")
+    tab.wait_for("document.getElementById('range').value === 'all'")
+    tab.page.select_option("#range", "60")
+    failed(job)
+    file = Tab(chromium, path.as_uri())
+    for each in (tab, file):
+        each.shows(".cell.failed", "rank 1")
+        each.shows(".cell.ended .reason", "stopped by the launcher")
+    file.page.locator(".cell").nth(1).click()
+    file.shows("#stack-lines", "here (train.py:7) <b>")
+    file.wait_for("document.querySelectorAll('#history-steps polygon').length >= 3")
+    assert tab.complaints == file.complaints == []
 
 
 def test_a_stall_with_its_source_line(chromium: Any):
@@ -158,7 +205,7 @@ def test_keyboard_and_labels(chromium: Any):
 def test_256_ranks_at_any_width(chromium: Any, width: int):
     with served(256) as job:
         job.job.slow = {77: 0.1}
-        job.train(20)
+        job.settle()
         tab = Tab(chromium, link(job))
         tab.page.set_viewport_size({"width": width, "height": 900})
         tab.wait_for("document.querySelectorAll('.cell').length === 256")
@@ -175,6 +222,7 @@ def test_256_ranks_at_any_width(chromium: Any, width: int):
 def failed(job: Served) -> None:
     outcome = Outcome(first_failure=Exit(1, 4711, -9, "node00"), account="Last words: <b>out</b>\n")
     job.dashboard.note("exited", worker="1", host="node00", code=-9)
+    job.dashboard.note("exited", worker="0", host="node00", code=-15, stopped=True)
     job.dashboard.ended(outcome)
     job.dashboard.close()
 
@@ -320,6 +368,8 @@ def test_a_live_job_whose_rank_is_slow_stopped_and_killed(chromium: Any, tmp_pat
         os.kill(job.pid(1), signal.SIGSTOP)
         tab.shows('.cell.stopped[data-rank="1"] .reason', "stopped by a signal (state T)")
         tab.shows("#stalls", "for rank 1")
+        tab.page.locator('.cell[data-rank="1"]').click()
+        tab.wait_for("document.getElementById('stack-lines').textContent !== ''")
         shoot(tab, "live-stopped")
         os.kill(job.pid(1), signal.SIGCONT)
         tab.shows('.cell.training[data-rank="1"]', "rank 1")

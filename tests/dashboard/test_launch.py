@@ -285,8 +285,10 @@ def test_a_failed_job_is_saved_with_its_cause(tmp_path: Path):
     assert ended["status"] == 1
     assert ended["cause"] == "rank 1 on localhost: exit code 1"
     assert any("ValueError: <b>wrong</b>" in line for line in ended["account"])
-    assert board["ranks"][1]["state"] == "failed"
-    assert [event["kind"] for event in board["events"]][:1] == ["lost"]
+    assert [rank["state"] for rank in board["ranks"]] == ["ended", "failed"]
+    assert board["ranks"][0]["why"] == "stopped by the launcher"
+    assert [event["kind"] for event in board["events"]] == ["lost"]
+    assert f"horovodrun: dashboard: saved to {path}" in found.stderr
 
 
 def test_a_job_that_cannot_start_is_saved_too(tmp_path: Path):

@@ -54,15 +54,22 @@ def parse(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 def board(host: str = "") -> Board:
     job = SimulatedJob(4, per_host=2)
     job.slow = {1: 0.05}
-    job.run(12)
     found = Board("train.py", START, 1.0)
     places = job.places()
     if host:
         places["3"][0] = host
     found.place(0, places, START)
-    for rank in range(4):
-        metrics = {"metrics": {'loss"\\': [[1, 0.25]]}} if rank == 0 else {}
-        found.take_report(parse_report(0, rank, job.encoded(rank, **metrics)), job.now)
+    for _ in range(4):  # a rank is slow only if that lasts
+        job.run(12)
+        job.now += 1.0
+        for rank in range(4):
+            content = job.report(rank)
+            content["stats"] |= {"gpu_use": 0.5, "gpu_memory_total_bytes": 2**34}
+            if rank == 0:
+                content["metrics"] = {'loss"\\': [[1, 0.25]]}
+            report = parse_report(0, rank, json.dumps(content).encode())
+            found.take_report(report, job.now)
+        found.update(job.now)
     found.events.lost("3", "node01", "killed", job.now)
     found.update(job.now)
     return found
@@ -71,13 +78,13 @@ def board(host: str = "") -> Board:
 def test_every_line_follows_the_rules():
     found = parse(prometheus.render(board(), START + 10))
     assert found["horovod_ranks"][()] == 4
-    assert found["horovod_steps_total"][("rank", "2"), ("host", "node01")] == 12
+    assert found["horovod_steps_total"][("rank", "2"), ("host", "node01")] == 48
     assert found["horovod_rank_up"][("rank", "1"), ("host", "node00")] == 1
     straggler = (("rank", "1"), ("host", "node00"), ("reason", "backward"))
     assert found["horovod_rank_straggler"] == {straggler: 1}
     assert found["horovod_events_total"][(("kind", "lost"),)] == 1
     moved = (("rank", "0"), ("host", "node00"), ("transport", "network"))
-    assert found["horovod_bytes_moved_total"][moved] == 12_000_000
+    assert found["horovod_bytes_moved_total"][moved] == 48_000_000
     assert found["horovod_metric"] == {(("name", 'loss\\"\\\\'),): 0.25}
     assert found["horovod_job_ended"][()] == 0
 

@@ -104,6 +104,25 @@ def test_sizes_are_bounded():
     assert len(report.metrics["m0"]) == 200
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0-3,8", {0, 1, 2, 3, 8}),
+        ("5", {5}),
+        ("3-1", set()),
+        ("", set()),
+        ("0-", {0}),
+        ("-3", set()),
+        ("0-99999", set()),
+        ("0,x", set()),
+        (3, set()),
+        ("1," * 10_000, set()),
+    ],
+)
+def test_the_cores_of_a_rank(text: Any, expected: set[int]):
+    assert parse(cores=text).cores == expected
+
+
 def test_control_characters_do_not_come_through():
     assert parse(host="a\n\x1b[31mb\x00").host == "a  [31mb "
 
@@ -113,7 +132,19 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.text(max_size=9), inner),
     max_leaves=12,
 )
-FIELDS = ("stats", "steps", "waiting", "metrics", "host", "pid", "time", "state", "size")
+FIELDS = (
+    "stats",
+    "steps",
+    "waiting",
+    "metrics",
+    "host",
+    "pid",
+    "time",
+    "state",
+    "size",
+    "cores",
+    "steps_before",
+)
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON))

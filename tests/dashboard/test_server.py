@@ -26,7 +26,15 @@ from tests.dashboard.served import HANG, TOKEN, Served, served
 
 pytestmark = pytest.mark.usefixtures("never_silent")
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
-PATHS = ["/", "/changes", "/output?worker=0", "/metrics", "/nothing", "/..%2f..%2fetc/passwd"]
+PATHS = [
+    "/",
+    "/changes",
+    "/output?worker=0",
+    "/rank?worker=0",
+    "/metrics",
+    "/nothing",
+    "/..%2f..%2fetc/passwd",
+]
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +129,15 @@ def test_headers_keep_the_page_to_itself(job: Served):
 )
 def test_names_that_others_lead_here_are_refused(job: Served, host: str, expected: int):
     assert job.get("/", {**BEARER, "Host": host})[0] == expected
+
+
+def test_the_history_of_one_rank(job: Served):
+    found = job.ask("/rank?worker=1")
+    assert found["steps"]["rows"]
+    assert found["stack"] is None
+    assert job.ask(f"/rank?worker=1&since={10**9}")["steps"]["rows"], "it knows nothing right"
+    assert job.ask("/rank?worker=77")["steps"] is None
+    assert job.get(f"/rank?worker={'9' * 20}", BEARER)[0] == 400
 
 
 @pytest.mark.parametrize(

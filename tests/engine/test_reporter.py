@@ -15,8 +15,9 @@ import torch
 import horovod.torch as hvd
 from horovod.common.store import MemoryStore, Store
 from horovod.engine import reporter
-from horovod.engine.reporter import WaitingNotes, report_key
+from horovod.engine.reporter import WaitingNotes, chosen_steps, report_key
 from horovod.engine.runtime import runtime
+from horovod.engine.statistics import Step
 from tests.elastic.job import ElasticJob
 from tests.ranks import PATIENCE, RankPool, Ranks, listen, run_ranks, start_ranks, tell
 
@@ -37,6 +38,7 @@ NUMBERS = {
     "operations": int,
     "negotiation_misses": int,
     "queue_length": int,
+    "cpu_seconds": float,
     "memory_bytes": int,
     "gpu_memory_bytes": int,
     "last_step_seconds": float,
@@ -62,6 +64,8 @@ def check_report(text: bytes) -> dict[str, Any]:
     assert type(report["host"]) is str
     assert abs(report["time"] - time.time()) < 600
     assert report["state"] in ("starting", "training", "waiting", "ended")
+    assert re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", report["cores"])
+    assert 0 <= report["steps_before"] <= report["stats"]["steps"]
     stats = dict(report["stats"])
     assert stats.pop("host") == report["host"]
     assert {key: type(value) for key, value in stats.items()} == NUMBERS
@@ -105,6 +109,13 @@ def await_report(
 
     ranks._until(look, PATIENCE, f"a report of rank {rank}", ())
     return found[0]
+
+
+def test_a_report_has_the_last_steps_and_the_longest():
+    steps = [Step(n, 0.0, 5.0 if n == 3 else 0.1, 0.0, 0.0, 0.0, 0.0) for n in range(1, 201)]
+    assert [step.number for step in chosen_steps(steps)] == [3, *range(152, 201)]
+    assert chosen_steps(steps[150:]) == steps[150:]
+    assert chosen_steps([]) == []
 
 
 def be_patient() -> None:

@@ -24,6 +24,7 @@ Commands come on stdin, one JSON object a line; end of file stands for a lost la
   true`` SIGINT instead, and SIGTERM 5 seconds before the end of the time.
 - ``{"input": id, "data": base64}``: more of a worker's stdin; no data stands for its end.
 - ``{"probe": {...}}``: see `probe`; the answer is the event ``{"probed": {...}}``.
+- ``{"stack": {"id", "pid"}}``: see `stack`; the answer is the event ``{"stack": {"id", "text"}}``.
 - ``{"close": true}``: no more starts will come: end when nothing is left.
 
 Events, in the frames of `frames`: ``{"hello": {...}}``; for each worker ``{"started": {"id",
@@ -98,7 +99,7 @@ class Agent:
         self._cleaning = False
         self._signalled = False
         self._input = b""
-        self._probed: list[dict[str, Any]] = []
+        self._answers: list[dict[str, Any]] = []  # of threads
         self._selector = selectors.DefaultSelector()
         self._output = Output(self._selector)
         self._wakeup, self._waker = os.pipe()
@@ -122,8 +123,8 @@ class Agent:
             if self._signalled:
                 self._signalled = False
                 self._end(LEFTOVER_GRACE)
-            while self._probed:
-                self._output.emit({"probed": self._probed.pop()})
+            while self._answers:
+                self._output.emit(self._answers.pop())
             if self._expire(time.monotonic()):
                 break
         self._output.drain()
@@ -343,19 +344,28 @@ class Agent:
                 if worker.number == command["input"] and worker.input is not None:
                     worker.input.feed(binascii.a2b_base64(command["data"]))
         elif "probe" in command:
-            self._probe(command["probe"])
+            self._answer_later("probe", command["probe"])
+        elif "stack" in command:
+            self._answer_later("stack", command["stack"])
         else:
             self._closing = True
 
-    def _probe(self, request: dict[str, Any]) -> None:
-        """In a thread, because connecting may take its time; with code that came along."""
+    def _answer_later(self, kind: str, request: dict[str, Any]) -> None:
+        """In a thread, because it may take its time; with code that came along."""
         import threading
 
         load_modules(request["modules"])
-        from horovod.runner.agents.probe import probe
+        launched = {each.number: each.pid for each in self._workers.values() if each.running}
 
         def work() -> None:
-            self._probed.append(probe(request))
+            if kind == "probe":
+                from horovod.runner.agents.probe import probe
+
+                self._answers.append({"probed": probe(request)})
+            else:
+                from horovod.runner.agents.stack import take_stack
+
+                self._answers.append({"stack": take_stack(request, launched)})
             os.write(self._waker, b"\0")
 
         threading.Thread(target=work, daemon=True).start()

@@ -176,6 +176,10 @@ class HostAgent:
         """Ask for the ways from that host (see `probe`); the answer is the event "probed"."""
         self._command({"probe": {**request, "modules": _packed("probe")}})
 
+    def ask_for_stack(self, worker: int, pid: int) -> None:
+        """Ask where a worker is in its code (see `stack`); the answer is the event "stack"."""
+        self._command({"stack": {"id": worker, "pid": pid, "modules": _packed("stack")}})
+
     def finish(self) -> None:
         """No more workers will be started: the agent ends when nothing is left."""
         self._command({"close": True})

@@ -23,6 +23,7 @@ from horovod.runner.agents.host_agent import AgentEnded, AgentEvent, HostAgent, 
 from horovod.runner.output.colours import Colour
 from horovod.runner.output.console import Console
 from horovod.runner.output.outputs import Outputs
+from horovod.runner.output.watcher import JobWatcher
 
 FAILURE_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for the other workers after one has failed."""
@@ -31,6 +32,7 @@ INTERRUPT_GRACE = 30.0
 """The same after Ctrl-C or SIGTERM: time to write a checkpoint."""
 
 _KILL_PATIENCE = 3.0
+_STACKS_TICK = 1.0  # seconds between looks whether the watcher asks for stacks
 _CHUNK = 1 << 16
 
 
@@ -60,9 +62,16 @@ class Supervisor:
     """Drives a job until none of its agents is left."""
 
     def __init__(
-        self, console: Console, outputs: Outputs, pass_interrupts_on: bool = False
+        self,
+        console: Console,
+        outputs: Outputs,
+        pass_interrupts_on: bool = False,
+        watcher: JobWatcher | None = None,
     ) -> None:
-        """``pass_interrupts_on``: Ctrl-C is SIGINT for the workers, and not SIGTERM."""
+        """``pass_interrupts_on``: Ctrl-C is SIGINT for the workers, and not SIGTERM.
+
+        ``watcher`` may ask where workers are in their code.
+        """
         self.console = console
         self._pass_interrupts_on = pass_interrupts_on
         self.signals: list[int] = []  # what the launcher got, in this order
@@ -77,6 +86,8 @@ class Supervisor:
         self._announced = 0
         self._selector = selectors.DefaultSelector()
         self._handler: Handler | None = None
+        self._watcher = watcher or JobWatcher()
+        self._agent_of: dict[int, HostAgent] = {}  # by worker
 
     # -- for the job -----------------------------------------------------------------------
 
@@ -111,6 +122,8 @@ class Supervisor:
     def run(self, handler: Handler) -> None:
         """Until all agents have ended; where the job is held, until it is stopped as well."""
         self._handler = handler
+        if self._watcher.wants_stacks:
+            self.call_later(_STACKS_TICK, self._ask_for_stacks)
         with self._signals_wake_us():
             while self._agents or (self.held and not self.stopping and not self.signals):
                 self._mind_unsent_commands()
@@ -163,16 +176,26 @@ class Supervisor:
         elif event.kind == "probed":
             handler.probed(agent, content)
         elif event.kind == "started":
+            self._agent_of[content["id"]] = agent
             handler.started(agent, content["id"], content["pid"])
         elif event.kind == "failed":
             handler.failed(agent, content["id"], content["errno"], content["what"])
         elif event.kind == "exited":
             handler.exited(agent, [(worker, code) for worker, code in content])
+        elif event.kind == "stack":
+            self._watcher.note("stack", worker=content["id"], text=content["text"])
         elif event.kind == "note":
             self._note(f"{agent.name}: {content}")
         elif event.kind == "stuck":
             pids = ", ".join(map(str, content))
             self._note(f"{agent.name}: these processes did not end even after SIGKILL: {pids}")
+
+    def _ask_for_stacks(self) -> None:
+        for wanted in self._watcher.wanted_stacks():
+            agent = self._agent_of.get(wanted.worker)
+            if agent in self._agents:
+                agent.ask_for_stack(wanted.worker, wanted.pid)
+        self.call_later(_STACKS_TICK, self._ask_for_stacks)
 
     def _note(self, text: str) -> None:
         if text not in self._notes:

@@ -6,98 +6,27 @@ however long the job runs. Every change has a version; `changes` gives what is n
 
 from __future__ import annotations
 
-import functools
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from horovod.runner.dashboard import crowding
 from horovod.runner.dashboard.events import EventLog
-from horovod.runner.dashboard.reports import Report, ReportedStep, Waiting, text
-from horovod.runner.dashboard.series import MetricSeries, StepSeries
+from horovod.runner.dashboard.rank import Rank, rounded
+from horovod.runner.dashboard.reports import Report, Waiting, text
+from horovod.runner.dashboard.series import MetricSeries, RankHistory, StepSeries
 from horovod.runner.dashboard.stragglers import (
     AWAITED,
-    SILENT,
-    STOPPED,
     RankView,
     Straggler,
+    Verdicts,
+    awaited_seconds,
     find_stragglers,
+    usual_step,
 )
 
-_WINDOW = 10  # steps that a rank is judged by
 _MOST_STALLS = 8
+_MOST_HISTORIES = 1024  # workers whose history is kept: of higher ranks there is none
 _MOST_RANKS = 4096  # that are expected because a report says so
-
-
-@dataclass
-class Rank:
-    """A rank of the job as it is now."""
-
-    rank: int
-    worker: str  # "w3" in an elastic job, the rank otherwise
-    host: str = ""
-    local_rank: int = 0
-    pid: int = 0  # as the rank itself says
-    launched: int = 0  # the process that the launcher started: the same, or a shell around it
-    code: int | None = None  # exit code, negative after a signal
-    report: Report | None = None
-    heard: float = 0.0  # when its last report came
-    reported_since: float = 0.0  # when the launcher last had reason to expect reports
-    steps: deque[ReportedStep] = field(default_factory=functools.partial(deque, maxlen=_WINDOW))
-    process_state: str = ""
-    finding: Straggler | None = None
-    version: int = 0
-    shown: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def ended(self) -> bool:
-        return self.code is not None or (self.report is not None and self.report.state == "ended")
-
-    @property
-    def state(self) -> str:
-        """One word for the page."""
-        if self.code is not None:
-            return "ended" if self.code == 0 else "failed"
-        if self.report is None:
-            return "starting"
-        if self.finding is not None and self.finding.kind in (STOPPED, SILENT):
-            return self.finding.kind
-        if self.finding is not None:
-            return "slow"
-        return self.report.state
-
-    def picture(self) -> dict[str, Any]:
-        report = self.report
-        stats: Mapping[str, float] = report.stats if report is not None else {}
-        found: dict[str, Any] = {
-            "rank": self.rank,
-            "worker": self.worker,
-            "host": self.host,
-            "local_rank": self.local_rank,
-            "pid": self.pid,
-            "state": self.state,
-            "code": self.code,
-            "step": int(stats.get("steps", 0)),
-            "rate": _rounded(stats.get("steps_per_second", 0.0)),
-            "memory": int(stats.get("memory_bytes", 0)),
-            "gpu_memory": int(stats.get("gpu_memory_bytes", 0)),
-            "queue": int(stats.get("queue_length", 0)),
-            "misses": int(stats.get("negotiation_misses", 0)),
-            "bytes": int(stats.get("bytes_reduced", 0)),
-            "reason": self.finding.kind if self.finding else "",
-            "why": self.finding.text if self.finding else "",
-        }
-        if self.steps:
-            count = len(self.steps)
-            total = sum(step.total for step in self.steps)
-            wait = sum(step.wait for step in self.steps)
-            found["split"] = [
-                _rounded(sum(step.compute for step in self.steps) / count),
-                _rounded(wait / count),
-                _rounded(sum(step.exposed for step in self.steps) / count),
-            ]
-            found["share"] = _rounded(wait / total) if total else 0.0
-        return found
 
 
 class Board:
@@ -113,8 +42,14 @@ class Board:
         self.events = EventLog(now)
         self.steps = StepSeries()
         self.metrics = MetricSeries()
+        self.histories: dict[str, RankHistory] = {}  # by worker
+        self.stacks: dict[str, dict[str, Any]] = {}  # by worker: where it was when others waited
+        self.awaited: dict[int, float] = {}  # ranks that others wait for, and for how long
+        self.crowded = ""  # what is to be said of ranks that outnumber cores
         self.ended: dict[str, Any] | None = None
         self.version = 1
+        self._verdicts = Verdicts()
+        self._base = 0  # steps of the job when this generation began
         self._structure = 1  # version at which the set of ranks changed
         self._job: dict[str, Any] = {}
         self._job_version = 1
@@ -122,6 +57,7 @@ class Board:
         self._stalls_version = 1
         self._updated = now
         self._events_seen = 0  # number of the newest that has a version
+        self._failed: set[str] = set()  # workers of an elastic job that failed by themselves
         self._pids: dict[str, int] = {}  # of the workers that run, as the launcher started them
 
     # -- what becomes known ----------------------------------------------------------------
@@ -129,7 +65,7 @@ class Board:
     def place(self, generation: int, workers: Mapping[str, Sequence[Any]], now: float) -> None:
         """The launcher has decided who is which rank: ``{worker: [host, rank]}``."""
         before = {each.worker: each for each in self.ranks.values()}
-        self.generation = generation
+        self._begin(generation)
         ranks: dict[int, Rank] = {}
         places: dict[str, int] = {}
         for worker, (host, rank) in sorted(workers.items(), key=lambda item: item[1][1]):
@@ -141,6 +77,9 @@ class Board:
             if old is not None:
                 ranks[rank].process_state = old.process_state
         self.ranks = ranks
+        gone = [worker for worker in self.histories if worker not in workers]
+        for worker in gone[: max(0, len(gone) + len(workers) - _MOST_HISTORIES)]:
+            del self.histories[worker]
         self._structure = self.version = self.version + 1
 
     def started_worker(self, worker: str, pid: int) -> None:
@@ -149,20 +88,47 @@ class Board:
             if rank.worker == worker:
                 rank.pid = rank.launched = pid
 
-    def exited_worker(self, worker: str, code: int) -> Rank | None:
-        """The rank that the worker was; None if it had no place."""
+    def exited_worker(self, worker: str, code: int, ended_by: str = "") -> Rank | None:
+        """The rank that the worker was; None if it had no place.
+
+        ``ended_by`` says what ended it, where it has not failed by itself.
+        """
         self._pids.pop(worker, None)
         for rank in self.ranks.values():
             if rank.worker == worker:
                 rank.code = code
+                rank.ended_by = "" if worker in self._failed else ended_by
                 return rank
         return None
+
+    def mark_failed(self, worker: str, because_of: str = "") -> None:
+        """A worker of an elastic job has failed; ``because_of`` says by whose fault."""
+        if not because_of:
+            self._failed.add(worker)
+        for rank in self.ranks.values():
+            if rank.worker == worker:
+                rank.ended_by = because_of
+
+    def blame(self, ranks: Sequence[int], others: str) -> None:
+        """These ranks have made the job fail; ``others`` is said of those that ended with them."""
+        for rank in self.ranks.values():
+            if rank.rank in ranks:
+                rank.ended_by = ""
+            elif rank.code:
+                rank.ended_by = rank.ended_by or others
+
+    def take_stack(self, worker: str, lines: Sequence[str], now: float) -> None:
+        """Where a worker is in its code."""
+        self.stacks[worker] = {"time": now, "lines": [text(line) for line in lines[:400]]}
+        while len(self.stacks) > _MOST_HISTORIES:
+            self.stacks.pop(next(iter(self.stacks)))
+        self.version += 1
 
     def take_report(self, report: Report, now: float) -> None:
         """A rank wrote about itself; of a generation that is over only the charts take notice."""
         self.version += 1
         skew = now - report.time if report.time else 0.0
-        self.steps.add(report.steps, skew, self.version)
+        self.steps.add_steps(report.steps, skew, self.version)
         for name, points in report.metrics.items():
             self.metrics.add(name, report.rank, points, self.version)
         if report.generation < self.generation:
@@ -170,18 +136,23 @@ class Board:
         if report.generation > self.generation or report.rank not in self.ranks:
             self._place_from_report(report, now)
         rank = self.ranks[report.rank]
-        rank.report = report
-        rank.heard = now
-        rank.pid = report.pid or rank.pid
-        if not rank.host:
-            rank.host, rank.local_rank = report.host, report.local_rank
-        rank.steps.extend(report.steps)
+        rank.take_report(report, now)
+        self._base = max(self._base, report.steps_before)
+        if rank.rank < _MOST_HISTORIES:
+            history = self.histories.setdefault(rank.worker, RankHistory())
+            history.take(report, rank.processor, now, self.version)
+
+    def _begin(self, generation: int) -> None:
+        """The steps of the new generation are counted from where the job is."""
+        made = [rank.steps_since(self._base) for rank in self.ranks.values()]
+        self._base = max([self._base, *made])
+        self.generation = generation
 
     def _place_from_report(self, report: Report, now: float) -> None:
         """Where the launcher does not say who is who (Ray places its workers itself)."""
         if report.generation > self.generation:
+            self._begin(report.generation)
             self.ranks = {}
-            self.generation = report.generation
         for rank in {report.rank, *range(min(report.size, _MOST_RANKS))} - self.ranks.keys():
             self.ranks[rank] = Rank(rank, str(rank), reported_since=now)
         self.ranks = dict(sorted(self.ranks.items()))
@@ -203,24 +174,27 @@ class Board:
     def update(self, now: float) -> None:
         """Find stragglers and stalls, and note what has changed."""
         self._updated = now
-        waiting = {
-            rank.rank: rank.report.waiting
-            for rank in self.ranks.values()
-            if rank.report is not None and rank.report.waiting is not None and not rank.ended
-        }
+        crowded = crowding.find_crowded(self.ranks.values())
+        self.crowded = crowding.describe_crowded(crowded, len(self._hosts()))
+        stalls: list[dict[str, Any]] = []
+        self.awaited = {}
         if self.ended is None:
-            self._judge(waiting, now)
+            waiting = {
+                rank.rank: rank.report.waiting
+                for rank in self.ranks.values()
+                if rank.report is not None and rank.report.waiting is not None and not rank.ended
+            }
+            worth_telling = self._judge(waiting, {each.host for each in crowded}, now)
+            stalls = _stalls(worth_telling, self.ranks)
         else:
-            waiting = {}
             for rank in self.ranks.values():
                 rank.finding = None
-        stalls = _stalls(waiting, self.ranks, now)
         # A stall that merely goes on is told again with its new length, which the page counts.
         if stalls != self._stalls:
             self._stalls = stalls
             self._stalls_version = self.version = self.version + 1
         for rank in self.ranks.values():
-            picture = rank.picture()
+            picture = rank.picture(self._base)
             if picture != rank.shown:
                 rank.shown = picture
                 rank.version = self.version = self.version + 1
@@ -232,41 +206,69 @@ class Board:
             self._job = job
             self._job_version = self.version = self.version + 1
 
-    def _judge(self, waiting: Mapping[int, Waiting], now: float) -> None:
+    def _judge(
+        self, waiting: Mapping[int, Waiting], crowded: set[str], now: float
+    ) -> dict[int, Waiting]:
+        """Who holds whom up; returns those who wait for long enough to be told."""
+        waited = {rank: self._waited(rank, each, now) for rank, each in waiting.items()}
         awaited: dict[int, list[float]] = {}
         for waiter, each in waiting.items():
-            report = self.ranks[waiter].report
-            assert report is not None, "it is what says that the rank waits"
-            waited = max(report.time - each.since, 0.0) + max(now - self.ranks[waiter].heard, 0.0)
             for missing in each.missing:
                 if missing != waiter:
-                    awaited.setdefault(missing, []).append(waited)
+                    awaited.setdefault(missing, []).append(waited[waiter])
         views = {
             number: RankView(
                 rank.host,
-                tuple(rank.steps),
+                rank.typical,
                 now - max(rank.heard, rank.reported_since),
                 rank.process_state,
                 max(awaited.get(number, [0.0])),
                 len(awaited.get(number, ())),
+                rank.host in crowded,
             )
             for number, rank in self.ranks.items()
             if rank.report is not None and not rank.ended
         }
-        findings = find_stragglers(views, self.interval)
+        steps = {number: self.ranks[number].steps_since(self._base) for number in views}
+        findings = self._verdicts.settle(
+            find_stragglers(views, self.interval), steps, now, self.interval
+        )
+        self._tell(findings, now)
+        usual = usual_step(views.values())
+        self.awaited = {
+            number: view.awaited
+            for number, view in views.items()
+            if view.waiting and view.awaited >= awaited_seconds(view, usual)
+        }
+        return {
+            rank: each
+            for rank, each in waiting.items()
+            if waited[rank] >= awaited_seconds(views[rank], usual)
+        }
+
+    def _waited(self, rank: int, waiting: Waiting, now: float) -> float:
+        """Seconds for which a rank has waited, whatever its clock says."""
+        report = self.ranks[rank].report
+        assert report is not None, "it is what says that the rank waits"
+        return max(report.time - waiting.since, 0.0) + max(now - self.ranks[rank].heard, 0.0)
+
+    def _tell(self, findings: Mapping[int, Straggler], now: float) -> None:
         new: dict[str, dict[int, Straggler]] = {}
         well: list[int] = []
         for number, rank in self.ranks.items():
-            finding = findings.get(number)
-            before = rank.finding
+            finding, before = findings.get(number), rank.finding
             rank.finding = finding
             if finding is not None and (before is None or before.kind != finding.kind):
                 new.setdefault(finding.kind, {})[number] = finding
-            elif finding is None and before is not None and before.kind != AWAITED:
+            is_over = finding is None and before is not None and before.kind != AWAITED
+            if is_over and not rank.ended:
                 well.append(number)
         for kind, of_kind in new.items():
             self.events.stragglers(kind, of_kind, now)
         self.events.recovered(well, now)
+
+    def _hosts(self) -> set[str]:
+        return {rank.host for rank in self.ranks.values()}
 
     def _describe(self) -> dict[str, Any]:
         running = [rank for rank in self.ranks.values() if rank.report is not None]
@@ -282,9 +284,11 @@ class Board:
             "interval": self.interval,
             "size": len(self.ranks),
             "alive": len(alive),
-            "hosts": len({rank.host for rank in self.ranks.values()}),
+            "hosts": len(self._hosts()),
             "step": max((rank.shown.get("step", 0) for rank in running), default=0),
-            "rate": _rounded(rates[len(rates) // 2]) if rates else 0.0,
+            "rate": rounded(rates[len(rates) // 2]) if rates else 0.0,
+            "crowded": self.crowded,
+            "crowded_try": crowding.ADVICE if self.crowded else "",
             "ended": self.ended,
         }
 
@@ -319,10 +323,18 @@ class Board:
             found["metrics"] = metrics
         return found
 
+    def rank_changes(self, worker: str, since: int = 0) -> dict[str, Any]:
+        """The history of one worker, newer than a version, and its last known stack."""
+        history = self.histories.get(worker)
+        found = history.changes(since) if history is not None else {"steps": None, "use": None}
+        return {"version": self.version, **found, "stack": self.stacks.get(worker)}
 
-def _stalls(
-    waiting: Mapping[int, Waiting], ranks: Mapping[int, Rank], now: float
-) -> list[dict[str, Any]]:
+    def all_ranks(self) -> dict[str, dict[str, Any]]:
+        """History and stack of all workers, for a page that is saved."""
+        return {worker: self.rank_changes(worker) for worker in self.histories}
+
+
+def _stalls(waiting: Mapping[int, Waiting], ranks: Mapping[int, Rank]) -> list[dict[str, Any]]:
     """Operations that ranks wait in, those who wait for the same one together."""
     found: dict[tuple[tuple[str, ...], tuple[int, ...]], dict[str, Any]] = {}
     for rank, each in sorted(waiting.items()):
@@ -348,7 +360,3 @@ def _stalls(
     for entry in oldest:
         entry["since"] = round(entry["since"])
     return oldest
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")

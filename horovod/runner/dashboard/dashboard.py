@@ -15,20 +15,22 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod.common.logging import get_logger
 from horovod.common.store import MemoryStore
-from horovod.runner.dashboard import page
+from horovod.runner.dashboard import crowding, page
 from horovod.runner.dashboard.board import Board
 from horovod.runner.dashboard.process_state import ProcessStates
+from horovod.runner.dashboard.rank import STOPPED_BY_LAUNCHER
 from horovod.runner.dashboard.reports import KEY_PREFIX, parse_key, parse_report
 from horovod.runner.dashboard.server import Server
+from horovod.runner.dashboard.stacks import StackRequests
 from horovod.runner.dashboard.tails import OutputTails
 from horovod.runner.output.lines import Line
 from horovod.runner.output.report import Exit, LaunchError, Outcome, exit_status, ranges
-from horovod.runner.output.watcher import JobWatcher
+from horovod.runner.output.watcher import JobWatcher, StackRequest
 
 _TICK = 0.5
 _MOST_QUEUED = 10_000
@@ -38,6 +40,8 @@ _PATIENCE = 16.0
 
 class Dashboard(JobWatcher):
     """The page of one job, from its start to its end."""
+
+    wants_stacks = True
 
     def __init__(
         self,
@@ -65,6 +69,8 @@ class Dashboard(JobWatcher):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._complained = False
+        self._told_crowding = False
+        self._stacks = StackRequests()
         self._forgotten = 0  # reports of generations before this one are not in the store any more
         store.watch(self._on_key)
         # A daemon: nothing that happens here may keep the launcher from ending.
@@ -81,6 +87,9 @@ class Dashboard(JobWatcher):
 
     def output(self, worker: int, rank: int, stream: str, lines: Sequence[Line]) -> None:
         self._tails.add(worker, stream, lines)
+
+    def wanted_stacks(self) -> list[StackRequest]:
+        return self._stacks.take()
 
     def ended(self, outcome: Outcome) -> None:
         self._outcome = outcome
@@ -157,6 +166,10 @@ class Dashboard(JobWatcher):
         self._forget_reports()
         self._states.look(board)
         board.update(time.time())
+        if board.crowded and not self._told_crowding:
+            self._told_crowding = True
+            self._say(f"{board.crowded}. {crowding.ADVICE}")
+        self._stacks.look(board, time.monotonic())
 
     def _take_event(self, event: str, details: dict[str, Any], at: float) -> None:
         board, log = self._board, self._board.events
@@ -171,13 +184,19 @@ class Dashboard(JobWatcher):
             board.started_worker(str(details["worker"]), int(details["pid"]))
         elif event == "exited":
             worker, code = str(details["worker"]), int(details["code"])
-            rank = board.exited_worker(worker, code)
-            if rank is not None and code != 0 and not board.elastic:
+            # In an elastic job an event "failed" follows where the worker did it by itself.
+            ended_by = what_ended(code, {"stopped": code} if board.elastic else details)
+            rank = board.exited_worker(worker, code, ended_by)
+            if rank is not None and code != 0 and not board.elastic and not rank.ended_by:
                 how = Exit(rank.rank, rank.pid, code).describe()
                 log.lost(worker, str(details.get("host", "")), how, at)
         elif event == "failed":
             worker = str(details["worker"])
+            board.mark_failed(worker, what_ended(1, details))
             log.lost(worker, str(details.get("host", "")), str(details.get("how", "")), at)
+        elif event == "stack":
+            worker = f"w{details['worker']}" if board.elastic else str(details["worker"])
+            board.take_stack(worker, str(details["text"]).splitlines(), at)
         else:
             log.told(event, details, at)
 
@@ -196,6 +215,9 @@ class Dashboard(JobWatcher):
     def _take_end(self) -> None:
         outcome, error, now = self._outcome, self._error, time.time()
         if outcome is not None:
+            blamed = [] if self._board.elastic else culprits(outcome)
+            if blamed:
+                self._board.blame(blamed, f"ended after rank {ranges(blamed)} had failed")
             self._board.end(exit_status(outcome), describe_cause(outcome), outcome.account, now)
         elif isinstance(error, LaunchError):
             self._board.end(error.status, f"the job could not start: {error}", "", now)
@@ -208,11 +230,17 @@ class Dashboard(JobWatcher):
     def _write(self) -> None:
         if self._save is None:
             return
-        data = {"board": self._board.changes(), "output": self._tails.all()}
+        data = {
+            "board": self._board.changes(),
+            "output": self._tails.all(),
+            "ranks": self._board.all_ranks(),
+        }
         try:
             write_file(self._save, page.render(data))
         except OSError as error:
             self._say(f"the dashboard could not be saved to {self._save!r}: {error.strerror}")
+        else:
+            self._say(f"dashboard: saved to {os.path.abspath(self._save)}")
 
 
 def describe_cause(outcome: Outcome) -> str:
@@ -230,6 +258,25 @@ def describe_cause(outcome: Outcome) -> str:
     if outcome.interrupted is not None:
         return f"interrupted by signal {outcome.interrupted}"
     return "the output could not be written" if outcome.output_lost else ""
+
+
+def what_ended(code: int, details: Mapping[str, Any]) -> str:
+    """What ended a worker that has not failed by itself, as an event of its exit tells."""
+    if details.get("stopped") and code != 0:
+        return STOPPED_BY_LAUNCHER
+    if code == 0 or details.get("because_of") is None:
+        return ""
+    ranks = [int(rank) for rank in details["because_of"]]
+    return f"ended because rank {ranges(ranks)} was lost" if ranks else "ended because of others"
+
+
+def culprits(outcome: Outcome) -> list[int]:
+    """The ranks by which a job has failed."""
+    if outcome.gone_early:
+        return [one.rank for one in outcome.gone_early]
+    if outcome.first_failure is not None:
+        return [outcome.first_failure.rank]
+    return list(outcome.lost.ranks) if outcome.lost is not None else []
 
 
 def write_file(path: str, text: str) -> None:

@@ -1,10 +1,8 @@
 
-"use strict";
 (() => {
   // What a worker or a script wrote reaches the page as text only: nothing here makes markup of it.
 
-  const SVG = "http://www.w3.org/2000/svg";
-  const PARTS = ["compute", "wait", "reduce"];
+  const PARTS = charts.PARTS;
   const MANY = 48; // ranks from which a rank is a small tile
   const TROUBLE = ["slow", "stopped", "silent", "failed"];
   const MARKS = ["lost", "joined", "formed", "slow"];
@@ -28,6 +26,8 @@
     metrics: new Map(),
     events: [],
     output: new Map(), // worker -> lines
+    history: new Map(), // worker -> { version, steps, stepsWidth, use, useWidth, stack }
+    range: null, // what part of time the charts show: null: all, a number: the last seconds, or a pair
     chosen: null, // a worker
     skew: 0, // the launcher's clock minus ours
     lost: null, // since when the launcher does not answer
@@ -37,10 +37,9 @@
   // -- small tools -----------------------------------------------------------------------------
 
   function make(tag, properties, ...children) {
-    const element = tag === "svg" || properties?.svg
-      ? document.createElementNS(SVG, tag) : document.createElement(tag);
+    const element = document.createElement(tag);
     for (const [name, value] of Object.entries(properties ?? {})) {
-      if (name === "svg" || value === undefined || value === null) continue;
+      if (value === undefined || value === null) continue;
       if (name === "text") element.textContent = value;
       else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
       else element.setAttribute(name, value);
@@ -49,7 +48,6 @@
     return element;
   }
 
-  const draw = (tag, properties) => make(tag, { ...properties, svg: true });
   const text = (element, value) => {
     if (element.textContent !== value) element.textContent = value;
   };
@@ -160,6 +158,7 @@
     const known = state.output.get(worker) ?? [];
     const last = known.length ? known[known.length - 1][0] : 0;
     try {
+      await fetchHistory(worker);
       const answer = await fetch(`output?worker=${numberOf(worker)}&since=${last}`);
       if (!answer.ok) return;
       const lines = (await answer.json()).lines;
@@ -172,6 +171,28 @@
     }
   }
 
+  // What `rank` answers, put together with what is known.
+  function takeHistory(worker, news) {
+    const known = state.history.get(worker) ?? { version: 0, steps: new Map(), use: new Map(),
+      stepsWidth: 1, useWidth: 1, stack: null };
+    for (const name of ["steps", "use"]) {
+      const change = news[name];
+      if (!change) continue;
+      if (change.reset) known[name].clear();
+      known[`${name}Width`] = change.width;
+      for (const row of change.rows) known[name].set(row[0], row);
+    }
+    known.version = news.version;
+    known.stack = news.stack;
+    state.history.set(worker, known);
+  }
+
+  async function fetchHistory(worker) {
+    const since = state.history.get(worker)?.version ?? 0;
+    const answer = await fetch(`rank?worker=${encodeURIComponent(worker)}&since=${since}`);
+    if (answer.ok) takeHistory(worker, await answer.json());
+  }
+
   const numberOf = (worker) => worker.replace(/^w/, "");
 
   // -- the page --------------------------------------------------------------------------------
@@ -182,8 +203,8 @@
     scheduled = true;
     requestAnimationFrame(() => {
       scheduled = false;
-      for (const part of [showHead, showBanner, showStalls, showRanks, showChosen, showSteps,
-        showMetrics, showEvents]) part();
+      for (const part of [showHead, showBanner, showNotice, showStalls, showRanks, showChosen,
+        showSteps, showMetrics, showEvents]) part();
     });
   }
 
@@ -252,6 +273,14 @@
     }
   }
 
+  function showNotice() {
+    const job = state.job;
+    byId("notice").hidden = !job?.crowded;
+    text(byId("notice-what"), job?.crowded
+      ? `${job.crowded}: they take turns, so that the times of single ranks say little.` : "");
+    text(byId("notice-try"), job?.crowded_try ?? "");
+  }
+
   function showStalls() {
     byId("stalls").hidden = state.stalls.length === 0;
     byId("stalls").querySelector("ul").replaceChildren(...state.stalls.map((stall) => {
@@ -304,6 +333,7 @@
     const parts = {
       state: make("span", { class: "state" }),
       step: make("b"), rate: make("b"), share: make("b"),
+      processor: make("b"), memory: make("b"), gpu: make("span"),
       bar: make("span", { class: "bar", "aria-hidden": "true" },
         ...PARTS.map((part) => make("span", { class: part }))),
       reason: make("span", { class: "reason" }),
@@ -317,6 +347,8 @@
     make("span", { class: "figures" },
       make("span", {}, "step ", parts.step), make("span", {}, parts.rate, " /s"),
       make("span", {}, "wait ", parts.share)),
+    make("span", { class: "figures use" },
+      make("span", {}, "cpu ", parts.processor), parts.gpu, make("span", {}, parts.memory)),
     parts.bar, parts.reason);
     cells.set(number, parts);
     return parts.button;
@@ -330,11 +362,15 @@
     parts.button.setAttribute("aria-label", `rank ${rank.rank} on ${rank.host}, ${word}, step `
       + `${rank.step}, ${rate(rank.rate)} steps per second, waits ${percent(rank.share)} of the time`
       + (why ? `: ${why}` : ""));
-    parts.button.title = why;
+    parts.button.title = rank.try ? `${why}. ${rank.try}` : why;
     text(parts.state, word);
     text(parts.step, rank.step.toLocaleString("en"));
     text(parts.rate, rate(rank.rate));
     text(parts.share, rank.share === undefined ? "–" : percent(rank.share));
+    text(parts.processor, percent(rank.processor));
+    text(parts.memory, bytes(rank.memory));
+    text(parts.gpu, rank.gpu_use !== undefined ? `gpu ${percent(rank.gpu_use)}`
+      : rank.gpu_memory ? `gpu ${bytes(rank.gpu_memory)}` : "");
     text(parts.reason, why);
     parts.reason.hidden = why === "";
     const split = rank.split ?? [0, 0, 0];
@@ -352,7 +388,8 @@
     list.hidden = ranks.length === 0;
     list.replaceChildren(...ranks.slice(0, 6).map((rank) => make("li", {},
       make("button", { type: "button", text: `rank ${rank.rank}`, onclick: () => choose(rank.worker) }),
-      `${rank.host}: ${rank.why || ending(rank.code)}`)));
+      `${rank.host}: ${rank.why || ending(rank.code)}`,
+      rank.try ? make("span", { class: "try", text: ` ${rank.try}` }) : null)));
     if (ranks.length > 6) list.append(make("li", { text: `and ${ranks.length - 6} more` }));
   }
 
@@ -373,6 +410,9 @@
     text(byId("chosen-title"), rank ? `Rank ${rank.rank} on ${rank.host}` : `Worker ${worker}`);
     byId("chosen-why").hidden = !rank?.why;
     text(byId("chosen-why"), rank?.why ?? "");
+    byId("chosen-why").classList.toggle("plain", rank?.state === "ended");
+    byId("chosen-try").hidden = !rank?.try;
+    text(byId("chosen-try"), rank?.try ?? "");
     const split = rank?.split;
     const facts = rank ? [
       ["state", STATES[rank.state] ?? "unknown"],
@@ -384,14 +424,18 @@
       ["steps / s", rate(rank.rate)],
       ...(split ? [["compute", seconds(split[0])], ["wait", seconds(split[1])],
         ["reduction", seconds(split[2])]] : []),
+      ["processor", percent(rank.processor)],
       ["memory", bytes(rank.memory)],
-      ...(rank.gpu_memory ? [["GPU memory", bytes(rank.gpu_memory)]] : []),
+      ...(rank.gpu_use === undefined ? [] : [["GPU", percent(rank.gpu_use)]]),
+      ...(rank.gpu_memory ? [["GPU memory", bytes(rank.gpu_memory)
+        + (rank.gpu_memory_total ? ` of ${bytes(rank.gpu_memory_total)}` : "")]] : []),
       ["reduced", bytes(rank.bytes)],
       ["queue", String(rank.queue)],
       ["negotiation misses", String(rank.misses)],
     ] : [["state", "has no rank any more"]];
     byId("chosen-facts").replaceChildren(...facts.map(([name, value]) =>
       make("div", {}, make("dt", { text: name }), make("dd", { text: value }))));
+    showHistory(worker);
     const lines = saved ? saved.output[numberOf(worker)] ?? [] : state.output.get(worker) ?? [];
     const key = `${worker} ${lines.length ? lines[lines.length - 1][0] : 0}`;
     if (key === outputShown) return;
@@ -406,104 +450,87 @@
 
   // -- charts ----------------------------------------------------------------------------------
 
-  function niceStep(most, count) {
-    const rough = most / count;
-    const power = 10 ** Math.floor(Math.log10(rough));
-    return power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
-  }
-
-  function frame(host, height, label) {
-    const width = Math.max(240, host.clientWidth);
-    const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": label });
-    return { svg, width, height, left: 52, right: 10, top: 14, bottom: 20 };
-  }
-
-  function showSteps() {
-    const host = byId("steps-chart");
-    const rows = [...state.steps.values()].sort((one, other) => one[0] - other[0]);
-    if (!rows.length || !host.clientWidth) return;
-    const last = rows[rows.length - 1];
-    const first = Math.min(rows[0][0], ...state.events.filter((event) => event.kind === "lost")
-      .map((event) => event.time));
-    const end = state.job?.ended ? Math.max(last[0] + state.width, state.job.ended.time)
-      : Math.max(last[0] + state.width, now());
-    const most = Math.max(...rows.map((row) => row[2] + row[3] + row[4]), 1e-6) * 1.08;
-    const label = `Step time: ${seconds(last[1])} lately, of which compute ${seconds(last[2])}, `
-      + `waiting ${seconds(last[3])}, reduction ${seconds(last[4])}`;
-    const area = frame(host, 250, label);
-    const { svg, width, height, left, right, top, bottom } = area;
-    const x = (time) => left + (width - left - right) * (time - first) / Math.max(1, end - first);
-    const y = (value) => height - bottom - (height - top - bottom) * value / most;
-    drawAxes(area, most, y, seconds);
-    drawTimes(area, first, end, x);
-    // Buckets without steps are gaps, not lines across.
-    const runs = [];
-    for (const row of rows) {
-      const run = runs[runs.length - 1];
-      if (run && row[0] - run[run.length - 1][0] < 3.5 * Math.max(state.width, pace())) run.push(row);
-      else runs.push([row]);
-    }
-    for (const run of runs) {
-      const points = run.length > 1 ? run : [run[0], [run[0][0] + state.width, ...run[0].slice(1)]];
-      PARTS.forEach((part, index) => {
-        const below = (row) => row.slice(2, 2 + index).reduce((sum, value) => sum + value, 0);
-        const upper = points.map((row) => `${x(row[0])},${y(below(row) + row[2 + index])}`);
-        const lower = [...points].reverse().map((row) => `${x(row[0])},${y(below(row))}`);
-        svg.append(draw("polygon", { class: `area ${part}`, points: [...upper, ...lower].join(" ") }));
-      });
-    }
-    for (const event of state.events) {
-      if (!MARKS.includes(event.kind) || event.time < first || event.time > end) continue;
-      const at = x(event.time);
-      const title = draw("title", { text: `${clock(event.time)} ${event.text}` });
-      const mark = draw("g", { "data-kind": event.kind });
-      mark.append(title,
-        draw("line", { class: `mark ${event.kind}`, x1: at, x2: at, y1: top, y2: height - bottom }),
-        draw("circle", { class: `flag ${event.kind}`, cx: at, cy: top - 5, r: 4 }));
-      svg.append(mark);
-    }
-    const cursor = draw("line", { class: "cursor", y1: top, y2: height - bottom, x1: -9, x2: -9 });
-    svg.append(cursor);
-    svg.addEventListener("pointermove", (event) => {
-      const box = svg.getBoundingClientRect();
-      const time = first + (end - first) * ((event.clientX - box.left) * width / box.width - left)
-        / (width - left - right);
-      const row = rows.reduce((best, each) =>
-        (Math.abs(each[0] - time) < Math.abs(best[0] - time) ? each : best));
-      cursor.setAttribute("x1", x(row[0]));
-      cursor.setAttribute("x2", x(row[0]));
-      readSteps(row, clock(row[0]));
-    });
-    svg.addEventListener("pointerleave", () => readSteps(last, "now"));
-    if (!host.matches(":hover")) readSteps(last, state.job?.ended ? "last" : "now");
-    host.replaceChildren(svg);
-  }
-
   const pace = () => Math.max(state.job?.interval ?? 1, 1 / (state.job?.rate || 1));
+  const ordered = (rows) => [...rows.values()].sort((one, other) => one[0] - other[0]);
 
-  function readSteps(row, when) {
-    text(byId("steps-readout"), `${when}: ${seconds(row[1])} = compute ${seconds(row[2])}`
+  // From when to when the charts show: all of it, the last minutes, or what was dragged over.
+  function timeRange(rows) {
+    const job = state.job;
+    const last = rows.length ? rows[rows.length - 1][0] + state.width : job.started + 1;
+    const end = job.ended ? Math.max(last, job.ended.time) : Math.max(last, now());
+    if (Array.isArray(state.range)) return state.range;
+    const losses = state.events.filter((event) => event.kind === "lost").map((event) => event.time);
+    const first = Math.min(rows.length ? rows[0][0] : end - 1, ...losses);
+    return [state.range === null ? first : Math.max(first, end - state.range), end];
+  }
+
+  function zoom(range) {
+    state.range = range;
+    const fixed = Array.isArray(range);
+    byId("range-fixed").hidden = !fixed;
+    if (fixed) text(byId("range-fixed"), `${clock(range[0])} to ${clock(range[1])}`);
+    byId("range").value = fixed ? "fixed" : range === null ? "all" : String(range);
+    redraw();
+  }
+
+  function drawSteps(host, rows, width, events, height, who, readout) {
+    const last = rows[rows.length - 1];
+    const label = `${who}: ${seconds(last[1])} lately, of which compute ${seconds(last[2])}, `
+      + `waiting ${seconds(last[3])}, reduction ${seconds(last[4])}`;
+    charts.steps(host, {
+      rows, width, events, height, label, clock, format: seconds,
+      range: timeRange(ordered(state.steps)),
+      pause: 3.5 * Math.max(width, pace()),
+      read: (row) => readSteps(readout, row ?? last,
+        row ? clock(row[0]) : state.job?.ended ? "last" : "now"),
+    });
+  }
+
+  function readSteps(readout, row, when) {
+    text(readout, `${when}: ${seconds(row[1])} = compute ${seconds(row[2])}`
       + ` + wait ${seconds(row[3])} + reduction ${seconds(row[4])}`);
   }
 
-  function drawAxes({ svg, width, left, right }, most, y, format, least = 0) {
-    const step = niceStep(most - least, 4);
-    for (let value = Math.ceil(least / step) * step; value <= most; value += step) {
-      const tidy = Math.abs(value) < step / 1e6 ? 0 : value;
-      svg.append(
-        draw("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }),
-        draw("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end",
-          text: tidy === 0 ? "0" : format(tidy) }));
-    }
+  function showSteps() {
+    const rows = ordered(state.steps);
+    if (!rows.length) return;
+    const events = state.events.filter((event) => MARKS.includes(event.kind));
+    drawSteps(byId("steps-chart"), rows, state.width, events, 250, "Step time", byId("steps-readout"));
   }
 
-  function drawTimes({ svg, width, height, bottom }, first, end, x) {
-    const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400];
-    const wanted = (end - first) / Math.max(2, width / 130);
-    const step = steps.find((each) => each >= wanted) ?? 86400 * Math.ceil(wanted / 86400);
-    for (let time = Math.ceil(first / step) * step; time <= end; time += step) {
-      svg.append(draw("text", { x: x(time), y: height - bottom + 15, "text-anchor": "middle",
-        text: clock(time) }));
+  function showHistory(worker) {
+    const known = state.history.get(worker);
+    const rows = known ? ordered(known.steps) : [];
+    byId("history").hidden = !rows.length;
+    if (rows.length) {
+      drawSteps(byId("history-steps"), rows, known.stepsWidth, [], 150, "Steps of this rank",
+        byId("history-readout"));
+    }
+    const use = known ? ordered(known.use) : [];
+    const range = timeRange(ordered(state.steps));
+    const most = (index) => Math.max(0, ...use.map((row) => row[index]));
+    const shown = [["Processor", 1, percent], ["Memory", 2, bytes],
+      ...(most(3) ? [["GPU", 3, percent]] : []), ...(most(4) ? [["GPU memory", 4, bytes]] : [])];
+    const host = byId("history-use");
+    if (!use.length) return;
+    if (host.children.length !== shown.length) {
+      host.replaceChildren(...shown.map(() => make("figure", {},
+        make("h3", {}, make("span"), make("b")), make("div", { class: "chart" }))));
+    }
+    shown.forEach(([name, index, format], place) => {
+      const [title, chart] = host.children[place].children;
+      text(title.children[0], name);
+      text(title.children[1], format(use[use.length - 1][index]));
+      charts.curve(chart, { points: use.map((row) => [row[0], row[index]]), range, height: 110,
+        label: `${name}: ${format(use[use.length - 1][index])}`, format, least: 0,
+        binary: format === bytes,
+        pause: 3.5 * Math.max(known.useWidth, state.job.interval), times: clock });
+    });
+    const stack = known.stack;
+    byId("stack").hidden = !stack;
+    if (stack) {
+      text(byId("stack-when"), `Where it was at ${clock(stack.time)}, when others waited for it`);
+      text(byId("stack-lines"), stack.lines.join("\n"));
     }
   }
 
@@ -511,40 +538,19 @@
     const panel = byId("metrics-panel");
     panel.hidden = state.metrics.size === 0;
     if (panel.hidden) return;
-    const charts = [];
-    for (const [name, { points, rank }] of [...state.metrics].sort()) {
+    const drawn = [...state.metrics].sort().map(([name, { points, rank }]) => {
       const last = points[points.length - 1];
       const chart = make("div", { class: "chart" });
-      charts.push([chart, name, points]);
-      byId("metrics").append(make("figure", {},
-        make("h3", {}, make("span", { text: `${name} (rank ${rank})` }), make("b", { text: short(last[1]) })),
-        chart));
+      const figure = make("figure", {}, make("h3", {}, make("span", { text: `${name} (rank ${rank})` }),
+        make("b", { text: short(last[1]) })), chart);
+      return [figure, chart, name, points, last];
+    });
+    byId("metrics").replaceChildren(...drawn.map(([figure]) => figure));
+    for (const [, chart, name, points, last] of drawn) {
+      charts.curve(chart, { points, range: [points[0][0], last[0]], height: 150, format: short,
+        label: `${name}: ${short(last[1])} at step ${last[0]}`,
+        ends: [`step ${points[0][0]}`, `${last[0]}`] });
     }
-    const drawn = [...byId("metrics").children].slice(-charts.length);
-    byId("metrics").replaceChildren(...drawn);
-    for (const [chart, name, points] of charts) drawMetric(chart, name, points);
-  }
-
-  function drawMetric(host, name, points) {
-    const values = points.map((point) => point[1]);
-    let [least, most] = [Math.min(...values), Math.max(...values)];
-    const margin = (most - least || Math.abs(most) || 1) * 0.08;
-    [least, most] = [least >= 0 && least - margin < 0 ? 0 : least - margin, most + margin];
-    const [first, end] = [points[0][0], points[points.length - 1][0]];
-    const label = `${name}: ${short(values[values.length - 1])} at step ${end}`;
-    const area = frame(host, 150, label);
-    const { svg, width, height, left, right, top, bottom } = area;
-    const x = (step) => left + (width - left - right) * (step - first) / Math.max(1, end - first);
-    const y = (value) => height - bottom - (height - top - bottom) * (value - least) / (most - least);
-    drawAxes(area, most, y, short, least);
-    svg.append(
-      draw("text", { x: left, y: height - 5, text: `step ${first}` }),
-      draw("text", { x: width - right, y: height - 5, "text-anchor": "end", text: `${end}` }),
-      points.length > 1
-        ? draw("polyline", { class: "curve",
-          points: points.map(([step, value]) => `${x(step)},${y(value)}`).join(" ") })
-        : draw("circle", { class: "dot", cx: x(first), cy: y(values[0]), r: 3 }));
-    host.replaceChildren(svg);
   }
 
   // -- events ----------------------------------------------------------------------------------
@@ -570,6 +576,7 @@
     for (const rank of saved || state.lost ? [] : ranks) {
       if (!state.output.has(rank.worker)) {
         try {
+          await fetchHistory(rank.worker);
           const answer = await fetch(`output?worker=${numberOf(rank.worker)}&since=0`);
           if (answer.ok) state.output.set(rank.worker, (await answer.json()).lines);
         } catch {
@@ -579,6 +586,14 @@
     }
     const output = {};
     for (const [worker, lines] of state.output) output[numberOf(worker)] = lines;
+    const histories = {};
+    for (const [worker, known] of state.history) {
+      const packed = { version: known.version, stack: known.stack };
+      for (const name of ["steps", "use"]) {
+        packed[name] = { width: known[`${name}Width`], reset: true, rows: [...known[name].values()] };
+      }
+      histories[worker] = packed;
+    }
     const board = {
       version: state.version, full: true, now: now(), job: state.job, everybody: true, ranks,
       stalls: state.stalls, events: state.events,
@@ -586,7 +601,7 @@
       metrics: Object.fromEntries([...state.metrics].map(([name, series]) =>
         [name, { reset: true, ...series }])),
     };
-    const packed = JSON.stringify(saved ?? { board, output }).replace(/[<>&\u2028\u2029]/g,
+    const packed = JSON.stringify(saved ?? { board, output, ranks: histories }).replace(/[<>&\u2028\u2029]/g,
       (letter) => `\\u${letter.charCodeAt(0).toString(16).padStart(4, "0")}`);
     const filled = source.replace(/(<script type="application\/json" id="saved">)[^<]*/,
       (_, before) => before + packed);
@@ -601,13 +616,23 @@
   byId("save").addEventListener("click", save);
   byId("unchoose").addEventListener("click", () => choose(state.chosen));
   byId("filter").addEventListener("change", redraw);
+  byId("range").addEventListener("change", (event) => {
+    zoom(event.target.value === "all" ? null : Number(event.target.value));
+  });
+  for (const id of ["steps-chart", "history-steps"]) {
+    charts.selectable(byId(id), (from, to) => zoom([from, to]));
+    byId(id).addEventListener("dblclick", () => zoom(null));
+  }
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && state.chosen !== null) choose(state.chosen);
+    if (event.key !== "Escape") return;
+    if (Array.isArray(state.range)) zoom(null);
+    else if (state.chosen !== null) choose(state.chosen);
   });
   window.addEventListener("resize", redraw);
   if (saved) {
     byId("save").hidden = true;
     take(saved.board);
+    for (const [worker, known] of Object.entries(saved.ranks ?? {})) takeHistory(worker, known);
     redraw();
   } else {
     // The token has done its work: a cookie replaces it, and nobody reads it over a shoulder.

@@ -1,4 +1,6 @@
-"""The page as one HTML file: page.html with page.css and page.js inside, nothing from elsewhere.
+"""The page as one HTML file: page.html with page.css, charts.js and page.js inside.
+
+Nothing comes from elsewhere.
 
 `server` sends it, `dashboard` writes it with the data of an ended job inside. A browser runs only
 the script and the style whose hashes the policy names, so nothing that a worker wrote can run.
@@ -13,14 +15,14 @@ import json
 from importlib import resources
 from typing import Any
 
-_KINDS = ("html", "css", "js")
+_FILES = ("page.html", "page.css", "charts.js", "page.js")
 
 
 @functools.cache
 def _sources() -> tuple[str, str, str]:
-    page = resources.files(__package__)
-    html, css, js = (page.joinpath(f"page.{kind}").read_text("utf-8") for kind in _KINDS)
-    return html, css, js
+    folder = resources.files(__package__)
+    html, css, charts, js = (folder.joinpath(name).read_text("utf-8") for name in _FILES)
+    return html, css, charts + js
 
 
 def policy() -> str:

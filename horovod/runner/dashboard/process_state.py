@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import psutil
 
-from horovod.runner.dashboard.board import Board, Rank
+from horovod.runner.dashboard.board import Board
+from horovod.runner.dashboard.rank import Rank
 from horovod.runner.slots.hosts import is_local
 
 _DEPTH = 8  # processes between the one that was launched and the one that trains

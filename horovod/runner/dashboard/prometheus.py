@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from horovod.runner.dashboard.board import Board, Rank
+from horovod.runner.dashboard.board import Board
+from horovod.runner.dashboard.rank import Rank
 from horovod.runner.dashboard.reports import COUNTERS, GAUGES, TRANSPORTS
 from horovod.runner.dashboard.stragglers import REASONS
 

@@ -24,6 +24,7 @@ _MOST_RANK = 1 << 20
 _FOR_EVER = 1e15  # no number of steps or seconds is larger
 _ROUNDING = 1e-3  # seconds below 0 that a difference of two clocks may come to
 _LONGEST = 300  # characters of a text
+_MOST_CORES = 1 << 14
 
 COUNTERS = {
     "steps": "Optimizer steps.",
@@ -36,11 +37,14 @@ COUNTERS = {
     "buckets": "Buckets of gradients reduced.",
     "operations": "Collective operations.",
     "negotiation_misses": "Operations that ranks had to agree on anew.",
+    "cpu_seconds": "Processor seconds of the rank's process.",
 }
 GAUGES = {
     "queue_length": "Operations that wait to run.",
     "memory_bytes": "Resident memory.",
     "gpu_memory_bytes": "GPU memory in use.",
+    "gpu_memory_total_bytes": "Memory of the rank's GPU.",
+    "gpu_use": "Share of the last moment in which the rank's GPU computed.",
     "last_step_seconds": "Seconds of the newest step.",
     "steps_per_second": "Steps per second, lately.",
 }
@@ -96,6 +100,8 @@ class Report:
     pid: int
     time: float
     state: str
+    cores: frozenset[int] = frozenset()  # that it may use; empty where it does not say
+    steps_before: int = 0  # steps that its process made before this generation
     stats: dict[str, float] = field(default_factory=dict)
     steps: tuple[ReportedStep, ...] = ()
     waiting: Waiting | None = None
@@ -137,6 +143,8 @@ def parse_report(generation: int, rank: int, content: bytes) -> Report | None:
         pid=_whole(found.get("pid")),
         time=_number(found.get("time")) or 0.0,
         state=state if isinstance(state, str) and state in STATES else "training",
+        cores=_cores(found.get("cores")),
+        steps_before=_whole(found.get("steps_before")),
         stats=_numbers(stats) if isinstance(stats, dict) else {},
         steps=tuple(filter(None, map(_step, _items(found.get("steps"), _MOST_STEPS)))),
         waiting=_waiting(found.get("waiting")),
@@ -170,6 +178,22 @@ def _whole(value: Any) -> int:
 def _numbers(stats: dict[Any, Any]) -> dict[str, float]:
     found = {name: _number(stats.get(name)) for name in NUMBERS}
     return {name: value for name, value in found.items() if value is not None and value >= 0}
+
+
+def _cores(value: Any) -> frozenset[int]:
+    """The numbers of a list such as ``0-3,8``; none of them where it is no such list."""
+    found: set[int] = set()
+    if not isinstance(value, str) or len(value) > 16 * _LONGEST:
+        return frozenset()
+    for part in value.split(","):
+        first, _, last = part.partition("-")
+        last = last or first
+        if not all(end.isascii() and end.isdecimal() and len(end) < 8 for end in (first, last)):
+            return frozenset()
+        if int(last) >= _MOST_CORES:
+            return frozenset()
+        found.update(range(int(first), int(last) + 1))
+    return frozenset(found)
 
 
 def _items(value: Any, most: int) -> list[Any]:

@@ -6,56 +6,126 @@ is open gets new points only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from horovod.runner.dashboard.reports import ReportedStep
+from horovod.runner.dashboard.reports import Report, ReportedStep
 
 _MOST_BUCKETS = 480
+_MOST_BUCKETS_OF_RANK = 120
 _MOST_POINTS = 800
 _MOST_NAMES = 32
 
 
-class StepSeries:
-    """Mean step of all ranks over time: buckets of one second, later of two, four, ..."""
+class TimeSeries:
+    """Means over time: buckets of one second, later of two, four, ..."""
 
-    def __init__(self) -> None:
+    def __init__(self, values: int, most: int) -> None:
         self.width = 1.0  # seconds of a bucket
-        self._buckets: dict[int, list[float]] = {}  # count, total, compute, wait, exposed, version
+        self._most = most
+        self._size = 3 + values
+        self._buckets: dict[int, list[float]] = {}  # version, weight, peak, then sums
         self._reset = 0
 
-    def add(self, steps: Iterable[ReportedStep], offset: float, version: int) -> None:
-        """Steps of one rank, whose clock is behind ours by ``offset`` seconds."""
-        for step in steps:
-            index = int((step.end + offset) // self.width)
-            bucket = self._buckets.setdefault(index, [0.0] * 6)
-            for place, value in enumerate((1.0, step.total, step.compute, step.wait, step.exposed)):
-                bucket[place] += value
-            bucket[5] = version
-        if len(self._buckets) > _MOST_BUCKETS:
+    def add(
+        self, at: float, weight: float, sums: Sequence[float], peak: float, version: int
+    ) -> None:
+        """Values of a moment, each the sum over ``weight`` of them; ``peak`` is kept as it is."""
+        bucket = self._buckets.setdefault(int(at // self.width), [0.0] * self._size)
+        bucket[0] = version
+        bucket[1] += weight
+        bucket[2] = max(bucket[2], peak)
+        for index, value in enumerate(sums, 3):
+            bucket[index] += value
+        while len(self._buckets) > self._most:
             self._halve(version)
 
     def _halve(self, version: int) -> None:
-        while len(self._buckets) > _MOST_BUCKETS:
-            self.width *= 2
-            old, self._buckets = self._buckets, {}
-            for index, bucket in old.items():
-                merged = self._buckets.setdefault(index // 2, [0.0] * 6)
-                for place in range(5):
-                    merged[place] += bucket[place]
-                merged[5] = version
-        self._reset = version
+        self.width *= 2
+        old, self._buckets = self._buckets, {}
+        for index, bucket in old.items():
+            merged = self._buckets.setdefault(index // 2, [0.0] * self._size)
+            merged[0] = self._reset = version
+            merged[1] += bucket[1]
+            merged[2] = max(merged[2], bucket[2])
+            for place in range(3, self._size):
+                merged[place] += bucket[place]
 
-    def changes(self, since: int) -> dict[str, Any] | None:
-        """``rows`` of start, step, compute, wait, reduction (means, seconds), new or changed."""
+    def changes(self, since: int = 0) -> dict[str, Any] | None:
+        """``rows`` that are new or changed: start of the bucket, means of the values, peak."""
         rows = [
-            [index * self.width, *(round(value / bucket[0], 6) for value in bucket[1:5])]
+            [
+                index * self.width,
+                *(float(f"{value / bucket[1]:.6g}") for value in bucket[3:]),
+                round(bucket[2], 6),
+            ]
             for index, bucket in sorted(self._buckets.items())
-            if bucket[5] > since
+            if bucket[0] > since
         ]
         if not rows:
             return None
         return {"width": self.width, "reset": self._reset > since, "rows": rows}
+
+
+class StepSeries(TimeSeries):
+    """Mean step of all ranks over time: step, compute, wait, reduction; peak: the longest step."""
+
+    def __init__(self) -> None:
+        super().__init__(4, _MOST_BUCKETS)
+
+    def add_steps(self, steps: Sequence[ReportedStep], offset: float, version: int) -> None:
+        """Steps of one rank, whose clock is behind ours by ``offset`` seconds."""
+        for step, weight in zip(steps, _weights(steps), strict=True):
+            parts = step.total, step.compute, step.wait, step.exposed
+            sums = [weight * part for part in parts]
+            self.add(step.end + offset, weight, sums, step.total, version)
+
+
+def _weights(steps: Sequence[ReportedStep]) -> list[float]:
+    """How many steps each of a report's steps stands for.
+
+    A report of a fast job has the longest step first and then the last ones, which stand for all
+    that came after it.
+    """
+    if len(steps) < 2:
+        return [1.0] * len(steps)
+    each = max(1.0, (steps[-1].number - steps[0].number) / (len(steps) - 1))
+    return [1.0, *[each] * (len(steps) - 1)]
+
+
+class RankHistory:
+    """One rank over time: its steps, and what its process uses."""
+
+    def __init__(self) -> None:
+        self.steps = TimeSeries(4, _MOST_BUCKETS_OF_RANK)
+        self.use = TimeSeries(4, _MOST_BUCKETS_OF_RANK)
+
+    def take(self, report: Report, processor: float | None, now: float, version: int) -> None:
+        """A report; ``processor``: cores that the rank kept busy since the one before."""
+        steps, stats = report.steps, report.stats
+        if steps:
+            weights = _weights(steps)
+            sums = (
+                sum(weight * step.total for step, weight in zip(steps, weights, strict=True)),
+                sum(weight * step.compute for step, weight in zip(steps, weights, strict=True)),
+                sum(weight * step.wait for step, weight in zip(steps, weights, strict=True)),
+                sum(weight * step.exposed for step, weight in zip(steps, weights, strict=True)),
+            )
+            peak = max(step.total for step in steps)
+            self.steps.add(now, sum(weights), sums, peak, version)
+        if processor is None:
+            return
+        use = (
+            processor,
+            stats.get("memory_bytes", 0.0),
+            stats.get("gpu_use", 0.0),
+            stats.get("gpu_memory_bytes", 0.0),
+        )
+        self.use.add(now, 1.0, use, processor, version)
+
+    def changes(self, since: int = 0) -> dict[str, Any]:
+        """``steps`` as in `StepSeries`; ``use``: processor, memory, GPU, GPU memory."""
+        return {"steps": self.steps.changes(since), "use": self.use.changes(since)}
 
 
 class MetricSeries:

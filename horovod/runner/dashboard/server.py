@@ -78,6 +78,7 @@ class Server:
         app.router.add_get("/", self._page)
         app.router.add_get("/changes", self._changes)
         app.router.add_get("/output", self._output)
+        app.router.add_get("/rank", self._rank)
         app.router.add_get("/metrics", self._metrics)
         # No log of requests: it would have the token in it.
         self._runner = web.AppRunner(
@@ -208,6 +209,14 @@ class Server:
     async def _output(self, request: web.Request) -> web.Response:
         lines = self._tails.since(_number(request, "worker"), _number(request, "since"))
         return web.Response(body=_json({"lines": lines}), content_type="application/json")
+
+    async def _rank(self, request: web.Request) -> web.Response:
+        """The history of one worker since a version, and its stack."""
+        worker, since = request.query.get("worker", ""), _number(request, "since")
+        if len(worker) > 16:
+            raise web.HTTPBadRequest
+        found = self._board.rank_changes(worker, since if since <= self._board.version else 0)
+        return web.Response(body=_json(found), content_type="application/json")
 
     async def _metrics(self, request: web.Request) -> web.Response:
         response = web.Response(body=prometheus.render(self._board).encode())

@@ -74,7 +74,7 @@ def run_elastic_job(
         workers = WorkerLogs(outputs, options.output_filename, stack)
         place = StoreEndpoints(new_key(), store)
         stack.callback(place.close)
-        supervisor = Supervisor(console, outputs)
+        supervisor = Supervisor(console, outputs, watcher=watcher)
         stack.callback(supervisor.close)
         agents = Agents(request, place, supervisor)
         driver = Driver(

@@ -90,7 +90,7 @@ def _run_request(
             outputs.open(slot.rank, slot.rank, copies.get(slot.rank, {}))
         place = StoreEndpoints(new_key(), store)
         stack.callback(place.close)
-        supervisor = Supervisor(console, outputs, pass_interrupts_on=True)
+        supervisor = Supervisor(console, outputs, pass_interrupts_on=True, watcher=watcher)
         stack.callback(supervisor.close)
         if options.verbose:
             console.say(f"running {list(request.command)!r} as {len(request.slots)} processes")

@@ -306,10 +306,12 @@ class StaticJob:
     def exited(self, agent: HostAgent, exits: Sequence[tuple[int, int]]) -> None:
         batch = [self._exit(rank, code, agent.name) for rank, code in exits]
         self.outcome.exits += batch
+        stopped = self._supervisor.stopping or bool(self._supervisor.signals)
         self._running -= {one.rank for one in batch}
         self._start.ended |= {one.rank for one in batch}
         for one in batch:
-            self._watcher.note("exited", worker=str(one.rank), host=one.host, code=one.code)
+            how = {"code": one.code, "because_of": one.because_of, "stopped": stopped}
+            self._watcher.note("exited", worker=str(one.rank), host=one.host, **how)
         for one in batch if self._request.verbose else ():
             self._console.say(f"rank {one.rank} ended: {one.describe()}")
         failures = [one for one in batch if one.code != 0]

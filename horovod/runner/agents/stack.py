@@ -1,0 +1,83 @@
+"""Where a worker of this host is in its code: asked by the launcher, answered on the host.
+
+The agent gets this file when a rank is waited for, and calls `take_stack`. py-spy reads the stack
+out of the worker's memory without stopping it (``--nonblocking``), and shows no values of
+variables. Part of the agent, so nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from horovod.runner.agents.processes import family, find_program
+
+TYPE_CHECKING = False  # as in typing, whose import would delay the agent
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+_PATIENCE = 10.0
+_LONGEST = 16_000  # characters
+
+NOT_INSTALLED = (
+    "py-spy is not installed on this host: after pip install 'horovod[stacks]' there, this shows "
+    "where a rank is that others wait for"
+)
+
+
+def take_stack(request: Mapping[str, Any], launched: Mapping[int, int]) -> dict[str, Any]:
+    """Answer a request, which has the worker's ``id`` and its process ``pid``, as it says itself.
+
+    The answer has the ``id`` and a ``text``: the Python stacks of the process, or a sentence that
+    says why there are none. ``launched`` are the processes that the agent has started, by worker:
+    nothing is looked at but a worker's own process, or one below it.
+    """
+    number, pid = request["id"], request["pid"]
+    first = launched.get(number)
+    if first is None or (pid != first and pid not in family(first)):
+        text = f"process {pid} does not belong to this worker, or has ended"
+    else:
+        text = _ask_py_spy(pid)
+    return {"id": number, "text": text}
+
+
+def _ask_py_spy(pid: int) -> str:
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    try:
+        program = find_program("py-spy", path)
+    except FileNotFoundError:
+        return NOT_INSTALLED
+    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process:
+            try:
+                said, _ = process.communicate(timeout=_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return f"py-spy did not answer within {_PATIENCE:.0f} s"
+    except OSError as error:
+        return f"py-spy cannot be started: {error.strerror}"
+    text = said.decode(errors="replace").strip()
+    if "Permission denied" in text or "EPERM" in text or "Operation not permitted" in text:
+        return (
+            "py-spy may not read the worker's memory: the system allows that to root alone "
+            "(/proc/sys/kernel/yama/ptrace_scope), or the container does not (SYS_PTRACE)"
+        )
+    return shown(text)[:_LONGEST] or "py-spy has nothing to say"
+
+
+def shown(said: str) -> str:
+    """What of py-spy's answer is shown.
+
+    What comes before the stacks is left out: the command line, whose arguments may be private. So
+    are Horovod's own threads, which wait for something in every rank.
+    """
+    head, *threads = f"\n{said}".split("\nThread ")
+    if not threads:
+        return head.strip()
+    kept = [each.rstrip() for each in threads if '"horovod-' not in each.split("\n")[0]]
+    return "\n".join(f"Thread {each}" for each in kept)
