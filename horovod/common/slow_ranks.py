@@ -41,7 +41,7 @@ def find_slow_ranks(times: Mapping[int, Sequence[float]], least: float) -> SlowR
 
     Args:
         times: How long each rank computed, in the same steps, in any unit.
-        least: The least excess that counts, in that unit.
+        least: The least gap between slow ranks and others that counts, in that unit.
 
     Returns:
         The slow ranks, at most half of all; None if no rank is slow.
@@ -53,22 +53,23 @@ def find_slow_ranks(times: Mapping[int, Sequence[float]], least: float) -> SlowR
     medians = [median(times[rank]) for rank in order]
     gaps = [later - earlier for earlier, later in pairwise(medians)]
     half = len(order) - len(order) // 2
-    first = max(range(half, len(order)), key=lambda index: gaps[index - 1])
+    first = max(range(half, len(order)), key=lambda index: gaps[index - 1])  # of the slow
     slow, others = order[first:], order[:first]
-    excesses = [
-        median(times[rank][step] for rank in slow) - median(times[rank][step] for rank in others)
-        for step in range(len(steps))
+    # How far the fastest of the slow is behind the slowest of the others: it makes the difference.
+    gaps_of_steps = [
+        own - other for own, other in zip(times[slow[0]], times[others[-1]], strict=True)
     ]
-    excess = median(excesses)
+    gap = median(gaps_of_steps)
     ahead = [max(times[rank][step] for rank in others) for step in range(len(steps))]
     last = [max(times[rank][step] for rank in slow) for step in range(len(steps))]
     times_last = sum(own > other for own, other in zip(last, ahead, strict=True))
-    if excess < least or not _is_lasting(excesses, excess):
+    if gap < least or not _is_lasting(gaps_of_steps, gap):
         return None
     # Every rank could have been the one that chance made slow.
     if len(order) * chance_of(times_last, len(steps), len(slow) / len(order)) > CHANCE:
         return None
     cost = fmean(max(0.0, own - other) for own, other in zip(last, ahead, strict=True))
+    excess = median(medians[first:]) - median(medians[:first])
     return SlowRanks(tuple(sorted(slow)), times_last, len(steps), excess, cost)
 
 
@@ -83,11 +84,11 @@ def chance_of(times: int, tries: int, probability: float) -> float:
     return math.exp(-tries * distance)
 
 
-def _is_lasting(excesses: Sequence[float], excess: float) -> bool:
-    """Whether the excess is there in most stretches of the steps."""
-    count = min(_STRETCHES, len(excesses) // _FEWEST_STEPS)
+def _is_lasting(gaps: Sequence[float], gap: float) -> bool:
+    """Whether the gap is there in most stretches of the steps."""
+    count = min(_STRETCHES, len(gaps) // _FEWEST_STEPS)
     if count < 2:
         return True
-    bounds = [len(excesses) * index // count for index in range(count + 1)]
-    there = [median(excesses[first:last]) > excess / 2 for first, last in pairwise(bounds)]
+    bounds = [len(gaps) * index // count for index in range(count + 1)]
+    there = [median(gaps[first:last]) > gap / 2 for first, last in pairwise(bounds)]
     return sum(there) >= max(2, count - 1)

@@ -12,6 +12,7 @@ from horovod.timeline.analysis import Analysis
 from horovod.timeline.faults import Advice, Fault
 from horovod.timeline.long_steps import Where
 from horovod.timeline.losses import Losses
+from horovod.timeline.splitting import StepSplit
 
 FEWEST_LONG_STEPS = 2  # one alone may be anything: a note tells of it
 FEWEST_FOR_A_PERIOD = 3
@@ -160,14 +161,14 @@ def _middle(found: Analysis, ranks: Sequence[int], part: str) -> float | None:
 def _cores(found: Analysis, losses: Losses) -> Iterator[Advice]:
     """Ranks are ready to run and have no core."""
     cost = losses.cores * len(found.steps) + found.long.excess(of_cores=True)
-    starved = {rank: found.known(rank, "starved") or 0.0 for rank in found.ranks}
-    if not any(starved.values()):
+    if cost <= 0:
         return
+    starved = {rank: _mean(found.all_steps, rank, "starved") for rank in found.ranks}
     host, ranks, cores = _most_crowded(found)
     most = max(starved, key=lambda rank: starved[rank])
     number = (
         f"ranks are ready to run and have no core for {_ms(median(starved.values()))} of a step "
-        f"(median), rank {most}{_on_host(found, most)} for {_ms(starved[most])}"
+        f"(mean), rank {most}{_on_host(found, most)} for {_ms(starved[most])}"
     )
     if ranks > cores > 0:
         on = f" of {host}" if len(set(found.hosts.values())) > 1 else ""
@@ -243,7 +244,7 @@ def _input(found: Analysis, losses: Losses) -> Iterator[Advice]:
             f"{told}; for {_ms(blocked)} of a step ranks neither run nor wait for other ranks, but "
             f"for something else"
         )
-        mean = median(_mean_blocked(found, rank) for rank in ranks)
+        mean = median(_mean(found.steps, rank, "blocked") for rank in ranks)
         yield Advice(
             Fault.INPUT, "all ranks wait for input", number, action, mean * len(found.steps)
         )
@@ -258,9 +259,9 @@ def _input(found: Analysis, losses: Losses) -> Iterator[Advice]:
         )
 
 
-def _mean_blocked(found: Analysis, rank: int) -> float:
-    splits = [step.ranks[rank] for step in found.steps if rank in step.ranks]
-    return fmean(split.blocked or 0.0 for split in splits)
+def _mean(steps: Sequence[StepSplit], rank: int, part: str) -> float:
+    """The mean of what not all steps tell; 0 for those."""
+    return fmean(step.ranks[rank].part(part) or 0.0 for step in steps if rank in step.ranks)
 
 
 def _on_host(found: Analysis, rank: int) -> str:
