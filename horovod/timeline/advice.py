@@ -13,7 +13,6 @@ from horovod.timeline.amounts import milliseconds, percent
 from horovod.timeline.analysis import Analysis
 from horovod.timeline.exchange_advice import advise_on_exchange
 from horovod.timeline.faults import Advice
-from horovod.timeline.losses import find_losses
 from horovod.timeline.rank_advice import advise_on_ranks
 from horovod.timeline.splitting import PARTS
 
@@ -22,7 +21,7 @@ ALL_COMPUTE = 0.97  # the share of a step from which on Horovod has nothing left
 
 def advise(found: Analysis) -> list[Advice]:
     """What could make the job faster, the most expensive first."""
-    losses = find_losses(found)
+    losses = found.losses
     if losses is None:
         return []
     run = found.run_time

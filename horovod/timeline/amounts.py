@@ -46,3 +46,10 @@ def ranks_named(ranks: Sequence[int], most: int = 6) -> str:
         shown = ", ".join(str(rank) for rank in ranks[: most - 1])
         return f"ranks {shown} and {len(ranks) - most + 1} more"
     return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
+
+
+def ordinal(number: int) -> str:
+    """ "10th", or "3rd"."""
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"

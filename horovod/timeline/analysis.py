@@ -3,7 +3,7 @@
 Every moment of a step of a rank is compute, wait, negotiation or reduction: see `splitting`. A step
 lasts from the end of one exchange of gradients to the end of the next, which is about the same
 moment on all ranks. Steps that are much longer than the others are set apart (`long_steps`), and
-what is said about a step is said about the others. Used by `losses`, `advice`, `text` and `page`.
+what is said about a step is said about the others. Used by `advice`, `text` and `page`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median
 
+from horovod.common.slow_ranks import SlowRanks
 from horovod.timeline.amounts import milliseconds
 from horovod.timeline.collectives import Awaited, awaited, count_operations, transports
 from horovod.timeline.format import DEVICES
 from horovod.timeline.long_steps import LongSteps, set_apart
+from horovod.timeline.losses import Losses, find_losses
 from horovod.timeline.matching import Match, match
 from horovod.timeline.recording import Recording, TimeSpan
 from horovod.timeline.splitting import RankTimes, Split, StepSplit
@@ -63,6 +66,16 @@ class Analysis:
     @property
     def step_time(self) -> float:
         return median(step.duration for step in self.steps)
+
+    @cached_property
+    def losses(self) -> Losses | None:
+        """What a step loses to which cause; None without steps."""
+        return find_losses(self.steps)
+
+    @property
+    def slow(self) -> SlowRanks | None:
+        """The ranks that are slow in all steps."""
+        return None if self.losses is None else self.losses.slow
 
     @property
     def run_time(self) -> float:

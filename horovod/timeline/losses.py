@@ -1,4 +1,4 @@
-"""What a usual step loses, and to what. Used by `advice`.
+"""What a usual step loses, and to what. Used by `analysis`.
 
 In synchronous training a step is as long as the computing of the rank that computes longest, and
 the exchange that nothing hides. Computing is peeled, one cause after the other, so that no
@@ -13,11 +13,11 @@ microsecond is counted twice:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from horovod.common.slow_ranks import SlowRanks, find_slow_ranks
-from horovod.timeline.analysis import Analysis
 from horovod.timeline.splitting import StepSplit
 
 LEAST_EXCESS = 0.05  # of a step, by which a rank must compute longer to be called slow
@@ -35,9 +35,9 @@ class Losses:
     exchange: float  # what remains of the step: the exchange that nothing hides
 
 
-def find_losses(found: Analysis) -> Losses | None:
-    """Take the usual steps apart; None if there are none."""
-    steps = _comparable(found.steps)
+def find_losses(usual: Sequence[StepSplit]) -> Losses | None:
+    """Take usual steps apart; None if there are none."""
+    steps = _comparable(usual)
     if not steps:
         return None
     step = fmean(each.duration for each in steps)
@@ -65,7 +65,7 @@ def find_losses(found: Analysis) -> Losses | None:
     )
 
 
-def _comparable(steps: list[StepSplit]) -> list[StepSplit]:
+def _comparable(steps: Sequence[StepSplit]) -> list[StepSplit]:
     """The steps in which all ranks are known: the file of one may end earlier."""
     ranks = {rank for step in steps for rank in step.computes}
     return [step for step in steps if step.computes.keys() == ranks]

@@ -11,7 +11,7 @@ from html import escape
 from statistics import fmean, median
 
 from horovod.timeline.advice import verdict
-from horovod.timeline.amounts import milliseconds, percent, size_of, time_of
+from horovod.timeline.amounts import milliseconds, percent, ranks_named, size_of, time_of
 from horovod.timeline.analysis import Analysis
 from horovod.timeline.faults import Advice
 from horovod.timeline.splitting import PARTS
@@ -49,18 +49,22 @@ def _sections(found: Analysis, advice: Sequence[Advice]) -> Iterator[str]:
 
 
 def _tiles(found: Analysis) -> str:
-    hosts = len(set(found.hosts.values()))
-    slow = found.slowest_counts.most_common(1)
-    whom = f"rank {slow[0][0]}" if slow else "nobody"
-    often = f"{slow[0][1]} of {len(found.steps)} steps" if slow else "no rank is late"
+    hosts, total = len(set(found.hosts.values())), len(found.steps)
+    slow = found.slow
+    whom = "nobody" if slow is None else ranks_named(slow.ranks)
+    often = "by more than chance" if slow is None else f"last in {slow.times_last} of {total} steps"
     waits = fmean(found.share(rank, "wait") for rank in found.ranks)
     tiles = [
         (str(len(found.hosts)), "ranks", f"on {hosts} host{'' if hosts == 1 else 's'}"),
         (str(len(found.steps)), "steps", found.steps_from.removeprefix("steps ")),
         (milliseconds(found.overall("duration")), "a step", "mean"),
         (f"{100 * waits:.0f} %", "waiting for others", "mean of the ranks"),
-        (whom, "most often last", often),
+        (whom, "slower than others", often),
     ]
+    if found.long.steps:
+        lost = sum(each.excess for each in found.long.steps)
+        count = f"{len(found.long.steps)} of {len(found.all_steps)} steps"
+        tiles.append((percent(lost, found.run_time), "of the run in long steps", count))
     cells = "".join(
         f"<div><b>{escape(value)}</b><span>{escape(name)}</span><small>{escape(more)}</small></div>"
         for value, name, more in tiles
@@ -129,7 +133,10 @@ def _slowest(found: Analysis) -> str:
             f"<td>{milliseconds(max(late))}</td></tr>"
         )
     nobody = total - sum(counts.values())
-    told = f"<p>In {nobody} of {total} steps nobody was late.</p>" if nobody else ""
+    told = f"In {nobody} of {total} steps nobody was late." if nobody else ""
+    if counts and found.slow is None:
+        told += " No rank was late more often than chance explains, by an amount that matters."
+    told = f"<p>{told}</p>" if told else ""
     if not rows:
         return f"<section><h2>The slowest rank of a step</h2>{told}</section>"
     return (

@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from horovod.timeline.amounts import milliseconds as _ms
-from horovod.timeline.amounts import ranks_named
+from horovod.timeline.amounts import ordinal, ranks_named
 from horovod.timeline.analysis import Analysis
 from horovod.timeline.faults import Advice, Fault
 from horovod.timeline.long_steps import Where
@@ -40,7 +40,7 @@ def _long_steps(found: Analysis) -> Iterator[Advice]:
         return
     cost = sum(each.excess for each in steps)
     period = long.period
-    when = f"every {_ordinal(period)} step" if period else "at irregular distances"
+    when = f"every {ordinal(period)} step" if period else "at irregular distances"
     if len(steps) < FEWEST_FOR_A_PERIOD:
         when = f"number {' and '.join(str(each.step.number) for each in steps)}"
     usual, longer = found.step_time, median(each.step.duration for each in steps)
@@ -75,12 +75,6 @@ def _what_is_long(found: Analysis) -> str:
         f"Look for what rank {rank} does alone in these steps: a checkpoint, a log, an evaluation. "
         f"All others wait meanwhile: do it in a thread or less often, or share it between the ranks"
     )
-
-
-def _ordinal(number: int) -> str:
-    if number % 100 in (11, 12, 13):
-        return f"{number}th"
-    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"
 
 
 # -- slow ranks ------------------------------------------------------------------------------

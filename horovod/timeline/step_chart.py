@@ -7,7 +7,7 @@ from html import escape
 from itertools import pairwise
 from statistics import fmean
 
-from horovod.timeline.amounts import milliseconds, percent, time_of
+from horovod.timeline.amounts import milliseconds, ordinal, percent, time_of
 from horovod.timeline.analysis import Analysis
 from horovod.timeline.long_steps import LongStep, Where
 from horovod.timeline.splitting import PARTS, StepSplit
@@ -55,7 +55,8 @@ def step_chart(found: Analysis) -> str:
     below = " Below: the steps in which a rank was last." if found.slowest_counts else ""
     cut = " Long steps go beyond the chart and are marked below it." if long else ""
     return (
-        f"<section><h2>Step by step</h2><p>Mean of the ranks.{cut}{below}</p>{_legend()}"
+        f"<section><h2>Step by step</h2><p>Mean of the ranks.{cut}{below}</p>"
+        f"{_legend(has_long=bool(long))}"
         f"<svg viewBox='0 0 {WIDE:.0f} {tall:.0f}' role=img "
         f"aria-label='step time, split'>{''.join(drawn)}</svg></section>"
     )
@@ -66,7 +67,7 @@ def long_steps(found: Analysis) -> str:
     long = found.long
     if not long.steps:
         return ""
-    period = f", one in {long.period} steps" if long.counted and long.period else ""
+    period = f", every {ordinal(long.period)} step" if long.period else ""
     lost = sum(each.excess for each in long.steps)
     told = (
         f"{len(long.steps)} of {len(found.all_steps)} steps{period}: {time_of(lost)} more than "
@@ -95,9 +96,11 @@ def _long_row(each: LongStep, found: Analysis) -> str:
     )
 
 
-def _legend() -> str:
+def _legend(*, has_long: bool) -> str:
+    words = {**WORDS, "long": "a step that is much longer than the others"}
+    shown = [*PARTS, *(["long"] if has_long else [])]
     keys = "".join(
-        f"<span title='{escape(WORDS[part])}'><i class={part}></i>{part}</span>" for part in PARTS
+        f"<span title='{escape(words[kind])}'><i class={kind}></i>{kind}</span>" for kind in shown
     )
     return f"<p class=legend>{keys}</p>"
 

@@ -92,6 +92,8 @@ def _slowest(found: Analysis) -> Iterator[str]:
     nobody = len(found.steps) - sum(counts.values())
     if nobody:
         yield f"  nobody late: {nobody} of {len(found.steps)} steps"
+    if counts and found.slow is None:
+        yield "  no rank was late more often than chance explains, by an amount that matters"
 
 
 def _overlap(found: Analysis) -> Iterator[str]:

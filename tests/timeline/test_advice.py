@@ -8,7 +8,6 @@ from horovod.timeline.advice import advise, verdict
 from horovod.timeline.analysis import Analysis, analyse
 from horovod.timeline.clocks import align
 from horovod.timeline.faults import Advice, Fault
-from horovod.timeline.losses import find_losses
 from horovod.timeline.recording import Collective, Phase, interpret
 from tests.timeline.faults import JOBS
 from tests.timeline.made import MadeJob, with_slow_rank
@@ -30,7 +29,7 @@ def subjects(job: MadeJob | SimulatedJob) -> list[str]:
 def test_no_microsecond_is_lost_or_counted_twice():
     """What a step loses, and computing, are the step: in all kinds of jobs."""
     for name, make in JOBS.items():
-        losses = find_losses(found_in(make(3, 4)[0]))
+        losses = found_in(make(3, 4)[0]).losses
         parts = losses.computing + losses.turns + losses.cores + losses.exchange
         parts += losses.slow.cost if losses.slow is not None else 0.0
         assert parts == pytest.approx(losses.step, rel=0.02), name
