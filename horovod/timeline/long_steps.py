@@ -103,19 +103,21 @@ def set_apart(steps: Sequence[StepSplit]) -> tuple[list[StepSplit], LongSteps]:
     long = [step for step in steps if step.duration > limit]
     warm_up = [step for step in long if step.number in first]
     rest = [step for step in long if step.number not in first]
-    found = tuple(_look_at(step, usual) for step in rest)
+    length = median(step.duration for step in usual)
+    exchange = median(step.duration - max(step.computes.values()) for step in usual)
+    found = tuple(_look_at(step, length, exchange) for step in rest)
     return usual, LongSteps(found, len(warm_up), sum(step.duration for step in warm_up))
 
 
-def _look_at(step: StepSplit, usual: Sequence[StepSplit]) -> LongStep:
-    excess = step.duration - median(each.duration for each in usual)
+def _look_at(step: StepSplit, usual: float, usual_exchange: float) -> LongStep:
+    """See what was long in it, knowing what a step and its exchange usually take."""
+    excess = step.duration - usual
     computes = step.computes
     last = max(computes, key=lambda rank: computes[rank])
     others = [value for rank, value in computes.items() if rank != last]
-    exchange = median(each.duration - max(each.computes.values()) for each in usual)
     if last in step.ranks and (step.ranks[last].starved or 0.0) > excess / 2:
         where = Where.CORES
-    elif step.duration - computes[last] - exchange > excess / 2:
+    elif step.duration - computes[last] - usual_exchange > excess / 2:
         where = Where.EXCHANGE
     elif others and computes[last] - median(others) > excess / 2:
         where = Where.ONE_RANK

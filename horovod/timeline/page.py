@@ -64,7 +64,7 @@ def _tiles(found: Analysis) -> str:
     if found.long.steps:
         lost = sum(each.excess for each in found.long.steps)
         count = f"{len(found.long.steps)} of {len(found.all_steps)} steps"
-        tiles.append((percent(lost, found.run_time), "of the run in long steps", count))
+        tiles.append((percent(lost, found.run_time), "in long steps", f"of the run: {count}"))
     cells = "".join(
         f"<div><b>{escape(value)}</b><span>{escape(name)}</span><small>{escape(more)}</small></div>"
         for value, name, more in tiles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import pairwise
@@ -42,17 +43,18 @@ def step_chart(found: Analysis) -> str:
     rows: list[tuple[str, str, list[float]]] = []
     if long:
         rows.append(("long", "long", _shares(columns, found.long.numbers)))
-    for rank, _ in found.slowest_counts.most_common(MOST_RANKS):
+    last = Counter(step.slowest for step in found.all_steps if step.slowest is not None)
+    for rank, _ in last.most_common(MOST_RANKS):
         late = [step.number for step in found.all_steps if step.slowest == rank]
         rows.append((f"rank {rank}", "late", _shares(columns, late)))
     for line, (label, kind, shares) in enumerate(rows):
         drawn += _row(label, kind, shares, columns, HIGH + 14 + line * ROW, width, gap)
     tall = HIGH + 14 + len(rows) * ROW + 18
-    first, last = columns[0][0].number, columns[-1][-1].number
+    first, end = columns[0][0].number, columns[-1][-1].number
     drawn.append(f"<text class=tick x={LEFT:.0f} y={tall - 3:.0f}>step {first}</text>")
-    if last != first:
-        drawn.append(f"<text class='tick end' x={WIDE:.0f} y={tall - 3:.0f}>step {last}</text>")
-    below = " Below: the steps in which a rank was last." if found.slowest_counts else ""
+    if end != first:
+        drawn.append(f"<text class='tick end' x={WIDE:.0f} y={tall - 3:.0f}>step {end}</text>")
+    below = " Below: the steps in which a rank was last." if last else ""
     cut = " Long steps go beyond the chart and are marked below it." if long else ""
     return (
         f"<section><h2>Step by step</h2><p>Mean of the ranks.{cut}{below}</p>"

@@ -28,7 +28,7 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 section > p { margin: 0 0 10px; }
 .quiet { color: var(--quiet); font-size: 14px; }
 section.quiet h2 { color: var(--ink); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 14px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 14px; }
 .tiles b { display: block; font-size: 24px; line-height: 1.2; }
 .tiles span, .tiles small { display: block; }
 .tiles small { color: var(--quiet); overflow-wrap: anywhere; }
