@@ -266,10 +266,8 @@ def _note(found: Analysis, recordings: Sequence[Recording]) -> None:
         )
     total = len(found.steps) + len(found.long.steps) + found.long.warm_up
     if found.long.warm_up:
-        count = found.long.warm_up
         found.notes.append(
-            f"{count} of the first steps {'is' if count == 1 else 'are'} long, as they often are: "
-            f"left out."
+            f"{found.long.warm_up} of the first steps took long, as first steps often do: left out."
         )
     if len(found.long.steps) == 1:
         (number,) = found.long.numbers

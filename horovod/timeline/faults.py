@@ -23,8 +23,7 @@ class Fault(Enum):
     EXCHANGE = "exchange", 0.20
     NEGOTIATION = "negotiation", 0.10
 
-    def __init__(self, label: str, worth: float) -> None:
-        self.label = label
+    def __init__(self, _: str, worth: float) -> None:
         self.worth = worth
 
 

@@ -46,7 +46,6 @@ class LongSteps:
 
     steps: tuple[LongStep, ...] = ()
     warm_up: int = 0  # how many were at the beginning
-    warm_up_time: float = 0.0  # microseconds of those
 
     @property
     def numbers(self) -> list[int]:
@@ -101,12 +100,11 @@ def set_apart(steps: Sequence[StepSplit]) -> tuple[list[StepSplit], LongSteps]:
     usual = [step for step in steps if step.duration <= limit]
     first = {step.number for step in steps[:WARM_UP]}
     long = [step for step in steps if step.duration > limit]
-    warm_up = [step for step in long if step.number in first]
     rest = [step for step in long if step.number not in first]
     length = median(step.duration for step in usual)
     exchange = median(step.duration - max(step.computes.values()) for step in usual)
     found = tuple(_look_at(step, length, exchange) for step in rest)
-    return usual, LongSteps(found, len(warm_up), sum(step.duration for step in warm_up))
+    return usual, LongSteps(found, len(long) - len(rest))
 
 
 def _look_at(step: StepSplit, usual: float, usual_exchange: float) -> LongStep:
