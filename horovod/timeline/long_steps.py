@@ -84,9 +84,13 @@ class LongSteps:
         return excess.most_common(1)[0][0]
 
     @property
-    def last(self) -> tuple[int, int]:
-        """The rank that was last most often, and how often."""
-        return Counter(each.last for each in self.counted).most_common(1)[0]
+    def last(self) -> tuple[int, int] | None:
+        """The rank that came late in most of them, and in how many; None if it is not one rank."""
+        late = [each.last for each in self.counted if each.where is Where.ONE_RANK]
+        if not late:
+            return None
+        rank, times = Counter(late).most_common(1)[0]
+        return (rank, times) if times > len(late) / 2 else None
 
 
 def set_apart(steps: Sequence[StepSplit]) -> tuple[list[StepSplit], LongSteps]:

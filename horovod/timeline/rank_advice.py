@@ -52,17 +52,19 @@ def _long_steps(found: Analysis) -> Iterator[Advice]:
 
 
 def _who_was_last(found: Analysis) -> str:
-    long = found.long
-    rank, times = long.last
-    if long.where is Where.EXCHANGE:
+    where, last = found.long.where, found.long.last
+    if where is Where.EXCHANGE:
         return "The exchange of gradients takes long in them"
-    if long.where is Where.ALL_RANKS:
+    if where is Where.ALL_RANKS:
         return "All ranks compute longer in them"
+    if last is None:
+        return "Now one rank is the last in them, now another"
+    rank, times = last
     return f"Rank {rank}{_on_host(found, rank)} is the last in {times} of them"
 
 
 def _what_is_long(found: Analysis) -> str:
-    rank, where = found.long.last[0], found.long.where
+    where, last = found.long.where, found.long.last
     if where is Where.EXCHANGE:
         return "Look for what else uses the network, or the memory of the hosts, at these times"
     if where is Where.ALL_RANKS:
@@ -71,9 +73,15 @@ def _what_is_long(found: Analysis) -> str:
             "(persistent_workers=True keeps it), garbage collection. Do it less often, or not "
             "at all"
         )
+    if last is None:
+        return (
+            "Look for what ranks do now and then, each at another time: garbage collection, a "
+            "much longer batch, a file that is read. All others wait meanwhile"
+        )
     return (
-        f"Look for what rank {rank} does alone in these steps: a checkpoint, a log, an evaluation. "
-        f"All others wait meanwhile: do it in a thread or less often, or share it between the ranks"
+        f"Look for what rank {last[0]} does alone in these steps: a checkpoint, a log, an "
+        f"evaluation. All others wait meanwhile: do it in a thread or less often, or share it "
+        f"between the ranks"
     )
 
 
@@ -105,8 +113,8 @@ def _where_slow(found: Analysis, ranks: Sequence[int]) -> str:
     before, backward = (_compared(found, ranks, part) for part in ("before_backward", "backward"))
     if before is None or backward is None:
         return (
-            "Look at its data loading (more or faster loader workers), its cores and its clock: "
-            "all ranks take as long as the slowest"
+            "Look at data loading there (more or faster loader workers), at the cores and their "
+            "clock: all ranks take as long as the slowest"
         )
     excess = max(before.excess, backward.excess)
     blocked = None if found.on_devices else _compared(found, ranks, "blocked")

@@ -163,6 +163,15 @@ def test_long_steps_tell_when_who_and_what_they_cost():
     assert "Long steps take 78 % of the run" in verdict(found)
 
 
+def test_long_steps_of_one_rank_after_another_blame_no_rank():
+    pauses = {number: {number % 4: 300_000.0} for number in range(7, 80, 9)}
+    first = first_about(SimulatedJob(1, 4, steps=79, pauses=pauses))
+    assert first.fault is Fault.LONG_STEPS
+    assert "every 9th step" in first.number
+    assert "Now one rank is the last in them, now another" in first.number
+    assert "each at another time" in first.action
+
+
 def test_long_steps_for_lack_of_a_core_are_counted_there():
     pauses = {number: {1: 60_000.0} for number in (20, 31, 50)}
     recordings = SimulatedJob(1, 2, steps=60, pauses=pauses).recordings()
