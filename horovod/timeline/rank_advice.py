@@ -231,7 +231,7 @@ def _input(found: Analysis, losses: Losses) -> Iterator[Advice]:
     ranks = [rank for rank in found.ranks if losses.slow is None or rank not in losses.slow.ranks]
     before = _middle(found, ranks, "before_backward")
     backward = _middle(found, ranks, "backward")
-    blocked = _middle(found, ranks, "blocked")
+    blocked = 0.0 if found.on_devices else _middle(found, ranks, "blocked") or 0.0
     if before is None or backward is None:
         return
     action = (
@@ -241,7 +241,12 @@ def _input(found: Analysis, losses: Losses) -> Iterator[Advice]:
     told = f"it takes {_ms(before)} until the first gradient of a step, and {_ms(backward)} from "
     told += "there to the last"
     beyond = before - FORWARD_SHARE * backward  # of input, if forward takes what it usually does
-    if blocked is not None and not found.on_devices and beyond > FORWARD_SHARE * blocked > 0:
+    # Where cores are short, a thread also waits for the other threads of its rank, which have none.
+    has_cores = losses.cores < Fault.CORES.worth * losses.step
+    starved = _middle(found, ranks, "starved") or 0.0
+    if not has_cores and blocked < 2 * starved:
+        blocked = 0.0
+    if beyond > FORWARD_SHARE * blocked > 0:
         number = (
             f"{told}; for {_ms(blocked)} of a step ranks neither run nor wait for other ranks, but "
             f"for something else"
@@ -250,7 +255,7 @@ def _input(found: Analysis, losses: Losses) -> Iterator[Advice]:
         yield Advice(
             Fault.INPUT, "all ranks wait for input", number, action, mean * len(found.steps)
         )
-    elif before > SLOW_INPUT * backward:
+    elif has_cores and before > SLOW_INPUT * backward:
         number = f"{told}; forward usually takes half as long as backward"
         yield Advice(
             Fault.INPUT,

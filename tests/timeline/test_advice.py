@@ -152,6 +152,17 @@ def test_cores_that_are_too_few_are_told_from_cores_that_are_busy():
     assert "4 ranks may use 5 cores" in busy.number
 
 
+def test_without_cores_nobody_is_told_to_load_data_faster():
+    """With several threads in a rank, the one that trains waits for those that have no core."""
+    waits = dict.fromkeys(range(2), 5000.0)
+    starved = SimulatedJob(1, 2, starving=1.0, slow_input=waits)
+    assert [each.fault for each in advise(found_in(starved))] == [Fault.CORES]
+    starved = SimulatedJob(1, 2, starving=1.0, slow_loading=20_000.0)
+    assert [each.fault for each in advise(found_in(starved))] == [Fault.CORES]
+    fed = SimulatedJob(1, 2, slow_input=waits)
+    assert [each.fault for each in advise(found_in(fed))] == [Fault.INPUT]
+
+
 def test_long_steps_tell_when_who_and_what_they_cost():
     pauses = {number: {1: 300_000.0} for number in range(10, 80, 10)}
     found = found_in(SimulatedJob(1, 2, steps=79, pauses=pauses))
