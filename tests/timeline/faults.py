@@ -159,7 +159,7 @@ def many_small_calls(seed: int, ranks: int) -> Made:
 
 def no_fusion(seed: int, ranks: int) -> Made:
     job, dice, _ = _job(seed, ranks, "fusion")
-    job.operations, job.scale = dice.randint(40, 160), 10 ** dice.uniform(0, 0.7)
+    job.operations, job.scale = dice.randint(20, 60), 10 ** dice.uniform(0, 0.4)
     job.fusion_threshold = dice.choice((0, 0, 1024))
     job.exchange_scale, job.reduction = 1.0, job.operations * dice.uniform(50, 150)
     job.nbytes = job.operations * dice.randint(100, 20_000)
