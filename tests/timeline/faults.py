@@ -152,7 +152,7 @@ def slow_link(seed: int, ranks: int) -> Made:
 
 def many_small_calls(seed: int, ranks: int) -> Made:
     job, dice, _ = _job(seed, ranks, "calls")
-    job.steps, job.calls, job.scale = 15, dice.randint(20, 40), 10 ** dice.uniform(0, 0.6)
+    job.steps, job.calls, job.scale = 12, dice.randint(12, 24), 10 ** dice.uniform(0, 0.6)
     job.nbytes = job.calls * dice.randint(100, 4000)
     return job, Expected(Fault.SMALL_OPERATIONS, "hvd.grouped_allreduce")
 
