@@ -76,8 +76,15 @@ class Job:
 
     def new_timeline(self, path: str, mark_cycles: bool) -> Timeline:
         topology = self.topology
-        members = self.trace.members
-        return Timeline(path, topology.rank, mark_cycles, topology.size, self.host, members)
+        return Timeline(
+            path,
+            topology.rank,
+            mark_cycles,
+            topology.size,
+            self.host,
+            self.trace.members,
+            self.config.fusion_threshold,
+        )
 
     def _agree_on_arrivals(self) -> None:
         """If rank 0 records from the start, ranks tell each other when they submit what.

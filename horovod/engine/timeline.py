@@ -9,12 +9,14 @@ record with the start time, then every tensor as a "process" whose rows hold nes
 and end ("E") events. It is complete after each event, so a killed rank leaves a loadable file.
 What upstream has not is in arguments of these events and in rows of their own:
 
-- the first record also tells rank, size, host and the host's monotonic clock at the start;
+- the first record also tells rank, size, host, the host's monotonic clock at the start, the cores
+  on which the rank may run, and the fusion threshold;
 - the row of several tensors that are reduced together tells which they are;
 - the end of a negotiation tells the number of the collective in its process set, the same on all
   ranks, so that readers can match the files of ranks that began to record at different times;
 - "WAIT" in the row "waiting" is time in which a thread of the program waited for results;
-- "STEP" and "BACKWARD" in an optimizer's row are its steps.
+- "STEP" and "BACKWARD" in an optimizer's row are its steps; where the kernel tells, a step has for
+  how many microseconds its thread ran, and for how many it waited for a core ("starved").
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from functools import lru_cache
 import torch
 
 from horovod.common.logging import get_logger
+from horovod.engine.thread_times import ThreadTimes, allowed_cores, thread_times
 from horovod.timeline.format import BACKWARD, START_TIME, STEP, VERSION, WAIT
 
 log = get_logger(__name__)
@@ -51,6 +54,7 @@ class Timeline:
         size: int | None = None,
         host: str | None = None,
         members: Mapping[str, Sequence[str]] | None = None,
+        fusion_threshold: int | None = None,
     ) -> None:
         """`members` has the names of the tensors of a row that stands for several."""
         self.path = path_of_rank(path, rank)
@@ -58,6 +62,7 @@ class Timeline:
         self._members = {} if members is None else members
         self._lock = threading.Lock()
         self._pids: dict[str, int] = {}
+        self._times: dict[str, tuple[int, ThreadTimes]] = {}  # after a row's last step; its thread
         self._descriptor: int | None = None
         self._reported = False
         self._end = 0  # where the closing bracket stands, and the next event goes
@@ -71,8 +76,9 @@ class Timeline:
             self._report(error)
             return
         with self._lock:
-            origin = {START_TIME: epoch, "rank": rank, "size": size, "host": host}
-            origin |= {"clock": self._started // 1000, "version": VERSION}
+            origin: dict[str, object] = {START_TIME: epoch, "rank": rank, "size": size}
+            origin |= {"host": host, "clock": self._started // 1000, "version": VERSION}
+            origin |= {"cores": allowed_cores(), "fusion_threshold": fusion_threshold}
             known = {key: value for key, value in origin.items() if value is not None}
             self._write(metadata("process_name", 0, **known))
             self._write(metadata("process_sort_index", 0, sort_index=0))
@@ -165,10 +171,25 @@ class Timeline:
         `backward`: when its first gradient was there, and when it began to wait for the others.
         `ended`: when it had them all, if not now.
         """
-        ended = time.perf_counter() if ended is None else ended
-        self._span(row, STEP, began, ended, f'{{"step": {number}}}')
+        about = f'"step": {number}'
+        if ended is None:  # else a device's step, about which the thread's times say nothing
+            ended = time.perf_counter()
+            about += self._thread_times(row)
+        self._span(row, STEP, began, ended, f"{{{about}}}")
         if began <= backward[0] <= backward[1]:
             self._span(row, BACKWARD, *backward, f'{{"step": {number}}}')
+
+    def _thread_times(self, row: str) -> str:
+        """What the kernel tells of this thread since the row's last step, as arguments."""
+        now, thread = thread_times(), threading.get_native_id()
+        last = self._times.pop(row, None)
+        if now is None:
+            return ""
+        self._times[row] = thread, now
+        if last is None or last[0] != thread:
+            return ""
+        ran, starved = now.ran - last[1].ran, now.starved - last[1].starved
+        return f', "ran": {round(ran * 1e6)}, "starved": {round(starved * 1e6)}'
 
     def _span(self, row: str, what: str, began: float, ended: float, about: str) -> None:
         """What lasted from `began` to `ended`, as far as it was recorded."""

@@ -6,6 +6,8 @@ the command ``python -m horovod.timeline``. Nothing here needs a framework or a 
 - `files` reads a rank's file, `recording` makes collectives, waits and steps of its events;
 - `clocks` puts the ranks on one clock;
 - `merging` writes one trace for Perfetto and chrome://tracing;
-- `analysis` splits steps and finds who is late, `advice` says what to try;
-- `text` and `page` show both.
+- `analysis` splits steps (`splitting`), sets long ones apart (`long_steps`) and finds who is late;
+- `losses` says what a step loses to which cause, `advice` what to try (`rank_advice`,
+  `exchange_advice`; the kinds of advice are in `faults`);
+- `text` and `page` (with `step_chart` and `styles`) show all of it.
 """

@@ -1,6 +1,8 @@
-"""Times and sizes as people write them. Used by `advice`, `text` and `page`."""
+"""Times and sizes as people write them. Used by what writes the report."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def milliseconds(time: float) -> str:
@@ -19,7 +21,35 @@ def size_of(nbytes: float | None) -> str:
     return f"{nbytes / 1024:.1f} KiB" if nbytes >= 1024 else f"{nbytes:.0f} B"
 
 
-def shortened(names: tuple[str, ...], most: int = 3) -> str:
+def shortened(names: Sequence[str], most: int = 3) -> str:
     """The first few names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def time_of(time: float) -> str:
+    """Microseconds as seconds, or as milliseconds if they are few."""
+    if time < 1e6:
+        return milliseconds(time)
+    return f"{time / 1e6:.1f} s" if time < 1e7 else f"{time / 1e6:.0f} s"
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "0 %"
+
+
+def ranks_named(ranks: Sequence[int], most: int = 6) -> str:
+    """ "rank 2", or "ranks 2, 3 and 5"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > most:
+        shown = ", ".join(str(rank) for rank in ranks[: most - 1])
+        return f"ranks {shown} and {len(ranks) - most + 1} more"
+    return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
+
+
+def ordinal(number: int) -> str:
+    """ "10th", or "3rd"."""
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"

@@ -1,16 +1,9 @@
 """Where the time of a step goes, and who is late. Pure functions over aligned recordings.
 
-Every moment of a step of a rank is one of four things:
-
-- compute: the program runs; what collectives do meanwhile is hidden behind it. Data loading, the
-  optimizer's update and everything else that is the program's own count as well;
-- wait: the program waits for results, and a rank has not yet submitted something that is pending
-  here. If other collectives run meanwhile, they are hidden behind that rank's delay;
-- reduction: it waits, all ranks have submitted, and a collective moves and reduces data;
-- negotiation: it waits, all ranks have submitted, and they have yet to agree.
-
-A step lasts from the end of one exchange of gradients to the end of the next, which is about the
-same moment on all ranks. Used by `advice`, `text` and `page`.
+Every moment of a step of a rank is compute, wait, negotiation or reduction: see `splitting`. A step
+lasts from the end of one exchange of gradients to the end of the next, which is about the same
+moment on all ranks. Steps that are much longer than the others are set apart (`long_steps`), and
+what is said about a step is said about the others. Used by `advice`, `text` and `page`.
 """
 
 from __future__ import annotations
@@ -19,66 +12,21 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median
 
-from horovod.timeline.intervals import Stretch, clip, difference, intersection, length, union
+from horovod.common.slow_ranks import SlowRanks
+from horovod.timeline.amounts import milliseconds
+from horovod.timeline.collectives import Awaited, awaited, count_operations, transports
+from horovod.timeline.format import DEVICES
+from horovod.timeline.long_steps import LongSteps, set_apart
+from horovod.timeline.losses import Losses, find_losses
 from horovod.timeline.matching import Match, match
 from horovod.timeline.recording import Recording, TimeSpan
+from horovod.timeline.splitting import RankTimes, Split, StepSplit
 
-PARTS = ("compute", "negotiation", "wait", "reduction")
-LONG_STEP = 5.0  # times the median: evaluation, a checkpoint, a break
 LATE_SHARE, LATE_LEAST = 0.01, 100.0  # of a step, and microseconds: less is not late
-
-
-@dataclass(frozen=True)
-class Split:
-    """One rank's part of one step, in microseconds."""
-
-    duration: float
-    negotiation: float
-    wait: float
-    reduction: float
-    hidden: float = 0.0  # of reductions, behind compute here or on a rank that is late
-    before_backward: float | None = None  # until the first gradient: data loading, forward
-    backward: float | None = None  # from the first gradient until they are waited for
-
-    @property
-    def compute(self) -> float:
-        return max(0.0, self.duration - self.negotiation - self.wait - self.reduction)
-
-    def part(self, name: str) -> float:
-        value: float = getattr(self, name)
-        return value
-
-
-@dataclass(frozen=True)
-class StepSplit:
-    """One step on all ranks."""
-
-    number: int
-    began: float
-    ranks: dict[int, Split]
-    slowest: int | None  # that the others waited for; None if no rank was late
-    lateness: float  # how much later it came than the others
-
-    @property
-    def duration(self) -> float:
-        return median(split.duration for split in self.ranks.values())
-
-
-@dataclass(frozen=True)
-class Awaited:
-    """The collectives of one name, and how ranks waited for each other in them."""
-
-    name: str
-    count: int
-    nbytes: int | None  # of one
-    tensors: tuple[str, ...]
-    spread: float  # microseconds between the first and the last rank, on average
-    waited: float  # by all ranks for the last one, in all
-    last_rank: int | None  # most often
-    last_share: float  # how often
 
 
 @dataclass
@@ -86,14 +34,17 @@ class Analysis:
     """What `analyse` found."""
 
     hosts: dict[int, str]  # of each rank with a file
-    steps: list[StepSplit]
-    left_out: int = 0  # steps that are much longer than the others
+    steps: list[StepSplit]  # except those that are much longer than the others
+    long: LongSteps = field(default_factory=LongSteps)
     steps_from: str = ""  # what the steps are taken from
     awaited: list[Awaited] = field(default_factory=list)
     collectives_per_step: float = 0.0
+    operations_per_step: float = 0.0  # in which data is moved: more if they are not fused
     bytes_per_step: float = 0.0
     transports: list[str] = field(default_factory=list)  # e.g. SHM, TCP, NCCL
     missing: list[int] = field(default_factory=list)  # ranks without a file
+    cores: dict[int, frozenset[int]] = field(default_factory=dict)  # of each rank, where known
+    fusion_threshold: int | None = None  # bytes, at the start of the job
     notes: list[str] = field(default_factory=list)
 
     def mean(self, rank: int, part: str) -> float:
@@ -115,6 +66,32 @@ class Analysis:
     @property
     def step_time(self) -> float:
         return median(step.duration for step in self.steps)
+
+    @cached_property
+    def losses(self) -> Losses | None:
+        """What a step loses to which cause; None without steps."""
+        return find_losses(self.steps)
+
+    @property
+    def slow(self) -> SlowRanks | None:
+        """The ranks that are slow in all steps."""
+        return None if self.losses is None else self.losses.slow
+
+    @property
+    def run_time(self) -> float:
+        """Microseconds of all steps, long ones as well, except those at the beginning."""
+        return sum(step.duration for step in self.all_steps)
+
+    @property
+    def all_steps(self) -> list[StepSplit]:
+        """Usual and long ones in the order of time."""
+        both = [*self.steps, *(each.step for each in self.long.steps)]
+        return sorted(both, key=lambda step: step.began)
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether gradients are reduced by devices, whose clocks the steps go by."""
+        return bool(self.transports) and self.transports[0].startswith((*DEVICES, "STAGED"))
 
     @property
     def slowest_counts(self) -> Counter[int]:
@@ -148,24 +125,34 @@ def analyse(recordings: Sequence[Recording]) -> Analysis:
     """Find out all of it. The recordings must be on one clock: see `clocks.align`."""
     matches = match(recordings)
     bounds, steps_from = find_steps(recordings, matches)
-    times = {recording.rank: _Times(recording, matches) for recording in recordings}
+    times = {recording.rank: RankTimes(recording, matches) for recording in recordings}
     late = _lateness(bounds, matches)
+    arrivals = _arrivals(bounds, matches)
     steps = []
     for number in sorted({n for spans in bounds.values() for n in spans}):
         here = {rank: spans[number] for rank, spans in bounds.items() if number in spans}
         splits = {rank: times[rank].split(span) for rank, span in here.items()}
         slowest, lateness = _slowest(late.get(number, {}), splits)
-        steps.append(
-            StepSplit(number, min(s.began for s in here.values()), splits, slowest, lateness)
-        )
-    found = Analysis({r.rank: r.host for r in recordings}, steps, steps_from=steps_from)
-    _leave_out_long(found)
+        began = min(span.began for span in here.values())
+        came = arrivals.get(number, {})
+        steps.append(StepSplit(number, began, splits, slowest, lateness, came))
+    usual, long = set_apart(steps)
+    hosts = {recording.rank: recording.host for recording in recordings}
+    found = Analysis(hosts, usual, long, steps_from=steps_from)
     inside = _inside_steps(found, bounds, matches)
     found.awaited = awaited(inside if found.steps else matches)
     if found.steps:
         found.collectives_per_step = len(inside) / len(found.steps)
         found.bytes_per_step = sum(each.nbytes or 0 for each in inside) / len(found.steps)
-    found.transports = _transports(recordings)
+        counted = next(r for r in recordings if r.rank == min(bounds))
+        spans = [bounds[counted.rank].get(step.number) for step in found.steps]
+        known = [span for span in spans if span is not None]
+        if known:
+            found.operations_per_step = count_operations(counted, known) / len(known)
+    found.transports = transports(recordings)
+    found.cores = {recording.rank: recording.cores for recording in recordings if recording.cores}
+    thresholds = [r.fusion_threshold for r in recordings if r.fusion_threshold is not None]
+    found.fusion_threshold = thresholds[0] if thresholds else None
     size = max((r.size or 0 for r in recordings), default=0)
     told = {rank for each in matches for rank in each.ready}
     found.missing = sorted(({*range(size)} | told) - set(found.hosts))
@@ -197,62 +184,6 @@ def find_steps(
     return found, f"repetitions of {name}" if found else ""
 
 
-class _Times:
-    """What one rank did when, ready to be cut into steps."""
-
-    def __init__(self, recording: Recording, matches: Sequence[Match]) -> None:
-        rank = recording.rank
-        executing: list[Stretch] = []
-        waiting: list[Stretch] = []
-        negotiating: list[Stretch] = []
-        for each in matches:
-            part = each.parts.get(rank)
-            if part is None or part.agreed is None:
-                continue
-            last = part.agreed if each.last_ready is None else each.last_ready
-            last = min(max(last, part.submitted), part.agreed)
-            waiting.append((part.submitted, last))
-            negotiating.append((last, part.agreed))
-            if part.started is not None:
-                executing.append((part.started, part.ended or recording.ended))
-        unmatched = [c for c in recording.collectives if c.agreed is None]
-        waiting += [(c.submitted, recording.ended) for c in unmatched if c.started is None]
-        self.executing = union(executing)
-        if recording.version >= 2:
-            self.exposed = union((span.began, span.ended) for span in recording.waits)
-        else:  # nothing tells when the program waited: take all collectives as waited for
-            self.exposed = union([*executing, *waiting, *negotiating])
-        self.wait = intersection(self.exposed, union(waiting))
-        rest = difference(self.exposed, union(waiting))
-        self.reduction = intersection(rest, self.executing)
-        rest = difference(rest, self.executing)
-        self.negotiation = intersection(rest, union(negotiating))
-        self.backwards = [span for spans in recording.backwards.values() for span in spans]
-        self.backwards.sort(key=lambda span: span.ended)
-
-    def split(self, span: TimeSpan) -> Split:
-        began, ended = span.began, span.ended
-        reduction = length(clip(self.reduction, began, ended))
-        backward = self._backward(span)
-        before = None
-        if backward is not None:
-            before = backward.began - began - length(clip(self.exposed, began, backward.began))
-        return Split(
-            duration=ended - began,
-            negotiation=length(clip(self.negotiation, began, ended)),
-            wait=length(clip(self.wait, began, ended)),
-            reduction=reduction,
-            hidden=length(clip(self.executing, began, ended)) - reduction,
-            before_backward=before,
-            backward=None if backward is None else backward.ended - backward.began,
-        )
-
-    def _backward(self, step: TimeSpan) -> TimeSpan | None:
-        index = bisect_right(self.backwards, step.ended, key=lambda span: span.ended) - 1
-        found = self.backwards[index] if index >= 0 else None
-        return found if found is not None and found.began >= step.began else None
-
-
 def _steps_in_time(bounds: dict[int, dict[int, TimeSpan]]) -> tuple[list[float], list[TimeSpan]]:
     """The steps of the first rank, by which collectives are given to steps."""
     if not bounds:
@@ -282,6 +213,23 @@ def _lateness(
     return found
 
 
+def _arrivals(
+    bounds: dict[int, dict[int, TimeSpan]], matches: Sequence[Match]
+) -> dict[int, dict[int, float]]:
+    """For each step when each rank without steps had submitted all of it, after its beginning."""
+    begins, spans = _steps_in_time(bounds)
+    began = {span.number: span.began for span in spans}
+    found: dict[int, dict[int, float]] = {}
+    for each in matches:
+        unknown = each.ready.keys() - bounds.keys()
+        number = _step_of(each, begins, spans) if unknown else None
+        if number is not None:
+            came = found.setdefault(number, {})
+            for rank in unknown:
+                came[rank] = max(came.get(rank, 0.0), each.ready[rank] - began[number])
+    return found
+
+
 def _slowest(late: dict[int, float], splits: dict[int, Split]) -> tuple[int | None, float]:
     if not late:
         return None, 0.0
@@ -292,14 +240,6 @@ def _slowest(late: dict[int, float], splits: dict[int, Split]) -> tuple[int | No
     return rank, late[rank]
 
 
-def _leave_out_long(found: Analysis) -> None:
-    if not found.steps:
-        return
-    limit = LONG_STEP * found.step_time
-    kept = [step for step in found.steps if step.duration <= limit]
-    found.left_out, found.steps = len(found.steps) - len(kept), kept
-
-
 def _inside_steps(
     found: Analysis, bounds: dict[int, dict[int, TimeSpan]], matches: Sequence[Match]
 ) -> list[Match]:
@@ -307,43 +247,6 @@ def _inside_steps(
     numbers = {step.number for step in found.steps}
     begins, spans = _steps_in_time(bounds)
     return [each for each in matches if _step_of(each, begins, spans) in numbers]
-
-
-def awaited(matches: Sequence[Match]) -> list[Awaited]:
-    """By name, those first that ranks waited for longest."""
-    groups: dict[str, list[Match]] = {}
-    for each in matches:
-        groups.setdefault(each.name, []).append(each)
-    found = []
-    for name, group in groups.items():
-        ready = [each.ready.values() for each in group]
-        last = Counter(each.last_rank for each in group if each.last_rank is not None)
-        rank, times = last.most_common(1)[0] if last else (None, 0)
-        parts = next(iter(group[-1].parts.values()))
-        found.append(
-            Awaited(
-                name=name,
-                count=len(group),
-                nbytes=group[-1].nbytes,
-                tensors=tuple(parts.about.get("names", ())),
-                spread=fmean(max(each) - min(each) for each in ready),
-                waited=sum(max(each) - time for each in ready for time in each),
-                last_rank=rank,
-                last_share=times / len(group),
-            )
-        )
-    return sorted(found, key=lambda each: (-each.spread * each.count, each.name))
-
-
-def _transports(recordings: Sequence[Recording]) -> list[str]:
-    names = Counter(
-        phase.name.rpartition("_")[0]
-        for recording in recordings
-        for each in recording.collectives
-        for phase in each.phases
-        if phase.name.endswith(f"_{each.kind}")
-    )
-    return [name for name, _ in names.most_common()]
 
 
 def _note(found: Analysis, recordings: Sequence[Recording]) -> None:
@@ -361,10 +264,16 @@ def _note(found: Analysis, recordings: Sequence[Recording]) -> None:
             f"The file of rank {old[0]} is of an earlier version, which does not tell when the "
             f"program waited: all collectives count as waited for, and none as hidden."
         )
-    if found.left_out:
+    total = len(found.steps) + len(found.long.steps) + found.long.warm_up
+    if found.long.warm_up:
         found.notes.append(
-            f"{found.left_out} of {found.left_out + len(found.steps)} steps took more than "
-            f"{LONG_STEP:g} times the median (evaluation, checkpoints, breaks) and are left out."
+            f"{found.long.warm_up} of the first steps took long, as first steps often do: left out."
+        )
+    if len(found.long.steps) == 1:
+        (number,) = found.long.numbers
+        found.notes.append(
+            f"Step {number} of {total} steps was long, {milliseconds(found.long.steps[0].excess)} "
+            f"more than the others, and is left out of what is said about a step."
         )
     cut = [r.rank for r in recordings if any(c.ended is None and c.started for c in r.collectives)]
     if cut:

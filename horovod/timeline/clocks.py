@@ -3,8 +3,9 @@
 Ranks of one host share its monotonic clock, whose value at the start is in each file, so their
 times differ by nothing but that. Clocks of different hosts are compared by what the ranks did: the
 moment in which the ranks of a collective agree to run it is the same on all of them, as far as a
-message is fast, for no rank can know that all have come before the last one has. Every collective
-that two hosts have in common is therefore a comparison of their clocks, and a job makes thousands:
+message is fast, for no rank can know that all have come before the last one has. What a device does
+without asking first, ranks end at the same moment. Every collective that two hosts have in common
+is therefore a comparison of their clocks, and a job makes thousands:
 
 - the difference of two hosts is the median over the collectives of a stretch of time: a thread
   that was not scheduled at once when the agreement came makes single ones wrong, not the median;
@@ -36,10 +37,10 @@ LEAST_STRETCH = 10e6  # microseconds: in less, delays would look like drift
 class Comparison:
     """One collective, seen on two clocks."""
 
-    at: float  # when the ranks of the second host agreed, on its own clock
-    difference: float  # of the clocks, if the agreement was the same moment on both
+    at: float  # when the ranks of the second host had met, on its own clock
+    difference: float  # of the clocks, if that was the same moment on both
     least: float  # what the difference can be at least and at most,
-    most: float  # because nobody agrees before all have submitted
+    most: float  # because nobody goes on before all have submitted
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,16 @@ def compare(one: Sequence[Recording], other: Sequence[Recording]) -> list[Compar
     found = []
     for key in ours.keys() & theirs.keys():
         here, there = list(ours[key].values()), list(theirs[key].values())
-        agreed_here = [c.agreed for c in here if c.agreed is not None]
-        agreed_there = [c.agreed for c in there if c.agreed is not None]
+        met_here = [c.met for c in here if c.met is not None]
+        met_there = [c.met for c in there if c.met is not None]
+        if not met_here or not met_there:
+            continue  # the recording ends inside of it
         found.append(
             Comparison(
-                at=min(agreed_there),
-                difference=min(agreed_there) - min(agreed_here),
-                least=max(c.submitted for c in there) - min(agreed_here),
-                most=min(agreed_there) - max(c.submitted for c in here),
+                at=min(met_there),
+                difference=min(met_there) - min(met_here),
+                least=max(c.submitted for c in there) - min(met_here),
+                most=min(met_there) - max(c.submitted for c in here),
             )
         )
     return sorted(found, key=lambda comparison: comparison.at)

@@ -11,3 +11,5 @@ STEP = "STEP"  # from the end of one exchange of gradients to the end of the nex
 BACKWARD = "BACKWARD"  # from the first gradient of a step until they are waited for
 
 VERSION = 2  # 1 has no spans, no clock and no numbers; upstream's files do not tell
+
+DEVICES = ("NCCL", "XCCL")  # transports whose collectives run on a device, by its clock

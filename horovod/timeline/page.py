@@ -8,23 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import pairwise
 from statistics import fmean, median
 
-from horovod.timeline.advice import Advice, verdict
-from horovod.timeline.amounts import milliseconds, size_of
-from horovod.timeline.analysis import PARTS, Analysis, StepSplit
+from horovod.timeline.advice import verdict
+from horovod.timeline.amounts import milliseconds, percent, ranks_named, size_of, time_of
+from horovod.timeline.analysis import Analysis
+from horovod.timeline.faults import Advice
+from horovod.timeline.splitting import PARTS
+from horovod.timeline.step_chart import WORDS, long_steps, step_chart
 from horovod.timeline.styles import CSS
 
-MOST_COLUMNS = 160  # of the chart of steps: more are put together
 MOST_ROWS = 20
-
-WORDS = {
-    "compute": "the program runs: data, forward, backward, update",
-    "negotiation": "all ranks are there, and have yet to agree",
-    "wait": "another rank has not come yet",
-    "reduction": "data is moved and reduced, and nothing hides it",
-}
 
 
 def page(found: Analysis, advice: Sequence[Advice]) -> str:
@@ -46,7 +40,8 @@ def _sections(found: Analysis, advice: Sequence[Advice]) -> Iterator[str]:
     yield _advice(found, advice)
     if found.steps:
         yield _ranks(found)
-        yield _steps(found)
+        yield step_chart(found)
+        yield long_steps(found)
         yield _slowest(found)
         yield _overlap(found)
     yield _awaited(found)
@@ -54,18 +49,22 @@ def _sections(found: Analysis, advice: Sequence[Advice]) -> Iterator[str]:
 
 
 def _tiles(found: Analysis) -> str:
-    hosts = len(set(found.hosts.values()))
-    slow = found.slowest_counts.most_common(1)
-    whom = f"rank {slow[0][0]}" if slow else "nobody"
-    often = f"{slow[0][1]} of {len(found.steps)} steps" if slow else "no rank is late"
+    hosts, total = len(set(found.hosts.values())), len(found.steps)
+    slow = found.slow
+    whom = "nobody" if slow is None else ranks_named(slow.ranks)
+    often = "by more than chance" if slow is None else f"last in {slow.times_last} of {total} steps"
     waits = fmean(found.share(rank, "wait") for rank in found.ranks)
     tiles = [
         (str(len(found.hosts)), "ranks", f"on {hosts} host{'' if hosts == 1 else 's'}"),
         (str(len(found.steps)), "steps", found.steps_from.removeprefix("steps ")),
         (milliseconds(found.overall("duration")), "a step", "mean"),
         (f"{100 * waits:.0f} %", "waiting for others", "mean of the ranks"),
-        (whom, "most often last", often),
+        (whom, "slower than others", often),
     ]
+    if found.long.steps:
+        lost = sum(each.excess for each in found.long.steps)
+        count = f"{len(found.long.steps)} of {len(found.all_steps)} steps"
+        tiles.append((percent(lost, found.run_time), "in long steps", f"of the run: {count}"))
     cells = "".join(
         f"<div><b>{escape(value)}</b><span>{escape(name)}</span><small>{escape(more)}</small></div>"
         for value, name, more in tiles
@@ -75,12 +74,11 @@ def _tiles(found: Analysis) -> str:
 
 def _advice(found: Analysis, advice: Sequence[Advice]) -> str:
     if not advice:
-        told = "Nothing: no part of a step besides compute is worth it." if found.steps else "-"
+        told = "Nothing: no part of the run besides compute is worth it." if found.steps else "-"
         return f"<section><h2>What to try first</h2><p>{told}</p></section>"
-    step = found.overall("duration")
     cards = "".join(
-        f"<li><h3>{escape(each.subject)}<em>saves up to {milliseconds(each.saves)} "
-        f"({100 * each.saves / step:.0f} %) of a step</em></h3>"
+        f"<li><h3>{escape(each.subject)}<em>{time_of(each.cost)}, "
+        f"{percent(each.cost, found.run_time)} of the run</em></h3>"
         f"<p class=number>{escape(_sentence(each.number))}</p>"
         f"<p>{escape(_sentence(each.action))}</p></li>"
         for each in advice
@@ -90,13 +88,6 @@ def _advice(found: Analysis, advice: Sequence[Advice]) -> str:
 
 def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
-
-
-def _legend() -> str:
-    keys = "".join(
-        f"<span title='{escape(WORDS[part])}'><i class={part}></i>{part}</span>" for part in PARTS
-    )
-    return f"<p class=legend>{keys}</p>"
 
 
 def _ranks(found: Analysis) -> str:
@@ -129,78 +120,6 @@ def _bar(kind: str, share: float) -> str:
     return f"<td class=bar><div><i class={kind} style='width:{100 * share:.1f}%'></i></div></td>"
 
 
-def _columns(steps: Sequence[StepSplit]) -> list[Sequence[StepSplit]]:
-    count = min(len(steps), MOST_COLUMNS)
-    bounds = [len(steps) * index // count for index in range(count + 1)]
-    return [steps[a:b] for a, b in pairwise(bounds)]
-
-
-def _steps(found: Analysis) -> str:
-    """Step time over the steps, and below it who was last."""
-    columns = _columns(found.steps)
-    late = [rank for rank, _ in found.slowest_counts.most_common(8)]
-    wide, high, left, row = 900.0, 200.0, 64.0, 16.0
-    width = (wide - left) / len(columns)
-    bars = [{part: _mean_part(steps, part) for part in PARTS} for steps in columns]
-    top = max(sum(bar.values()) for bar in bars) or 1.0
-    drawn = [_axis(top, high, left, wide)]
-    gap = 1.0 if width > 4 else 0.0
-    for index, (bar, steps) in enumerate(zip(bars, columns, strict=True)):
-        x, y = left + index * width, high
-        told = [f"step {_span(steps)}"]
-        told += [f"{part} {milliseconds(value)}" for part, value in bar.items()]
-        drawn.append(f"<g><title>{escape(', '.join(told))}</title>")
-        for part, value in bar.items():
-            tall = (high - 12) * value / top
-            y -= tall
-            drawn.append(
-                f"<rect class={part} x={x:.2f} y={y:.2f} width={width - gap:.2f} "
-                f"height={tall:.2f}></rect>"
-            )
-        drawn.append("</g>")
-    for line, rank in enumerate(late):
-        y = high + 14 + line * row
-        drawn.append(f"<text class=axis x={left - 8:.0f} y={y + 10:.0f}>rank {rank}</text>")
-        for index, steps in enumerate(columns):
-            share = sum(step.slowest == rank for step in steps) / len(steps)
-            if share:
-                drawn.append(
-                    f"<rect class=late x={left + index * width:.2f} y={y:.0f} height={row - 4:.0f} "
-                    f"width={width - gap:.2f} opacity={share:.2f}><title>last in "
-                    f"{100 * share:.0f} % of step {_span(steps)}</title></rect>"
-                )
-    tall = high + 14 + len(late) * row + 18
-    first, last = found.steps[0].number, found.steps[-1].number
-    drawn.append(f"<text class=tick x={left:.0f} y={tall - 3:.0f}>step {first}</text>")
-    if last != first:
-        drawn.append(f"<text class='tick end' x={wide:.0f} y={tall - 3:.0f}>step {last}</text>")
-    below = " Below: the steps in which a rank was last." if late else ""
-    return (
-        f"<section><h2>Step by step</h2><p>Mean of the ranks.{below}</p>{_legend()}"
-        f"<svg viewBox='0 0 {wide:.0f} {tall:.0f}' role=img "
-        f"aria-label='step time, split'>{''.join(drawn)}</svg></section>"
-    )
-
-
-def _mean_part(steps: Sequence[StepSplit], part: str) -> float:
-    return fmean(split.part(part) for step in steps for split in step.ranks.values())
-
-
-def _span(steps: Sequence[StepSplit]) -> str:
-    first, last = steps[0].number, steps[-1].number
-    return str(first) if first == last else f"{first} to {last}"
-
-
-def _axis(top: float, high: float, left: float, wide: float) -> str:
-    lines = []
-    for share in (0.0, 0.5, 1.0):
-        y = high - (high - 12) * share
-        lines.append(f"<line x1={left:.0f} x2={wide:.0f} y1={y:.1f} y2={y:.1f}></line>")
-        told = milliseconds(top * share) if share else "0"
-        lines.append(f"<text class=axis x={left - 8:.0f} y={y + 4:.1f}>{told}</text>")
-    return "".join(lines)
-
-
 def _slowest(found: Analysis) -> str:
     counts = found.slowest_counts
     total = len(found.steps)
@@ -214,7 +133,10 @@ def _slowest(found: Analysis) -> str:
             f"<td>{milliseconds(max(late))}</td></tr>"
         )
     nobody = total - sum(counts.values())
-    told = f"<p>In {nobody} of {total} steps nobody was late.</p>" if nobody else ""
+    told = f"In {nobody} of {total} steps nobody was late." if nobody else ""
+    if counts and found.slow is None:
+        told += " No rank was late more often than chance explains, by an amount that matters."
+    told = f"<p>{told}</p>" if told else ""
     if not rows:
         return f"<section><h2>The slowest rank of a step</h2>{told}</section>"
     return (
@@ -236,9 +158,9 @@ def _overlap(found: Analysis) -> str:
         f"<section><h2>Overlap</h2><p>{100 * achieved:.0f} % of the reductions were hidden behind "
         f"compute. {told}</p>"
         f"<div class=gauge><i style='width:{100 * achieved:.1f}%'></i>{mark}</div>"
-        f"<p class=quiet>{found.collectives_per_step:.1f} collectives and "
-        f"{size_of(found.bytes_per_step)} in a step, over "
-        f"{escape(', '.join(found.transports) or 'nothing')}.</p></section>"
+        f"<p class=quiet>{found.collectives_per_step:.1f} collectives in "
+        f"{found.operations_per_step:.1f} operations, and {size_of(found.bytes_per_step)} in a "
+        f"step, over {escape(', '.join(found.transports) or 'nothing')}.</p></section>"
     )
 
 

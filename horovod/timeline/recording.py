@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horovod.timeline.files import Event, load
-from horovod.timeline.format import BACKWARD, NEGOTIATE, START_TIME, STEP, WAIT
+from horovod.timeline.format import BACKWARD, DEVICES, NEGOTIATE, START_TIME, STEP, WAIT
 
 Key = tuple[int, int, str]  # process set, number in it, name: one collective on all its ranks
 
@@ -42,6 +42,19 @@ class Collective:
     about: dict[str, Any] = field(default_factory=dict)  # dtype, shape, count, bytes, tensors
 
     @property
+    def is_direct(self) -> bool:
+        """Whether a device began it without asking other ranks, and waited for them inside of it.
+
+        Only collectives on which ranks agreed have a number.
+        """
+        return self.key[0] < 0 and any(phase.name.startswith(DEVICES) for phase in self.phases)
+
+    @property
+    def met(self) -> float | None:
+        """A moment that was about the same one on all ranks, and after all had submitted it."""
+        return self.ended if self.is_direct else self.agreed
+
+    @property
     def nbytes(self) -> int | None:
         """Bytes of the tensors, if known."""
         if isinstance(self.about.get("bytes"), int):
@@ -57,6 +70,8 @@ class TimeSpan:
     ended: float
     number: int = 0  # of the step
     what: str = ""  # is waited for
+    ran: float | None = None  # for how long the step's thread had a core; None where unknown
+    starved: float | None = None  # for how long it was ready to run and had none
 
 
 @dataclass
@@ -70,6 +85,8 @@ class Recording:
     clock: int | None  # the host's monotonic clock at that time
     size: int | None = None
     version: int = 1
+    cores: frozenset[int] = frozenset()  # on which the rank may run; empty where unknown
+    fusion_threshold: int | None = None  # bytes
     collectives: list[Collective] = field(default_factory=list)
     waits: list[TimeSpan] = field(default_factory=list)
     steps: dict[str, list[TimeSpan]] = field(default_factory=dict)  # by the name of the optimizer
@@ -110,6 +127,8 @@ def interpret(events: Sequence[Event], path: str = "", position: int = 0) -> Rec
         clock=_number(about["clock"], 0) if "clock" in about else None,
         size=_number(about["size"], 0) if "size" in about else None,
         version=_number(about.get("version"), 1),
+        cores=_cores(about.get("cores")),
+        fusion_threshold=_maybe_number(about.get("fusion_threshold")),
     )
     rows = _rows(events, recording)
     reader = _Reader(recording)
@@ -200,7 +219,9 @@ class _Reader:
         elif name in (STEP, BACKWARD):
             spans = self.recording.steps if name == STEP else self.recording.backwards
             number = _number(about.get("step"), 0)
-            spans.setdefault(row, []).append(TimeSpan(time, time + duration, number))
+            ran, starved = (_maybe_number(about.get(key)) for key in ("ran", "starved"))
+            span = TimeSpan(time, time + duration, number, ran=ran, starved=starved)
+            spans.setdefault(row, []).append(span)
         elif name.isdigit():
             last = self._last.get(row)
             if "number" in about:  # it was written later: by then the name may be in use again
@@ -241,6 +262,17 @@ def _is_timed(event: Event) -> bool:
 
 def _number(value: Any, otherwise: int) -> int:
     return int(value) if isinstance(value, (int, float)) else otherwise
+
+
+def _maybe_number(value: Any) -> int | None:
+    return int(value) if isinstance(value, (int, float)) else None
+
+
+def _cores(value: Any) -> frozenset[int]:
+    """The numbers of cores, if that is what it is."""
+    if not isinstance(value, list):
+        return frozenset()
+    return frozenset(core for core in value if isinstance(core, int))
 
 
 def _number_by_occurrence(collectives: Iterable[Collective]) -> None:

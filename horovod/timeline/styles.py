@@ -7,13 +7,13 @@ CSS = """
   color-scheme: light dark;
   --paper: #fbfbfc; --card: #ffffff; --ink: #1b1f27; --quiet: #5d6675; --line: #e1e4ea;
   --compute: #b9c6d8; --negotiation: #9467bd; --wait: #e58a1f; --reduction: #1f8a8a;
-  --late: #cf3a3a; --number: #12515f;
+  --late: #cf3a3a; --long: #7a5c2e; --number: #12515f;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #14171c; --card: #1c2027; --ink: #e8eaee; --quiet: #9aa4b2; --line: #313843;
     --compute: #4a5870; --negotiation: #b08be0; --wait: #f2a23d; --reduction: #35b3ae;
-    --late: #f06a6a; --number: #7fd0dc;
+    --late: #f06a6a; --long: #d9b36a; --number: #7fd0dc;
   }
 }
 * { box-sizing: border-box; }
@@ -28,7 +28,7 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 section > p { margin: 0 0 10px; }
 .quiet { color: var(--quiet); font-size: 14px; }
 section.quiet h2 { color: var(--ink); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 14px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 14px; }
 .tiles b { display: block; font-size: 24px; line-height: 1.2; }
 .tiles span, .tiles small { display: block; }
 .tiles small { color: var(--quiet); overflow-wrap: anywhere; }
@@ -50,6 +50,7 @@ i.negotiation { background: var(--negotiation); } rect.negotiation { fill: var(-
 i.wait { background: var(--wait); } rect.wait { fill: var(--wait); }
 i.reduction { background: var(--reduction); } rect.reduction { fill: var(--reduction); }
 i.late { background: var(--late); } rect.late { fill: var(--late); }
+i.long { background: var(--long); } rect.long { fill: var(--long); }
 .scroll { overflow: auto; max-height: 620px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: 5px 10px; text-align: right; white-space: nowrap; }

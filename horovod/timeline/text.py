@@ -6,9 +6,12 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from horovod.timeline.advice import Advice, verdict
-from horovod.timeline.amounts import milliseconds, shortened, size_of
-from horovod.timeline.analysis import PARTS, Analysis
+from horovod.timeline.advice import verdict
+from horovod.timeline.amounts import milliseconds, percent, shortened, size_of, time_of
+from horovod.timeline.analysis import Analysis
+from horovod.timeline.faults import Advice
+from horovod.timeline.long_steps import Where
+from horovod.timeline.splitting import PARTS
 
 WIDTH = 100
 MOST_ROWS = 10
@@ -30,16 +33,17 @@ def _lines(found: Analysis, advice: Sequence[Advice]) -> Iterator[str]:
         yield from _wrapped(f"Note: {note}")
     if found.steps:
         yield from _split_table(found)
+        yield from _long_steps(found)
         yield from _slowest(found)
         yield from _overlap(found)
     yield from _awaited_table(found)
     yield ""
     yield "What to try first"
     if not advice:
-        yield "  nothing: no part of a step besides compute is worth it" if found.steps else "  -"
+        yield "  nothing: no part of the run besides compute is worth it" if found.steps else "  -"
     for number, each in enumerate(advice, 1):
-        saves = f"up to {milliseconds(each.saves)} of a step"
-        yield from _wrapped(f"{number}. {each.subject} ({saves}): {each.number}.", "  ", "     ")
+        cost = f"{time_of(each.cost)}, {percent(each.cost, found.run_time)} of the run"
+        yield from _wrapped(f"{number}. {each.subject} ({cost}): {each.number}.", "  ", "     ")
         yield from _wrapped(f"{each.action}.", "     ", "     ")
 
 
@@ -55,6 +59,26 @@ def _split_table(found: Analysis) -> Iterator[str]:
         yield f"  and {len(found.ranks) - MOST_RANKS} more ranks: see the page (--html)"
 
 
+def _long_steps(found: Analysis) -> Iterator[str]:
+    long = found.long
+    if not long.steps:
+        return
+    yield ""
+    lost = sum(each.excess for each in long.steps)
+    yield (
+        f"Long steps: {len(long.steps)} of {len(found.all_steps)}, {time_of(lost)} more than usual "
+        f"ones, {percent(lost, found.run_time)} of the run"
+    )
+    for each in long.steps[:MOST_ROWS]:
+        whose = f" (rank {each.last})" if each.where in (Where.ONE_RANK, Where.CORES) else ""
+        yield (
+            f"  step {each.step.number}: {milliseconds(each.step.duration)}, "
+            f"{each.where.value}{whose}"
+        )
+    if len(long.steps) > MOST_ROWS:
+        yield f"  and {len(long.steps) - MOST_ROWS} more"
+
+
 def _slowest(found: Analysis) -> Iterator[str]:
     yield ""
     yield "The slowest rank of a step"
@@ -68,6 +92,8 @@ def _slowest(found: Analysis) -> Iterator[str]:
     nobody = len(found.steps) - sum(counts.values())
     if nobody:
         yield f"  nobody late: {nobody} of {len(found.steps)} steps"
+    if counts and found.slow is None:
+        yield "  no rank was late more often than chance explains, by an amount that matters"
 
 
 def _overlap(found: Analysis) -> Iterator[str]:
@@ -81,7 +107,8 @@ def _overlap(found: Analysis) -> Iterator[str]:
     hidden = f"{100 * achieved:.0f} % of the reductions hidden behind compute"
     yield f"Overlap: {hidden}; possible: {told}"
     yield (
-        f"In a step: {found.collectives_per_step:.1f} collectives, "
+        f"In a step: {found.collectives_per_step:.1f} collectives in "
+        f"{found.operations_per_step:.1f} operations, "
         f"{size_of(found.bytes_per_step)}, over {', '.join(found.transports) or 'nothing'}"
     )
 

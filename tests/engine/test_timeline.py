@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.engine import timeline
+from horovod.engine.thread_times import ThreadTimes, thread_times
 from horovod.engine.timeline import Timeline, path_of_rank
 from horovod.timeline.files import load
 
@@ -70,6 +71,34 @@ def test_one_collective_has_upstreams_events(tmp_path):
     stamps = [event["ts"] for event in rest]
     assert stamps == sorted(stamps)
     assert all(isinstance(stamp, int) and stamp >= 0 for stamp in stamps)
+
+
+def test_a_step_tells_for_how_long_its_thread_ran_and_was_starved(tmp_path, monkeypatch):
+    told = iter([ThreadTimes(1.0, 0.5), ThreadTimes(1.25, 0.625), None, ThreadTimes(9.0, 9.0)])
+    monkeypatch.setattr(timeline, "thread_times", lambda: next(told))
+    recorder = Timeline(str(tmp_path / "t.json"), rank=0, fusion_threshold=77)
+    now = time.perf_counter()
+    recorder.step("opt", 1, now, (now, now))
+    recorder.step("opt", 2, now, (now, now))
+    recorder.step("opt", 3, now, (now, now), ended=now)  # a device's: the thread's do not count
+    recorder.step("opt", 4, now, (now, now))
+    recorder.step("opt", 5, now, (now, now))
+    recorder.close()
+    events = read(tmp_path / "t.json")
+    steps = [event["args"] for event in events if event["name"] == "STEP"]
+    assert steps[1] == {"step": 2, "ran": 250_000, "starved": 125_000}
+    assert [each for each in steps if "ran" in each] == [steps[1]]
+    assert events[0]["args"]["fusion_threshold"] == 77
+    assert events[0]["args"]["cores"] == sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(thread_times() is None, reason="this kernel does not count")
+def test_a_thread_that_sleeps_neither_runs_nor_starves():
+    before = thread_times()
+    began = time.perf_counter()
+    time.sleep(0.05)
+    after, lasted = thread_times(), time.perf_counter() - began
+    assert 0 <= after.ran - before.ran + after.starved - before.starved < lasted
 
 
 def test_each_tensor_is_a_process_of_its_own(tmp_path):

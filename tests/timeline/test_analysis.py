@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from horovod.timeline import intervals
 from horovod.timeline.advice import advise, verdict
-from horovod.timeline.analysis import PARTS, analyse
+from horovod.timeline.analysis import analyse
 from horovod.timeline.clocks import align
+from horovod.timeline.long_steps import Where
 from horovod.timeline.recording import interpret
+from horovod.timeline.splitting import PARTS
 from tests.timeline.made import ROW, Clock, MadeJob, even, with_slow_rank
 
 
@@ -90,13 +92,31 @@ def test_overlap_achieved_and_possible(hidden, backward):
     assert found.overlap_possible == pytest.approx(expected, abs=0.01)
 
 
-def test_long_steps_are_left_out_and_told():
-    compute = [[10_000.0, 10_000.0]] * 20
+def test_long_steps_are_set_apart_with_what_was_long_in_them():
+    compute = [[10_000.0, 10_000.0] for _ in range(60)]
+    reduction = [1000.0] * 60
+    compute[2] = [500_000.0, 500_000.0]  # a warm-up
+    compute[17] = [10_000.0, 310_000.0]
+    compute[27] = [10_000.0, 310_000.0]
+    compute[37] = [200_000.0, 210_000.0]
+    reduction[47] = 90_000.0
+    found = found_in(MadeJob(compute, reduction))
+    assert (len(found.steps), found.long.numbers) == (55, [17, 27, 37, 47])
+    assert found.long.warm_up == 1
+    late, all_ranks, exchange = Where.ONE_RANK, Where.ALL_RANKS, Where.EXCHANGE
+    assert [each.where for each in found.long.steps] == [late, late, all_ranks, exchange]
+    assert [each.last for each in found.long.steps[:3]] == [1, 1, 1]
+    assert found.long.period == 10
+    assert found.long.excess(of_cores=False) == pytest.approx(889_000)
+    assert found.overall("wait") == 0
+    assert found.run_time == pytest.approx(55 * 11_050 + 4 * 11_050 + 889_000)
+
+
+def test_a_single_long_step_is_noted():
+    compute = [[10_000.0, 10_000.0] for _ in range(20)]
     compute[7] = [500_000.0, 10_000.0]
     found = found_in(MadeJob(compute, [1000.0] * 20))
-    assert (len(found.steps), found.left_out) == (19, 1)
-    assert "1 of 20 steps" in found.notes[0]
-    assert found.overall("wait") == 0
+    assert "Step 7 of 20 steps was long, 490 ms more than the others" in found.notes[0]
 
 
 def test_one_file_tells_of_the_others_by_its_ticks():
@@ -124,7 +144,6 @@ def test_programs_without_our_optimizers_are_split_at_what_repeats():
     assert len(found.steps) == 9
     assert found.step_time == pytest.approx(12_050)
     assert found.overlap_possible is None
-    assert advise(found)
 
 
 def test_an_empty_recording_and_one_without_steps():
@@ -133,77 +152,6 @@ def test_an_empty_recording_and_one_without_steps():
     assert not found.steps
     assert not advise(found)
     assert "No steps" in verdict(found)
-
-
-# -- advice ----------------------------------------------------------------------------------
-
-
-def subjects(job: MadeJob) -> list[str]:
-    return [each.subject for each in advise(found_in(job))]
-
-
-def test_a_slow_rank_comes_first_with_its_numbers_and_the_place_to_look():
-    first = advise(found_in(with_slow_rank(20, 3, slow=2, hosts=["a", "a", "b"])))[0]
-    assert first.subject == "rank 2 is slow"
-    assert "rank 2 (host b) is the last in 20 of 20 steps, by 5.0 ms (median)" in first.number
-    assert "29 %" in first.number
-    assert "9.0 ms until its first gradient, the others 6.0 ms" in first.action
-    assert first.saves == pytest.approx(5000)
-
-
-def test_a_rank_that_is_slow_in_backward():
-    job = with_slow_rank(20, 2, slow=1)
-    recordings = [interpret(job.events(0))]
-    job.before = 0.4  # 6 ms before and 9 ms in backward, against 6 and 4
-    recordings.append(interpret(job.events(1)))
-    first = advise(analyse(align(recordings)))[0]
-    assert "Its backward takes 9.0 ms, that of the others 4.0 ms" in first.action
-
-
-def test_ranks_that_are_late_in_turn():
-    compute = [[10_000.0 + 5000 * (step % 3 == rank) for rank in range(3)] for step in range(21)]
-    first = advise(found_in(MadeJob(compute, [100.0] * 21)))[0]
-    assert first.subject == "ranks are late in turn"
-    assert "no rank is the last in more than 7 of 21 steps" in first.number
-
-
-def test_reductions_between_hosts_call_for_compression_overlap_and_larger_batches():
-    job = MadeJob(
-        [[10_000.0] * 2] * 10, [8000.0] * 10, hosts=["a", "b"], transport="TCP", nbytes=8_000_000
-    )
-    given_ = {each.subject: each for each in advise(found_in(job))}
-    assert given_.keys() == {"compression", "batch size", "overlap"}
-    assert "7.6 MiB a step at 1000 MB/s" in given_["compression"].number
-    assert "44 % of a step" in given_["compression"].number
-    assert "50 %" in given_["overlap"].number  # backward is 4 ms
-    assert "45 %; with twice" in given_["batch size"].number
-
-
-def test_inside_one_host_nobody_is_told_to_compress():
-    assert "compression" not in subjects(MadeJob([[10_000.0] * 2] * 10, [8000.0] * 10))
-
-
-def test_many_small_collectives_call_for_larger_buckets():
-    job = even(10, 2, agreeing=2000.0, nbytes=1000)
-    recordings = job.recordings()
-    for recording in recordings:  # eight of them in each step
-        more = []
-        for each in recording.collectives:
-            for copy in range(8):
-                key = (0, 8 * each.key[1] + copy, each.name)
-                more.append(type(each)(**{**vars(each), "key": key}))
-        recording.collectives = more
-    first = advise(analyse(align(recordings)))
-    (bucket,) = [each for each in first if each.subject == "bucket size"]
-    assert "agreeing on 8.0 collectives in each step, of 1000 B on average" in bucket.number
-    assert "HOROVOD_FUSION_THRESHOLD" in bucket.action
-
-
-def test_a_job_that_only_computes_is_told_so():
-    job = MadeJob([[100_000.0] * 2] * 10, [500.0] * 10)
-    found = found_in(job)
-    assert not advise(found)
-    assert "nothing left to gain" in verdict(found)
 
 
 # -- sets of time ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from horovod.timeline.__main__ import main
-from tests.timeline.made import even, with_slow_rank
+from tests.timeline.made import MadeJob, even, with_slow_rank
 from tests.timeline.trace_rules import check
 
 
@@ -50,10 +50,35 @@ def test_report(tmp_path, capsys):
         r"  rank 1: 20 of 20 steps, later than the others by 5\.0 ms \(median\), 5\.0 ms at most",
         r"Overlap: 0 % of the reductions hidden behind compute; possible: up to 100 %",
         r"2 tensors: b, a",
-        r"  1\. rank 1 is slow \(up to 5\.0 ms of a step\)",
+        r"  1\. rank 1 is slow \(100 ms, 29 % of the run\)",
     ):
         assert re.search(line, text), f"{line}\n{text}"
     assert all(len(line) <= 110 for line in text.splitlines())
+
+
+def paused(steps: int) -> MadeJob:
+    """Rank 1 pauses for 0.2 s in every 20th step."""
+    compute = [[10_000.0, 210_000.0 if step % 20 == 19 else 10_000.0] for step in range(steps)]
+    return MadeJob(compute, [500.0] * steps)
+
+
+def test_long_steps_are_listed_in_text_and_page(tmp_path, capsys):
+    out = tmp_path / "report.html"
+    assert main(["report", "--html", str(out), *paused(300).write(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        "Long steps: 15 of 300, 3.0 s more than usual ones, 49 % of the run",
+        "  step 19: 211 ms, one rank came late (rank 1)",
+        "  and 5 more",
+        "  1. long steps (3.0 s, 49 % of the run): 15 of 300 steps, every 20th step, take 211 ms",
+    ):
+        assert line in text, text
+    page, source = read_page(out)
+    shown = " ".join(page.text)
+    assert "15 of 300 steps, every 20th step: 3.0 s more than usual steps" in shown
+    assert "one rank came late (rank 1)" in shown
+    assert "long in 50 % of step" in shown  # 300 steps are put together, mostly in pairs
+    assert 15 <= source.count("<rect class=long") <= 30
 
 
 class Page(html.parser.HTMLParser):

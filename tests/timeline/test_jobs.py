@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 
 import horovod.torch as hvd  # noqa: E402
 
-STEPS = 8
+STEPS = 13  # the first is not recorded; of 12 chance makes a rank the last in all once in 4096
 SLOW = 0.2  # seconds that rank 1 loses in each step, before its forward
 SHIFT = 5000.0  # seconds that a wrong clock is ahead
 
@@ -299,4 +299,4 @@ def test_a_job_on_two_hosts_with_clocks_that_differ(tmp_path, capsys):
     assert main(["report", *paths]) == 0
     text = capsys.readouterr().out
     assert "4 ranks on 2 hosts" in text
-    assert "rank 1 (host host0) is the last in" in text
+    assert "Rank 1 (host host0) computes" in " ".join(text.split())

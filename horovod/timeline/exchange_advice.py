@@ -1,0 +1,175 @@
+"""Advice on the exchange of gradients: operations, network, bytes. Used by `advice`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from horovod.timeline.amounts import milliseconds as _ms
+from horovod.timeline.amounts import percent, size_of
+from horovod.timeline.analysis import Analysis
+from horovod.timeline.faults import Advice, Fault
+from horovod.timeline.format import DEVICES
+from horovod.timeline.losses import Losses
+
+LOCAL = ("SHM", "SINGLE", "")  # transports inside one host
+FEWEST_OPERATIONS = 3  # of a step: fewer are not many
+SMALL = 1 << 20  # bytes: operations below cost more to start than to move
+SMALL_THRESHOLD = 1 << 20  # bytes of fusion below which nobody gains anything
+SLOW_LINK = 60e6  # bytes a second: half of what 1 Gbit/s carries
+
+# Bytes a microsecond that every machine moves: what is beyond was not for the bytes.
+_LOCAL_RATE, _NETWORK_RATE, _DEVICE_RATE = 1000.0, 110.0, 5000.0
+
+
+def advise_on_exchange(found: Analysis, losses: Losses) -> Iterator[Advice]:
+    """Advice on how gradients are exchanged, at most one: they are about the same time."""
+    small = _small_operations(found, losses)
+    if small is not None and small.cost >= small.fault.worth * found.run_time:
+        yield small
+        return
+    network = _network(found, losses)
+    if network is not None:
+        yield network
+        return
+    negotiation = found.overall("negotiation")
+    if negotiation > losses.exchange / 2 and negotiation > 0:
+        yield _negotiation(found, losses)
+        return
+    yield _exchange(found, losses)
+
+
+def crosses_hosts(found: Analysis) -> bool:
+    """Whether gradients travel between hosts."""
+    return len(set(found.hosts.values())) > 1 or bool({*found.transports} - {*LOCAL, *DEVICES})
+
+
+def _small_operations(found: Analysis, losses: Losses) -> Advice | None:
+    """Many operations for few bytes: starting them takes the time."""
+    count = found.operations_per_step
+    if count < FEWEST_OPERATIONS or found.bytes_per_step / count >= SMALL:
+        return None
+    needed = losses.exchange / count + found.bytes_per_step / _usual_rate(found)
+    cost = max(0.0, losses.exchange - needed)
+    number = (
+        f"{count:.0f} operations in each step, of {size_of(found.bytes_per_step / count)} on "
+        f"average, take {_ms(losses.exchange)}, {percent(losses.exchange, losses.step)} of it, for "
+        f"{size_of(found.bytes_per_step)} ({_rate(found, losses)}); one for all would take about "
+        f"{_ms(needed)}"
+    )
+    threshold = found.fusion_threshold
+    if threshold is not None and threshold < SMALL_THRESHOLD and count > found.collectives_per_step:
+        action = (
+            f"HOROVOD_FUSION_THRESHOLD is {threshold}, so that hardly anything is put together: "
+            f"leave it out, or let horovodrun --autotune find it"
+        )
+    elif threshold is not None and threshold < SMALL_THRESHOLD:
+        action = (
+            f"HOROVOD_FUSION_THRESHOLD is {threshold}: leave it out, or let horovodrun --autotune "
+            f"find it. Collectives of your own: hvd.grouped_allreduce, or the asynchronous forms"
+        )
+    else:
+        action = (
+            "Send more at a time: hvd.grouped_allreduce or the asynchronous forms for collectives "
+            "of your own; in the optimizer fewer groups and larger buckets "
+            "(HOROVOD_FUSION_THRESHOLD, or let horovodrun --autotune find it)"
+        )
+    return Advice(
+        Fault.SMALL_OPERATIONS,
+        "many small operations",
+        number,
+        action,
+        cost * len(found.steps),
+    )
+
+
+def _network(found: Analysis, losses: Losses) -> Advice | None:
+    """Links between hosts carry less than any network should."""
+    hosts = len(set(found.hosts.values()))
+    moving = found.overall("reduction") + found.overall("hidden")
+    if not crosses_hosts(found) or moving <= 0:
+        return None
+    sent = found.bytes_per_step * (2 * (hosts - 1) / hosts if hosts > 1 else 1.0)
+    rate = sent / moving * 1e6
+    if rate >= SLOW_LINK or found.bytes_per_step < SMALL / 4:
+        return None
+    number = (
+        f"links between hosts carry {rate / 1e6:.1f} MB/s ({rate * 8 / 1e9:.2g} Gbit/s): "
+        f"{size_of(found.bytes_per_step)} take {_ms(moving)} of each step, of which nothing hides "
+        f"{_ms(losses.exchange)}"
+    )
+    action = (
+        "See whether the job uses the right interface (horovodrun --network-interfaces) and what "
+        f"iperf3 measures between the hosts. Until then: {'; '.join(_ways_to_send_less(found))}"
+    )
+    return Advice(
+        Fault.NETWORK, "the network is slow", number, action, losses.exchange * len(found.steps)
+    )
+
+
+def _negotiation(found: Analysis, losses: Losses) -> Advice:
+    """Agreeing takes time, and it is not the number of collectives."""
+    negotiation = min(found.overall("negotiation"), losses.exchange)
+    number = (
+        f"agreeing on {found.collectives_per_step:.1f} collectives takes {_ms(negotiation)} of "
+        f"each step, {percent(negotiation, losses.step)}"
+    )
+    action = (
+        "It is not the number of collectives: try a shorter HOROVOD_CYCLE_TIME, and give every "
+        "process its own cores (--cpu-bind core, OMP_NUM_THREADS)"
+    )
+    cost = negotiation * len(found.steps)
+    return Advice(Fault.NEGOTIATION, "agreeing takes long", number, action, cost)
+
+
+def _exchange(found: Analysis, losses: Losses) -> Advice:
+    """It takes long, at a rate that is to be expected."""
+    number = (
+        f"{size_of(found.bytes_per_step)} a step ({_rate(found, losses)}): what nothing hides "
+        f"takes {_ms(losses.exchange)} of each step, {percent(losses.exchange, losses.step)}"
+    )
+    ways = "; ".join(_ways_to_send_less(found))
+    return Advice(
+        Fault.EXCHANGE,
+        "exchanging gradients takes long",
+        number,
+        ways[0].upper() + ways[1:],
+        losses.exchange * len(found.steps),
+    )
+
+
+def _ways_to_send_less(found: Analysis) -> list[str]:
+    """How to send less, or at another time."""
+    ways = []
+    achieved, possible = found.overlap_achieved or 0.0, found.overlap_possible
+    if possible is not None and possible - achieved > 0.1:
+        hidden = (
+            f"{percent(achieved, 1)} of the reductions are hidden behind backward, which is long "
+            f"enough for {percent(possible, 1)}"
+        )
+        if found.on_devices or crosses_hosts(found):
+            way = "with overlap_forward=model in the optimizer the next forward hides some"
+        else:
+            way = (
+                "with HOROVOD_OVERLAP_BACKWARD=1 backward hides some, if every process has a core "
+                "to spare"
+            )
+        ways.append(f"{way} ({hidden})")
+    if found.on_devices or crosses_hosts(found):
+        ways.append("with compression=hvd.Compression.bf16 half the bytes are sent")
+    ways.append(
+        "with larger batches, or backward_passes_per_step=2 in the optimizer, the same data needs "
+        "half as many exchanges"
+    )
+    return ways
+
+
+def _rate(found: Analysis, losses: Losses) -> str:
+    moving = max(losses.exchange, found.overall("reduction") + found.overall("hidden"))
+    rate = found.bytes_per_step / moving if moving else 0.0  # bytes a microsecond
+    return f"{rate:.0f} MB/s" if rate >= 10 else f"{rate:.1f} MB/s"
+
+
+def _usual_rate(found: Analysis) -> float:
+    if found.on_devices:
+        return _DEVICE_RATE
+    return _NETWORK_RATE if crosses_hosts(found) else _LOCAL_RATE
