@@ -304,7 +304,7 @@ def draw(report: Report, path: str) -> str:
         from matplotlib.figure import Figure
         from matplotlib.ticker import PercentFormatter
     except ImportError:
-        return f"no {path}: it needs matplotlib, pip install 'horovod[scaling]'"
+        return f"no {path}: it needs matplotlib, pip install matplotlib"
     series = {f"measured ({report.mode})": report.rows}
     if report.published is not None:
         series[_title(report)] = report.published_rows

@@ -233,7 +233,7 @@ def _add_scaling(group: argparse._ArgumentGroup) -> None:
         type=values.text,
         metavar="PREFIX",
         help="Write the table to PREFIX.csv and a chart to PREFIX.png (default: scaling). The "
-        "chart needs matplotlib: pip install 'horovod[scaling]'.",
+        "chart needs matplotlib: pip install matplotlib.",
     )
 
 
