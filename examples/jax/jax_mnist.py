@@ -9,6 +9,7 @@ marked "Horovod".
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from typing import Any
@@ -70,8 +71,8 @@ def main() -> int:
     train_images = train_images[hvd.rank() :: hvd.size()]
     train_labels = train_labels[hvd.rank() :: hvd.size()]
 
-    # Horovod: as many steps on every process as the smallest part allows.
-    steps = min(hvd.allgather_object(len(train_images))) // args.batch_size
+    # Horovod: as many steps on every process as the smallest part has batches.
+    steps = math.ceil(min(hvd.allgather_object(len(train_images))) / args.batch_size)
     # Horovod: with more images in a step, a larger learning rate, which it approaches in three
     # epochs: from the start it would throw the untrained model off.
     rate = optax.linear_schedule(args.lr, args.lr * hvd.size(), 3 * steps)
