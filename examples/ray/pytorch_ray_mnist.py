@@ -25,7 +25,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-hosts", type=int, help="nodes to use, instead of --num-workers")
     parser.add_argument("--workers-per-host", type=int, default=1)
     parser.add_argument("--use-gpu", action="store_true", help="a GPU for every process")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
     parser.add_argument("--lr", type=float, default=0.003, help="learning rate of one process")
     parser.add_argument("--target-accuracy", type=float, help="exit with status 1 if it is below")
