@@ -34,7 +34,23 @@ help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
 
 train: $(VENV)/.examples
-	PATH="$(abspath $(BIN)):$$PATH" horovodrun -np 2 python examples/pytorch/pytorch_mnist.py
+	@echo "make: horovodrun -np 2 python examples/pytorch/pytorch_mnist.py"
+	@PATH="$(abspath $(BIN)):$$PATH" horovodrun -np 2 python examples/pytorch/pytorch_mnist.py
+	@echo "$$NEXT_STEPS"
+
+define NEXT_STEPS
+
+That was one model on two processes. What to try next:
+
+  source $(BIN)/activate
+  horovodrun -np 4 python examples/pytorch/pytorch_mnist.py               # more processes
+  horovodrun -np 2 --dashboard python examples/pytorch/pytorch_lm.py      # a live page
+  horovodrun --scaling 1,2 --strong python examples/pytorch/pytorch_mnist.py
+  horovodrun --help
+
+README.md has the lines that a script of yours needs, examples/README.md other frameworks.
+endef
+export NEXT_STEPS
 
 test: test-core test-programs test-lightning test-tensorflow test-jax test-spark test-ray test-mxnet
 
@@ -102,9 +118,11 @@ clean:
 	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-docs $(VENV)-mxnet $(VENV)-torch-* build dist *.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# One stamp for each set of extras; a changed requirement installs again.
+# One stamp for each set of extras; a changed requirement installs again. pip lists a hundred lines
+# that nobody reads: one says what it does, and what went wrong is shown.
 $(VENV)/.examples $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python $(INSTALL) -e '.[$*]'
+	@echo "make: installing Horovod and what its $* need into $(VENV): minutes at first, mostly downloads"
+	@$(BIN)/python $(INSTALL) --quiet --progress-bar off -e '.[$*]'
 	@touch $@
 
 # tf-keras asks for the package "tensorflow", also where its build for CPUs is there.

@@ -83,7 +83,7 @@ examples:
   python benchmarks/collectives.py --device cuda --np 2 --hosts one --limit 120
 
 Close other programs first: numbers of a busy machine mean little. Open MPI and mpi4py come with
-`pip install horovod[bench]`; without them their column is left out.
+`pip install -e '.[bench]'`; without them their column is left out.
 """
 
 

@@ -78,7 +78,7 @@ def write_files(
     csv(folder / f"{name}.csv")
     print(f"Written: {folder / f'{name}.csv'}")
     if importlib.util.find_spec("matplotlib") is None:
-        print("No plot: matplotlib is not installed (pip install horovod[bench]).")
+        print("No plot: matplotlib is not installed (pip install matplotlib).")
     else:
         plot(folder / f"{name}.png")
         print(f"Written: {folder / f'{name}.png'}")

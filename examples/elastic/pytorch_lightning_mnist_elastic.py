@@ -42,8 +42,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
     parser.add_argument("--batches-per-commit", type=int, default=10)
-    parser.add_argument("--lr", type=float, default=0.04, help="learning rate of one process")
-    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--lr", type=float, default=0.0015, help="learning rate of one process")
+    parser.add_argument(
+        "--warmup-epochs", type=int, default=3, help="epochs until it is that of all processes"
+    )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument(
         "--target-accuracy", type=float, help="exit with status 1 if the result is below (0 to 1)"
@@ -54,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     pl.seed_everything(args.seed, verbose=False)
-    module, data = Net(args.lr, args.momentum), Digits(args.batch_size)
+    module, data = Net(args.lr, args.warmup_epochs), Digits(args.batch_size)
     state = TrainerState(module)  # Elastic: what must outlive a process
 
     @hvd.elastic.run  # Elastic: called again after the processes have changed

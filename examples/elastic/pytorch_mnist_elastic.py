@@ -31,8 +31,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
     parser.add_argument("--batches-per-commit", type=int, default=10)
-    parser.add_argument("--lr", type=float, default=0.04, help="learning rate of one process")
-    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--lr", type=float, default=0.0015, help="learning rate of one process")
+    parser.add_argument(
+        "--warmup-epochs", type=int, default=3, help="epochs until it is that of all processes"
+    )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     parser.add_argument(
@@ -101,13 +103,15 @@ def main() -> int:
     sampler = hvd.elastic.ElasticSampler(train_data, seed=args.seed)
     loader = DataLoader(train_data, args.batch_size, sampler=sampler)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=args.momentum),
+        torch.optim.Adam(model.parameters(), lr=args.lr),
         named_parameters=model.named_parameters(),
     )
 
-    def adapt_learning_rate() -> None:
+    def adapt_learning_rate(epoch: int) -> None:
+        # Horovod: grows with the first epochs to that of all processes which there are now.
+        progress = min(1.0, epoch / args.warmup_epochs) if args.warmup_epochs else 1.0
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * hvd.size()
+            group["lr"] = args.lr * (1 + (hvd.size() - 1) * progress)
 
     def train_batch(images: Tensor, labels: Tensor) -> None:
         # Elastic: first, because a step that a failure interrupted has left gradients behind.
@@ -119,8 +123,8 @@ def main() -> int:
 
     @hvd.elastic.run  # Elastic: comes back here when the processes have changed
     def train(state: hvd.elastic.TorchState) -> None:
-        adapt_learning_rate()
         while state.epoch < args.epochs:
+            adapt_learning_rate(state.epoch)
             model.train()
             for batch, (images, labels) in enumerate(loader):
                 train_batch(images, labels)

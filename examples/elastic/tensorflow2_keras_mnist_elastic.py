@@ -70,19 +70,19 @@ def main() -> int:
     if gpus:  # Horovod: one GPU for each process
         tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")
     model = make_model()
-    # Horovod: more images in a step allow a larger learning rate; gradients are averaged.
-    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.Adam(args.lr * hvd.size()))
+    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.Adam(args.lr))  # Horovod
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
 
     # Elastic: all that training needs to go on; what is not in it is lost with a process.
     state = hvd.elastic.KerasState(model, epoch=0, batch=0)
 
-    def adapt_learning_rate() -> None:
-        optimizer.learning_rate = args.lr * hvd.size()
+    def learning_rate(epoch: int, _: float) -> float:
+        # Horovod: more images in a step allow a larger learning rate, after three epochs.
+        return args.lr * (1 + (hvd.size() - 1) * min(1.0, epoch / 3))
 
-    state.register_reset_callbacks([adapt_learning_rate])  # Elastic: other processes, other rate
     callbacks = [
         hvd.callbacks.MetricAverageCallback(),
+        tf.keras.callbacks.LearningRateScheduler(learning_rate),  # Elastic: of those there now
         # Elastic: remember what was done; commit last, so that the others are part of it.
         hvd.elastic.UpdateEpochStateCallback(state),
         hvd.elastic.UpdateBatchStateCallback(state),

@@ -83,9 +83,10 @@ def main() -> int:
 
     @hvd.elastic.run  # Elastic: comes back here when the processes have changed
     def train(state: hvd.elastic.TensorFlowKerasState) -> None:
-        # Horovod: more images in a step allow a larger learning rate.
-        optimizer.learning_rate = args.lr * hvd.size()
         while state.epoch < args.epochs:
+            # Horovod: more images in a step allow a larger learning rate, after three epochs.
+            progress = min(1.0, state.epoch / 3)
+            optimizer.learning_rate = args.lr * (1 + (hvd.size() - 1) * progress)
             steps = args.steps_per_epoch // hvd.size()
             loss = None
             for images, labels in dataset.take(max(steps - state.batch, 0)):

@@ -59,7 +59,11 @@ def main() -> int:
 
     network = Network()
     variables = network.init(jax.random.key(hvd.rank()), images[:1], train=False)
-    optimizer = hvd.DistributedOptimizer(optax.adam(args.lr * hvd.size()))  # Horovod
+    # Horovod: as many steps on every process as the smallest part allows.
+    steps = min(hvd.allgather_object(len(train_images))) // args.batch_size
+    # Horovod: the learning rate grows in three epochs to that of all processes.
+    rate = optax.linear_schedule(args.lr, args.lr * hvd.size(), 3 * steps)
+    optimizer = hvd.DistributedOptimizer(optax.adam(rate))  # Horovod
     variables = hvd.broadcast_parameters(variables, root_rank=0)  # Horovod: begin alike
     params, statistics = variables["params"], variables["batch_stats"]
     opt_state = optimizer.init(params)
@@ -81,7 +85,6 @@ def main() -> int:
         return optax.apply_updates(params, updates), changed, opt_state, loss
 
     random = np.random.default_rng(hvd.rank())
-    steps = min(hvd.allgather_object(len(train_images))) // args.batch_size
     for epoch in range(args.epochs):
         order = random.permutation(len(train_images))
         for number in range(steps):

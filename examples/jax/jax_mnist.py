@@ -9,6 +9,7 @@ marked "Horovod".
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from typing import Any
@@ -70,9 +71,13 @@ def main() -> int:
     train_images = train_images[hvd.rank() :: hvd.size()]
     train_labels = train_labels[hvd.rank() :: hvd.size()]
 
-    # Horovod: the gradients of all processes; with more images in a step, a larger learning rate.
-    optimizer = hvd.DistributedOptimizer(
-        optax.adam(args.lr * hvd.size()),
+    # Horovod: as many steps on every process as the smallest part has batches.
+    steps = math.ceil(min(hvd.allgather_object(len(train_images))) / args.batch_size)
+    # Horovod: with more images in a step, a larger learning rate, which it approaches in three
+    # epochs: from the start it would throw the untrained model off.
+    rate = optax.linear_schedule(args.lr, args.lr * hvd.size(), 3 * steps)
+    optimizer = hvd.DistributedOptimizer(  # Horovod: the gradients of all processes
+        optax.adam(rate),
         compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
     )
     params = make_parameters(jax.random.key(hvd.rank()), args.hidden)
@@ -86,8 +91,6 @@ def main() -> int:
         return optax.apply_updates(params, updates), opt_state, loss
 
     random = np.random.default_rng(hvd.rank())
-    # Horovod: as many steps on every process as the smallest part allows.
-    steps = min(hvd.allgather_object(len(train_images))) // args.batch_size
     for epoch in range(args.epochs):
         began = time.monotonic()
         order = random.permutation(len(train_images))
@@ -99,9 +102,9 @@ def main() -> int:
         metrics = hvd.average_metrics({"loss": loss})  # Horovod: over the processes
         hvd.stats.log(metrics)  # for `horovodrun --dashboard`
         if hvd.rank() == 0:
-            rate = steps * args.batch_size * hvd.size() / (time.monotonic() - began)
+            speed = steps * args.batch_size * hvd.size() / (time.monotonic() - began)
             print(
-                f"epoch {epoch + 1:2}: loss {metrics['loss']:.4f}, {rate:.0f} images/s", flush=True
+                f"epoch {epoch + 1:2}: loss {metrics['loss']:.4f}, {speed:.0f} images/s", flush=True
             )
 
     correct = predict(params, test_images).argmax(axis=1) == test_labels

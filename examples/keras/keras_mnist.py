@@ -37,6 +37,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
     parser.add_argument("--lr", type=float, default=0.001, help="learning rate of one process")
+    parser.add_argument(
+        "--warmup-epochs", type=int, default=3, help="epochs until it is that of all processes"
+    )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/keras_mnist.keras"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
@@ -155,6 +158,8 @@ def main() -> int:
         hvd.callbacks.MetricAverageCallback(),  # Horovod: metrics of all
         # For `horovodrun --dashboard`.
         keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: hvd.stats.log(logs)),
+        # Horovod: a large learning rate from the start may spoil the result, so approach it.
+        hvd.callbacks.LearningRateWarmupCallback(scaled_lr, args.warmup_epochs),
     ]
     if hvd.rank() == 0:  # Horovod: one process writes
         args.checkpoint.parent.mkdir(parents=True, exist_ok=True)

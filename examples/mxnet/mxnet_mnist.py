@@ -21,10 +21,9 @@ import horovod.mxnet as hvd
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
-    parser.add_argument("--lr", type=float, default=0.05, help="learning rate of one process")
-    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--lr", type=float, default=0.0015, help="learning rate of one process")
     parser.add_argument(
         "--target-accuracy", type=float, help="exit with status 1 if the result is below (0 to 1)"
     )
@@ -45,7 +44,7 @@ def main() -> int:
     share = len(train_images) // hvd.size()
     mine = slice(hvd.rank() * share, (hvd.rank() + 1) * share)
     dataset = gluon.data.ArrayDataset(train_images[mine], train_labels[mine])
-    batches = gluon.data.DataLoader(dataset, args.batch_size, shuffle=True, last_batch="discard")
+    batches = gluon.data.DataLoader(dataset, args.batch_size, shuffle=True)
 
     network = gluon.nn.HybridSequential()
     network.add(
@@ -59,9 +58,18 @@ def main() -> int:
     # Horovod: begin alike; the layers' shapes are not known before the first batch.
     params = network.collect_params()
     hvd.broadcast_parameters(params, root_rank=0)
-    # Horovod: the gradients of all processes; with more images in a step, a larger learning rate.
-    options = {"learning_rate": args.lr * hvd.size(), "momentum": args.momentum}
-    trainer = hvd.DistributedTrainer(params, "sgd", options)
+    # Horovod: with more images in a step, a larger learning rate, which it approaches in three
+    # epochs: from the start it would throw the untrained model off.
+    full = args.lr * hvd.size()
+    rate = mx.lr_scheduler.PolyScheduler(
+        args.epochs * len(batches),
+        full,
+        final_lr=full,
+        warmup_steps=3 * len(batches),
+        warmup_begin_lr=args.lr,
+    )
+    options = {"learning_rate": full, "lr_scheduler": rate}
+    trainer = hvd.DistributedTrainer(params, "adam", options)  # Horovod: the gradients of all
     loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
 
     for epoch in range(args.epochs):
@@ -70,7 +78,7 @@ def main() -> int:
             with autograd.record():
                 loss = loss_of(network(batch.as_in_context(context)), labels.as_in_context(context))
             loss.backward()
-            trainer.step(args.batch_size)
+            trainer.step(len(labels))
             total += loss.mean().asscalar()
         # Horovod: the average over the processes.
         average = hvd.allreduce(mx.nd.array([total / len(batches)]), name="loss").asscalar()

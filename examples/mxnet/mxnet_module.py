@@ -20,9 +20,9 @@ import horovod.mxnet as hvd
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate of one process")
+    parser.add_argument("--lr", type=float, default=0.003, help="learning rate of one process")
     parser.add_argument(
         "--target-accuracy", type=float, help="exit with status 1 if the result is below (0 to 1)"
     )
@@ -58,10 +58,15 @@ def main() -> int:
     hvd.broadcast_parameters(auxiliary, root_rank=0)
     module.set_params(arguments, auxiliary)
 
-    # Horovod: the gradients of all processes; the batch of all of them divides the loss.
+    # Horovod: the learning rate grows in three epochs to that of all processes.
+    steps, full = share // args.batch_size, args.lr * hvd.size()
+    rate = mx.lr_scheduler.PolyScheduler(
+        args.epochs * steps, full, final_lr=full, warmup_steps=3 * steps, warmup_begin_lr=args.lr
+    )
+    # Horovod: the gradients of all processes; the batch of each of them divides the loss.
     optimizer = hvd.DistributedOptimizer(
         mx.optimizer.create(
-            "sgd", learning_rate=args.lr * hvd.size(), rescale_grad=1.0 / args.batch_size
+            "adam", learning_rate=full, lr_scheduler=rate, rescale_grad=1.0 / args.batch_size
         )
     )
     module.fit(training, optimizer=optimizer, kvstore=None, num_epoch=args.epochs)

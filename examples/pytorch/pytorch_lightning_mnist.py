@@ -57,7 +57,7 @@ class Digits(pl.LightningDataModule):
 
 
 class Net(pl.LightningModule):
-    def __init__(self, lr: float, momentum: float) -> None:
+    def __init__(self, lr: float, warmup_epochs: int = 3) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.layers = nn.Sequential(
@@ -89,17 +89,26 @@ class Net(pl.LightningModule):
     test_step = validation_step
 
     def configure_optimizers(self) -> Any:
-        # Horovod: N processes take N times the batch in a step, which may be N times as long.
-        rate = self.hparams.lr * self.trainer.world_size
-        return torch.optim.SGD(self.parameters(), lr=rate, momentum=self.hparams.momentum)
+        return torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
+
+    def on_train_batch_start(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        # Horovod: N processes take N times the batch in a step, which may be N times as long; but
+        # not from the start, which would throw the untrained model off.
+        epoch = self.current_epoch + index / self.trainer.num_training_batches
+        warmup = self.hparams.warmup_epochs
+        progress = min(1.0, epoch / warmup) if warmup else 1.0
+        for group in self.optimizers().param_groups:
+            group["lr"] = self.hparams.lr * (1 + (self.trainer.world_size - 1) * progress)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
-    parser.add_argument("--lr", type=float, default=0.04, help="learning rate of one process")
-    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--lr", type=float, default=0.0015, help="learning rate of one process")
+    parser.add_argument(
+        "--warmup-epochs", type=int, default=3, help="epochs until it is that of all processes"
+    )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--fp16-allreduce", action="store_true", help="16 bits on the wire")
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints"))
@@ -129,7 +138,7 @@ def main() -> int:
     if trainer.is_global_zero:
         print(f"training with {trainer.world_size} process(es)", flush=True)
     last = args.checkpoint_dir / "last.ckpt"
-    module, data = Net(args.lr, args.momentum), Digits(args.batch_size)
+    module, data = Net(args.lr, args.warmup_epochs), Digits(args.batch_size)
     trainer.fit(module, data, ckpt_path=last if args.resume else None)
     (result,) = trainer.test(module, data, verbose=False)
 

@@ -16,7 +16,7 @@ import gzip
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +42,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path, help="folder with MNIST's IDX files")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
-    parser.add_argument("--lr", type=float, default=0.04, help="learning rate of one process")
-    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--lr", type=float, default=0.0015, help="learning rate of one process")
+    parser.add_argument(
+        "--warmup-epochs", type=int, default=3, help="epochs until it is that of all processes"
+    )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     parser.add_argument("--fp16-allreduce", action="store_true", help="16 bits on the wire")
@@ -148,19 +150,32 @@ def learning_rate_factor(use_adasum: bool, device: torch.device) -> int:
     return hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1
 
 
+def learning_rate(args: argparse.Namespace, device: torch.device, epoch: float) -> float:
+    """Horovod: grows from the rate of one process to that of all of them.
+
+    A large rate from the start would throw the untrained model off.
+    """
+    progress = min(1.0, epoch / args.warmup_epochs) if args.warmup_epochs else 1.0
+    return args.lr * (1 + (learning_rate_factor(args.use_adasum, device) - 1) * progress)
+
+
 # -- training ------------------------------------------------------------------------------------
 
 
 def train_epoch(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Collection[tuple[Tensor, Tensor]],
     device: torch.device,
+    epoch: int,
+    args: argparse.Namespace,
 ) -> float:
     """One pass over this process's share of the data; the loss averaged over all processes."""
     model.train()
-    total, steps = torch.zeros((), device=device), 0
-    for images, labels in batches:
+    total = torch.zeros((), device=device)
+    for number, (images, labels) in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, device, epoch + number / len(batches))
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images.to(device)), labels.to(device))
         loss.backward()
@@ -168,8 +183,7 @@ def train_epoch(
         if steps % 10 == 0:  # not in every step: to read it is to wait for the GPU
             hvd.stats.log(loss=loss)  # for `horovodrun --dashboard`
         total += loss.detach()
-        steps += 1
-    return hvd.allreduce(total / steps, name="loss").item()
+    return hvd.allreduce(total / len(batches), name="loss").item()
 
 
 @torch.no_grad()
@@ -218,10 +232,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     if hvd.rank() == 0 and path.exists():
         state = torch.load(path, map_location="cpu")
         model.load_state_dict(state["model"])
-        rates = [group["lr"] for group in optimizer.param_groups]
         optimizer.load_state_dict(state["optimizer"])
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # of this run, which may have another number of processes
         done = state["epoch"]
     return hvd.broadcast_object(done, root_rank=0, name="epochs done")
 
@@ -241,9 +252,7 @@ def main() -> int:
     loader = DataLoader(train_data, args.batch_size, sampler=sampler)
 
     model = Net(image_size=train_data.tensors[0].shape[-1]).to(device)
-    # Horovod: the learning rate goes with the number of processes.
-    rate = args.lr * learning_rate_factor(args.use_adasum, device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=args.momentum)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
 
     first = load_checkpoint(args.checkpoint, model, optimizer) if args.resume else 0
     # Horovod: all start from what rank 0 has.
@@ -274,7 +283,7 @@ def main() -> int:
             leave=False,
             ncols=80,
         )
-        loss = train_epoch(model, optimizer, bar, device)
+        loss = train_epoch(model, optimizer, bar, device, epoch, args)
         result = accuracy(model, test_data, device)
         hvd.stats.log(accuracy=result)
         save_checkpoint(args.checkpoint, epoch + 1, model, optimizer)

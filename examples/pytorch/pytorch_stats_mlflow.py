@@ -32,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate of one process")
+    parser.add_argument("--lr", type=float, default=0.002, help="learning rate of one process")
     parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     parser.add_argument(
         "--tracking-uri", default=os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
@@ -74,7 +74,7 @@ def main() -> None:
     labels = torch.tensor(digits.target).to(device)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size()),
+        torch.optim.Adam(model.parameters(), lr=args.lr),
         named_parameters=model.named_parameters(),
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -89,6 +89,8 @@ def main() -> None:
     mlflow.log_params({"epochs": args.epochs, "batch_size": args.batch_size, "size": hvd.size()})
     before = hvd.stats()
     for epoch in range(args.epochs):
+        for group in optimizer.param_groups:  # Horovod: grows to the rate of all processes
+            group["lr"] = args.lr * min(epoch + 1, hvd.size())
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
         for part in order[hvd.rank() :: hvd.size()].split(args.batch_size):
             optimizer.zero_grad()

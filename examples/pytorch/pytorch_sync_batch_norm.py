@@ -35,7 +35,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4, help="images in one forward pass")
     parser.add_argument("--batches-per-step", type=int, default=4, help="backward passes in a step")
     parser.add_argument("--accumulation", choices=["count", "no-sync"], default="count")
-    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of one process")
+    parser.add_argument("--lr", type=float, default=0.002, help="learning rate of one process")
+    parser.add_argument(
+        "--warmup-epochs", type=int, default=2, help="epochs until it is that of all processes"
+    )
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/sync_batch_norm.pt"))
     parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     parser.add_argument("--seed", type=int, default=42)
@@ -107,6 +110,15 @@ def train_step(
     return total
 
 
+def learning_rate(args: argparse.Namespace, epoch: float) -> float:
+    """Horovod: grows from the rate of one process to that of all of them.
+
+    A large rate from the start would throw the untrained model off.
+    """
+    progress = min(1.0, epoch / args.warmup_epochs) if args.warmup_epochs else 1.0
+    return args.lr * (1 + (hvd.size() - 1) * progress)
+
+
 @torch.no_grad()
 def accuracy(model: nn.Module, data: TensorDataset, device: torch.device) -> float:
     """The share of images the model gets right; every process looks at its part of them."""
@@ -130,7 +142,7 @@ def main() -> None:
     )
     loader = DataLoader(train_data, args.batch_size * args.batches_per_step, sampler=sampler)
     model = make_model().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=0.9)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     # Horovod: all start from what rank 0 has.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -151,13 +163,16 @@ def main() -> None:
         sampler.set_epoch(epoch)  # Horovod: shuffle anew, alike on all processes
         model.train()
         total = torch.zeros((), device=device)
-        for images, labels in tqdm(
+        bar = tqdm(
             loader,
             desc=f"epoch {epoch + 1}/{args.epochs}",
             disable=not shows_progress(),
             leave=False,
             ncols=80,
-        ):
+        )
+        for number, (images, labels) in enumerate(bar):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(args, epoch + number / len(loader))
             total += train_step(model, optimizer, images.to(device), labels.to(device), args)
         loss = hvd.allreduce(total / len(loader), name="loss").item()
         rate = accuracy(model, test_data, device)

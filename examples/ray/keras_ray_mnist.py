@@ -24,7 +24,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
-    parser.add_argument("--lr", type=float, default=0.05, help="learning rate of one process")
+    parser.add_argument("--lr", type=float, default=0.004, help="learning rate of one process")
     parser.add_argument("--target-accuracy", type=float, help="exit with status 1 if it is below")
     return parser.parse_args()
 
@@ -54,7 +54,8 @@ class Classifier:
                 keras.layers.Dense(10, activation="softmax"),
             ]
         )
-        optimizer: Any = keras.optimizers.SGD(lr * hvd.size(), momentum=0.9)
+        self.rate = lr * hvd.size()  # Horovod: it goes with the processes, see `fit`
+        optimizer: Any = keras.optimizers.Adam(self.rate)
         optimizer = hvd.DistributedOptimizer(optimizer)  # Horovod
         self.model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
 
@@ -72,6 +73,7 @@ class Classifier:
             callbacks=[
                 hvd.callbacks.BroadcastGlobalVariablesCallback(0),  # Horovod
                 hvd.callbacks.MetricAverageCallback(),  # Horovod
+                hvd.callbacks.LearningRateWarmupCallback(self.rate, warmup_epochs=2),  # Horovod
             ],
         )
         return [float(loss) for loss in history.history["loss"]]

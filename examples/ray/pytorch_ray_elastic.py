@@ -26,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
-    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of one process")
+    parser.add_argument("--lr", type=float, default=0.003, help="learning rate of one process")
     parser.add_argument("--target-accuracy", type=float, help="exit with status 1 if it is below")
     return parser.parse_args()
 
@@ -50,19 +50,16 @@ def train(epochs: int, batch_size: int, lr: float) -> float:
     parts = train_test_split(images, torch.tensor(digits.target), test_size=0.2, random_state=0)
     train_x, test_x, train_y, test_y = parts
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=lr * hvd.size(), momentum=0.9)
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=lr)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 
-    def adapt() -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = lr * hvd.size()
-
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)  # Elastic
-    state.register_reset_callbacks([adapt])  # Elastic: the job has another size now
 
     @hvd.elastic.run  # Elastic
     def run(state: Any) -> None:
         while state.epoch < epochs:
+            for group in optimizer.param_groups:  # Elastic: grows to the rate of those there now
+                group["lr"] = lr * (1 + (hvd.size() - 1) * min(1.0, state.epoch / 3))
             order = torch.randperm(len(train_x), generator=torch.Generator().manual_seed(1))
             mine = order[hvd.rank() :: hvd.size()][: len(order) // hvd.size()]
             for batch in mine.split(batch_size):

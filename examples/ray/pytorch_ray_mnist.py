@@ -25,9 +25,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-hosts", type=int, help="nodes to use, instead of --num-workers")
     parser.add_argument("--workers-per-host", type=int, default=1)
     parser.add_argument("--use-gpu", action="store_true", help="a GPU for every process")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
-    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of one process")
+    parser.add_argument("--lr", type=float, default=0.003, help="learning rate of one process")
     parser.add_argument("--target-accuracy", type=float, help="exit with status 1 if it is below")
     return parser.parse_args()
 
@@ -59,12 +59,14 @@ def train(epochs: int, batch_size: int, lr: float, use_gpu: bool) -> float:
         nn.ReLU(),
         nn.Linear(64, 10),
     ).to(device)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=lr * hvd.size(), momentum=0.9)
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=lr)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())  # Horovod
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # Horovod
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # Horovod
 
     for epoch in range(1, epochs + 1):
+        for group in optimizer.param_groups:  # Horovod: grows to the rate of all processes
+            group["lr"] = lr * (1 + (hvd.size() - 1) * min(1.0, (epoch - 1) / 3))
         order = torch.randperm(len(train_x), generator=torch.Generator().manual_seed(epoch))
         mine = order[hvd.rank() :: hvd.size()][: len(order) // hvd.size()]  # Horovod
         for batch in mine.split(batch_size):

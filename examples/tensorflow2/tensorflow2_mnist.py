@@ -38,6 +38,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000, help="steps of all processes together")
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
     parser.add_argument("--lr", type=float, default=0.001, help="learning rate of one process")
+    parser.add_argument(
+        "--warmup", type=float, default=0.25, help="share of the steps until it is that of all"
+    )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--no-cuda", action="store_true", help="stay on the CPU")
     parser.add_argument("--fp16-allreduce", action="store_true", help="16 bits on the wire")
@@ -118,6 +121,16 @@ def choose_device(cpu_only: bool) -> str:
 # -- training ------------------------------------------------------------------------------------
 
 
+def learning_rate(args: argparse.Namespace, done: float) -> float:
+    """Horovod: N processes take N times the batch, so a step may be N times as long.
+
+    But not from the start, which would throw the untrained model off. `done` is the share of the
+    steps that are done.
+    """
+    progress = min(1.0, done / args.warmup) if args.warmup else 1.0
+    return args.lr * (1 + (hvd.size() - 1) * progress)
+
+
 def accuracy(model: tf.keras.Model, images: np.ndarray, labels: np.ndarray) -> float:
     """The share of images the model gets right; every process looks at its part of them."""
     images, labels = (array[hvd.rank() :: hvd.size()] for array in (images, labels))
@@ -145,9 +158,7 @@ def main() -> int:
     dataset = dataset.shuffle(2000).repeat().batch(args.batch_size).prefetch(2)
 
     model = make_model(train_x.shape[1])
-    # Horovod: N processes take N times the batch, so a step may be N times as long.
-    rate = args.lr * hvd.size()
-    optimizer = tf.keras.optimizers.Adam(rate)
+    optimizer = tf.keras.optimizers.Adam(args.lr)
     optimizer.build(model.trainable_variables)
     loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -158,7 +169,6 @@ def main() -> int:
     # Horovod: all start from what rank 0 has, be it random or from a checkpoint.
     hvd.broadcast_variables(model.variables, root_rank=0)
     hvd.broadcast_variables(optimizer.variables, root_rank=0)
-    optimizer.learning_rate = rate  # of this run, which may have another number of processes
 
     @tf.function
     def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
@@ -181,6 +191,7 @@ def main() -> int:
     started = time.monotonic()
     last = args.steps // hvd.size()  # Horovod: together they make as many as one alone would
     for step, (images, labels) in enumerate(dataset.take(max(0, last - first)), first + 1):
+        optimizer.learning_rate = learning_rate(args, step / last)
         loss = train_step(images, labels)
         if step % 10 == 0:
             hvd.stats.log(loss=loss)  # for `horovodrun --dashboard`

@@ -108,7 +108,7 @@ def main() -> None:
     dataset = dataset.map(shifted, num_parallel_calls=tf.data.AUTOTUNE).batch(args.batch_size)
     model = make_model()
     loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    optimizer = tf.keras.optimizers.Adam(args.lr * hvd.size())
+    optimizer = tf.keras.optimizers.Adam(args.lr)
 
     @tf.function
     def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
@@ -123,7 +123,10 @@ def main() -> None:
     # Horovod: wait for the compute workers.
     config = TfDataServiceConfig.read(args.configfile, wait_for_file_creation=True)
     with prepared_elsewhere(dataset, config, args) as batches:
-        for step, (images, labels) in enumerate(batches.take(args.steps // hvd.size())):
+        steps = args.steps // hvd.size()
+        for step, (images, labels) in enumerate(batches.take(steps)):
+            # Horovod: grows in a quarter of the steps to the rate of all processes.
+            optimizer.learning_rate = args.lr * (1 + (hvd.size() - 1) * min(1.0, 4 * step / steps))
             loss = train_step(images, labels)
             if step == 0:  # Horovod: all go on from what rank 0 has
                 hvd.broadcast_variables(model.variables, root_rank=0)

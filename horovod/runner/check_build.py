@@ -90,6 +90,28 @@ from mpi4py import MPI
 library = MPI.Get_library_version().strip("\\0 \\n").partition("\\n")[0].partition(",")[0]
 print("\\n" + json.dumps({"MPI": f"{library}, mpi4py {mpi4py.__version__}"}))
 """
+_LIGHTNING = """
+import json
+try:
+    import lightning as framework
+except ModuleNotFoundError:
+    import pytorch_lightning as framework
+import horovod.lightning
+print("\\n" + json.dumps({"Lightning": framework.__version__}))
+"""
+_SPARK = """
+import json, os, shutil
+import pyspark, horovod.spark
+home = os.environ.get("JAVA_HOME")
+if not (os.path.exists(f"{home}/bin/java") if home else shutil.which("java")):
+    raise SystemExit("there is no java" + (f" in {home}/bin (JAVA_HOME)" if home else " on PATH"))
+print("\\n" + json.dumps({"Spark": pyspark.__version__}))
+"""
+_DASHBOARD = """
+import json
+import aiohttp, horovod.runner.dashboard.server
+print("\\n" + json.dumps({"Dashboard": f"aiohttp {aiohttp.__version__}"}))
+"""
 # A child that reads its parent's memory needs the same right as one rank that reads another's.
 _SHARED_MEMORY = """
 import ctypes, json, mmap, os, socket
@@ -138,12 +160,16 @@ _FRAMEWORKS = (
     ("Keras", "keras"),
     ("MXNet", "mxnet"),
     ("JAX", "jax"),
+    ("Ray", "ray"),
 )
 _PROBES = (
     _Probe(_TORCH, "PyTorch", "torch"),
     _Probe(_DEVICES, "Devices", "torch", _DRIVER_SECONDS),  # second: torch is imported by then
     _Probe(_MPI, "MPI", "mpi4py"),
     _Probe(_SHARED_MEMORY, "Shared memory"),
+    _Probe(_LIGHTNING, "Lightning", "pytorch_lightning"),
+    _Probe(_SPARK, "Spark", "pyspark"),
+    _Probe(_DASHBOARD, "Dashboard", "aiohttp"),
     *(
         _Probe(
             _FRAMEWORK.format(module=module, binding=f"horovod.{module}", name=name), name, module
@@ -153,12 +179,14 @@ _PROBES = (
 )
 
 _SECTIONS = (
-    ("Available Frameworks", ("TensorFlow", "PyTorch", "Keras", "MXNet", "JAX")),
+    ("Available Frameworks", ("TensorFlow", "PyTorch", "Keras", "MXNet", "JAX", "Lightning")),
     ("Available Controllers", ("MPI", "Gloo")),
     (
         "Available Tensor Operations",
         ("NCCL", "XCCL", "DDL", "CCL", "MPI", "Gloo", "Shared memory"),
     ),
+    ("Available Clusters", ("Spark", "Ray")),
+    ("Available Tools", ("Dashboard",)),
 )
 
 

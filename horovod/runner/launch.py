@@ -18,6 +18,8 @@ from horovod.runner.jobs import controllers
 from horovod.runner.jobs.request import make_request
 from horovod.runner.jobs.run_job import run_job
 from horovod.runner.options.arguments import parse_args as parse_args  # upstream's name too
+from horovod.runner.options.completion import completion_script
+from horovod.runner.options.parser import make_parser
 from horovod.runner.options.tunables import settings
 from horovod.runner.output.colours import Colour
 from horovod.runner.output.console import Console
@@ -47,6 +49,8 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         from horovod.runner import check_build as build  # rarely needed, so not at every start
 
         return console.answer(build.check_build(verbose=options.verbose))
+    if options.completion:
+        return console.answer(completion_script(make_parser(), options.completion))
     get_logger().setLevel(LEVELS[settings(options, os.environ).log_level])
     for notice in options.notices:
         console.say(notice, Colour.ATTENTION)
@@ -84,13 +88,15 @@ def _run_elsewhere(controller: str, options: argparse.Namespace, console: Consol
     """Let mpirun or jsrun start the processes; does not return unless this is a dry run."""
     request = make_request(options, options.command, os.environ)
     plan = controllers.plan(controller, options, request, dry=options.dry_run)
-    if settings(options, os.environ).dashboard is not None:
-        program = os.path.basename(plan.command[0])
-        console.say(f"no dashboard: {program} takes horovodrun's place; --gloo keeps it")
+    program = os.path.basename(plan.command[0])
+    wanted = ["dashboard"] * (settings(options, os.environ).dashboard is not None)
+    wanted += ["progress"] * options.progress
+    if wanted:
+        lost = " and no ".join(wanted)
+        console.say(f"no {lost}: {program} takes horovodrun's place; --gloo keeps it")
     if options.dry_run:
         return console.answer(controllers.describe(plan))
     if not (options.use_mpi or options.use_jsrun):
-        program = os.path.basename(plan.command[0])
         console.say(f"{program} starts the processes here; --gloo lets horovodrun do it itself")
     if options.verbose:
         console.say(f"running {plan.command!r}")

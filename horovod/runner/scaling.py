@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from horovod.common.store import MemoryStore, Store
 from horovod.runner.dashboard.reports import parse_report
-from horovod.runner.dashboard.watching import INTERVAL
+from horovod.runner.dashboard.watching import INTERVAL, title_of
 from horovod.runner.jobs import controllers
 from horovod.runner.jobs.request import make_request
 from horovod.runner.jobs.run_job import find_command, run_job
@@ -66,7 +66,8 @@ def run_study(options: argparse.Namespace, env: Mapping[str, str], console: Cons
             "cores; set OMP_NUM_THREADS to give it the same at every size",
             Colour.ATTENTION,
         )
-    study = _Study(options, env, console, controller, Report(options.strong, published))
+    report = Report(options.strong, published, title=title_of(options.command))
+    study = _Study(options, env, console, controller, report)
     try:
         study.run()
     except KeyboardInterrupt:  # between two runs, or while mpirun ran

@@ -29,11 +29,13 @@ _COLUMNS = (
     "speedup",
     "efficiency",
     "runs",
+    "spread_percent",
     "all_seconds",
 )
 _PUBLISHED_COLUMNS = ("published_seconds", "published_speedup", "published_efficiency")
 _MODES = ("weak", "strong")
 _MUCH = 0.2  # of the median: runs of one size that differ more say little about small differences
+_TOO_GOOD = 1.1  # efficiency above this needs an explanation, most often that of a wrong base
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,15 @@ class Row(Run):
     efficiency: float
 
 
+def spread(runs: Sequence[Run]) -> float | None:
+    """How far the times of the runs of one size are apart, as a share of their median.
+
+    None where there is one run, which says nothing about that.
+    """
+    times = [run.seconds for run in runs]
+    return (max(times) - min(times)) / statistics.median(times) if len(times) > 1 else None
+
+
 @dataclass(frozen=True)
 class Published:
     """Somebody else's run, or an earlier one."""
@@ -70,6 +81,7 @@ class Report:
     published: Published | None = None
     runs: dict[int, list[Run]] = field(default_factory=dict)  # by size
     failed: dict[int, str] = field(default_factory=dict)  # how, by size
+    title: str = ""  # of what was measured, for the chart
 
     @property
     def mode(self) -> str:
@@ -194,7 +206,9 @@ def table(report: Report, sizes: Sequence[int]) -> str:
     """The whole table, for people, with a line that says what the numbers mean."""
     rows, published = report.rows, report.published_rows
     with_steps = any(row.steps_per_second for row in rows.values())
-    head = ["ranks", "time (s)", *["steps/s"] * with_steps, "speed-up", "efficiency"]
+    with_spread = any(len(runs) > 1 for runs in report.runs.values())
+    head = ["ranks", "time (s)", *["spread"] * with_spread, *["steps/s"] * with_steps]
+    head += ["speed-up", "efficiency"]
     width = len(head)
     if published:
         head += ["time (s)", "speed-up", "efficiency"]
@@ -203,6 +217,8 @@ def table(report: Report, sizes: Sequence[int]) -> str:
         cells = [str(size), *_cells(rows.get(size), with_steps)]
         if size in report.failed and size not in rows:
             cells[1] = "failed"
+        apart = spread(report.runs.get(size, ()))
+        cells[2:2] = ["-" if apart is None else f"{apart:.0%}"] * with_spread
         lines.append(cells + (_cells(published.get(size), False) if published else []))
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     texts = []
@@ -236,27 +252,34 @@ def _legend(report: Report) -> str:
     most = max(len(runs) for runs in report.runs.values())
     runs = f", medians of {most} runs" if most > 1 else ""
     basis = "by steps per second" if counts_steps(rows, report.strong) else "by time"
-    return (
+    told = (
         f"{report.mode} scaling{runs}; speed-up and efficiency relative to {ranks_of(base)}, "
-        f"{basis}.\nThe time is that of the whole command.{_doubts(report)}"
+        f"{basis}.\nThe time is that of the whole command."
     )
+    return "\n".join([told, *_doubts(report)])
 
 
-def _doubts(report: Report) -> str:
-    """A sentence about the size whose runs differ most, if that is much."""
-
-    def spread(size: int) -> float:
-        times = [run.seconds for run in report.runs[size]]
-        return (max(times) - min(times)) / statistics.median(times)
-
-    worst = max(report.runs, key=spread)
-    if spread(worst) < _MUCH:
-        return ""
-    times = sorted(run.seconds for run in report.runs[worst])
-    return (
-        f"\nThe runs of {ranks_of(worst)} took {times[0]:.2f} to {times[-1]:.2f} s: something else "
-        f"used the machine. Run it\nagain where nothing does, or more often (--repeat)."
-    )
+def _doubts(report: Report) -> list[str]:
+    """What speaks against the numbers, a sentence each."""
+    found = []
+    if any(len(runs) == 1 for runs in report.runs.values()):
+        found.append("One run of a size has no estimate of its error: --repeat 3 gives one.")
+    worst = max(report.runs, key=lambda size: spread(report.runs[size]) or 0.0)
+    if (spread(report.runs[worst]) or 0.0) >= _MUCH:
+        times = sorted(run.seconds for run in report.runs[worst])
+        found.append(
+            f"The runs of {ranks_of(worst)} took {times[0]:.2f} to {times[-1]:.2f} s: something "
+            f"else used the machine. Run it\nagain where nothing does, or more often (--repeat)."
+        )
+    above = [row.ranks for row in report.rows.values() if row.efficiency > _TOO_GOOD]
+    if above:
+        base = ranks_of(min(report.rows))
+        found.append(
+            f"Efficiency above {_TOO_GOOD:.0%} at {', '.join(map(ranks_of, above))}: more ranks do "
+            f"not make each of them faster.\nMost often {base} had another load, fewer cores or "
+            f"other work; see docs/scaling.md."
+        )
+    return found
 
 
 def ranks_of(size: int) -> str:
@@ -280,7 +303,9 @@ def write_csv(report: Report, sizes: Sequence[int], path: str) -> str:
             for size in sorted({*sizes, *published}):
                 runs = report.runs.get(size, [])
                 cells: list[Any] = [size, report.mode, *_numbers(rows.get(size), with_steps=True)]
-                cells += [len(runs), " ".join(f"{run.seconds:.3f}" for run in runs)]
+                apart = spread(runs)
+                cells += [len(runs), "" if apart is None else f"{100 * apart:.1f}"]
+                cells.append(" ".join(f"{run.seconds:.3f}" for run in runs))
                 if published:
                     cells += _numbers(published.get(size), with_steps=False)
                 writer.writerow(cells)
@@ -297,6 +322,19 @@ def _numbers(row: Row | None, *, with_steps: bool) -> list[str]:
     return [f"{row.seconds:.3f}", *steps, f"{row.speedup:.4f}", f"{row.efficiency:.4f}"]
 
 
+def _errors(
+    values: Sequence[float], runs: Sequence[Sequence[Run]], by_steps: bool
+) -> list[list[float]]:
+    """How far the worst and the best run of each size would move its value: below, and above."""
+    below, above = [], []
+    for value, of_size in zip(values, runs, strict=True):
+        rates = [(run.steps_per_second or 0.0) if by_steps else 1 / run.seconds for run in of_size]
+        median = statistics.median(rates or [1.0])
+        below.append(max(0.0, value * (1 - min(rates, default=median) / median)))
+        above.append(max(0.0, value * (max(rates, default=median) / median - 1)))
+    return [below, above]
+
+
 def draw(report: Report, path: str) -> str:
     """Draw the chart; why not, if it cannot be drawn."""
     try:
@@ -304,13 +342,15 @@ def draw(report: Report, path: str) -> str:
         from matplotlib.figure import Figure
         from matplotlib.ticker import PercentFormatter
     except ImportError:
-        return f"no {path}: it needs matplotlib, pip install 'horovod[scaling]'"
+        return f"no {path}: it needs matplotlib, pip install matplotlib"
     series = {f"measured ({report.mode})": report.rows}
     if report.published is not None:
         series[_title(report)] = report.published_rows
     ranks = sorted({size for rows in series.values() for size in rows})
-    figure = Figure(figsize=(9.0, 4.2), dpi=120, layout="constrained")
+    by_steps = counts_steps(report.rows, report.strong)
+    figure = Figure(figsize=(9.0, 4.6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
+    figure.suptitle(f"{report.title}: {report.mode} scaling" if report.title else "Scaling")
     left, right = figure.subplots(1, 2)
     right.axhline(1.0, linestyle="--", color="grey")
     label = "ideal"
@@ -320,8 +360,11 @@ def draw(report: Report, path: str) -> str:
         label = "_"  # matplotlib's name for what has no entry in the legend
     for (label, rows), marker in zip(series.items(), "os", strict=False):
         sizes = list(rows)
-        left.plot(sizes, [row.speedup for row in rows.values()], marker=marker, label=label)
-        right.plot(sizes, [row.efficiency for row in rows.values()], marker=marker, label=label)
+        runs = report.runs if rows is series[f"measured ({report.mode})"] else {}
+        for axes, of in ((left, "speedup"), (right, "efficiency")):
+            values = [getattr(row, of) for row in rows.values()]
+            errors = _errors(values, [runs.get(size, ()) for size in sizes], by_steps)
+            axes.errorbar(sizes, values, errors, marker=marker, label=label, capsize=3)
     for axes, what in ((left, "speed-up"), (right, "efficiency")):
         axes.set(xlabel="ranks", ylabel=what, xticks=ranks, ylim=(0, axes.get_ylim()[1] * 1.05))
         axes.grid(alpha=0.3)

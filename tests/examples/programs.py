@@ -42,11 +42,15 @@ print("checksum", digest.hexdigest(), flush=True)
 
 
 def run_example(
-    script: str, *options: str | Path, cwd: Path, launcher: str | None = "horovodrun"
+    script: str,
+    *options: str | Path,
+    cwd: Path,
+    launcher: str | None = "horovodrun",
+    ranks: int = 2,
 ) -> subprocess.CompletedProcess[str]:
-    """Run an example to its end: alone, or with two ranks under a launcher."""
+    """Run an example to its end: alone, or with some ranks under a launcher."""
     command = [str(PYTORCH / script), *map(str, options)]
-    return _run(_started_by(launcher, command), cwd)
+    return _run(_started_by(launcher, command, ranks), cwd)
 
 
 def run_with_checksums(script: str, *options: str | Path, cwd: Path) -> tuple[str, str]:
@@ -62,19 +66,20 @@ def run_with_checksums(script: str, *options: str | Path, cwd: Path) -> tuple[st
     return done.stdout, found[0][1]
 
 
-def _started_by(launcher: str | None, command: list[str]) -> list[str]:
+def _started_by(launcher: str | None, command: list[str], ranks: int = 2) -> list[str]:
+    size = str(ranks)
     if launcher is None:
         return [sys.executable, *command]
     if launcher == "horovodrun":
-        return [sys.executable, "-m", "horovod.runner", "-np", "2", sys.executable, *command]
+        return [sys.executable, "-m", "horovod.runner", "-np", size, sys.executable, *command]
     if launcher == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *command]
+        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", size, *command]
     assert launcher == "mpirun"
     beside = str(Path(sys.executable).parent)  # that of the environment the tests run in
     mpirun = shutil.which("mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
     assert mpirun, "mpirun is not installed"
     root = ["--allow-run-as-root", "--oversubscribe"]
-    return [mpirun, *root, "-np", "2", sys.executable, *command]
+    return [mpirun, *root, "-np", size, sys.executable, *command]
 
 
 def _run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import gzip
 import os
 import re
+import runpy
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader
 
-from tests.examples.programs import run_example
+from tests.examples.programs import PYTORCH, run_example
 
 SCRIPT = "pytorch_mnist.py"
 
 
 def _train(
-    tmp_path: Path, *options: str, launcher: str | None = "horovodrun"
+    tmp_path: Path, *options: str, launcher: str | None = "horovodrun", ranks: int = 2
 ) -> subprocess.CompletedProcess[str]:
     checkpoint = ("--checkpoint", tmp_path / "folder" / "model.pt")
-    return run_example(SCRIPT, *checkpoint, *options, cwd=tmp_path, launcher=launcher)
+    return run_example(SCRIPT, *checkpoint, *options, cwd=tmp_path, launcher=launcher, ranks=ranks)
 
 
 def _final_accuracy(done: subprocess.CompletedProcess[str]) -> float:
@@ -31,8 +34,8 @@ def _final_accuracy(done: subprocess.CompletedProcess[str]) -> float:
     return float(found[0]) / 100
 
 
-def test_two_processes_learn_the_digits(tmp_path: Path):
-    done = _train(tmp_path, "--target-accuracy", "0.95")
+def test_four_processes_learn_the_digits(tmp_path: Path):
+    done = _train(tmp_path, "--target-accuracy", "0.95", ranks=4)
     assert done.returncode == 0, done.stdout + done.stderr
     assert _final_accuracy(done) >= 0.95
     assert "epoch 1/" not in done.stderr  # no bar where nobody watches
@@ -40,11 +43,35 @@ def test_two_processes_learn_the_digits(tmp_path: Path):
     assert torch.load(tmp_path / "folder" / "model.pt")["epoch"] == 12
 
 
+@pytest.mark.parametrize("batch_size", [8, 32])
+def test_the_learning_rate_suits_sixteen_processes(
+    monkeypatch: pytest.MonkeyPatch, batch_size: int
+):
+    """One process takes the batches of all: the average of their gradients is the same."""
+    monkeypatch.setattr("sys.argv", [SCRIPT])
+    example = runpy.run_path(str(PYTORCH / SCRIPT))
+    args = example["parse_arguments"]()
+    stand_in = SimpleNamespace(
+        size=lambda: 16, rank=lambda: 0, allreduce=lambda value, name, op=None: value, Sum=None
+    )
+    monkeypatch.setitem(example["train_epoch"].__globals__, "hvd", stand_in)
+    torch.manual_seed(args.seed)
+    train_data, test_data = example["load_data"](None)
+    batches = DataLoader(train_data, 16 * batch_size, shuffle=True)
+    model, cpu = example["Net"](8), torch.device("cpu")
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    for epoch in range(args.epochs):
+        example["train_epoch"](model, optimizer, batches, cpu, epoch, args)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(16 * args.lr)
+    images, labels = test_data.tensors
+    assert (model(images).argmax(1) == labels).float().mean() >= 0.95
+
+
 @pytest.mark.parametrize(
     ("launcher", "options"),
     [
         ("torchrun", ["--fp16-allreduce", "--gradient-predivide-factor", "2"]),
-        ("mpirun", ["--use-adasum", "--lr", "0.08"]),
+        ("mpirun", ["--use-adasum", "--lr", "0.003"]),
     ],
 )
 def test_other_launchers_and_ways_to_reduce(tmp_path: Path, launcher: str, options: list[str]):

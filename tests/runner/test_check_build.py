@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -101,15 +103,26 @@ def test_the_report(report: str):
         "Available Frameworks:",
         "Available Controllers:",
         "Available Tensor Operations:",
+        "Available Clusters:",
+        "Available Tools:",
         "Available Devices:",
     ]
     entries = _entries(report)
     assert {box for box, _ in entries.values()} <= {"[X]", "[ ]"}
     assert list(entries) == [
-        *("TensorFlow", "PyTorch", "Keras", "MXNet", "JAX"),
+        *("TensorFlow", "PyTorch", "Keras", "MXNet", "JAX", "Lightning"),
         *("MPI", "Gloo"),
         *("NCCL", "XCCL", "DDL", "CCL", "Shared memory"),
+        *("Spark", "Ray", "Dashboard"),
     ]
+    modules = {"Lightning": "lightning", "Spark": "pyspark", "Ray": "ray", "Dashboard": "aiohttp"}
+    for name, module in modules.items():
+        if importlib.util.find_spec(module) is None:
+            assert entries[name] == ("[ ]", "")
+        elif name != "Spark" or shutil.which("java"):
+            version = importlib.metadata.version(module)
+            assert entries[name][0] == "[X]"
+            assert entries[name][1].endswith(version)
     assert entries["DDL"] == entries["CCL"] == ("[ ]", "")  # not part of this Horovod
     if importlib.util.find_spec("mpi4py"):
         import mpi4py

@@ -113,6 +113,7 @@ try:
     time.sleep(1000)
 except KeyboardInterrupt:
     print("interrupted")
+    raise
 finally:
     time.sleep(0.1)
     print("finally")
@@ -123,8 +124,9 @@ def test_ctrl_c_is_a_keyboard_interrupt_in_the_workers():
     with started(2, INTERRUPTED) as job:
         pids = job.wait_for_pids(2)
         job.process.send_signal(signal.SIGINT)
-        code, stdout, _ = job.finish()
+        code, stdout, stderr = job.finish()
         assert code == 130
+        assert re.fullmatch(r"horovodrun: got SIGINT: .*\n", stderr)  # and no traceback
         for rank in range(2):
             said = [line for line in stdout.splitlines() if line.startswith(f"[{rank}]")]
             assert said == [f"[{rank}]<stdout>:interrupted", f"[{rank}]<stdout>:finally"]

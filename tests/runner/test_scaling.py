@@ -17,7 +17,15 @@ from horovod.common.store import MemoryStore
 from horovod.runner.options.arguments import make_options
 from horovod.runner.output.report import LaunchError
 from horovod.runner.scaling import steps_per_second
-from horovod.runner.scaling_report import Published, Report, Run, draw, read_published, table
+from horovod.runner.scaling_report import (
+    Published,
+    Report,
+    Run,
+    _errors,
+    draw,
+    read_published,
+    table,
+)
 from tests.runner import stub_ssh
 from tests.runner.horovodrun import HANG, command, environment, run
 
@@ -62,7 +70,8 @@ def test_sizes_take_turns_and_the_work_of_each_rank_stays_the_same(tmp_path: Pat
     ]
     assert done.stdout.count(":1 1.0\n") == 2
     assert done.stdout.count(":2 1.0\n") == 4
-    assert "ranks  time (s)  speed-up  efficiency\n" in done.stdout
+    assert "ranks  time (s)  spread  speed-up  efficiency\n" in done.stdout
+    assert "no estimate of its error" not in done.stdout
     assert (
         "weak scaling, medians of 2 runs; speed-up and efficiency relative to 1 rank, by time"
         in (done.stdout)
@@ -74,6 +83,8 @@ def test_sizes_take_turns_and_the_work_of_each_rank_stays_the_same(tmp_path: Pat
         assert row["runs"] == "2"
         both = [float(each) for each in row["all_seconds"].split()]
         assert float(row["seconds"]) == pytest.approx(sum(both) / 2, abs=0.002)
+        apart = 100 * (max(both) - min(both)) / (sum(both) / 2)
+        assert float(row["spread_percent"]) == pytest.approx(apart, abs=0.5)
     one, two = (float(found[size]["seconds"]) for size in (1, 2))
     assert float(found[2]["efficiency"]) == pytest.approx(one / two, rel=0.05)
     assert float(found[2]["speedup"]) == pytest.approx(2 * one / two, rel=0.05)
@@ -121,7 +132,7 @@ def test_a_size_that_fails_is_named_and_the_others_are_measured(tmp_path: Path):
     program = "import os, sys; sys.exit(7 if os.environ['HOROVOD_SIZE'] == '2' else 0)"
     done = study(tmp_path, "--scaling", "1,2,3", "--repeat", "2", program=program)
     assert done.returncode == 7
-    assert re.search(r"^    2 +failed +- +-$", done.stdout, re.MULTILINE)
+    assert re.search(r"^    2 +failed +- +- +-$", done.stdout, re.MULTILINE)
     assert "scaling: 2 ranks failed: rank " in done.stderr
     assert "The first to fail was:" in done.stderr
     assert done.stderr.count("scaling: 2 ranks (run") == 1, "it is not tried again"
@@ -355,7 +366,31 @@ def test_medians_and_a_smallest_size_above_one():
     assert "relative to 2 ranks" in text
     assert "The runs of 2 ranks took 10.00 to 90.00 s: something else used the machine." in text
     report.runs[2][1] = Run(2, 11.5)
-    assert "something else" not in table(report, [2, 8])
+    text = table(report, [2, 8])
+    assert "something else" not in text
+    assert re.search(r"^    2     11.50     17%      1.00        100%$", text, re.MULTILINE)
+    assert re.search(r"^    8      4.00       -      2.88         72%$", text, re.MULTILINE)
+
+
+def test_what_speaks_against_the_numbers_is_said():
+    report = Report(strong=True)
+    report.runs = {1: [Run(1, 10.0)], 2: [Run(2, 4.6)], 4: [Run(4, 2.2)]}  # 109 and 114 %
+    text = table(report, [1, 2, 4])
+    assert "One run of a size has no estimate of its error: --repeat 3 gives one." in text
+    assert "Efficiency above 110% at 4 ranks: " in text
+    report.runs = {1: [Run(1, 10.0)] * 3, 2: [Run(2, 4.6)] * 3}
+    text = table(report, [1, 2])
+    assert "no estimate" not in text
+    assert "Efficiency above" not in text
+
+
+def test_errors_of_the_chart_are_those_of_what_it_shows():
+    runs = [Run(2, 10.0, 8.0), Run(2, 20.0, 10.0), Run(2, 40.0, 11.0)]
+    by_time = _errors([3.0], [runs], by_steps=False)
+    assert by_time == [[pytest.approx(1.5)], [pytest.approx(3.0)]]
+    by_steps = _errors([3.0], [runs], by_steps=True)
+    assert by_steps == [[pytest.approx(0.6)], [pytest.approx(0.3)]]
+    assert _errors([3.0], [[]], by_steps=False) == [[0.0], [0.0]]
 
 
 def test_steps_of_some_sizes_only_do_not_decide():
@@ -390,6 +425,6 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path):
     paths = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
     done = study(tmp_path, "--scaling", "1", PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
-    assert "no scaling.png: it needs matplotlib, pip install 'horovod[scaling]'" in done.stderr
+    assert "no scaling.png: it needs matplotlib, pip install matplotlib" in done.stderr
     assert (tmp_path / "scaling.csv").exists()
     assert not (tmp_path / "scaling.png").exists()

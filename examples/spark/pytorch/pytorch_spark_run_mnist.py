@@ -51,13 +51,15 @@ def train(epochs: int, batch_size: int, lr: float) -> tuple[float, float]:
         nn.Flatten(),
         nn.Linear(512, 10),
     ).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr * hvd.size(), momentum=0.9)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
     loss = torch.zeros(())
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
+        for group in optimizer.param_groups:  # grows to the rate of all ranks in three epochs
+            group["lr"] = lr * (1 + (hvd.size() - 1) * min(1.0, epoch / 3))
         for images, target in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images.to(device)), target.to(device))
@@ -83,7 +85,7 @@ def main() -> int:
     parser.add_argument("--num-proc", type=int, help="default: all slots of the cluster")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32, help="images per task and step")
-    parser.add_argument("--lr", type=float, default=0.04, help="learning rate of one process")
+    parser.add_argument("--lr", type=float, default=0.002, help="learning rate of one process")
     parser.add_argument("--target-accuracy", type=float, help="exit with status 1 below it")
     args = parser.parse_args()
 

@@ -291,6 +291,7 @@ class Supervisor:
     def _interrupt(self, number: int, _frame: object) -> None:
         # Here and not in the loop, which may be blocked writing to a terminal that is paused.
         self.signals.append(number)
+        self._outputs.interrupted = self._is_interrupted
         for agent in list(self._agents):
             if len(self.signals) == 1:
                 self._stop_agent(agent, INTERRUPT_GRACE, self._is_interrupted)

@@ -87,7 +87,7 @@ class Driver:
         )
         self._mailbox = Mailbox()
         self._last_problem = ""  # of discovery
-        self._progress = Progress(supervisor.console)
+        self._progress = Progress(supervisor.console, status=status.of_the_job)
         self._outcome = Outcome()
 
     def run(self) -> Outcome:

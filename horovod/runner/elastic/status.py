@@ -72,6 +72,10 @@ class Status:
         self._console.say(text, _COLOURS.get(event, loss))
         self._record(event, {"message": text, **details})
 
+    def of_the_job(self) -> str | None:
+        """The line of --progress, see `JobWatcher.status`."""
+        return self._watcher.status() if self._watcher is not None else None
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()

@@ -27,7 +27,7 @@ from horovod.runner.options.tunables import settings
 from horovod.runner.output.console import Console
 from horovod.runner.output.outputs import STREAMS, Outputs
 from horovod.runner.output.report import LaunchError, Outcome, describe_failure
-from horovod.runner.output.watcher import JobWatcher
+from horovod.runner.output.watcher import JobWatcher, Watchers
 from horovod.runner.slots.hosts import Slot, is_local
 
 
@@ -51,13 +51,7 @@ def run_job(
     environ = os.environ if env is None else env
     store = MemoryStore() if store is None else store
     watch = functools.partial(
-        open_watcher,
-        settings(options, environ),
-        environ,
-        store,
-        title=title or title_of(command),
-        say=console.say,
-        elastic=options.elastic,
+        _open_watchers, options, environ, store, title or title_of(command), console
     )
     if options.elastic:
         from horovod.runner.elastic.job import run_elastic_job
@@ -72,6 +66,23 @@ def run_job(
     with watch() as watcher:
         request = replace(request, env=watched(request.env, watcher))
         return _run_request(options, request, store, console, watcher)
+
+
+def _open_watchers(
+    options: argparse.Namespace,
+    environ: Mapping[str, str],
+    store: MemoryStore,
+    title: str,
+    console: Console,
+) -> JobWatcher:
+    """Who watches the job: the dashboard and the line of --progress, where they are asked for."""
+    config, elastic = settings(options, environ), options.elastic
+    page = open_watcher(config, environ, store, title=title, say=console.say, elastic=elastic)
+    if not options.progress:
+        return page
+    from horovod.runner.jobs.status_line import StatusLine
+
+    return Watchers(StatusLine(store, environ, elastic), page)
 
 
 def _run_request(

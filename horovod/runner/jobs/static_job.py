@@ -79,7 +79,7 @@ class StaticJob:
         self._cause = CauseFinder()
         self._bystanders = 0
         self._patient = False  # waiting for ranks that are said to be the cause
-        self._progress = Progress(supervisor.console)
+        self._progress = Progress(supervisor.console, status=self._watcher.status)
         self._start = Start(request.slots, list(self._hosts), self._all_local)
 
     def run(self) -> Outcome:
@@ -103,10 +103,10 @@ class StaticJob:
         return outcome
 
     def _show_progress(self) -> None:
-        """Who is awaited, until all ranks have met."""
+        """Who is awaited, until all ranks have met; after that, how the job goes if wanted."""
         over = self._supervisor.stopping or bool(self._supervisor.signals)
-        self._progress.update("" if over else self._start.awaited())
-        if not over and not self._start.is_complete:
+        self._progress.update("" if over else self._start.awaited(self._console.is_blank))
+        if not over and (self._progress.has_status or not self._start.is_complete):
             self._supervisor.call_later(TICK, self._show_progress)
 
     # -- hosts -----------------------------------------------------------------------------
@@ -259,9 +259,8 @@ class StaticJob:
 
     def _start_workers(self, endpoints: Mapping[str, Endpoint], master: tuple[str, int]) -> None:
         request = self._request
-        if request.verbose:
-            for sentence in describe_threads(request, self._agents.values()):
-                self._console.say(sentence)
+        for sentence in describe_threads(request, self._agents.values()):
+            self._console.say(sentence)
         for name in self._hosts:
             agent = self._agents[name]
             meeting = WorkerRendezvous(*endpoints[name], master[1], self._place.key, master[0])

@@ -56,7 +56,10 @@ def host_variables(
 
 
 def describe_threads(request: JobRequest, agents: Iterable[HostAgent]) -> list[str]:
-    """How many threads workers get, in one sentence for hosts that are alike."""
+    """How many threads workers get, in one sentence for hosts that are alike.
+
+    Without --verbose only where there are more workers than cores, which makes them slow.
+    """
     if request.env.get("OMP_NUM_THREADS"):
         return []
     alike: dict[tuple[int, int, int], list[str]] = {}
@@ -68,6 +71,15 @@ def describe_threads(request: JobRequest, agents: Iterable[HostAgent]) -> list[s
     sentences = []
     for (threads, cores, workers), names in alike.items():
         where = "" if len(alike) == 1 else f" on {', '.join(names)}"
+        if workers > cores:
+            many = "1 core" if cores == 1 else f"{cores} cores"
+            sentences.append(
+                f"{workers} ranks share {many}{where}: they slow each other down, with "
+                f"OMP_NUM_THREADS={threads} for each"
+            )
+            continue
+        if not request.verbose:
+            continue
         plural = "" if workers == 1 else "s"
         sentences.append(
             f"OMP_NUM_THREADS={threads} for each worker{where} ({cores} cores, {workers} "

@@ -8,8 +8,8 @@ job       num_proc (int; of a scaling study the largest), command (list), dry_ru
 hosts     hosts (list of `Host`; localhost when nothing is given, empty with a discovery script),
           hostfile (path), host_discovery_script (absolute path), network_interfaces (list)
 ssh       ssh_port (int), ssh_identity_file (path)
-output    output_filename, output_ranks (list of int), attach (rank or None), prefix_timestamp,
-          verbose (int: how often)
+output    output_filename, output_ranks (list of int), attach (rank or None), progress,
+          prefix_timestamp, verbose (int: how often)
 scaling   scaling (sizes, ascending), strong, repeat (1 by default), scaling_output ("scaling" by
           default), scaling_published (path)
 launcher  use_gloo, use_mpi, use_jsrun (at most one is True), mpi_args (text), binding_args (text),
@@ -17,7 +17,8 @@ launcher  use_gloo, use_mpi, use_jsrun (at most one is True), mpi_args (text), b
 elastic   elastic (whether this is an elastic job), min_num_proc (num_proc by default in an elastic
           job), max_num_proc, slots_per_host, reset_limit, max_worker_failures (3 by default
           in an elastic job), blacklist_cooldown_range ([least, most], seconds), status_file
-about     version, check_build (nothing else is checked when either is True), disable_cache
+about     version, check_build, completion ("bash", "zsh" or "fish"): nothing else is checked when
+          one of them is given; disable_cache
 notices   list of sentences to show before the job starts: options that have no effect here
 others    one for each row of `tunables.TUNABLES`, such as fusion_threshold_mb, start_timeout and
           log_level: as given, or as the configuration file says. `tunables.settings_environment`
@@ -76,7 +77,7 @@ def _read(
         raise ValueError(_unrecognised(parser, unknown[0]))
     if options.command[:1] == ["--"]:
         del options.command[0]
-    if options.version or options.check_build:
+    if options.version or options.check_build or options.completion:
         return options
     typed = chosen(options)
     _settle_scaling(parser, options)
@@ -99,7 +100,7 @@ def _unrecognised(parser: argparse.ArgumentParser, argument: str) -> str:
 
     flag = argument.partition("=")[0]
     close = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.75)
-    hint = f"did you mean {close[0]}?" if close else "horovodrun --help lists all options"
+    hint = f"did you mean {close[0]}?" if close else "horovodrun --help-all lists all options"
     return f"unrecognized argument {flag!r}; {hint}"
 
 

@@ -68,9 +68,9 @@ The ranks' output comes on stdout and stderr with `[rank]<stream>:` before each 
 horovodrun says itself is on stderr, after `horovodrun:`. How much that is has three levels:
 
 - Without `--verbose`: what keeps a job from starting; the first rank that fails, with a table and
-  its last lines; options without effect. In an elastic job also every change of its members with
-  the reason, hosts that are waited for, and with how many ranks and after how long it has
-  re-formed.
+  its last lines; options without effect; that there are more ranks than cores. In an elastic job
+  also every change of its members with the reason, hosts that are waited for, and with how many
+  ranks and after how long it has re-formed.
 - `--verbose`: also the command, where each rank runs, its pid, its threads and Horovod's variables,
   and how it ended.
 - `--verbose --verbose`: also the command that starts an agent on each host (ssh and its options),
@@ -83,7 +83,16 @@ Keys and other secrets are never shown. What the library says inside of the rank
 On a terminal the last line shows who is awaited: while a job starts, hosts that ssh has not
 reached, hosts that have not connected back, ranks that have not called `hvd.init()` while others
 wait there; in an elastic job, workers that have not come to meet the others. Elsewhere a wait is
-told every 30 seconds.
+told every 30 seconds. With `--progress` the same line shows how the job goes while nobody is
+awaited, and takes the place of a progress bar that a rank draws:
+
+    horovodrun: step 4180, 18.4 steps/s, 8 ranks; rank 3 is slow in backward
+
+The ranks report that every second, as they do for the [dashboard](dashboard.md), where they train
+with an optimizer of Horovod's.
+
+Ctrl-C interrupts the ranks. The tracebacks with which they answer (`KeyboardInterrupt`) are not
+shown; files of `--output-filename` have them.
 
 Messages of horovodrun have colours on a terminal: failures are red, waits yellow, an elastic job
 that has re-formed green. There are none in files and pipes, with `TERM=dumb`, or where `NO_COLOR`
@@ -99,6 +108,17 @@ are errors that name the line.
 """
 
 
+_COMPLETION = """\
+## Completion
+
+Lets a shell complete options, files, and the command behind them:
+
+    source <(horovodrun --completion bash)        # in ~/.bashrc
+    source <(horovodrun --completion zsh)         # in ~/.zshrc, after compinit
+    horovodrun --completion fish | source         # in ~/.config/fish/config.fish
+"""
+
+
 def option_page() -> str:
     """The whole page."""
     parts = [_INTRODUCTION]
@@ -108,7 +128,7 @@ def option_page() -> str:
             title = str(group.title)
             parts.append(f"## {title[0].upper()}{title[1:]}\n\n" + _table(actions))
     example = "\n".join(f"    {line}".rstrip() for line in _example())
-    return "\n".join([*parts, _HOSTS, _MESSAGES, _CONFIGURATION, f"{example}\n"])
+    return "\n".join([*parts, _HOSTS, _MESSAGES, _COMPLETION, _CONFIGURATION, f"{example}\n"])
 
 
 def _table(actions: list[argparse.Action]) -> str:

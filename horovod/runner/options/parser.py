@@ -9,54 +9,22 @@ from __future__ import annotations
 import argparse
 
 from horovod.runner.options import values
-from horovod.runner.options.syntax import Deprecated, HelpFormatter, Parser
+from horovod.runner.options.completion import SHELLS
+from horovod.runner.options.help_text import DESCRIPTION, EXAMPLES, SHORT_HELP, USAGE
+from horovod.runner.options.syntax import Deprecated, HelpFormatter, Parser, ShowText
 from horovod.runner.options.tunables import ELASTIC, LIBRARIES, SECTIONS, Tunable, help_text
 from horovod.runner.slots.hosts import parse_hosts
-
-_DESCRIPTION = """\
-Run COMMAND as N processes that train together. Each finds its place through
-hvd.init(). Options of horovodrun come before COMMAND; everything from COMMAND
-on is passed to it untouched.
-"""
-
-_EXAMPLES = """\
-examples:
-  two processes on this machine:
-    horovodrun -np 2 python train.py --lr 0.1
-  four on each of two hosts, through ssh:
-    horovodrun -np 8 -H node1:4,node2:4 python train.py
-  the same, with the hosts as a range or in a file:
-    horovodrun -np 8 -H 'node[1-2]:4' python train.py
-    horovodrun -np 8 --hostfile hosts.txt python train.py
-  show what would be started, and where:
-    horovodrun -np 8 -H 'node[1-2]:4' --dry-run python train.py
-  keep each rank's output under logs/rank.<n>/ and show only that of rank 0:
-    horovodrun -np 4 --output-filename logs --output-ranks 0 python train.py
-  stop at breakpoint() in rank 0, and talk to the debugger:
-    horovodrun -np 2 --attach 0 python train.py
-  go on when hosts are lost, and use new ones:
-    horovodrun -np 8 --min-np 4 --host-discovery-script ./hosts python train.py
-  the same training on 1, 2, 4 and 8 processes, three times each, as a table:
-    horovodrun --scaling 1,2,4,8 --repeat 3 --strong python train.py
-  what is usable on this machine:
-    horovodrun --check-build
-
-One rank that fails ends the others; the exit status is that of the first to
-fail (128 + n after signal n), and its last lines of stderr are shown at the
-end. Ctrl-C once interrupts the workers, twice kills them. An option beats the
-configuration file, which beats environment variables (HOROVOD_*).
-"""
 
 DEFAULT_WORKER_FAILURES = 3
 
 
 def make_parser() -> Parser:
-    """The parser, in the order in which ``--help`` shows it."""
+    """The parser, in the order in which ``--help-all`` shows it."""
     parser = Parser(
         prog="horovodrun",
-        usage="horovodrun -np N [options] COMMAND [ARGUMENT ...]",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        usage=USAGE,
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
         formatter_class=HelpFormatter,
         add_help=False,
     )
@@ -183,6 +151,12 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "and input().",
     )
     group.add_argument(
+        "--progress",
+        action="store_true",
+        help="Show on the last line of the terminal the step that the job is in, steps per second, "
+        "and which rank is slow and why; where there is no terminal, every 30 seconds.",
+    )
+    group.add_argument(
         "-prefix-timestamp",
         "--prefix-output-with-timestamp",
         dest="prefix_timestamp",
@@ -233,7 +207,7 @@ def _add_scaling(group: argparse._ArgumentGroup) -> None:
         type=values.text,
         metavar="PREFIX",
         help="Write the table to PREFIX.csv and a chart to PREFIX.png (default: scaling). The "
-        "chart needs matplotlib: pip install 'horovod[scaling]'.",
+        "chart needs matplotlib: pip install matplotlib.",
     )
 
 
@@ -340,13 +314,27 @@ def _add_mpi(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_information(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("-h", "--help", action="help", help="Show this text and exit.")
+    group.add_argument(
+        "-h",
+        "--help",
+        action=ShowText,
+        text=SHORT_HELP,
+        help="Show the options that most jobs need, with examples, and exit.",
+    )
+    group.add_argument("--help-all", action="help", help="Show all options and exit.")
     group.add_argument("-v", "--version", action="store_true", help="Show the version and exit.")
     group.add_argument(
         "-cb",
         "--check-build",
         action="store_true",
-        help="Show which frameworks, controllers and tensor operations work here, and exit.",
+        help="Show which frameworks, clusters, controllers, tensor operations and devices work "
+        "here, and exit.",
+    )
+    group.add_argument(
+        "--completion",
+        choices=SHELLS,
+        metavar="SHELL",
+        help="Print a script that completes these options in bash, zsh or fish, and exit.",
     )
 
 

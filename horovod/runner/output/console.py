@@ -63,6 +63,8 @@ class Console:
         self._timestamps = timestamps
         self._speaker = speaker
         self._awaited = ""  # the launcher's progress line
+        self._awaited_colour = Colour.ATTENTION
+        self._shown = False  # whether a worker has written something
         self._bar: tuple[Source, bytes] | None = None
         self._drawn = False
         self._lost: set[str] = set()  # streams that take nothing any more
@@ -83,6 +85,11 @@ class Console:
         return "stderr" in self._terminals
 
     @property
+    def is_blank(self) -> bool:
+        """Whether somebody sits before a terminal on which no worker has written so far."""
+        return self.shows_progress and not self._shown
+
+    @property
     def width(self) -> int:
         """Columns of the terminal."""
         for name in self._terminals:
@@ -94,6 +101,7 @@ class Console:
 
     def show(self, source: Source, lines: Sequence[Line], pending: bytes = b"") -> None:
         """Show complete lines; ``pending`` is the start of the next one."""
+        self._shown = self._shown or bool(lines)
         on_terminal = source.stream in self._terminals
         if not on_terminal:
             self._pass_on(source, lines)
@@ -143,10 +151,10 @@ class Console:
         lines = [f"{speaker} {self._paint('stderr', line, colour)}\n" for line in text.splitlines()]
         self._write("stderr", "".join(lines).encode(errors="backslashreplace"))
 
-    def progress(self, text: str) -> None:
+    def progress(self, text: str, colour: Colour = Colour.ATTENTION) -> None:
         """What the launcher waits for, on one line that is drawn anew; nothing takes it away."""
         if self.shows_progress and text != self._awaited:
-            self._awaited = text
+            self._awaited, self._awaited_colour = text, colour
             self._write("stderr", b"")
 
     def answer(self, text: str) -> int:
@@ -219,7 +227,8 @@ class Console:
         columns = self.width - 1
         if self._awaited:
             line = f"{self._speaker}: {self._awaited}"[:columns]
-            return self._paint("stderr", line, Colour.ATTENTION).encode(errors="backslashreplace")
+            painted = self._paint("stderr", line, self._awaited_colour)
+            return painted.encode(errors="backslashreplace")
         if self._bar is None:
             return b""
         source, text = self._bar

@@ -9,6 +9,7 @@ from collections.abc import Container, Mapping
 from typing import BinaryIO
 
 from horovod.runner.output.console import Console, Source
+from horovod.runner.output.interrupts import InterruptFilter
 from horovod.runner.output.lines import Line, LineSplitter
 from horovod.runner.output.report import Tail
 from horovod.runner.output.watcher import JobWatcher
@@ -25,6 +26,7 @@ class _Stream:
         self.splitter = LineSplitter()
         self.tail = Tail()
         self.copy = copy
+        self.interrupts = InterruptFilter()
 
 
 class Outputs:
@@ -44,6 +46,7 @@ class Outputs:
         self._watcher = watcher
         self._attached = attached
         self._shown = shown
+        self.interrupted = False  # whether the launcher has sent the workers SIGINT
         self._streams: dict[tuple[int, str], _Stream] = {}
 
     def open(self, worker: int, rank: int, copies: Mapping[str, BinaryIO]) -> None:
@@ -63,7 +66,8 @@ class Outputs:
             found.copy.write(data)
         if found.source.rank == self._attached:
             self._console.pass_through(stream, data)
-        self._show(found, found.splitter.feed(data) if data else found.splitter.finish())
+        lines = found.splitter.feed(data) if data else found.splitter.finish()
+        self._show(found, lines, is_last=not data)
 
     def tail(self, worker: int) -> list[str]:
         """The last lines that a worker wrote to stderr."""
@@ -72,10 +76,13 @@ class Outputs:
     def finish(self) -> None:
         """Show unfinished lines of streams whose end nobody has seen."""
         for stream in self._streams.values():
-            self._show(stream, stream.splitter.finish())
+            self._show(stream, stream.splitter.finish(), is_last=True)
 
-    def _show(self, stream: _Stream, lines: list[Line]) -> None:
+    def _show(self, stream: _Stream, lines: list[Line], *, is_last: bool) -> None:
         stream.tail.add(lines)
+        if self.interrupted and stream.source.stream == "stderr":
+            lines = stream.interrupts.feed(lines)
+            lines += stream.interrupts.finish() if is_last else []
         if lines and self._watcher is not None:
             source = stream.source
             self._watcher.output(stream.worker, source.rank, source.stream, lines)

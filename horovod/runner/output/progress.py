@@ -2,7 +2,7 @@
 
 `static_job` and the elastic driver call `Progress.update` about once a second with what they wait
 for. On a terminal that is one line at the bottom that changes in place; in a file or a pipe a wait
-is worth a line only when it is long.
+is worth a line only when it is long. With --progress the line says how the job goes in between.
 """
 
 from __future__ import annotations
@@ -31,11 +31,18 @@ _CALLED_INIT = re.compile(r"init1//identity/(\d+)")
 
 
 class Progress:
-    """What the launcher waits for, on its console."""
+    """What the launcher waits for, on its console; else how the job goes, where that is wanted."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+        status: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """``status`` gives a line on how the job goes; see `JobWatcher.status`."""
         self._console = console
         self._clock = clock
+        self._status = status
         self._since: float | None = None  # when this wait began
         self._told = 0.0
 
@@ -44,7 +51,7 @@ class Progress:
         now = self._clock()
         if not awaited:
             self._since = None
-            self._console.progress("")
+            self._show_status(now)
             return
         if self._since is None:
             self._since = self._told = now
@@ -55,6 +62,19 @@ class Progress:
         elif now - self._told >= _BETWEEN_LINES:
             self._told = now
             self._console.say(f"{awaited} (for {waited:.0f} s so far)", Colour.ATTENTION)
+
+    @property
+    def has_status(self) -> bool:
+        """Whether there is something to show also when nobody is awaited."""
+        return self._status() is not None
+
+    def _show_status(self, now: float) -> None:
+        line = self._status() or ""
+        if self._console.shows_progress:
+            self._console.progress(line, Colour.SPEAKER)
+        elif line and now - self._told >= _BETWEEN_LINES:
+            self._told = now
+            self._console.say(line)
 
 
 def some(names: Sequence[str]) -> str:
@@ -89,8 +109,11 @@ class Start:
         ranks = {slot.rank for slot in self._slots}
         return ranks <= self.started and ranks <= self.in_init | self.ended
 
-    def awaited(self) -> str:
-        """Who is awaited, for people; empty if nobody is."""
+    def awaited(self, nothing_said: bool = False) -> str:
+        """Who is awaited, for people; empty if nobody is.
+
+        With ``nothing_said`` (by any rank) ranks that import their libraries are awaited, too.
+        """
         hosts, size = len(self._hosts), len(self._slots)
         silent = [name for name in self._hosts if name not in self.up]
         if silent:
@@ -103,6 +126,9 @@ class Start:
             return f"{len(self.started)} of {size} ranks run, waiting for {self._some(missing)}"
         called = self.in_init - self.ended
         absent = [slot for slot in self._slots if slot.rank not in self.in_init | self.ended]
+        if absent and not called and nothing_said:
+            ranks = "1 rank" if size == 1 else f"{size} ranks"
+            return f"starting {ranks}: no output and no hvd.init() so far"
         if not called or not absent:  # a script need not call it at all
             return ""
         return f"{len(called)} of {size} ranks are in hvd.init(), waiting for {self._some(absent)}"

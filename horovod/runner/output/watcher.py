@@ -49,6 +49,10 @@ class JobWatcher:
         """What workers need in their environment."""
         return {}
 
+    def status(self) -> str | None:
+        """One line on how the job goes, empty before its first step; None if nobody wants one."""
+        return None
+
     def __enter__(self) -> JobWatcher:
         return self
 
@@ -59,3 +63,33 @@ class JobWatcher:
         traceback: TracebackType | None,
     ) -> None:
         self.close(error)
+
+
+class Watchers(JobWatcher):
+    """Several of them; the first one that has a status says it."""
+
+    def __init__(self, *watchers: JobWatcher) -> None:
+        self._watchers = watchers
+
+    def note(self, event: str, **details: Any) -> None:
+        for each in self._watchers:
+            each.note(event, **details)
+
+    def output(self, worker: int, rank: int, stream: str, lines: Sequence[Line]) -> None:
+        for each in self._watchers:
+            each.output(worker, rank, stream, lines)
+
+    def ended(self, outcome: Outcome) -> None:
+        for each in self._watchers:
+            each.ended(outcome)
+
+    def close(self, error: BaseException | None = None) -> None:
+        for each in self._watchers:
+            each.close(error)
+
+    def variables(self) -> dict[str, str]:
+        return {name: text for each in self._watchers for name, text in each.variables().items()}
+
+    def status(self) -> str | None:
+        found = (each.status() for each in self._watchers)
+        return next((line for line in found if line is not None), None)

@@ -77,9 +77,18 @@ def test_threads_are_shared_by_machine(agents: dict[str, HostAgent]):
         for name, agent in agents.items()
     }
     assert threads == {"localhost": "4", "127.0.0.1": "4", "elsewhere": "16"}
-    first, second = describe_threads(REQUEST, agents.values())
+    assert describe_threads(REQUEST, agents.values()) == []  # nothing that people must know
+    first, second = describe_threads(replace(REQUEST, verbose=1), agents.values())
     assert first.startswith("OMP_NUM_THREADS=4 for each worker on localhost, 127.0.0.1 (12 cores,")
     assert second.startswith("OMP_NUM_THREADS=16 for each worker on elsewhere (32 cores, 2 workers")
+
+
+def test_ranks_that_share_cores_are_told(agents: dict[str, HostAgent]):
+    crowded = replace(REQUEST, slots=plan_slots(parse_hosts("localhost:13"), 13))
+    (sentence,) = describe_threads(crowded, [agents["localhost"]])
+    assert sentence == (
+        "13 ranks share 12 cores: they slow each other down, with OMP_NUM_THREADS=1 for each"
+    )
 
 
 def test_threads_that_the_user_chose_stay(agents: dict[str, HostAgent]):

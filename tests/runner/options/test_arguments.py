@@ -190,7 +190,7 @@ def test_a_minimum_makes_the_job_elastic():
         ("--autotune --no-autotune", "not allowed with argument --autotune"),
         ("--log-without-timestamp --no-log-hide-timestamp", "not allowed with argument"),
         ("--fusion-treshold-mb 3", "'--fusion-treshold-mb'; did you mean --fusion-threshold-mb?"),
-        ("--no-such-thing=3", "'--no-such-thing'; horovodrun --help lists all options"),
+        ("--no-such-thing=3", "'--no-such-thing'; horovodrun --help-all lists all options"),
     ],
 )
 def test_mistakes_name_the_option_and_the_reason(arguments: str, why: str, capsys):

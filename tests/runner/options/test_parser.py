@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 import pytest
 
+from horovod.runner.options.arguments import parse_args
 from horovod.runner.options.parser import make_parser
 from horovod.runner.options.tunables import TUNABLES
 
@@ -65,6 +67,21 @@ def test_help_fits(columns: str, monkeypatch):
     lines = make_parser().format_help().splitlines()
     width = min(100, max(80, int(columns)))
     assert [line for line in lines if len(line) > width] == []
+
+
+def test_short_help_names_options_that_exist(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        make_parser().parse_args(["-h"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert 20 <= len(lines) <= 28
+    assert max(map(len, lines)) <= 80
+    flags = set(re.findall(r"(?<= )--?[a-zA-Z][a-z-]*", text)) - {"--lr"}
+    assert "--dashboard" in flags
+    assert flags - set(make_parser()._option_string_actions) == set()
+    examples = re.findall(r"^  horovodrun (.*)$", text, re.MULTILINE)
+    assert [parse_args(each.replace("./hosts", "ls").split()).num_proc for each in examples]
 
 
 def test_help_is_grouped_and_teaches():

@@ -142,6 +142,28 @@ def test_elsewhere_only_long_waits_are_worth_a_line(pipe):
     check_written(far, "horovodrun: over\n")
 
 
+def test_how_the_job_goes_is_shown_while_nobody_is_awaited(terminal, pipe):
+    lines = iter(["", "step 1", "step 2"])
+    far, near = terminal
+    progress = Progress(Console(near, near), Clock(), lambda: next(lines))
+    for awaited in ("", "", "", "waiting for w1"):
+        progress.update(awaited)
+    cyan = "\x1b[36m"
+    drawn = [f"{cyan}horovodrun: step {number}{PLAIN}" for number in (1, 2)]
+    check_written(far, ERASE.join(drawn))
+
+    far, near = pipe
+    clock = Clock()
+    progress = Progress(console := Console(near, near), clock, lambda: f"step {clock.now:.0f}")
+    assert progress.has_status
+    assert not Progress(console).has_status
+    clock.now = 0.0
+    for _ in range(65):
+        progress.update("")
+        clock.now += 1.0
+    check_written(far, "horovodrun: step 30\nhorovodrun: step 60\n")
+
+
 # -- who is awaited --------------------------------------------------------------------------------
 
 
@@ -161,6 +183,8 @@ def test_the_steps_of_a_start_on_several_hosts():
     assert start.awaited() == "5 of 6 ranks run, waiting for rank 5 on node6"
     start.started.add(5)
     assert start.awaited() == "", "nobody has said that hvd.init() is called at all"
+    starting = "starting 6 ranks: no output and no hvd.init() so far"
+    assert start.awaited(nothing_said=True) == starting
     assert not start.is_complete
     for rank in (0, 1, 2):
         start.note_key(f"init1//identity/{rank}")

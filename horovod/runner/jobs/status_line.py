@@ -1,0 +1,97 @@
+"""``--progress``: how a job goes, in one line on the terminal, for people without a browser.
+
+`run_job` makes one. It is fed by the same reports of the ranks as the dashboard, makes the same
+picture of them, and so calls the same ranks slow. `output.progress` shows the line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from horovod.common.store import MemoryStore
+from horovod.runner.dashboard.board import Board
+from horovod.runner.dashboard.process_state import ProcessStates
+from horovod.runner.dashboard.reports import KEY_PREFIX, parse_key, parse_report
+from horovod.runner.dashboard.stragglers import BACKWARD, COMPUTE, LINK, SILENT, STOPPED
+from horovod.runner.dashboard.watching import INTERVAL
+from horovod.runner.output.report import ranges
+from horovod.runner.output.watcher import JobWatcher
+
+_SECONDS = 1.0  # between a rank's reports
+_WORTH_TELLING = 3.0  # seconds that ranks wait for another
+_MOST_QUEUED = 10_000
+_REASONS = {
+    STOPPED: "is stopped",
+    SILENT: "is silent",
+    BACKWARD: "is slow in backward",
+    COMPUTE: "is slow before backward",
+    LINK: "has a slow link",
+}
+"""What there is room to say of a rank; waits of a moment are not worth a word."""
+
+
+class StatusLine(JobWatcher):
+    """Collects reports in the store's threads, and makes the line in the launcher's."""
+
+    def __init__(self, store: MemoryStore, environ: Mapping[str, str], elastic: bool) -> None:
+        self._interval = float(environ.get(INTERVAL) or _SECONDS)
+        self._board = Board("", time.time(), self._interval, elastic)
+        self._states = ProcessStates()
+        self._store = store
+        self._reports: deque[tuple[float, str, bytes]] = deque(maxlen=_MOST_QUEUED)
+        store.watch(self._on_key)
+
+    def variables(self) -> dict[str, str]:
+        return {INTERVAL: f"{self._interval:g}"}
+
+    def note(self, event: str, **details: Any) -> None:
+        if event == "decision":
+            self._board.place(int(details["number"]), details["workers"], time.time())
+        elif event == "started":
+            self._board.started_worker(str(details["worker"]), int(details["pid"]))
+        elif event == "exited":
+            self._board.exited_worker(str(details["worker"]), int(details["code"]))
+
+    def status(self) -> str:
+        while self._reports:
+            at, key, content = self._reports.popleft()
+            found = parse_key(key)
+            report = parse_report(*found, content) if found is not None else None
+            if report is not None:
+                self._board.take_report(report, at)
+        self._states.look(self._board)
+        self._board.update(time.time())
+        return describe(self._board.changes())
+
+    def _on_key(self, key: str) -> None:
+        if key.startswith(KEY_PREFIX):
+            value = self._store.try_get(key)
+            if value is not None:
+                self._reports.append((time.time(), key, value))
+
+
+def describe(picture: Mapping[str, Any]) -> str:
+    """The line for a picture of `Board.changes`; empty before the first step."""
+    job = picture.get("job", {})
+    if not job.get("step"):
+        return ""
+    alive, size = job["alive"], job["size"]
+    ranks = f"{size} rank{'' if size == 1 else 's'}"
+    parts = [
+        f"step {job['step']}, {job['rate']:.3g} steps/s, "
+        + (ranks if alive == size else f"{alive} of {ranks}")
+    ]
+    slow: dict[str, list[int]] = {}
+    for rank in picture.get("ranks", ()):
+        if rank["reason"] in _REASONS:
+            slow.setdefault(rank["reason"], []).append(rank["rank"])
+    parts += [f"rank {ranges(which)} {_REASONS[reason]}" for reason, which in slow.items()]
+    for stall in picture.get("stalls", ()):
+        waited = picture["now"] - stall["since"]
+        if waited >= _WORTH_TELLING and stall["missing"]:
+            missing = ranges(stall["missing"])
+            parts.append(f"{waited:.0f} s waiting for rank {missing}")
+    return "; ".join(parts)
