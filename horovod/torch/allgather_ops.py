@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
 from horovod.engine.arguments import check_group, movement_input, set_id
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
-from horovod.torch import handles
+from horovod.torch import handles, operators
 from horovod.torch.autograd import backward_name, is_differentiable, needs_gradient
 from horovod.torch.grouped_allreduce_ops import grouped_allreduce
 
@@ -47,7 +48,7 @@ def allgather(
     if needs_gradient(tensor):
         gathered = HorovodAllgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
     else:
-        (gathered,) = start_allgather([tensor], name, process_set, False).wait()
+        gathered = _gather(tensor, name, process_set)
     return gathered
 
 
@@ -81,6 +82,12 @@ def grouped_allgather(
         HorovodInternalError: Ranks passed different things under this name, or a rank is lost.
     """
     tensors = check_group(tensors)
+    if is_compiling():
+        names = [None if name is None else f"{name}.{index}" for index in range(len(tensors))]
+        return tuple(
+            allgather(tensor, each, process_set)
+            for tensor, each in zip(tensors, names, strict=True)
+        )
     gathered: Sequence[Tensor]
     if needs_gradient(*tensors):
         gathered = HorovodGroupedAllgather.apply(name, process_set, *tensors)  # type: ignore[no-untyped-call]
@@ -106,36 +113,77 @@ class HorovodAllgather(torch.autograd.Function):
     """allgather; the gradient is averaged over the ranks, and each gets its own rows."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
-        return HorovodGroupedAllgather.forward(ctx, name, process_set, tensor)[0]
+    def forward(tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
+        return _gather(tensor, name, process_set)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        tensor, name, process_set = inputs
+        ctx.rows = tensor.shape[0]
+        ctx.arguments = backward_name(name), process_set
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *nothing, mine = HorovodGroupedAllgather.backward(ctx, gradient)
-        return mine, *nothing
+        name, process_set = ctx.arguments
+        if is_compiling():
+            return operators.allgather_gradient(gradient, ctx.rows, name, process_set), None, None
+        (mine,) = _own_parts([gradient], [ctx.rows], name, process_set)
+        return mine, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        """Gather the rows of a batch, which is then no longer the first dimension."""
+        tensor, name, process_set = inputs
+        gathered: Tensor = HorovodAllgather.apply(  # type: ignore[no-untyped-call]
+            tensor.movedim(in_dims[0], 1), name, process_set
+        )
+        return gathered, 1
 
 
 class HorovodGroupedAllgather(torch.autograd.Function):
     """grouped_allgather; the gradients are averaged as one group."""
 
     @staticmethod
-    def forward(
-        ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        gathered = start_allgather(tensors, name, process_set, False).wait()
+    def forward(name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(start_allgather(tensors, name, process_set, False).wait())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        name, process_set, *tensors = inputs
         ctx.differentiable = [is_differentiable(tensor) for tensor in tensors]
         ctx.rows = [tensor.shape[0] for tensor in tensors if is_differentiable(tensor)]
         ctx.arguments = backward_name(name), process_set
-        return tuple(gathered)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        name, process_set = ctx.arguments
         chosen = list(itertools.compress(gradients, ctx.differentiable))
-        averaged = grouped_allreduce(chosen, name=name, op=Average, process_set=process_set)
-        places = zip(averaged, _first_rows(ctx.rows, name, process_set), ctx.rows, strict=True)
-        mine = (gradient.narrow(0, first, rows) for gradient, first, rows in places)
+        mine = iter(_own_parts(chosen, ctx.rows, *ctx.arguments))
         return None, None, *(next(mine) if yes else None for yes in ctx.differentiable)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        """Gather the rows of batches, which are then no longer the first dimension."""
+        name, process_set, *tensors = inputs
+        moved = [t.movedim(dim, 1) for t, dim in zip(tensors, in_dims[2:], strict=True)]
+        gathered = HorovodGroupedAllgather.apply(name, process_set, *moved)  # type: ignore[no-untyped-call]
+        return gathered, (1,) * len(tensors)
+
+
+def _gather(tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
+    """Gather one tensor, and wait for it."""
+    if is_compiling():
+        return operators.allgather(tensor, name, process_set)
+    gathered: Tensor = start_allgather([tensor], name, process_set, False).wait()[0]
+    return gathered
+
+
+def _own_parts(
+    gradients: Sequence[Tensor], rows: list[int], name: str | None, process_set: ProcessSet
+) -> list[Tensor]:
+    """Average gradients of what was gathered, and return this rank's rows of each."""
+    averaged = grouped_allreduce(gradients, name=name, op=Average, process_set=process_set)
+    parts = zip(averaged, _first_rows(rows, name, process_set), rows, strict=True)
+    return [gradient.narrow(0, first, count) for gradient, first, count in parts]
 
 
 def start_allgather(

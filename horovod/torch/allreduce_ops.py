@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp
@@ -17,7 +18,7 @@ from horovod.common.util import resolve_reduce_op
 from horovod.engine.arguments import check_writable, reduction_input, set_id, write_back
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
-from horovod.torch import handles
+from horovod.torch import handles, operators
 from horovod.torch.autograd import backward_name, needs_gradient
 from horovod.torch.compression import Compression, Compressor
 
@@ -101,6 +102,11 @@ def allreduce_(
     `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
     are those of `allreduce`, and so are the errors.
     """
+    if is_compiling():
+        op = resolve_reduce_op(op, average)
+        factors = prescale_factor, postscale_factor
+        operators.allreduce_([tensor], name, op, *factors, process_set)
+        return tensor
     # A tensor like the last one of this name goes the shortest way.
     prepared = runtime.prepared.get(name)
     if (
@@ -165,7 +171,6 @@ class HorovodAllreduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         tensor: Tensor,
         average: bool | None,
         name: str | None,
@@ -175,17 +180,42 @@ class HorovodAllreduce(torch.autograd.Function):
         process_set: ProcessSet,
     ) -> Tensor:
         op = resolve_reduce_op(op, average)
-        ctx.arguments = backward_name(name), op, prescale_factor, postscale_factor, process_set
-        request = start([tensor], name, op, prescale_factor, postscale_factor, process_set, False)
-        reduced: Tensor = request.wait()[0]
-        return reduced
+        factors = prescale_factor, postscale_factor
+        return reduce_into_new([tensor], name, op, *factors, process_set)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, average, name, op, *others = inputs
+        ctx.arguments = backward_name(name), resolve_reduce_op(op, average), *others
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return _allreduce(gradient, *ctx.arguments), None, None, None, None, None, None
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        """Reduce a batch as one tensor: it is all the same to a reduction."""
+        reduced: Tensor = HorovodAllreduce.apply(*inputs)  # type: ignore[no-untyped-call]
+        return reduced, in_dims[0]
+
 
 # -- what all forms share, those of groups too ----------------------------------------------
+
+
+def reduce_into_new(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> Sequence[Tensor]:
+    """Reduce tensors as one operation into new ones, and wait for them."""
+    arguments = name, op, prescale_factor, postscale_factor, process_set
+    if is_compiling():
+        return operators.allreduce(tensors, *arguments)
+    reduced: Sequence[Tensor] = start(tensors, *arguments, background=False).wait()
+    return reduced
 
 
 def start(
@@ -267,8 +297,8 @@ def _allreduce(
             tensor, None, name, op, prescale_factor, postscale_factor, process_set
         )
     else:
-        request = start([tensor], name, op, prescale_factor, postscale_factor, process_set, False)
-        (reduced,) = request.wait()
+        arguments = name, op, prescale_factor, postscale_factor, process_set
+        (reduced,) = reduce_into_new([tensor], *arguments)
     return reduced
 
 

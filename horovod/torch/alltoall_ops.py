@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.arguments import check_splits, movement_input, set_id
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
-from horovod.torch import handles
+from horovod.torch import handles, operators
 from horovod.torch.autograd import backward_name, needs_gradient
 
 Tensor = torch.Tensor
@@ -51,8 +52,7 @@ def alltoall(
     if needs_gradient(tensor):
         output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
     else:
-        request, finish = _start(tensor, splits, name, process_set, False)
-        output, received = finish(request.wait())
+        output, received = _exchange(tensor, splits, name, process_set)
     return output if splits is None else (output, received)
 
 
@@ -74,24 +74,45 @@ class HorovodAlltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet
+        tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet
     ) -> tuple[Tensor, Tensor]:
-        request, finish = _start(tensor, splits, name, process_set, False)
-        output, received = finish(request.wait())
+        return _exchange(tensor, splits, name, process_set)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        tensor, _, name, process_set = inputs
+        _, received = output
         ctx.rows = tensor.shape[0]
-        ctx.received = received
+        ctx.save_for_backward(received)
         ctx.arguments = backward_name(name), process_set
         ctx.mark_non_differentiable(received)
-        return output, received
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         name, process_set = ctx.arguments
-        returned, _ = alltoall(gradient, ctx.received, name, process_set)
+        (received,) = ctx.saved_tensors
+        if is_compiling():
+            arguments = ctx.rows, name, process_set
+            return operators.alltoall_gradient(gradient, received, *arguments), None, None, None
+        returned, _ = alltoall(gradient, received, name, process_set)
         unsent = ctx.rows - returned.shape[0]
         if unsent:
             returned = torch.cat([returned, returned.new_zeros(unsent, *returned.shape[1:])])
         return returned, None, None, None
+
+
+def _exchange(
+    tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet
+) -> tuple[Tensor, Tensor]:
+    """Exchange rows, and wait for them."""
+    if is_compiling():
+        if splits is None or isinstance(splits, Tensor):
+            rows = splits
+        else:
+            rows = torch.tensor(splits, dtype=torch.int32)
+        return operators.alltoall(tensor, rows, name, process_set)
+    request, finish = _start(tensor, splits, name, process_set, False)
+    return finish(request.wait())
 
 
 def _start(

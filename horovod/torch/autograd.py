@@ -6,10 +6,13 @@ What users pass is checked by `horovod.engine.arguments`.
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_compiling
 
 
 def needs_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether autograd has to record an operation on these tensors."""
+    """Whether autograd or a transform of `torch.func` has to see what is done to these tensors."""
+    if not is_compiling() and torch._C._are_functorch_transforms_active():
+        return True
     return torch.is_grad_enabled() and any(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
     )

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
 from horovod.engine.arguments import check_writable, movement_input, set_id, write_back
 from horovod.engine.runtime import runtime
-from horovod.torch import handles
+from horovod.torch import handles, operators
 from horovod.torch.allreduce_ops import allreduce
 from horovod.torch.autograd import backward_name, needs_gradient
 
@@ -74,6 +75,9 @@ def broadcast_(
 
     `root_rank`, `name` and `process_set` are those of `broadcast`, and so are the errors.
     """
+    if is_compiling():
+        operators.broadcast_(tensor, root_rank, name, process_set)
+        return tensor
     buffer = movement_input(tensor)
     if buffer is not tensor:
         check_writable(tensor)
@@ -113,10 +117,14 @@ class HorovodBroadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+        tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> Tensor:
-        ctx.arguments = root_rank, backward_name(name), process_set
         return _broadcast(tensor, root_rank, name, process_set)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, root_rank, name, process_set = inputs
+        ctx.arguments = root_rank, backward_name(name), process_set
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,8 +134,16 @@ class HorovodBroadcast(torch.autograd.Function):
             averaged = torch.zeros_like(averaged)
         return averaged, None, None, None
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        """Send a batch as one tensor."""
+        sent: Tensor = HorovodBroadcast.apply(*inputs)  # type: ignore[no-untyped-call]
+        return sent, in_dims[0]
+
 
 def _broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
+    if is_compiling():
+        return operators.broadcast(tensor, root_rank, name, process_set)
     source = movement_input(tensor)
     output = torch.empty_like(source)
     runtime.broadcast(

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.util import resolve_reduce_op
 from horovod.engine.arguments import check_group
-from horovod.torch import handles
-from horovod.torch.allreduce_ops import start, start_in_place
+from horovod.torch import handles, operators
+from horovod.torch.allreduce_ops import reduce_into_new, start, start_in_place
 from horovod.torch.autograd import backward_name, is_differentiable, needs_gradient
 from horovod.torch.compression import Compression, Compressor
 
@@ -107,9 +108,12 @@ def grouped_allreduce_(
     are those of `grouped_allreduce`, and so are the errors.
     """
     op = resolve_reduce_op(op, average)
-    request, finish = start_in_place(
-        check_group(tensors), name, op, prescale_factor, postscale_factor, process_set, False
-    )
+    tensors = check_group(tensors)
+    arguments = name, op, prescale_factor, postscale_factor, process_set
+    if is_compiling():
+        operators.allreduce_(tensors, *arguments)
+        return tuple(tensors)
+    request, finish = start_in_place(tensors, *arguments, background=False)
     return finish(request.wait())
 
 
@@ -139,7 +143,6 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         average: bool | None,
         name: str | None,
         op: ReduceOp | None,
@@ -149,16 +152,26 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         op = resolve_reduce_op(op, average)
+        factors = prescale_factor, postscale_factor
+        return tuple(reduce_into_new(tensors, name, op, *factors, process_set))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        average, name, op, prescale_factor, postscale_factor, process_set, *tensors = inputs
+        op = resolve_reduce_op(op, average)
         ctx.arguments = backward_name(name), op, prescale_factor, postscale_factor, process_set
         ctx.differentiable = [is_differentiable(tensor) for tensor in tensors]
-        request = start(tensors, name, op, prescale_factor, postscale_factor, process_set, False)
-        return tuple(request.wait())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         chosen = list(itertools.compress(gradients, ctx.differentiable))
         reduced = iter(_grouped_allreduce(chosen, *ctx.arguments))
         return (None,) * 6 + tuple(next(reduced) if yes else None for yes in ctx.differentiable)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        """Reduce batches as tensors: it is all the same to a reduction."""
+        return HorovodGroupedAllreduce.apply(*inputs), in_dims[6:]  # type: ignore[no-untyped-call]
 
 
 def _grouped_allreduce(
@@ -175,6 +188,6 @@ def _grouped_allreduce(
             None, name, op, prescale_factor, postscale_factor, process_set, *tensors
         )
     else:
-        request = start(tensors, name, op, prescale_factor, postscale_factor, process_set, False)
-        reduced = request.wait()
+        arguments = name, op, prescale_factor, postscale_factor, process_set
+        reduced = reduce_into_new(tensors, *arguments)
     return reduced

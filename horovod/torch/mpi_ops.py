@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.compiler import is_compiling
+
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Max, Min, Product
@@ -16,7 +18,7 @@ from horovod.engine.arguments import set_id
 from horovod.engine.runtime import runtime
 from horovod.engine.shared_api import *
 from horovod.engine.shared_api import _basics, is_homogeneous, is_initialized
-from horovod.torch import handles, pending
+from horovod.torch import handles, operators, pending
 from horovod.torch.allgather_ops import (
     HorovodAllgather,
     HorovodGroupedAllgather,
@@ -120,6 +122,9 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of `process_set` has called it."""
+    if is_compiling():
+        operators.barrier(process_set)
+        return
     runtime.barrier(set_id(process_set), background=False).wait()
 
 

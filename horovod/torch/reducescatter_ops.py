@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
@@ -19,8 +20,8 @@ from horovod.engine.arguments import check_group, reduction_input, set_id, set_s
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.engine.submission import check_scattered
-from horovod.torch import handles
-from horovod.torch.allgather_ops import grouped_allgather
+from horovod.torch import handles, operators
+from horovod.torch.allgather_ops import allgather, grouped_allgather
 from horovod.torch.autograd import backward_name, is_differentiable, needs_gradient
 from horovod.torch.compression import Compression, Compressor
 
@@ -60,7 +61,7 @@ def reducescatter(
     if needs_gradient(compressed):
         reduced = HorovodReducescatter.apply(compressed, *arguments)  # type: ignore[no-untyped-call]
     else:
-        reduced = _start([compressed], *arguments, background=False).wait()[0]
+        (reduced,) = _scatter([compressed], *arguments)
     result: torch.Tensor = compression.decompress(reduced, context)
     return result
 
@@ -115,7 +116,7 @@ def grouped_reducescatter(
     if needs_gradient(*compressed):
         reduced = HorovodGroupedReducescatter.apply(*arguments, *compressed)  # type: ignore[no-untyped-call]
     else:
-        reduced = _start(compressed, *arguments, background=False).wait()
+        reduced = _scatter(compressed, *arguments)
     return [
         compression.decompress(tensor, context)
         for tensor, (_, context) in zip(reduced, pairs, strict=True)
@@ -143,13 +144,25 @@ class HorovodReducescatter(torch.autograd.Function):
     """reducescatter; the gradient is gathered and scaled as `_gradient_factor` says."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, *arguments: Any) -> Tensor:
-        return HorovodGroupedReducescatter.forward(ctx, *arguments, tensor)[0]
+    def forward(tensor: Tensor, *arguments: Any) -> Tensor:
+        return _scatter([tensor], *arguments)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, name, *arguments = inputs
+        ctx.arguments = backward_name(name), arguments
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *nothing, mine = HorovodGroupedReducescatter.backward(ctx, gradient)
-        return mine, *nothing
+        name, arguments = ctx.arguments
+        gathered = allgather(gradient, name=name, process_set=arguments[1])
+        return gathered * _gradient_factor(*arguments), None, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], tensor: Tensor, *arguments: Any) -> Any:
+        """Scatter the rows of a batch, which is then no longer the first dimension."""
+        moved = tensor.movedim(in_dims[0], 1)
+        return HorovodReducescatter.apply(moved, *arguments), 1  # type: ignore[no-untyped-call]
 
 
 class HorovodGroupedReducescatter(torch.autograd.Function):
@@ -157,7 +170,6 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         name: str | None,
         op: ReduceOp,
         process_set: ProcessSet,
@@ -166,10 +178,14 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         arguments = op, process_set, prescale_factor, postscale_factor
-        reduced = _start(tensors, name, *arguments, background=False).wait()
+        return tuple(_scatter(tensors, name, *arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        name, op, process_set, prescale_factor, postscale_factor, *tensors = inputs
         ctx.differentiable = [is_differentiable(tensor) for tensor in tensors]
+        arguments = op, process_set, prescale_factor, postscale_factor
         ctx.arguments = backward_name(name), arguments
-        return tuple(reduced)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -179,6 +195,30 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
         gathered = iter(grouped_allgather(chosen, name=name, process_set=arguments[1]))
         scaled = (next(gathered) * factor if yes else None for yes in ctx.differentiable)
         return None, None, None, None, None, *scaled
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        """Scatter the rows of batches, which are then no longer the first dimension."""
+        arguments, tensors = inputs[:5], inputs[5:]
+        moved = [t.movedim(dim, 1) for t, dim in zip(tensors, in_dims[5:], strict=True)]
+        scattered = HorovodGroupedReducescatter.apply(*arguments, *moved)  # type: ignore[no-untyped-call]
+        return scattered, (1,) * len(tensors)
+
+
+def _scatter(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    process_set: ProcessSet,
+    prescale_factor: float,
+    postscale_factor: float,
+) -> Sequence[Tensor]:
+    """Reduce tensors as one operation, and wait for this rank's rows of each."""
+    arguments = process_set, prescale_factor, postscale_factor
+    if is_compiling():
+        return operators.reducescatter(tensors, name, resolve_reduce_op(op, None), *arguments)
+    reduced: Sequence[Tensor] = _start(tensors, name, op, *arguments, background=False).wait()
+    return reduced
 
 
 def _gradient_factor(

@@ -1,0 +1,467 @@
+"""The collectives as operators of torch, for code that torch.compile looks into.
+
+The compiler cannot follow a collective into the engine. Here each has a schema, which says what it
+reads and writes, and a *fake* form, which says of what shape its results are; the compiler puts
+them into its graph as they are. Used by the collectives' own modules (`allreduce_ops`, ...) while
+a graph is made. Code that is not compiled calls the engine directly.
+
+A compiler removes operations whose results nobody uses, and changes the order of others. With
+collectives that would leave the other ranks waiting, or give them the wrong data. So every operator
+claims to change one tensor, `_order`: to the compiler each depends on the one before.
+
+Results are written into tensors that the caller passes, because the compiler takes no lists of
+results from operators that change something, nor results whose sizes are known only when the graph
+runs. Where other ranks decide on the size, as with the rows of an allgather, it is asked for first,
+by an operator that changes nothing (`total_rows`).
+
+The compiler keeps graphs on disk, also for other processes. So whatever differs between ranks or
+jobs and shapes a result is an argument: a fake form may not look at the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from horovod.common.process_sets import ProcessSet
+from horovod.common.reduce_op import Adasum, Average, ReduceOp
+from horovod.engine.arguments import (
+    check_splits,
+    check_writable,
+    movement_input,
+    reduction_input,
+    unregistered,
+    write_back,
+)
+from horovod.engine.runtime import runtime
+from horovod.engine.submission import check_scattered
+
+Tensor = torch.Tensor
+
+_order = torch.zeros(0)  # what all operators claim to change; see above
+_library: Any = torch.library.Library("horovod", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+_FACTORS = "str? name, int op, float prescale_factor, float postscale_factor, int process_set"
+_SCHEMAS = (
+    f"allreduce(Tensor[] tensors, Tensor(a!)[] outputs, Tensor(b!) order, {_FACTORS}) -> ()",
+    f"allreduce_(Tensor(a!)[] tensors, Tensor(b!) order, {_FACTORS}) -> ()",
+    "allgather_rows(Tensor tensor, Tensor(b!) order, int ranks, str? name, int process_set)"
+    " -> Tensor",
+    "total_rows(Tensor rows) -> SymInt",
+    "allgather(Tensor tensor, Tensor(a!) output, Tensor(b!) order, str? name, int process_set)"
+    " -> ()",
+    "allgather_gradient(Tensor gradient, Tensor(a!) output, Tensor(b!) order, str? name,"
+    " int process_set) -> ()",
+    "broadcast(Tensor tensor, Tensor(a!) output, Tensor(b!) order, int root_rank, str? name,"
+    " int process_set) -> ()",
+    "broadcast_(Tensor(a!) tensor, Tensor(b!) order, int root_rank, str? name,"
+    " int process_set) -> ()",
+    "alltoall_rows(Tensor tensor, Tensor? splits, Tensor(b!) order, int ranks, str? name,"
+    " int process_set) -> Tensor",
+    "alltoall(Tensor tensor, Tensor? splits, Tensor(a!) output, Tensor(b!) order, str? name,"
+    " int process_set) -> ()",
+    "alltoall_gradient(Tensor gradient, Tensor received, Tensor(a!) output, Tensor(b!) order,"
+    " str? name, int process_set) -> ()",
+    f"reducescatter(Tensor[] tensors, Tensor(a!)[] outputs, Tensor(b!) order, {_FACTORS}) -> ()",
+    "barrier(Tensor(b!) order, int process_set) -> ()",
+)
+
+
+# -- what the compiler puts into its graph --------------------------------------------------
+
+
+def allreduce(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> list[Tensor]:
+    """Reduce tensors as one operation into new ones."""
+    outputs = [_like(tensor) for tensor in tensors]
+    torch.ops.horovod.allreduce(
+        tensors,
+        outputs,
+        _order,
+        name,
+        int(op),
+        prescale_factor,
+        postscale_factor,
+        _number(process_set),
+    )
+    return outputs
+
+
+def allreduce_(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> None:
+    """Reduce tensors as one operation in place."""
+    number = _number(process_set)
+    torch.ops.horovod.allreduce_(
+        tensors, _order, name, int(op), prescale_factor, postscale_factor, number
+    )
+
+
+def allgather(tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
+    """Concatenate the ranks' tensors along the first dimension."""
+    number = _number(process_set)
+    ranks = runtime.channel(number).group.size
+    rows = torch.ops.horovod.allgather_rows(tensor, _order, ranks, _rows_name(name), number)
+    gathered = tensor.new_empty((_total(rows), *tensor.shape[1:]))
+    torch.ops.horovod.allgather(tensor, gathered, _order, name, number)
+    return gathered
+
+
+def allgather_gradient(
+    gradient: Tensor, rows: int, name: str | None, process_set: ProcessSet
+) -> Tensor:
+    """Average a gradient of what was gathered, and return this rank's `rows` of it."""
+    mine = gradient.new_empty((rows, *gradient.shape[1:]))
+    torch.ops.horovod.allgather_gradient(gradient, mine, _order, name, _number(process_set))
+    return mine
+
+
+def broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
+    """Return the root's tensor as a new one."""
+    output = _like(tensor)
+    torch.ops.horovod.broadcast(tensor, output, _order, root_rank, name, _number(process_set))
+    return output
+
+
+def broadcast_(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> None:
+    """Overwrite a tensor with the root's."""
+    torch.ops.horovod.broadcast_(tensor, _order, root_rank, name, _number(process_set))
+
+
+def alltoall(
+    tensor: Tensor, splits: Tensor | None, name: str | None, process_set: ProcessSet
+) -> tuple[Tensor, Tensor]:
+    """Exchange rows; returns those received, and how many came from each rank."""
+    number = _number(process_set)
+    ranks = runtime.channel(number).group.size
+    rows = torch.ops.horovod.alltoall_rows(tensor, splits, _order, ranks, _rows_name(name), number)
+    received = tensor.new_empty((_total(rows), *tensor.shape[1:]))
+    torch.ops.horovod.alltoall(tensor, splits, received, _order, name, number)
+    return received, rows
+
+
+def alltoall_gradient(
+    gradient: Tensor, received: Tensor, rows: int, name: str | None, process_set: ProcessSet
+) -> Tensor:
+    """Send the gradient of what was received back; returns that of the `rows` of the input."""
+    returned = gradient.new_empty((rows, *gradient.shape[1:]))
+    number = _number(process_set)
+    torch.ops.horovod.alltoall_gradient(gradient, received, returned, _order, name, number)
+    return returned
+
+
+def reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    process_set: ProcessSet,
+    prescale_factor: float,
+    postscale_factor: float,
+) -> list[Tensor]:
+    """Reduce tensors as one operation, and return this rank's rows of each."""
+    number = _number(process_set)
+    group = runtime.channel(number).group
+    outputs = []
+    for tensor in tensors:
+        rows = tensor.shape[0] // group.size
+        if group.rank < tensor.shape[0] % group.size:  # the first ranks get what is left over
+            rows += 1
+        outputs.append(tensor.new_empty((rows, *tensor.shape[1:])))
+    factors = prescale_factor, postscale_factor
+    torch.ops.horovod.reducescatter(tensors, outputs, _order, name, int(op), *factors, number)
+    return outputs
+
+
+def barrier(process_set: ProcessSet) -> None:
+    """Wait until every rank of the set has come here."""
+    torch.ops.horovod.barrier(_order, _number(process_set))
+
+
+def _number(process_set: ProcessSet) -> int:
+    """Return the id of a set. The graph has it, and not the object."""
+    number = process_set.process_set_id
+    if number is None:
+        raise unregistered(process_set)
+    return number
+
+
+def _rows_name(name: str | None) -> str | None:
+    """Return the name of the collective that tells how many rows the one called `name` has."""
+    return None if name is None else f"{name}.rows"
+
+
+def _total(rows: Tensor) -> int:
+    """Return the sum of the ranks' rows, which is known when the graph runs."""
+    total: int = torch.ops.horovod.total_rows(rows)
+    return total
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Return a new tensor for what the engine makes of this one: it is contiguous."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+
+
+# -- what the operators do when the graph runs ----------------------------------------------
+
+
+def _allreduce(
+    tensors: list[Tensor],
+    outputs: list[Tensor],
+    order: Tensor,
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: int,
+) -> None:
+    chosen = ReduceOp(op)
+    scaled = prescale_factor != 1.0 or postscale_factor != 1.0
+    sources = [reduction_input(tensor, chosen, scaled) for tensor in tensors]
+    _check_adasum(chosen, process_set)
+    runtime.allreduce(
+        sources,
+        outputs,
+        name,
+        chosen,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set_id=process_set,
+        background=False,
+    ).wait()
+
+
+def _allreduce_in_place(
+    tensors: list[Tensor],
+    order: Tensor,
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: int,
+) -> None:
+    chosen = ReduceOp(op)
+    scaled = prescale_factor != 1.0 or postscale_factor != 1.0
+    buffers = [reduction_input(tensor, chosen, scaled) for tensor in tensors]
+    for tensor, buffer in zip(tensors, buffers, strict=True):
+        if buffer is not tensor:
+            check_writable(tensor)
+    factors = prescale_factor, postscale_factor
+    _allreduce(buffers, buffers, order, name, op, *factors, process_set)
+    for tensor, buffer in zip(tensors, buffers, strict=True):
+        if buffer is not tensor:
+            write_back(tensor, buffer)
+
+
+def _allgather_rows(
+    tensor: Tensor, order: Tensor, ranks: int, name: str | None, process_set: int
+) -> Tensor:
+    mine = torch.tensor([movement_input(tensor).shape[0]])
+    (rows,) = runtime.allgather([mine], name, process_set_id=process_set, background=False).wait()
+    return _not_an_alias(rows, mine)
+
+
+def _total_rows(rows: Tensor) -> int:
+    return int(rows.sum())
+
+
+def _allgather(
+    tensor: Tensor, output: Tensor, order: Tensor, name: str | None, process_set: int
+) -> None:
+    source = movement_input(tensor)
+    request = runtime.allgather([source], name, process_set_id=process_set, background=False)
+    output.copy_(request.wait()[0])
+
+
+def _allgather_gradient(
+    gradient: Tensor, output: Tensor, order: Tensor, name: str | None, process_set: int
+) -> None:
+    averaged = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+    _allreduce([gradient], [averaged], order, name, int(Average), 1.0, 1.0, process_set)
+    group = runtime.channel(process_set).group
+    rows = _allgather_rows(output, order, group.size, _rows_name(name), process_set)
+    first = int(rows[: group.rank].sum())
+    output.copy_(averaged.narrow(0, first, output.shape[0]))
+
+
+def _broadcast(
+    tensor: Tensor,
+    output: Tensor,
+    order: Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: int,
+) -> None:
+    source = movement_input(tensor)
+    runtime.broadcast(
+        source, output, root_rank, name, process_set_id=process_set, background=False
+    ).wait()
+
+
+def _broadcast_in_place(
+    tensor: Tensor, order: Tensor, root_rank: int, name: str | None, process_set: int
+) -> None:
+    buffer = movement_input(tensor)
+    if buffer is not tensor:
+        check_writable(tensor)
+    _broadcast(buffer, buffer, order, root_rank, name, process_set)
+    if buffer is not tensor:
+        write_back(tensor, buffer)
+
+
+def _alltoall_rows(
+    tensor: Tensor,
+    splits: Tensor | None,
+    order: Tensor,
+    ranks: int,
+    name: str | None,
+    process_set: int,
+) -> Tensor:
+    if splits is None:
+        share, left = divmod(tensor.shape[0], ranks)
+        if left:
+            raise ValueError(f"{tensor.shape[0]} rows cannot be divided equally by {ranks} ranks")
+        sent = [share] * ranks
+    else:
+        sent = check_splits(splits)
+    mine = torch.tensor(sent, dtype=torch.int32)
+    counts, _ = runtime.alltoall(
+        mine, None, name, process_set_id=process_set, background=False
+    ).wait()
+    return _not_an_alias(counts.to("cpu" if splits is None else splits.device), mine)
+
+
+def _alltoall(
+    tensor: Tensor,
+    splits: Tensor | None,
+    output: Tensor,
+    order: Tensor,
+    name: str | None,
+    process_set: int,
+) -> None:
+    source = movement_input(tensor)
+    rows = (None if splits is None else check_splits(splits)) or None
+    request = runtime.alltoall(source, rows, name, process_set_id=process_set, background=False)
+    output.copy_(request.wait()[0])
+
+
+def _alltoall_gradient(
+    gradient: Tensor,
+    received: Tensor,
+    output: Tensor,
+    order: Tensor,
+    name: str | None,
+    process_set: int,
+) -> None:
+    source, splits = movement_input(gradient), check_splits(received)
+    returned, _ = runtime.alltoall(
+        source, splits, name, process_set_id=process_set, background=False
+    ).wait()
+    output[: returned.shape[0]] = returned
+    output[returned.shape[0] :] = 0  # rows that were sent to nobody
+
+
+def _reducescatter(
+    tensors: list[Tensor],
+    outputs: list[Tensor],
+    order: Tensor,
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: int,
+) -> None:
+    chosen = ReduceOp(op)
+    check_scattered(chosen)
+    scaled = prescale_factor != 1.0 or postscale_factor != 1.0
+    reduced = runtime.reducescatter(
+        [reduction_input(tensor, chosen, scaled) for tensor in tensors],
+        name,
+        chosen,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set_id=process_set,
+        background=False,
+    ).wait()
+    for output, mine in zip(outputs, reduced, strict=True):
+        output.copy_(mine)
+
+
+def _barrier(order: Tensor, process_set: int) -> None:
+    runtime.barrier(process_set, background=False).wait()
+
+
+def _check_adasum(op: ReduceOp, process_set: int) -> None:
+    if op is Adasum and process_set != 0:
+        raise NotImplementedError("Adasum works on the global process set only")
+
+
+def _not_an_alias(result: Tensor, source: Tensor) -> Tensor:
+    """Return the result, or a copy where it is the source itself, which torch does not allow."""
+    is_alias = result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    return result.clone() if is_alias and result.numel() else result
+
+
+# -- what is known of the results before ----------------------------------------------------
+
+
+def _nothing(*arguments: object) -> None:
+    """Results go into tensors that the caller has made."""
+
+
+def _fake_allgather_rows(
+    tensor: Tensor, order: Tensor, ranks: int, name: str | None, process_set: int
+) -> Tensor:
+    return torch.empty(ranks, dtype=torch.int64)
+
+
+def _fake_total_rows(rows: Tensor) -> int:
+    total: Any = torch.library.get_ctx().new_dynamic_size()
+    return total  # type: ignore[no-any-return]  # a symbol
+
+
+def _fake_alltoall_rows(
+    tensor: Tensor,
+    splits: Tensor | None,
+    order: Tensor,
+    ranks: int,
+    name: str | None,
+    process_set: int,
+) -> Tensor:
+    device = torch.device("cpu") if splits is None else splits.device
+    return torch.empty(ranks, dtype=torch.int32, device=device)
+
+
+_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "allreduce": (_allreduce, _nothing),
+    "allreduce_": (_allreduce_in_place, _nothing),
+    "allgather_rows": (_allgather_rows, _fake_allgather_rows),
+    "total_rows": (_total_rows, _fake_total_rows),
+    "allgather": (_allgather, _nothing),
+    "allgather_gradient": (_allgather_gradient, _nothing),
+    "broadcast": (_broadcast, _nothing),
+    "broadcast_": (_broadcast_in_place, _nothing),
+    "alltoall_rows": (_alltoall_rows, _fake_alltoall_rows),
+    "alltoall": (_alltoall, _nothing),
+    "alltoall_gradient": (_alltoall_gradient, _nothing),
+    "reducescatter": (_reducescatter, _nothing),
+    "barrier": (_barrier, _nothing),
+}
+
+for _schema in _SCHEMAS:
+    _library.define(_schema)
+for _name, (_implementation, _fake) in _OPERATORS.items():
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"horovod::{_name}", _fake, lib=_library)

@@ -1,0 +1,169 @@
+"""Collectives in code that torch.compile or torch.func looks into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import horovod.torch as hvd
+from tests.ranks import RankPool
+
+Tensor = torch.Tensor
+
+SIZE = 2
+
+
+def _splits() -> Tensor:
+    """How many of five rows each of two ranks gets; the ranks send different numbers."""
+    return torch.tensor([[4, 1], [2, 3]][hvd.rank()], dtype=torch.int32)
+
+
+def _in_place(x: Tensor) -> list[Tensor]:
+    changed, row = x.detach().clone(), x.detach()[0].clone()
+    hvd.allreduce_(changed, op=hvd.Max)
+    hvd.grouped_allreduce_([changed, row], op=hvd.Sum, name="both")
+    hvd.broadcast_(row, root_rank=1)
+    return [changed, row]
+
+
+# Each takes five rows of three and returns tensors.
+COLLECTIVES: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "allreduce": lambda x: [hvd.allreduce(x), hvd.allreduce(x, op=hvd.Sum, name="named")],
+    "other operators": lambda x: [hvd.allreduce(x, op=op) for op in (hvd.Min, hvd.Max)],
+    "factors": lambda x: [hvd.allreduce(x, prescale_factor=0.5, postscale_factor=3.0)],
+    "compression": lambda x: [hvd.allreduce(x, compression=hvd.Compression.fp16)],
+    "grouped_allreduce": lambda x: hvd.grouped_allreduce([x, 2 * x[0]], op=hvd.Sum),
+    "transposed": lambda x: [hvd.allreduce(x.t())],
+    "allgather": lambda x: [hvd.allgather(x[: 1 + 3 * hvd.rank()])],
+    "grouped_allgather": lambda x: list(hvd.grouped_allgather([x, x[: 1 + hvd.rank()]])),
+    "broadcast": lambda x: [hvd.broadcast(x, root_rank=1)],
+    "reducescatter": lambda x: [hvd.reducescatter(x), hvd.reducescatter(x, op=hvd.Sum)],
+    "grouped_reducescatter": lambda x: hvd.grouped_reducescatter([x, x[:3]], op=hvd.Sum),
+    "alltoall": lambda x: list(hvd.alltoall(x, splits=_splits())),
+    "equal alltoall": lambda x: [hvd.alltoall(x[:4])],
+    "in place": _in_place,
+}
+
+
+def _inputs() -> Tensor:
+    generator = torch.Generator().manual_seed(hvd.rank())
+    return torch.randn(5, 3, generator=generator).requires_grad_()
+
+
+def _results(function: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+    """What it returns, and its gradient where there is one."""
+    inputs = _inputs()
+    outputs = function(inputs)
+    loss = sum(output.square().sum() for output in outputs if output.requires_grad)
+    found = [output.detach() for output in outputs]
+    if isinstance(loss, Tensor):
+        loss.backward()
+        found.append(inputs.grad)
+    return found
+
+
+def compiled(name: str, backend: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The results of a collective as it is, and compiled into one graph, which is run twice."""
+    torch._dynamo.reset()
+    collective = COLLECTIVES[name]
+    graph = torch.compile(collective, backend=backend, fullgraph=True)
+    expected = _results(collective)
+    _results(graph)
+    return expected, _results(graph)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_compiled_collective_gives_the_same_bits(pool2: RankPool, name: str):
+    for expected, found in pool2.run(compiled, name, "aot_eager"):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_the_same_by_the_default_backend(pool2: RankPool):
+    """One function with all of them: making programs takes seconds."""
+    for expected, found in pool2.run(all_in_one_graph):
+        for mine, other in zip(expected, found, strict=True):
+            torch.testing.assert_close(mine, other)
+
+
+def all_in_one_graph() -> tuple[list[Tensor], list[Tensor]]:
+    torch._dynamo.reset()
+
+    def everything(x: Tensor) -> list[Tensor]:
+        return [result for collective in COLLECTIVES.values() for result in collective(x.sin())]
+
+    return _results(everything), _results(torch.compile(everything, fullgraph=True))
+
+
+def used_by_one_rank() -> list[float]:
+    """The second rank drops a result, and does not use another one in its loss."""
+
+    def function(x: Tensor, uses: bool) -> Tensor:
+        average = hvd.allreduce(x.sum(), name="average")
+        total = hvd.allreduce(x.detach().sum(), op=hvd.Sum, name="total")
+        hvd.barrier()
+        return x.square().sum() + (average + total if uses else 0)
+
+    torch._dynamo.reset()
+    graph = torch.compile(function, backend="inductor", fullgraph=True)
+    x = torch.ones(2, requires_grad=True)
+    graph(x, uses=hvd.rank() == 0).detach()
+    return [float(value) for value in hvd.allgather(x.detach())]
+
+
+def test_a_result_that_one_rank_does_not_use(pool2: RankPool):
+    """A compiler would remove it there, and the other rank would wait for ever."""
+    assert pool2.run(used_by_one_rank) == [[1.0] * 4] * SIZE
+
+
+def in_process_set(ranks: list[int]) -> float:
+    members = hvd.add_process_set(ranks)
+    torch._dynamo.reset()
+
+    def function(x: Tensor) -> Tensor:
+        return hvd.allreduce(x, op=hvd.Sum, process_set=members) * hvd.size()
+
+    try:
+        graph = torch.compile(function, backend="eager", fullgraph=True)
+        return float(graph(torch.ones(1))) if hvd.rank() in ranks else 0.0
+    finally:
+        hvd.remove_process_set(members)
+
+
+def test_process_sets(pool2: RankPool):
+    pool = RankPool(SIZE, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+    assert pool.run(in_process_set, [1]) == [0.0, 2.0]
+    pool.close()
+
+
+def transformed() -> list[Any]:
+    """torch.func: a gradient, a batch, and gradients of a batch."""
+    rank = hvd.rank()
+
+    def total(x: Tensor) -> Tensor:
+        return hvd.allreduce(x * (rank + 1), op=hvd.Sum, name="total").sum()
+
+    batch = torch.arange(6.0).view(3, 2) + rank
+    batched = torch.func.vmap(lambda row: hvd.allreduce(row, name="row"), in_dims=1)(batch)
+    gathered = torch.func.vmap(lambda row: hvd.allgather(row, name="rows"))(batch)
+    scattered = torch.func.vmap(lambda row: hvd.reducescatter(row, op=hvd.Sum))(batch)
+    return [
+        torch.func.grad(total)(torch.ones(2)).tolist(),
+        batched.tolist(),
+        gathered.tolist(),
+        scattered.tolist(),
+        torch.func.vmap(torch.func.grad(total))(torch.ones(2, 2)).tolist(),
+    ]
+
+
+def test_functional_transforms(pool2: RankPool):
+    for rank, found in enumerate(pool2.run(transformed)):
+        gradient, batched, gathered, scattered, gradients = found
+        # A gradient is reduced as the tensor was: two ranks add up 1, and multiply by their factor.
+        assert gradient == [2.0 * (rank + 1)] * 2
+        assert gradients == [[2.0 * (rank + 1)] * 2] * 2
+        assert batched == [[0.5, 2.5, 4.5], [1.5, 3.5, 5.5]]
+        assert gathered == [[0, 1, 1, 2], [2, 3, 3, 4], [4, 5, 5, 6]]
+        assert scattered == [[2.0 * value + rank * 2 + 1] for value in (0, 2, 4)]
