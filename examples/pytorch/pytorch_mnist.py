@@ -180,7 +180,7 @@ def train_epoch(
         loss = F.cross_entropy(model(images.to(device)), labels.to(device))
         loss.backward()
         optimizer.step()
-        if steps % 10 == 0:  # not in every step: to read it is to wait for the GPU
+        if number % 10 == 0:  # not in every step: to read it is to wait for the GPU
             hvd.stats.log(loss=loss)  # for `horovodrun --dashboard`
         total += loss.detach()
     return hvd.allreduce(total / len(batches), name="loss").item()
