@@ -113,7 +113,7 @@ def allreduce_(
 def allgather(tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
     """Concatenate the ranks' tensors along the first dimension."""
     number = _number(process_set)
-    ranks = runtime.channel(number).group.size
+    ranks = runtime.group(number).size
     rows = torch.ops.horovod.allgather_rows(tensor, _order, ranks, _rows_name(name), number)
     gathered = tensor.new_empty((_total(rows), *tensor.shape[1:]))
     torch.ops.horovod.allgather(tensor, gathered, _order, name, number)
@@ -146,7 +146,7 @@ def alltoall(
 ) -> tuple[Tensor, Tensor]:
     """Exchange rows; returns those received, and how many came from each rank."""
     number = _number(process_set)
-    ranks = runtime.channel(number).group.size
+    ranks = runtime.group(number).size
     rows = torch.ops.horovod.alltoall_rows(tensor, splits, _order, ranks, _rows_name(name), number)
     received = tensor.new_empty((_total(rows), *tensor.shape[1:]))
     torch.ops.horovod.alltoall(tensor, splits, received, _order, name, number)
@@ -173,7 +173,7 @@ def reducescatter(
 ) -> list[Tensor]:
     """Reduce tensors as one operation, and return this rank's rows of each."""
     number = _number(process_set)
-    group = runtime.channel(number).group
+    group = runtime.group(number)
     outputs = []
     for tensor in tensors:
         rows = tensor.shape[0] // group.size
@@ -290,7 +290,7 @@ def _allgather_gradient(
 ) -> None:
     averaged = torch.empty_like(gradient, memory_format=torch.contiguous_format)
     _allreduce([gradient], [averaged], order, name, int(Average), 1.0, 1.0, process_set)
-    group = runtime.channel(process_set).group
+    group = runtime.group(process_set)
     rows = _allgather_rows(output, order, group.size, _rows_name(name), process_set)
     first = int(rows[: group.rank].sum())
     output.copy_(averaged.narrow(0, first, output.shape[0]))

@@ -23,6 +23,7 @@ from horovod.runner.dashboard.stragglers import (
     find_stragglers,
     usual_step,
 )
+from horovod.runner.slots.worker_env import CROWDED_ADVICE
 
 _MOST_STALLS = 8
 _MOST_HISTORIES = 1024  # workers whose history is kept: of higher ranks there is none
@@ -288,7 +289,7 @@ class Board:
             "step": max((rank.shown.get("step", 0) for rank in running), default=0),
             "rate": rounded(rates[len(rates) // 2]) if rates else 0.0,
             "crowded": self.crowded,
-            "crowded_try": crowding.ADVICE if self.crowded else "",
+            "crowded_try": CROWDED_ADVICE if self.crowded else "",
             "ended": self.ended,
         }
 

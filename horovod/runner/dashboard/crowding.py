@@ -1,4 +1,4 @@
-"""Hosts whose ranks outnumber their cores: one sentence about all of them, for page and terminal.
+"""Hosts whose ranks outnumber their cores: one sentence about all of them, for the page.
 
 `board` asks. On such a host ranks take turns, so that the times of single ranks say little:
 `stragglers` is less sensitive there.
@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from horovod.runner.dashboard.rank import Rank
 
 _NAMED_HOSTS = 3
-
-ADVICE = "Start one rank for each core or GPU (-np), or take more hosts (-H)."
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from horovod.common.logging import get_logger
 from horovod.common.store import MemoryStore
-from horovod.runner.dashboard import crowding, page
+from horovod.runner.dashboard import page
 from horovod.runner.dashboard.board import Board
 from horovod.runner.dashboard.process_state import ProcessStates
 from horovod.runner.dashboard.rank import STOPPED_BY_LAUNCHER
@@ -31,6 +31,7 @@ from horovod.runner.dashboard.tails import OutputTails
 from horovod.runner.output.lines import Line
 from horovod.runner.output.report import Exit, LaunchError, Outcome, exit_status, ranges
 from horovod.runner.output.watcher import JobWatcher, StackRequest
+from horovod.runner.slots.worker_env import CROWDED_ADVICE
 
 _TICK = 0.5
 _MOST_QUEUED = 10_000
@@ -41,7 +42,9 @@ _PATIENCE = 16.0
 class Dashboard(JobWatcher):
     """The page of one job, from its start to its end."""
 
-    wants_stacks = True
+    @property
+    def wants_stacks(self) -> bool:
+        return True
 
     def __init__(
         self,
@@ -166,9 +169,9 @@ class Dashboard(JobWatcher):
         self._forget_reports()
         self._states.look(board)
         board.update(time.time())
-        if board.crowded and not self._told_crowding:
+        if board.crowded and board.elastic and not self._told_crowding:  # others know it at first
             self._told_crowding = True
-            self._say(f"{board.crowded}. {crowding.ADVICE}")
+            self._say(f"{board.crowded}. {CROWDED_ADVICE}")
         self._stacks.look(board, time.monotonic())
 
     def _take_event(self, event: str, details: dict[str, Any], at: float) -> None:

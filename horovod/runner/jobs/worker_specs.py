@@ -11,6 +11,7 @@ from horovod.runner.agents.host_agent import HostAgent, WorkerSpec
 from horovod.runner.jobs.request import JobRequest
 from horovod.runner.slots.hosts import Slot, is_local
 from horovod.runner.slots.worker_env import (
+    CROWDED_ADVICE,
     KEY,
     WorkerRendezvous,
     common_variables,
@@ -56,12 +57,11 @@ def host_variables(
 
 
 def describe_threads(request: JobRequest, agents: Iterable[HostAgent]) -> list[str]:
-    """How many threads workers get, in one sentence for hosts that are alike.
+    """Say how many threads workers get, in one sentence for hosts that are alike.
 
     Without --verbose only where there are more workers than cores, which makes them slow.
     """
-    if request.env.get("OMP_NUM_THREADS"):
-        return []
+    chosen = request.env.get("OMP_NUM_THREADS")
     alike: dict[tuple[int, int, int], list[str]] = {}
     for agent in agents:
         if agent.link.keeps is None:
@@ -73,18 +73,14 @@ def describe_threads(request: JobRequest, agents: Iterable[HostAgent]) -> list[s
         where = "" if len(alike) == 1 else f" on {', '.join(names)}"
         if workers > cores:
             many = "1 core" if cores == 1 else f"{cores} cores"
+            each = f", with OMP_NUM_THREADS={chosen or threads} for each"
+            sentences.append(f"{workers} ranks share {many}{where}{each}. {CROWDED_ADVICE}")
+        elif request.verbose and not chosen:
+            plural = "" if workers == 1 else "s"
             sentences.append(
-                f"{workers} ranks share {many}{where}: they slow each other down, with "
-                f"OMP_NUM_THREADS={threads} for each"
+                f"OMP_NUM_THREADS={threads} for each worker{where} ({cores} cores, {workers} "
+                f"worker{plural}); set it yourself to choose otherwise"
             )
-            continue
-        if not request.verbose:
-            continue
-        plural = "" if workers == 1 else "s"
-        sentences.append(
-            f"OMP_NUM_THREADS={threads} for each worker{where} ({cores} cores, {workers} "
-            f"worker{plural}); set it yourself to choose otherwise"
-        )
     return sentences
 
 

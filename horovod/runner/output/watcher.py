@@ -26,8 +26,10 @@ class StackRequest(NamedTuple):
 class JobWatcher:
     """Hears what happens in a job; this one takes no notice. Called by the launcher's thread."""
 
-    wants_stacks = False
-    """Whether `wanted_stacks` ever has something, so that it is worth asking."""
+    @property
+    def wants_stacks(self) -> bool:
+        """Whether `wanted_stacks` ever has something, so that it is worth asking."""
+        return False
 
     def note(self, event: str, **details: Any) -> None:
         """Something happened."""
@@ -78,6 +80,13 @@ class Watchers(JobWatcher):
     def output(self, worker: int, rank: int, stream: str, lines: Sequence[Line]) -> None:
         for each in self._watchers:
             each.output(worker, rank, stream, lines)
+
+    @property
+    def wants_stacks(self) -> bool:
+        return any(each.wants_stacks for each in self._watchers)
+
+    def wanted_stacks(self) -> Sequence[StackRequest]:
+        return [wanted for each in self._watchers for wanted in each.wanted_stacks()]
 
     def ended(self, outcome: Outcome) -> None:
         for each in self._watchers:

@@ -93,6 +93,10 @@ def interface_variables(nics: Sequence[str]) -> dict[str, str]:
     return {"HOROVOD_GLOO_IFACE": nics[0], "NCCL_SOCKET_IFNAME": ",".join(nics)} if nics else {}
 
 
+CROWDED_ADVICE = "Start one rank for each core or GPU (-np), or take more hosts (-H)."
+"""What to do where ranks outnumber the cores of their host."""
+
+
 def threads_per_worker(cores: int, local_size: int) -> int:
     """A fair share of the cores of a host."""
     return max(1, cores // local_size)

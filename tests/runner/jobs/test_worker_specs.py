@@ -87,8 +87,13 @@ def test_ranks_that_share_cores_are_told(agents: dict[str, HostAgent]):
     crowded = replace(REQUEST, slots=plan_slots(parse_hosts("localhost:13"), 13))
     (sentence,) = describe_threads(crowded, [agents["localhost"]])
     assert sentence == (
-        "13 ranks share 12 cores: they slow each other down, with OMP_NUM_THREADS=1 for each"
+        "13 ranks share 12 cores, with OMP_NUM_THREADS=1 for each. "
+        "Start one rank for each core or GPU (-np), or take more hosts (-H)."
     )
+    (sentence,) = describe_threads(
+        replace(crowded, env={"OMP_NUM_THREADS": "7"}), [agents["localhost"]]
+    )
+    assert "with OMP_NUM_THREADS=7 for each" in sentence
 
 
 def test_threads_that_the_user_chose_stay(agents: dict[str, HostAgent]):
