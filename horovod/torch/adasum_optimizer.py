@@ -16,6 +16,7 @@ from horovod.torch.allreduce_ops import allreduce_
 from horovod.torch.buckets import Named
 from horovod.torch.gradients import Reducer
 from horovod.torch.reducing_optimizer import ReducingOptimizer, notify_scheduler
+from horovod.torch.untraced import untraced
 
 
 class AdasumOptimizer(ReducingOptimizer):
@@ -33,6 +34,7 @@ class AdasumOptimizer(ReducingOptimizer):
             allreduce_(tensor, name="AdasumOptimizer.found", op=Max)
         return found
 
+    @untraced
     def step(self, closure: Any = None) -> Any:
         """Step locally, then replace the step by the Adasum of everybody's."""
         notify_scheduler(self)

@@ -31,6 +31,7 @@ from horovod.torch.reducing_optimizer import (
     step_of,
 )
 from horovod.torch.sliced_update import Slice
+from horovod.torch.untraced import untraced
 
 Parameter = torch.nn.Parameter
 
@@ -58,6 +59,7 @@ class DelayingOptimizer(ReducingOptimizer):
 
     # -- stepping --------------------------------------------------------------------------
 
+    @untraced
     def step(self, closure: Any = None) -> Any:
         """Update the parameters with the gradients of all ranks, each before it is used again."""
         if closure is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,9 @@ from horovod.torch.buckets import Named
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.hooks.base import CommunicationHook
 from horovod.torch.optimizer_checks import check_arguments
-from horovod.torch.reducing_optimizer import ReducingOptimizer, new_optimizer
+
+if TYPE_CHECKING:
+    from horovod.torch.reducing_optimizer import ReducingOptimizer
 
 
 def DistributedOptimizer(
@@ -69,6 +71,9 @@ def DistributedOptimizer(
         >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         >>> loss.backward(); optimizer.step()
     """
+    # Not before: it loads torch's compiler, as whoever made the optimizer has.
+    from horovod.torch.reducing_optimizer import ReducingOptimizer, new_optimizer
+
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
         groups = groups if groups is not None else num_groups
@@ -111,4 +116,6 @@ def _mixin(arguments: dict[str, Any]) -> type[ReducingOptimizer]:
         from horovod.torch.delaying_optimizer import DelayingOptimizer
 
         return DelayingOptimizer
+    from horovod.torch.reducing_optimizer import ReducingOptimizer
+
     return ReducingOptimizer

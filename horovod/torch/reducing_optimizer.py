@@ -3,6 +3,10 @@
 What `horovod.torch.optimizer` makes of a user's optimizer: an instance of a new class with the same
 name that derives from ReducingOptimizer and from the optimizer's own class, so isinstance checks,
 learning-rate schedulers and checkpoints go on working.
+
+torch.compile must not look into what talks to other ranks, which is marked `untraced`. It may
+compile the optimizer's own update. This module is loaded when the first optimizer is wrapped, for
+the mark loads the compiler. Whoever has made an optimizer has loaded it already.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from horovod.torch.optimizer_checks import (
     default_names,
     takes_part,
 )
+from horovod.torch.untraced import untraced
 
 Parameter = torch.nn.Parameter
 
@@ -107,6 +112,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         for param, watch in zip(self._parameter_names, self._watches, strict=True):
             if watch.hook is None and param.requires_grad:
 
+                @untraced
                 def on_gradient(param: torch.Tensor, watch: GradientCountdown = watch) -> None:
                     optimizer = this()
                     if optimizer is not None:
@@ -138,6 +144,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
                 self._finite_check.look(param)
             self._reducer.arrived(watch.index)
 
+    @untraced
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accumulate gradients over `passes` backward passes from now on."""
         check_passes(passes)
@@ -149,6 +156,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         for watch in self._watches:
             watch.passes_left = self.backward_passes_per_step
 
+    @untraced
     def synchronize(self) -> None:
         """Reduce all gradients that are not reduced yet, and wait until they are."""
         if self._finite_check is not None:
@@ -181,27 +189,44 @@ class ReducingOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters with the gradients of all ranks."""
-        notify_scheduler(self)
         if closure is not None:
-            loss = self._base_step(self._synchronizing(closure))
-            runtime.statistics.end_step()
-            return loss
+            return self._step_with(closure)
+        if self._reduce_for_step():
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context "
+                "after optimizer.synchronize(): it uses the gradients that are reduced "
+                "already; write `with optimizer.skip_synchronize(): optimizer.step()` to "
+                "say that this is meant",
+                stacklevel=2,
+            )
+        return self._base_step()
+
+    @untraced
+    def _step_with(self, closure: Any) -> Any:
+        notify_scheduler(self)
+        loss = self._base_step(self._synchronizing(closure))
+        runtime.statistics.end_step()
+        return loss
+
+    @untraced
+    def _reduce_for_step(self) -> bool:
+        """Do what comes before the update.
+
+        Returns:
+            Whether the gradients were reduced before without a word that this is meant.
+        """
+        notify_scheduler(self)
+        is_doubtful = False
         if self._should_synchronize:
             if self._synchronized and self._reducer is not None:
-                if not self._seen_by_scaler:
-                    warnings.warn(
-                        "optimizer.step() called without optimizer.skip_synchronize() context "
-                        "after optimizer.synchronize(): it uses the gradients that are reduced "
-                        "already; write `with optimizer.skip_synchronize(): optimizer.step()` to "
-                        "say that this is meant",
-                        stacklevel=2,
-                    )
+                is_doubtful = not self._seen_by_scaler
             else:
                 self.synchronize()
         self._check_gradients()
-        result = self._base_step()
+        # A step counts from here to here. The update comes after it, so that a compiled step is
+        # not interrupted once more.
         runtime.statistics.end_step()
-        return result
+        return is_doubtful
 
     step.hooked = True  # type: ignore[attr-defined]  # torch need not: it hooks the base's step
 
@@ -245,6 +270,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
     def _base_step(self, *arguments: Any) -> Any:
         return super().step(*arguments)
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients; not while they are being reduced."""
         if self._reducer is not None and self._reducer.in_flight():

@@ -40,6 +40,7 @@ from horovod.torch.layouts import in_memory_order
 from horovod.torch.objects import broadcast_object
 from horovod.torch.reducing_optimizer import ReducingOptimizer, share_groups, step_of
 from horovod.torch.shards import Shards
+from horovod.torch.untraced import untraced
 
 Parameter = torch.nn.Parameter
 State = defaultdict[torch.Tensor, Any]  # entries by parameter, as torch has it
@@ -83,6 +84,7 @@ class ShardedOptimizer(ReducingOptimizer):
 
     # -- stepping --------------------------------------------------------------------------
 
+    @untraced
     def _base_step(self, *closure: Any) -> Any:
         if self._shards is None:
             return super()._base_step(*closure)
