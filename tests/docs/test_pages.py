@@ -30,6 +30,7 @@ PAGES = [
     "stats",
     "adasum",
     "compression",
+    "compile",
     "gradient_accumulation",
     "mixed_precision",
     "checkpoints",
