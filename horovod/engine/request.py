@@ -24,7 +24,11 @@ from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.statistics import DeviceTiming
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+# Files whose frames are not the program's: this package, and torch's compiler.
+_INNER = (
+    str(Path(__file__).resolve().parent.parent),
+    str(Path(torch.__file__).resolve().parent / "_dynamo"),
+)
 
 
 class Kind(str, Enum):
@@ -222,7 +226,10 @@ def bytes_on_wire(nbytes: int, dtype: torch.dtype, wire: torch.dtype | None) -> 
 
 
 def caller(frame: FrameType) -> tuple[str, int]:
-    """File and line of the innermost frame outside this package."""
-    while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+    """File and line of the innermost frame outside this package, and outside torch's compiler.
+
+    The compiler's frames stand between a program and what it may not look into.
+    """
+    while frame.f_code.co_filename.startswith(_INNER) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
