@@ -85,7 +85,7 @@ def test_sizes_take_turns_and_the_work_of_each_rank_stays_the_same(tmp_path: Pat
         assert float(row["seconds"]) == pytest.approx(sum(both) / 2, abs=0.002)
         apart = 100 * (max(both) - min(both)) / (sum(both) / 2)
         rounding = 100 * 0.004 / (sum(both) / 2)  # of the seconds in the file
-            assert float(row["spread_percent"]) == pytest.approx(apart, abs=0.1 + rounding)
+        assert float(row["spread_percent"]) == pytest.approx(apart, abs=0.1 + rounding)
     one, two = (float(found[size]["seconds"]) for size in (1, 2))
     assert float(found[2]["efficiency"]) == pytest.approx(one / two, rel=0.05)
     assert float(found[2]["speedup"]) == pytest.approx(2 * one / two, rel=0.05)
