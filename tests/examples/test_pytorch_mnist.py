@@ -52,7 +52,11 @@ def test_the_learning_rate_suits_sixteen_processes(
     example = runpy.run_path(str(PYTORCH / SCRIPT))
     args = example["parse_arguments"]()
     stand_in = SimpleNamespace(
-        size=lambda: 16, rank=lambda: 0, allreduce=lambda value, name, op=None: value, Sum=None
+        size=lambda: 16,
+        rank=lambda: 0,
+        allreduce=lambda value, name, op=None: value,
+        Sum=None,
+        stats=SimpleNamespace(log=lambda **_: None),
     )
     monkeypatch.setitem(example["train_epoch"].__globals__, "hvd", stand_in)
     torch.manual_seed(args.seed)
