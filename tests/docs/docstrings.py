@@ -42,7 +42,9 @@ def problems(module: ModuleType, *, listed: bool = False) -> list[str]:
             continue
         if inspect.isclass(value) and issubclass(value, BaseException):
             continue  # Python knows no parameters of those without an __init__
-        for parameter in set(inspect.signature(value).parameters) - FREE:
+        parameters = set(inspect.signature(value).parameters) - FREE
+        # Ray adds some of its own to the methods of actors.
+        for parameter in (each for each in parameters if not each.startswith("_")):
             # "name: what it is" in a list of arguments, or `name`
             pattern = rf"^\s+\*{{0,2}}{parameter}: \S" + ("" if listed else f"|`{parameter}`")
             if not re.search(pattern, text, re.MULTILINE):
