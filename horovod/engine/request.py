@@ -24,10 +24,11 @@ from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.statistics import DeviceTiming
 
-# Files whose frames are not the program's: this package, and torch's compiler.
+# Files whose frames are not the program's: this package, torch, and code that torch makes.
 _INNER = (
     str(Path(__file__).resolve().parent.parent),
-    str(Path(torch.__file__).resolve().parent / "_dynamo"),
+    str(Path(torch.__file__).resolve().parent),
+    "<eval_with_key>",
 )
 
 
@@ -226,9 +227,9 @@ def bytes_on_wire(nbytes: int, dtype: torch.dtype, wire: torch.dtype | None) -> 
 
 
 def caller(frame: FrameType) -> tuple[str, int]:
-    """File and line of the innermost frame outside this package, and outside torch's compiler.
+    """File and line of the innermost frame outside this package and outside torch.
 
-    The compiler's frames stand between a program and what it may not look into.
+    torch stands between a program and the hooks of backward, and what it has compiled.
     """
     while frame.f_code.co_filename.startswith(_INNER) and frame.f_back is not None:
         frame = frame.f_back
