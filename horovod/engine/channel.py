@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from horovod.common.exceptions import HorovodInternalError
+from horovod.engine import capture
 from horovod.engine.background import BackgroundThread
 from horovod.engine.executor import Executor
 from horovod.engine.lane import Lane
@@ -80,6 +81,8 @@ class Channel:
 
     def submit(self, request: Request, background: bool = True) -> Request:
         """Queue a request. With `background` false the caller will wait for it at once."""
+        if capture.is_on():
+            raise capture.cannot_capture(request)
         self.queue.append(request)
         timeline = self.trace.timeline
         if timeline is not None:

@@ -97,6 +97,18 @@ class Lane:
         request.on_failure = self.abort
         return self._channel.submit(request)
 
+    def mark(self) -> None:
+        """The device was given a graph with reductions of this lane: watch it until it ends."""
+        self._transport.mark_stream()
+
+    def check_usable(self) -> None:
+        """Raise why nothing can be reduced on this lane any more, if that is so."""
+        self._transport.check_usable()
+
+    def add_graph(self, forget: Callable[[], object]) -> None:
+        """Call this before the lane ends: the library waits until no graph refers to it."""
+        self._transport.graphs.append(forget)
+
     def fail(self, error: Exception, what: str) -> HorovodInternalError:
         """Tell all ranks that `what` failed here; returns what the caller should raise."""
         if isinstance(error, HorovodInternalError):

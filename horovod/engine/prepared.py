@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine import capture
 from horovod.engine.channel import Channel
 from horovod.engine.ranges import profiler_records
 from horovod.engine.request import Kind, Request, bytes_on_wire
@@ -109,6 +110,8 @@ class PreparedAllreduce:
         if queue.requests or queue.failure is not None or channel.trace.watched:
             return False
         if rounds.ranges.always or profiler_records():  # then as a request, which is watched
+            return False
+        if capture.active is not None or (on_device is not None and capture.is_captured(vector[0])):
             return False
         if len(vector) > 1 and not (transport.vectored and len(vector) <= MAX_TENSORS):
             return False

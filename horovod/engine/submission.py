@@ -16,6 +16,7 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError, UndefinedOperationError
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.capture import show
 from horovod.engine.channel import Channel
 from horovod.engine.job import WORLD
 from horovod.engine.prepared import PreparedAllreduce
@@ -72,6 +73,9 @@ class Submission(ABC):
     def _submit(
         self, channel: Channel, request: Request, background: bool, deferred: bool = False
     ) -> Request:
+        captured = show(request, channel.set_id, channel.group.size)
+        if captured is not None:
+            return captured
         if request.tensors and not request.tensors[0].is_cpu:
             request.follow_stream()
             request.deferred = deferred or channel.group.config.enable_async_completion

@@ -37,10 +37,13 @@ _lightning.install()  # Trainer(strategy="horovod"), where there is Lightning
 if typing.TYPE_CHECKING:
     from horovod.torch import elastic as elastic
     from horovod.torch import hooks as hooks
+    from horovod.torch.graphs import graphed as graphed
 
 
 def __getattr__(name: str) -> typing.Any:
-    """``hvd.elastic`` and ``hvd.hooks``, imported when a script first asks for them."""
+    """What few scripts use, imported when one first asks for it."""
     if name in ("elastic", "hooks"):
         return importlib.import_module(f"horovod.torch.{name}")
+    if name == "graphed":
+        return importlib.import_module("horovod.torch.graphs").graphed
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,6 +16,7 @@ from math import inf
 
 import torch
 
+from horovod.engine import capture
 from horovod.engine.lane import Lane, LanePlan
 from horovod.engine.lane_timing import LaneTiming
 from horovod.engine.request import Request
@@ -110,6 +111,8 @@ class DirectReducer:
 
     def _is_measured(self) -> bool:
         """Whether this step's times are measured."""
+        if capture.active is not None:  # moments in a graph cannot be told
+            return False
         is_due = self._steps < _FIRST_STEPS or self._steps % _STEPS_BETWEEN == 0
         return is_due or self._measures_all or runtime.timeline is not None
 
@@ -137,12 +140,26 @@ class DirectReducer:
         self.finish_comparison()
         while self._next < len(self._order):
             self._begin_next()
-        self._confirmation = self.lane.confirm(self._plan)
         timing = self._timing
         self._end()
+        captured = capture.active
+        if captured is not None and captured.is_on:  # nothing has begun: each replay does
+            captured.add(self)
+            return None
+        self._compare(timing)
+        return timing
+
+    def _compare(self, timing: LaneTiming | None) -> None:
+        """A step's reductions have begun: have the ranks compare them, and count them."""
+        self._confirmation = self.lane.confirm(self._plan)
         self._steps += 1
         self._count(timing)
-        return timing
+
+    def replayed(self) -> None:
+        """A graph that holds a step of these reductions was handed to the device once more."""
+        self._compare(None)
+        self.lane.mark()
+        runtime.statistics.add_backward(0.0, len(self.buckets), self.last_timing)
 
     def finish(self) -> tuple[Exception | None, LaneTiming | None]:
         """Begin what is left, and let the device wait for all results.
@@ -162,6 +179,12 @@ class DirectReducer:
 
     def release(self) -> LaneTiming | None:
         """Begin what is left, and leave it to the caller to settle each bucket."""
+        captured = capture.active
+        if captured is not None:
+            raise RuntimeError(
+                "a step with overlap_forward= cannot be captured into a CUDA graph, because it "
+                "ends in the next one: leave overlap_forward out"
+            )
         self._released = timing = self._start_rest()
         for bucket in self.buckets:
             bucket.timing = timing

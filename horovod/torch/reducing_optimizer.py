@@ -22,6 +22,7 @@ import torch
 from horovod.common import process_sets
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine import capture
 from horovod.engine.runtime import runtime
 from horovod.torch.allreduce_ops import allreduce
 from horovod.torch.bucket_submission import BucketSubmitter
@@ -205,7 +206,8 @@ class ReducingOptimizer(torch.optim.Optimizer):
     def _step_with(self, closure: Any) -> Any:
         notify_scheduler(self)
         loss = self._base_step(self._synchronizing(closure))
-        runtime.statistics.end_step()
+        if not capture.is_on():  # then each replay is a step
+            runtime.statistics.end_step()
         return loss
 
     @untraced
@@ -225,7 +227,8 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._check_gradients()
         # A step counts from here to here. The update comes after it, so that a compiled step is
         # not interrupted once more.
-        runtime.statistics.end_step()
+        if not capture.is_on():  # then each replay is a step
+            runtime.statistics.end_step()
         return is_doubtful
 
     step.hooked = True  # type: ignore[attr-defined]  # torch need not: it hooks the base's step

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -68,6 +68,8 @@ class DeviceTransport(BreakableTransport):
         self.host = host  # the ranks' transport for host memory: it knows who is gone
         self._plans: dict[Any, Any] = {}  # options of an allreduce, by operator
         self._last: Any = None  # the work that was begun last
+        self._mark: _StreamMark | None = None  # what tells of work in the current stream
+        self.graphs: list[Callable[[], object]] = []  # let go of graphs with collectives of ours
         self._was_idle = False  # whether that was finished when the transport broke
         self._watch: DeviceWatch | None = None
         self._store = StoreForTorch(group.store, group.config.gloo_timeout_seconds)
@@ -164,7 +166,7 @@ class DeviceTransport(BreakableTransport):
             self.check_usable()
             return
         try:
-            self._start(tensor, _OPERATORS[op]).wait()
+            self._run(tensor, _OPERATORS[op])
             if scale != 1.0:
                 tensor.mul_(scale)
         except BaseException as error:
@@ -188,8 +190,33 @@ class DeviceTransport(BreakableTransport):
             options.reduceOp = operator
         return self._watched(self._process_group.allreduce([operand], options))
 
+    def _run(self, operand: torch.Tensor, operator: Any) -> None:
+        """Put an allreduce into the current stream itself, where torch can: nothing goes beside it.
+
+        A stream of the library's own would first wait for this one, and this one then for it.
+        """
+        key = operator, "in the current stream"
+        options = self._plans.get(key)
+        if options is None:
+            options = self._plans[key] = _c10d.AllreduceOptions()
+            options.reduceOp = operator
+            options.asyncOp = False
+        work = self._process_group.allreduce([operand], options)
+        if work is None:
+            self.mark_stream()
+        else:
+            self._watched(work).wait()
+
+    def mark_stream(self) -> None:
+        """Count the device as busy until it has done what the current stream was given."""
+        if self._mark is None:
+            self._mark = _StreamMark(self.device)
+        self._mark.record()
+        self._last = self._mark
+
     def _watched(self, work: Any) -> Any:
-        self._last = work
+        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            self._last = work  # else nothing is done now, but in each replay of the graph
         return work
 
     def is_busy(self) -> bool:
@@ -365,6 +392,13 @@ class DeviceTransport(BreakableTransport):
                 process_group.abort,
                 f"{me} could not abort {self.name} on {self.device} ({failure})",
             )
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        """The library ends only when no graph refers to it any more."""
+        graphs, self.graphs = self.graphs, []
+        for forget in graphs:
+            forget()
 
     def close(self) -> None:
         if self._closed:
@@ -374,6 +408,7 @@ class DeviceTransport(BreakableTransport):
             self._watch.stop()
         if whole and self.size > 1:
             self._board.say_goodbye()
+        self._forget_graphs()
         process_group, self._process_group = self._process_group, None
         if whole and process_group is not None:
             device = self.device
@@ -384,6 +419,26 @@ class DeviceTransport(BreakableTransport):
 
             me = self.group.describe(self.rank)
             finish_or_leave(shut_down, f"{me} could not shut down {self.name} on {device}")
+
+
+class _StreamMark:
+    """A moment in the work of a stream that is moved on again and again."""
+
+    __slots__ = ("_current_stream", "_device", "_event")
+
+    def __init__(self, device: torch.device) -> None:
+        module = torch.get_device_module(device)
+        self._device = device
+        self._event = module.Event()
+        self._current_stream = module.current_stream
+
+    def record(self) -> None:
+        """Mark what the current stream has been given up to now."""
+        self._event.record(self._current_stream(self._device))
+
+    def is_completed(self) -> bool:
+        """Whether the device has got there: what torch asks a work."""
+        return bool(self._event.query())
 
 
 class DeviceWork:

@@ -99,6 +99,18 @@ def train(device: torch.device) -> Callable[[], None]:
     return once
 
 
+def replay(device: torch.device) -> Callable[[], None]:
+    """Training steps in a CUDA graph: no code of ours runs while the device waits."""
+    training = Training(device)
+    step = hvd.graphed(training.step, warmup=2)
+
+    def once() -> None:
+        step()
+        complete(device)
+
+    return once
+
+
 def _until_failure(once: Callable[[], None]) -> str:
     """Go on until it fails; what the error says."""
     while True:
@@ -108,7 +120,13 @@ def _until_failure(once: Callable[[], None]) -> str:
             return str(error)
 
 
-PROGRAMS = {"large allreduce": reduce_large, "many": reduce_many, "others": move, "train": train}
+PROGRAMS = {
+    "large allreduce": reduce_large,
+    "many": reduce_many,
+    "others": move,
+    "train": train,
+    "replay": replay,
+}
 
 
 def lose_a_rank(rank: int, size: int, program: str, waits: bool) -> str:
@@ -148,7 +166,7 @@ def test_killed_in_the_middle(program: str):
     check_loss(program, 3, waits=False)
 
 
-@pytest.mark.parametrize("program", ["large allreduce", "train"])
+@pytest.mark.parametrize("program", ["large allreduce", "train", "replay"])
 def test_killed_between_two_steps(program: str):
     check_loss(program, 3, waits=True)
 
