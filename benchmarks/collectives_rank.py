@@ -37,6 +37,7 @@ class Contender(ABC):
     """One library's in-place float32 sum."""
 
     key: str
+    returns_early = False  # on a device: before the sum is there
 
     def prepare(self, buffer: torch.Tensor) -> Any:
         """What `allreduce` takes for this buffer, made outside of the timed part."""
@@ -68,6 +69,8 @@ class Ours(Contender):
 
 class Torch(Contender):
     """torch.distributed, with the backend that the tensor's device has in its default group."""
+
+    returns_early = True
 
     def __init__(self, key: str) -> None:
         self.key = key  # the backend
@@ -168,6 +171,9 @@ class Race:
     def _verify(self, contender: Contender, buffer: torch.Tensor) -> None:
         def allreduce(buffer: torch.Tensor) -> None:
             contender.allreduce(contender.prepare(buffer))
+            if buffer.is_cuda and not contender.returns_early:
+                stream = torch.cuda.current_stream(buffer.device)
+                assert stream.query(), f"{contender.key} has returned before the sum was there"
 
         verify(contender.key, allreduce, buffer, dist.get_rank(), dist.get_world_size())
 
@@ -200,11 +206,15 @@ class Race:
 
 
 def completed(call: Callable[..., None], device: torch.device) -> Callable[..., None]:
-    """The call and the wait for what it began on the device: only then there is a sum."""
+    """The call and the wait for what it began on the device: only then there is a sum.
 
-    def call_and_wait(*arguments: Any) -> None:
-        call(*arguments)
-        torch.cuda.synchronize(device)
+    Who has waited already, because its call returns no earlier, is not made to wait once more.
+    """
+
+    def call_and_wait(contender: Contender, turn: int) -> None:
+        call(contender, turn)
+        if contender.returns_early:
+            torch.cuda.synchronize(device)
 
     return call_and_wait
 

@@ -22,8 +22,6 @@ from horovod.engine.scaling import sum_and_scale
 from horovod.transport.base import MAX_TENSORS
 from horovod.transport.process_group import DeviceTransport
 
-_ASKING = 0.0002  # seconds in which a device has usually reduced what is small
-
 
 class PreparedAllreduce:
     """An allreduce of floating-point tensors that is repeated under one name.
@@ -36,8 +34,7 @@ class PreparedAllreduce:
         self.channel = channel
         self.device = request.tensors[0].device
         self.is_on_cpu = request.tensors[0].is_cpu
-        if not self.is_on_cpu:
-            self.current_stream = torch.get_device_module(self.device).current_stream
+        self.waits = not channel.group.config.enable_async_completion  # for devices, too
         self.set_id = channel.set_id
         self.dtype = request.tensors[0].dtype
         self.shapes = [tensor.shape for tensor in request.tensors]
@@ -79,22 +76,13 @@ class PreparedAllreduce:
         transport = self.channel.transport_on(self.device)
         if transport is None or not self.allreduce_inline(vector, transport):
             return False
-        if not self.channel.group.config.enable_async_completion:
+        if self.waits:
             began = time.monotonic()
-            self._wait_for_device(transport)
-            transport.check_usable()  # or the device has given up in the middle
+            transport.await_stream()
             counters = self.channel.rounds.counters
             if counters is not None:
                 counters.reduce += time.monotonic() - began
         return True
-
-    def _wait_for_device(self, transport: DeviceTransport) -> None:
-        """Let the host wait for the reduction: at first by asking, which is faster."""
-        limit = time.perf_counter() + _ASKING
-        while transport.is_busy():
-            if time.perf_counter() > limit:
-                self.current_stream(self.device).synchronize()
-                return
 
     def allreduce_inline(
         self, vector: Sequence[torch.Tensor], on_device: DeviceTransport | None = None
@@ -123,7 +111,7 @@ class PreparedAllreduce:
             if transport.agree(self.signature, vector if on_device is None else None):
                 met = time.monotonic()
                 if on_device is not None:
-                    on_device.allreduce_one(vector[0], self.plain, self.scale)
+                    on_device.allreduce_one(vector[0], self.plain, self.scale, self.waits)
                 else:
                     transport.allreduce_vector(vector, self.plain, self.scale, self.wire)
                 rounds.num_run += 1

@@ -68,6 +68,7 @@ class DeviceTransport(BreakableTransport):
         self.host = host  # the ranks' transport for host memory: it knows who is gone
         self._plans: dict[Any, Any] = {}  # options of an allreduce, by operator
         self._last: Any = None  # the work that was begun last
+        self._waiters: list[int] = []  # threads that wait for what is in their streams
         self._mark: _StreamMark | None = None  # what tells of work in the current stream
         self.graphs: list[Callable[[], object]] = []  # let go of graphs with collectives of ours
         self._was_idle = False  # whether that was finished when the transport broke
@@ -160,8 +161,11 @@ class DeviceTransport(BreakableTransport):
             parts = torch.split_with_sizes(whole, [target.numel() for target in targets])
             torch._foreach_copy_([target.view(-1) for target in targets], list(parts))
 
-    def allreduce_one(self, tensor: torch.Tensor, op: ReduceOp, scale: float) -> None:
-        """The same for one flat tensor of a floating-point type, on our device, in fewer steps."""
+    def allreduce_one(self, tensor: torch.Tensor, op: ReduceOp, scale: float, waits: bool) -> None:
+        """The same for one flat tensor of a floating-point type, on our device, in fewer steps.
+
+        With `waits` the caller calls `await_stream` next.
+        """
         if self._failure is not None or not tensor.numel():
             self.check_usable()
             return
@@ -169,6 +173,10 @@ class DeviceTransport(BreakableTransport):
             self._run(tensor, _OPERATORS[op])
             if scale != 1.0:
                 tensor.mul_(scale)
+            if waits:
+                self._waiters.append(threading.get_ident())
+            else:
+                self.mark_stream()
         except BaseException as error:
             with self._guard():  # which explains it
                 raise error
@@ -200,12 +208,20 @@ class DeviceTransport(BreakableTransport):
         if options is None:
             options = self._plans[key] = _c10d.AllreduceOptions()
             options.reduceOp = operator
-            options.asyncOp = False
+            if hasattr(options, "asyncOp"):  # torch 2.8 and newer
+                options.asyncOp = False
         work = self._process_group.allreduce([operand], options)
-        if work is None:
-            self.mark_stream()
-        else:
+        if work is not None:
             self._watched(work).wait()
+
+    def await_stream(self) -> None:
+        """Let the host wait until the device has done what the current stream was given."""
+        try:
+            torch.get_device_module(self.device).current_stream(self.device).synchronize()
+        finally:
+            if self._waiters:
+                self._waiters.pop()
+        self.check_usable()  # or the device has given up in the middle
 
     def mark_stream(self) -> None:
         """Count the device as busy until it has done what the current stream was given."""
@@ -225,6 +241,8 @@ class DeviceTransport(BreakableTransport):
         To torch, work is complete as well when the library has reported an error, although the
         device still waits.
         """
+        if self._waiters:
+            return True
         work = self._last
         return work is not None and (not work.is_completed() or self.has_failed())
 
