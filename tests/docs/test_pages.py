@@ -43,7 +43,15 @@ PAGES = [
 ELSEWHERE = {"pytorch", "tensorflow", "keras", "lightning", "communication_hooks", "elastic"}
 ELSEWHERE |= {"tensorflow_data_service", "launch/laptop", "scaling", "notebooks"}
 ELSEWHERE |= {"hyperparameter_search"}
-LATER = {"spark", "spark_estimators", "ray", "jax", "mxnet", "launch/mpi"}  # others test these
+LATER = {
+    "spark",
+    "spark_estimators",
+    "ray",
+    "jax",
+    "mxnet",
+    "launch/mpi",
+    "cuda_graphs",
+}  # others test these
 
 
 def _run_pages(rank: int, size: int, folder: str) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ from torch import nn
 
 import horovod.torch as hvd
 from tests.accelerators import own_device
+from tests.docs.pages import DOCS, blocks
 from tests.gpu import JOBS
 from tests.gpu.pools import GpuPools
 
@@ -165,3 +166,15 @@ def start_over() -> None:
 
 def test_after_a_new_start(gpus: GpuPools):
     gpus.run("2 ranks", start_over)
+
+
+def follow_the_page() -> list[torch.Tensor]:
+    namespace: dict[str, Any] = {"__name__": "page"}
+    ((code, _),) = blocks(DOCS / "cuda_graphs.md", "python")
+    exec(compile(code, "cuda_graphs.md", "exec"), namespace)
+    return [param.detach().cpu() for param in namespace["model"].parameters()]
+
+
+def test_the_page(gpus: GpuPools):
+    first, second = gpus.run("2 hosts", follow_the_page)
+    assert all(map(torch.equal, first, second))
