@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch import nn
 
 import horovod.torch as hvd
 from tests.accelerators import own_device
-from tests.docs.pages import DOCS, blocks
+from tests.docs.pages import blocks
 from tests.gpu import JOBS
 from tests.gpu.pools import GpuPools
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 STEPS = 8  # three of them before the capture
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
