@@ -24,24 +24,8 @@ from horovod.torch.buckets import Named
 from horovod.torch.hooks.base import CommunicationHook, check_hook
 from horovod.torch.layouts import is_dense
 from horovod.torch.objects import allgather_object
+from horovod.torch.update_kinds import UpdateKind, class_of, kind_of
 
-# Where torch has optimizers that update every element by itself, whatever the others are.
-_ELEMENTWISE = frozenset(
-    f"torch.optim.{module}"
-    for module in (
-        "adadelta",
-        "adagrad",
-        "adam",
-        "adamax",
-        "adamw",
-        "asgd",
-        "nadam",
-        "radam",
-        "rmsprop",
-        "rprop",
-        "sgd",
-    )
-)
 # These are each rank's own business, or compared in another form.
 _NOT_COMPARED = ("named_parameters", "groups", "process_set", "backward_passes_per_step")
 
@@ -151,23 +135,20 @@ def _check_shardable(optimizer: Any, arguments: dict[str, Any], named: list[Name
             "shard_state=True does not work in elastic jobs: a lost rank would take its slice of "
             "the optimizer state with it"
         )
-    _check_elementwise(optimizer, "shard_state=True")
+    if kind_of(optimizer) is UpdateKind.UNKNOWN:
+        kind = class_of(optimizer).__name__
+        raise ValueError(
+            f"shard_state=True needs an optimizer that updates each element by itself, such as "
+            f"Adam, or each parameter by itself, such as Muon; {kind} does not, as far as is known "
+            f"here. If it does, set `{kind}.elementwise = True` or `{kind}.tensorwise = True`; "
+            f"otherwise use shard_state=False"
+        )
     for name, param in named:
         if not is_dense(param):
             raise ValueError(
                 f"shard_state=True: the elements of parameter {name!r} have gaps or overlaps in "
                 f"memory (shape {list(param.shape)}, strides {param.stride()}); make it contiguous"
             )
-
-
-def _check_elementwise(optimizer: Any, argument: str) -> None:
-    kind: Any = next(k for k in type(optimizer).__mro__ if not k.__module__.startswith("horovod."))
-    if kind.step.__module__ not in _ELEMENTWISE and not getattr(kind, "elementwise", False):
-        raise ValueError(
-            f"{argument} needs an optimizer that updates each element by itself, such as "
-            f"SGD or Adam; {kind.__name__} does not, as far as is known here. If it does, set "
-            f"`{kind.__name__}.elementwise = True`"
-        )
 
 
 def _check_delayable(optimizer: Any, arguments: dict[str, Any], named: list[Named]) -> None:
@@ -184,7 +165,13 @@ def _check_delayable(optimizer: Any, arguments: dict[str, Any], named: list[Name
     for name in ("shard_state", "communication_hook"):
         if arguments[name]:
             raise ValueError(f"overlap_forward does not go with {name}: leave one of them out")
-    _check_elementwise(optimizer, "overlap_forward")
+    if kind_of(optimizer) is not UpdateKind.ELEMENTWISE:
+        kind = class_of(optimizer).__name__
+        raise ValueError(
+            f"overlap_forward needs an optimizer that updates each element by itself, such as "
+            f"SGD or Adam; {kind} does not, as far as is known here. If it does, set "
+            f"`{kind}.elementwise = True`"
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("overlap_forward does not go with an optimizer's differentiable=True")
     for name, module in model.named_modules():
