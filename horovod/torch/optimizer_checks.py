@@ -21,6 +21,7 @@ from horovod.common.util import split_list
 from horovod.engine.arguments import set_size
 from horovod.engine.runtime import runtime
 from horovod.torch.buckets import Named
+from horovod.torch.dtensors import check_dtensors, part_of
 from horovod.torch.hooks.base import CommunicationHook, check_hook
 from horovod.torch.layouts import is_dense
 from horovod.torch.objects import allgather_object
@@ -61,6 +62,7 @@ def check_arguments(
         _check_values(optimizer, arguments)
         named = _named(arguments["named_parameters"], optimizer.param_groups)
         groups = _grouped(arguments["groups"], named)
+        check_dtensors(named, arguments)
         if arguments["shard_state"]:
             _check_shardable(optimizer, arguments, named)
         if arguments["overlap_forward"] is not None:
@@ -268,7 +270,8 @@ def _check_alike(
 ) -> None:
     """Refuse to train models that differ between ranks, on every rank and before the first step."""
     params = [
-        (name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.stride()) for name, p in named
+        (name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.stride(), part_of(p))
+        for name, p in named
     ]
     mine = (None if problem is None else _told(problem), params, settings)
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=8).hexdigest()
@@ -314,6 +317,11 @@ def first_difference(one: list[Any], other: list[Any]) -> str:
         if left != right:
             if left[0] != right[0]:
                 return f"parameter {left[0]!r} comes where the other has {right[0]!r}"
+            if left[:4] == right[:4]:
+                return (
+                    f"they hold different parts of parameter {left[0]!r}, a DTensor; pass "
+                    f"process_set, the ranks that hold the same part of other copies of the model"
+                )
             return (
                 f"parameter {left[0]!r} is {left[2]}{list(left[1])} with strides {left[3]} and "
                 f"{right[2]}{list(right[1])} with strides {right[3]}"
