@@ -42,7 +42,7 @@ PAGES = [
 # These have tests of their own.
 ELSEWHERE = {"pytorch", "tensorflow", "keras", "lightning", "communication_hooks", "elastic"}
 ELSEWHERE |= {"tensorflow_data_service", "launch/laptop", "scaling", "notebooks"}
-ELSEWHERE |= {"hyperparameter_search"}
+ELSEWHERE |= {"hyperparameter_search", "combinations"}
 LATER = {"spark", "spark_estimators", "ray", "jax", "mxnet", "launch/mpi"}  # others test these
 
 

@@ -16,6 +16,8 @@ from torch import nn
 import horovod.torch as hvd
 from horovod.engine.runtime import runtime
 from horovod.torch.dtensors import Holding, find_sources
+from tests.docs.pages import blocks
+from tests.ports import reserved_port
 from tests.ranks import run_ranks
 from tests.torch.training import ROWS, batch_of, loss_of, my_rows, overlapping
 
@@ -23,6 +25,7 @@ fsdp = pytest.importorskip("torch.distributed.fsdp")
 pytestmark = pytest.mark.skipif(
     not hasattr(fsdp, "fully_shard"), reason="this version of torch has no fully_shard"
 )
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "combinations.md"
 STEPS = 3
 
 
@@ -189,7 +192,7 @@ def _refuse(mesh: Any, copies: Any) -> None:
             hvd.DistributedOptimizer(_adam(net), named, process_set=copies)
 
 
-def _job(rank: int, size: int, folder: str) -> tuple[dict[str, Any], list[bool]]:
+def _job(rank: int, size: int, folder: str) -> tuple[dict[str, Any], list[bool], list[Any]]:
     sets = [hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 3])]
     hvd.init(process_sets=sets)
     copies = sets[rank % 2]
@@ -199,12 +202,29 @@ def _job(rank: int, size: int, folder: str) -> tuple[dict[str, Any], list[bool]]
     found = _train(mesh, copies), _broadcast(mesh, copies)
     _refuse(mesh, copies)
     torch.distributed.destroy_process_group()
-    return found
+    hvd.shutdown()
+    return *found, _run_sample()
+
+
+def _run_sample() -> list[Any]:
+    """The sample of the page, which cuts its model only where there are four ranks."""
+    (code,) = [code for code, _ in blocks(PAGE, "python") if "fully_shard(" in code]
+    sample: dict[str, Any] = {"__name__": "page"}
+    exec(compile(code, str(PAGE), "exec"), sample)
+    assert sample["parts"] == 2
+    assert sample["model"][0].weight.to_local().shape == (16, 8)
+    return [weight.tolist() for weight in sample["weights"]]
 
 
 def test_two_copies_in_two_parts_each(tmp_path: Path):
-    results = run_ranks(_job, 4, str(tmp_path))
-    for trained, broadcast in results:
+    def environment(rank: int) -> dict[str, str]:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return {"RANK": str(rank), "WORLD_SIZE": "4", **address}
+
+    with reserved_port() as port:
+        results = run_ranks(_job, 4, str(tmp_path), env=environment)
+    for trained, broadcast, sample in results:
+        assert sample == results[0][2]
         assert broadcast == [True] * 7
         for name, (is_close, weights) in trained.items():
             assert is_close, name
