@@ -142,8 +142,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 class _SampleIterator(Iterator[int]):
     """This rank's samples, and how many of them have been drawn.
 
-    torchdata's StatefulDataLoader saves that with the loader, and so finds the place again at which
-    the loader was, whether or not the script has recorded its batches, and with any number of ranks.
+    torchdata's StatefulDataLoader saves that, and so finds the place again at which it was, whether
+    or not the script has recorded its batches, and with any number of ranks.
     """
 
     def __init__(self, sampler: ElasticSampler) -> None:
