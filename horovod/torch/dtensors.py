@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from horovod.common.reduce_op import Adasum
 from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
 from horovod.torch.broadcast_ops import broadcast_async_
@@ -126,6 +127,8 @@ def check_dtensors(named: Sequence[Named], arguments: dict[str, Any]) -> None:
     for name, param in named:
         if is_dtensor(param) and any(place.is_partial() for place in param.placements):  # type: ignore[attr-defined]
             raise ValueError(f"parameter {name!r} is a DTensor of sums that are not added up yet")
+    if arguments["op"] == Adasum:
+        raise ValueError(f"{what}, and op=Adasum combines whole models only: use op=Average")
     if arguments["shard_state"]:
         raise ValueError(
             f"{what}, whose optimizer state is a part of the whole already: leave shard_state out"

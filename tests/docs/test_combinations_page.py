@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,12 @@ def _run_sections(rank: int, size: int, folder: str) -> dict[str, dict[str, Any]
         exec(compile("\n" * line + code, str(PAGE), "exec"), namespace)
         if title in REFERENCES:
             namespace["start"], namespace["expected"] = REFERENCES[title](namespace)
+        if "trainer" in namespace:
+            namespace["resumed"] = _trainer_resumed(namespace)
         hvd.shutdown()
         if "weights" not in namespace and "model" in namespace:
             namespace["weights"] = _weights(namespace["model"])
-        wanted = ("weights", "start", "expected", "kept", "loss")
+        wanted = ("weights", "start", "expected", "resumed", "kept", "loss")
         found[title] = {key: namespace[key] for key in wanted if key in namespace}
     return found
 
@@ -107,6 +110,28 @@ def _trainer_alone(sample: dict[str, Any]) -> tuple[Weights, Weights]:
     )
     trainer.train()
     return start, _weights(model)
+
+
+def _trainer_resumed(sample: dict[str, Any]) -> Weights:
+    """Another Trainer, which goes on from the checkpoint in the middle of the sample's run."""
+    hvd.barrier()  # rank 0 has written
+    model = type(sample["model"])(sample["model"].config)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        backward_passes_per_step=sample["ACCUMULATED"],
+    )
+    optimizer.register_step_pre_hook(
+        lambda *_: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) and None
+    )
+    trainer = sample["HorovodTrainer"](
+        model=model,
+        args=replace(sample["trainer"].args, save_strategy="no", logging_strategy="no"),
+        train_dataset=sample["texts"],
+        optimizers=(optimizer, None),
+        callbacks=[sample["EqualStart"]()],
+    )
+    trainer.train(resume_from_checkpoint="trained/checkpoint-2")
+    return _weights(model)
 
 
 def _accelerated_alone(sample: dict[str, Any]) -> tuple[Weights, Weights]:
@@ -165,3 +190,6 @@ def test_what_the_page_says_of_the_results(ran):
         assert len(torch.load(folder / "accelerated.pt")) == 4
     if "Hugging Face Trainer" in first:  # one rank has saved
         assert sorted(os.listdir(folder / "trained")) == ["checkpoint-2", "checkpoint-4"]
+        for found in (first, second):
+            trained = found["Hugging Face Trainer"]
+            assert torch.equal(_flat(trained["resumed"]), _flat(trained["weights"]))

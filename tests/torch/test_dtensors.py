@@ -177,6 +177,17 @@ def _refuse(mesh: Any, copies: Any) -> None:
     named = list(net.named_parameters())
     with pytest.raises(ValueError, match=r"ranks 0 and 1: .* different parts .*pass process_set"):
         hvd.DistributedOptimizer(_adam(net), named)
+    with pytest.raises(ValueError, match="op=Adasum combines whole models"):
+        hvd.DistributedOptimizer(_adam(net), named, op=hvd.Adasum)
+    weight = net.first.weight.detach()
+    for refused in (
+        lambda: hvd.allreduce(weight),
+        lambda: hvd.grouped_allreduce_([weight]),
+        lambda: hvd.allgather(weight),
+        lambda: hvd.broadcast_(weight, 0),
+    ):
+        with pytest.raises(ValueError, match=r"not a DTensor; pass tensor.to_local\(\)"):
+            refused()
     for options, words in (
         ({"shard_state": True}, "leave shard_state out"),
         ({"overlap_forward": net}, "leave overlap_forward out"),
