@@ -151,6 +151,20 @@ def _train(mesh: Any, copies: Any) -> dict[str, Any]:
     return found
 
 
+def _meet_one_infinity(mesh: Any, copies: Any) -> None:
+    """It is in the part of two ranks. The two others, who cannot see it, skip the step as well."""
+    net = _sharded(mesh)
+    optimizer = hvd.DistributedOptimizer(_adam(net), process_set=copies)
+    scaler = torch.amp.GradScaler(device="cpu", init_scale=8.0)
+    scaler.scale(loss_of(net, my_rows(batch_of(0, hvd.size())))).backward()
+    if hvd.rank() == 2:
+        net.first.weight.grad.to_local()[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert _is_close(net, _net())
+
+
 def _broadcast(mesh: Any, copies: Any) -> list[bool]:
     """The copies differ; then both are the root's, and so are the states of their optimizers."""
     found = []
@@ -211,6 +225,7 @@ def _job(rank: int, size: int, folder: str) -> tuple[dict[str, Any], list[bool],
     names = ("copies", "parts")
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)["parts"]
     found = _train(mesh, copies), _broadcast(mesh, copies)
+    _meet_one_infinity(mesh, copies)
     _refuse(mesh, copies)
     torch.distributed.destroy_process_group()
     hvd.shutdown()
