@@ -244,12 +244,14 @@ class Trainer:
 
     @torch.no_grad()
     def write(self, text: Tensor, num_bytes: int) -> str:
-        """What the model would write after `text`."""
+        """What the model would write after `text`, drawn as likely as it thinks each byte is."""
         text = text[None].long().to(self.device)
+        generator = torch.Generator(self.device).manual_seed(self.args.seed)
         with torch.compiler.set_stance("force_eager"):
             for _ in range(num_bytes):
-                scores = self.model(text[:, -self.args.context :])
-                text = torch.cat([text, scores[:, -1:].argmax(-1)], dim=1)
+                scores = self.model(text[:, -self.args.context :])[:, -1]
+                following = torch.multinomial(scores.softmax(-1), 1, generator=generator)
+                text = torch.cat([text, following], dim=1)
         return bytes(text[0, -num_bytes:].tolist()).decode(errors="replace")
 
     # -- checkpoints -----------------------------------------------------------------------------

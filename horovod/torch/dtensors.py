@@ -29,8 +29,11 @@ Part = tuple[tuple[str, int, int], ...]  # placement, number of parts and index;
 
 def is_dtensor(tensor: Any) -> bool:
     """Whether this is a DTensor. Nothing is imported for it: who has one has loaded the module."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    for name in ("torch.distributed.tensor", "torch.distributed._tensor"):  # the latter: torch 2.4
+        kind = getattr(sys.modules.get(name), "DTensor", None)
+        if kind is not None:
+            return isinstance(tensor, kind)
+    return False
 
 
 def local_part(tensor: Any) -> Tensor:

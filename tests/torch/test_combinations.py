@@ -1,7 +1,7 @@
 """Ways to train that PyTorch has today: on two ranks they come to what one process comes to.
 
 More of them are elsewhere: fused and foreach optimizers, LBFGS and both kinds of checkpointing in
-`test_optimizer.py`, scalers in `test_sharded_use.py` and `test_optimizer_use.py`, profilers in
+`test_optimizer.py`, more of scalers in `test_optimizer_use.py`, profilers in
 `test_profiler.py`, `fully_shard` in `test_dtensors.py`, other libraries in
 `tests/docs/test_combinations_page.py`.
 """
@@ -45,6 +45,39 @@ def _with_whole_matrices(name: str, shard: bool) -> Any:
 def test_optimizers_of_whole_matrices(pool2: RankPool, name: str, shard: bool):
     # Muon orthogonalises in bfloat16, so that another order of a sum is seen in the third digit.
     assert_equal(pool2.run(_with_whole_matrices, name, shard), rtol=1e-2, atol=1e-3)
+
+
+def _scaled(dtype: torch.dtype) -> Any:
+    """Weights after training in mixed precision, with a step that meets infinity on one rank."""
+    together, alone = _matrices(), _matrices()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(together.parameters(), lr=0.1), together.named_parameters()
+    )
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(STEPS):
+        batch = batch_of(step, hvd.size())
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype):
+            loss = loss_of(together, my_rows(batch))
+        is_infinite = step == 1 and hvd.rank() == 1
+        scaler.scale(loss * torch.inf if is_infinite else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step != 1:
+            plain.zero_grad()
+            with torch.autocast("cpu", dtype):
+                loss_of(alone, batch).mul(256).backward()
+            for param in alone.parameters():
+                param.grad.div_(256)
+            plain.step()
+    assert scaler.get_scale() == 128.0
+    return weights_of(together), weights_of(alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scalers_in_mixed_precision(pool2: RankPool, dtype: torch.dtype):
+    assert_equal(pool2.run(_scaled, dtype), rtol=1e-2, atol=2e-3)
 
 
 # -- torch.func: each fills the gradients of a model ---------------------------------------------
