@@ -32,7 +32,7 @@ REDUCIBLE = {
     ReduceOp.PRODUCT: FLOATING | INTEGER | {torch.bool},
 }
 
-# Types of tensors that have memory of their own; a subclass may have or not.
+# Tensors of these types have memory of their own, as nearly all have: others are asked.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -44,7 +44,7 @@ def reduction_input(tensor: torch.Tensor, op: ReduceOp, scaled: bool = False) ->
     """
     try:
         is_defined = tensor.dtype in REDUCIBLE[op] and not (scaled and tensor.dtype is torch.bool)
-        if is_defined and not _is_wrapper(tensor):
+        if is_defined and (type(tensor) in _PLAIN or not _is_wrapper(tensor)):
             if tensor.is_contiguous() and not _is_lazy(tensor):
                 return tensor.detach() if tensor.requires_grad else tensor
             return plain_copy(tensor)
@@ -61,8 +61,7 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether the tensor has no memory itself but other tensors that have, as a DTensor has."""
-    kind = type(tensor)
-    return kind not in _PLAIN and hasattr(kind, "__tensor_flatten__")
+    return hasattr(type(tensor), "__tensor_flatten__")
 
 
 def _reduction_error(tensor: Any, op: ReduceOp, scaled: bool) -> ValueError:
@@ -81,7 +80,7 @@ def _reduction_error(tensor: Any, op: ReduceOp, scaled: bool) -> ValueError:
 def movement_input(tensor: torch.Tensor) -> torch.Tensor:
     """Like `reduction_input`, for collectives that only move data."""
     try:
-        if tensor.dtype in MOVABLE and not _is_wrapper(tensor):
+        if tensor.dtype in MOVABLE and (type(tensor) in _PLAIN or not _is_wrapper(tensor)):
             if tensor.is_contiguous() and not _is_lazy(tensor):
                 return tensor.detach() if tensor.requires_grad else tensor
             return plain_copy(tensor)
