@@ -32,6 +32,9 @@ REDUCIBLE = {
     ReduceOp.PRODUCT: FLOATING | INTEGER | {torch.bool},
 }
 
+# Tensors of these types have memory of their own, as nearly all have: others are asked.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
 
 def reduction_input(tensor: torch.Tensor, op: ReduceOp, scaled: bool = False) -> torch.Tensor:
     """`tensor` as the engine takes it: contiguous, of a type that `op` is defined for.
@@ -40,7 +43,8 @@ def reduction_input(tensor: torch.Tensor, op: ReduceOp, scaled: bool = False) ->
     where it is not contiguous.
     """
     try:
-        if tensor.dtype in REDUCIBLE[op] and not (scaled and tensor.dtype is torch.bool):
+        is_defined = tensor.dtype in REDUCIBLE[op] and not (scaled and tensor.dtype is torch.bool)
+        if is_defined and (type(tensor) in _PLAIN or not _is_wrapper(tensor)):
             if tensor.is_contiguous() and not _is_lazy(tensor):
                 return tensor.detach() if tensor.requires_grad else tensor
             return plain_copy(tensor)
@@ -53,6 +57,11 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
     """Whether the values in memory are still to be conjugated or negated."""
     # is_conj() lets go of the interpreter lock, which costs most where other threads work.
     return tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has no memory itself but other tensors that have, as a DTensor has."""
+    return hasattr(type(tensor), "__tensor_flatten__")
 
 
 def _reduction_error(tensor: Any, op: ReduceOp, scaled: bool) -> ValueError:
@@ -71,7 +80,7 @@ def _reduction_error(tensor: Any, op: ReduceOp, scaled: bool) -> ValueError:
 def movement_input(tensor: torch.Tensor) -> torch.Tensor:
     """Like `reduction_input`, for collectives that only move data."""
     try:
-        if tensor.dtype in MOVABLE:
+        if tensor.dtype in MOVABLE and (type(tensor) in _PLAIN or not _is_wrapper(tensor)):
             if tensor.is_contiguous() and not _is_lazy(tensor):
                 return tensor.detach() if tensor.requires_grad else tensor
             return plain_copy(tensor)
@@ -89,6 +98,11 @@ def _not_a_dense_tensor(tensor: Any) -> str | None:
         return (
             f"expected a dense tensor, not one with layout {tensor.layout}; "
             "sparse_allreduce_async takes sparse COO tensors"
+        )
+    if _is_wrapper(tensor):
+        return (
+            f"expected a tensor of this rank alone, not a {type(tensor).__name__}; pass "
+            "tensor.to_local(), the part that this rank holds"
         )
     return None
 

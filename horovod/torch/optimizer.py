@@ -54,8 +54,8 @@ def DistributedOptimizer(
         sparse_as_dense: Reduce sparse gradients as dense ones.
         process_set: The ranks to reduce with; others train on their own.
         shard_state: Each rank keeps the optimizer state (momenta, ...) of a part of the parameters
-            only and updates that part for all; results are the same. See
-            `horovod.torch.sharded_optimizer`.
+            only and updates that part for all; results are the same. Muon and Adafactor, which
+            need whole matrices, get whole parameters. See `horovod.torch.sharded_optimizer`.
         communication_hook: What travels in place of the gradients, such as
             ``hvd.hooks.PowerSGD()``.
         overlap_forward: The model; between hosts and on devices `step` then returns at once, and

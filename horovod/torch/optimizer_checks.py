@@ -21,27 +21,12 @@ from horovod.common.util import split_list
 from horovod.engine.arguments import set_size
 from horovod.engine.runtime import runtime
 from horovod.torch.buckets import Named
+from horovod.torch.dtensors import check_dtensors, part_of
 from horovod.torch.hooks.base import CommunicationHook, check_hook
 from horovod.torch.layouts import is_dense
 from horovod.torch.objects import allgather_object
+from horovod.torch.update_kinds import UpdateKind, class_of, kind_of
 
-# Where torch has optimizers that update every element by itself, whatever the others are.
-_ELEMENTWISE = frozenset(
-    f"torch.optim.{module}"
-    for module in (
-        "adadelta",
-        "adagrad",
-        "adam",
-        "adamax",
-        "adamw",
-        "asgd",
-        "nadam",
-        "radam",
-        "rmsprop",
-        "rprop",
-        "sgd",
-    )
-)
 # These are each rank's own business, or compared in another form.
 _NOT_COMPARED = ("named_parameters", "groups", "process_set", "backward_passes_per_step")
 
@@ -77,6 +62,7 @@ def check_arguments(
         _check_values(optimizer, arguments)
         named = _named(arguments["named_parameters"], optimizer.param_groups)
         groups = _grouped(arguments["groups"], named)
+        check_dtensors(named, arguments)
         if arguments["shard_state"]:
             _check_shardable(optimizer, arguments, named)
         if arguments["overlap_forward"] is not None:
@@ -151,23 +137,20 @@ def _check_shardable(optimizer: Any, arguments: dict[str, Any], named: list[Name
             "shard_state=True does not work in elastic jobs: a lost rank would take its slice of "
             "the optimizer state with it"
         )
-    _check_elementwise(optimizer, "shard_state=True")
+    if kind_of(optimizer) is UpdateKind.UNKNOWN:
+        kind = class_of(optimizer).__name__
+        raise ValueError(
+            f"shard_state=True needs an optimizer that updates each element by itself, such as "
+            f"Adam, or each parameter by itself, such as Muon; {kind} does not, as far as is known "
+            f"here. If it does, set `{kind}.elementwise = True` or `{kind}.tensorwise = True`; "
+            f"otherwise use shard_state=False"
+        )
     for name, param in named:
         if not is_dense(param):
             raise ValueError(
                 f"shard_state=True: the elements of parameter {name!r} have gaps or overlaps in "
                 f"memory (shape {list(param.shape)}, strides {param.stride()}); make it contiguous"
             )
-
-
-def _check_elementwise(optimizer: Any, argument: str) -> None:
-    kind: Any = next(k for k in type(optimizer).__mro__ if not k.__module__.startswith("horovod."))
-    if kind.step.__module__ not in _ELEMENTWISE and not getattr(kind, "elementwise", False):
-        raise ValueError(
-            f"{argument} needs an optimizer that updates each element by itself, such as "
-            f"SGD or Adam; {kind.__name__} does not, as far as is known here. If it does, set "
-            f"`{kind.__name__}.elementwise = True`"
-        )
 
 
 def _check_delayable(optimizer: Any, arguments: dict[str, Any], named: list[Named]) -> None:
@@ -184,7 +167,13 @@ def _check_delayable(optimizer: Any, arguments: dict[str, Any], named: list[Name
     for name in ("shard_state", "communication_hook"):
         if arguments[name]:
             raise ValueError(f"overlap_forward does not go with {name}: leave one of them out")
-    _check_elementwise(optimizer, "overlap_forward")
+    if kind_of(optimizer) is not UpdateKind.ELEMENTWISE:
+        kind = class_of(optimizer).__name__
+        raise ValueError(
+            f"overlap_forward needs an optimizer that updates each element by itself, such as "
+            f"SGD or Adam; {kind} does not, as far as is known here. If it does, set "
+            f"`{kind}.elementwise = True`"
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("overlap_forward does not go with an optimizer's differentiable=True")
     for name, module in model.named_modules():
@@ -281,7 +270,8 @@ def _check_alike(
 ) -> None:
     """Refuse to train models that differ between ranks, on every rank and before the first step."""
     params = [
-        (name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.stride()) for name, p in named
+        (name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.stride(), part_of(p))
+        for name, p in named
     ]
     mine = (None if problem is None else _told(problem), params, settings)
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=8).hexdigest()
@@ -327,6 +317,11 @@ def first_difference(one: list[Any], other: list[Any]) -> str:
         if left != right:
             if left[0] != right[0]:
                 return f"parameter {left[0]!r} comes where the other has {right[0]!r}"
+            if left[:4] == right[:4]:
+                return (
+                    f"they hold different parts of parameter {left[0]!r}, a DTensor; pass "
+                    f"process_set, the ranks that hold the same part of other copies of the model"
+                )
             return (
                 f"parameter {left[0]!r} is {left[2]}{list(left[1])} with strides {left[3]} and "
                 f"{right[2]}{list(right[1])} with strides {right[3]}"

@@ -19,6 +19,7 @@ from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
 from horovod.torch import fresh_state
 from horovod.torch.broadcast_ops import broadcast_async_
+from horovod.torch.dtensors import broadcast_dtensors, is_dtensor
 from horovod.torch.handles import synchronize
 from horovod.torch.objects import allgather_object, broadcast_object
 
@@ -33,10 +34,14 @@ class _TensorForm:
     shape: tuple[int, ...]
     dtype: torch.dtype
     beside_parameter: bool  # on its parameter's device, or on the CPU
+    is_part: bool  # of a DTensor that is laid out like its parameter
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite parameters with the root's, in place.
+
+    Of a DTensor each rank gets the part that it holds, from the rank that holds it in the root's
+    copy of the model.
 
     Args:
         params: A dict of tensors such as ``model.state_dict()``, or a list of tensors or of
@@ -44,7 +49,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         root_rank: The rank whose values all get.
 
     Raises:
-        ValueError: `params` is something else, or has something else than tensors.
+        ValueError: `params` is something else, or has something else than tensors, or a rank
+            holds a part of a DTensor that the root's copy does not have.
 
     Examples:
         >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -66,8 +72,15 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             )
         if names[name] > 1:
             raise ValueError(f"{names[name]} parameters are called {name!r}")
-    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
+    plain = [(name, tensor) for name, tensor in named if not is_dtensor(tensor)]
+    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in plain]
     wait_for_all(partial(synchronize, handle) for handle in handles)
+    parts = [
+        (name or f"DTensor.{index}", tensor)
+        for index, (name, tensor) in enumerate(named)
+        if is_dtensor(tensor)
+    ]
+    broadcast_dtensors(parts, root_rank)
 
 
 def broadcast_optimizer_state(
@@ -122,8 +135,8 @@ def _describe(
             occurrences[name] += 1
             unique = f"{name}.{occurrences[name]}"
             tensors[unique] = tensor
-            shape = tuple(tensor.shape)
-            return _TensorForm(unique, shape, tensor.dtype, tensor.device == device)
+            shape, is_beside = tuple(tensor.shape), tensor.device == device
+            return _TensorForm(unique, shape, tensor.dtype, is_beside, is_dtensor(tensor))
 
         return _replace(value, Tensor, form_of)
 
@@ -175,14 +188,19 @@ def _rebuild(
 ) -> None:
     """Give `optimizer` the described state; its tensors go into `tensors`, to be filled."""
 
-    def rebuild(value: Any, current: Any, device: torch.device) -> Any:
+    def rebuild(
+        value: Any, current: Any, device: torch.device, parameter: Tensor | None = None
+    ) -> Any:
         def tensor_of(form: _TensorForm) -> Tensor:
             if (
                 isinstance(current, Tensor)
                 and current.shape == form.shape
                 and current.dtype == form.dtype
+                and is_dtensor(current) == form.is_part
             ):
                 tensor = current
+            elif form.is_part and parameter is not None and form.shape == parameter.shape:
+                tensor = torch.zeros_like(parameter, dtype=form.dtype, requires_grad=False)
             else:
                 place = device if form.beside_parameter else torch.device("cpu")
                 tensor = torch.zeros(form.shape, dtype=form.dtype, device=place)
@@ -197,7 +215,8 @@ def _rebuild(
         parameter = parameters[place]
         old = old_state.get(parameter, {})
         optimizer.state[parameter] = {
-            name: rebuild(value, old.get(name), parameter.device) for name, value in entries.items()
+            name: rebuild(value, old.get(name), parameter.device, parameter)
+            for name, value in entries.items()
         }
     for group, options in zip(optimizer.param_groups, description["groups"], strict=True):
         for name in [name for name in group if name != "params" and name not in options]:

@@ -28,6 +28,7 @@ from horovod.torch.allreduce_ops import allreduce
 from horovod.torch.bucket_submission import BucketSubmitter
 from horovod.torch.buckets import Named
 from horovod.torch.compression import Compressor
+from horovod.torch.dtensors import with_local_shards
 from horovod.torch.finite_check import FiniteCheck
 from horovod.torch.grad_scaler import reduce_before_unscaling
 from horovod.torch.gradients import GradientReducer, Reducer
@@ -88,7 +89,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._finite_check = check
         reduce_before_unscaling()
         if several:
-            self._reducer = self._make_reducer(named, groups)
+            self._reducer = self._make_reducer(*with_local_shards(named, groups))
             passes = self.backward_passes_per_step
             self._watches = [GradientCountdown(index, passes) for index in range(len(named))]
             self._register_hooks()

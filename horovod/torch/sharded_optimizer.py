@@ -5,7 +5,9 @@ scalers and accumulation see what they always see. Then the wrapped optimizer st
 slices alone, as if they were its parameters, and the updated slices go to all ranks. So the state
 takes 1/N of the memory on each of N ranks, and since the optimizer treats every element by itself,
 results are bitwise those of an unsharded run. (On the CPU: with one thread. Of several, torch gives
-each a part of a tensor, and where a part ends may decide how the last bit is rounded.)
+each a part of a tensor, and where a part ends may decide how the last bit is rounded.) An optimizer
+that needs whole parameters, as Muon and Adafactor do, gets whole ones: each parameter has one rank
+that updates it, and the bytes of all ranks are as equal as that allows.
 
 The state is complete on no rank. To save it, all ranks bring it to one::
 
@@ -41,6 +43,7 @@ from horovod.torch.objects import broadcast_object
 from horovod.torch.reducing_optimizer import ReducingOptimizer, share_groups, step_of
 from horovod.torch.shards import Shards
 from horovod.torch.untraced import untraced
+from horovod.torch.update_kinds import UpdateKind, kind_of
 
 Parameter = torch.nn.Parameter
 State = defaultdict[torch.Tensor, Any]  # entries by parameter, as torch has it
@@ -74,7 +77,8 @@ class ShardedOptimizer(ReducingOptimizer):
         if self._reducer is not None:
             state = self._slices_of_state()
             self._cut_for = self._place()
-            self._shards = Shards(self.param_groups, self.process_set)
+            whole = kind_of(self) is UpdateKind.TENSORWISE
+            self._shards = Shards(self.param_groups, self.process_set, whole)
             self._keep(state)
 
     def _place(self) -> tuple[int | None, int | None]:

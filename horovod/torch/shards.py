@@ -1,7 +1,8 @@
 """Cutting parameters into slices, one rank's each, and sharing the slices after an update.
 
 Used by the sharded optimizer. A slice is a range of a parameter's elements in the order of its
-memory; this rank's slices are views, so that updating them updates the parameters in place.
+memory; this rank's slices are views, so that updating them updates the parameters in place. Where
+an update needs whole parameters, each is one slice.
 """
 
 from __future__ import annotations
@@ -80,10 +81,29 @@ def cut(params: Sequence[Parameter], size: int) -> list[Slice]:
     return slices
 
 
-class Shards:
-    """All slices of one optimizer's parameters."""
+def deal_out(params: Sequence[Parameter], loads: list[int]) -> list[Slice]:
+    """Give each parameter as a whole to a rank, the largest first to the rank that has least.
 
-    def __init__(self, groups: Sequence[dict[str, Any]], process_set: ProcessSet) -> None:
+    `loads` are the bytes that the ranks have already, and are brought up to date.
+    """
+    slices = []
+    for param in sorted(params, key=lambda param: -param.nbytes):
+        if param.numel():
+            owner = loads.index(min(loads))
+            loads[owner] += param.nbytes
+            slices.append(Slice(param, 0, param.numel(), owner))
+    return slices
+
+
+class Shards:
+    """All slices of one optimizer's parameters.
+
+    With `whole`, each parameter has one owner, else it may be cut anywhere.
+    """
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], process_set: ProcessSet, whole: bool = False
+    ) -> None:
         place, ranks = process_set.rank(), process_set.ranks
         assert place is not None
         assert ranks is not None
@@ -93,12 +113,13 @@ class Shards:
         # Each group by itself, and each type in it, so that adding a group moves nothing and all
         # ranks have equal parts of what takes much state and of what takes little.
         self.slices: list[Slice] = []
+        loads = [0] * self.size
         for group in groups:
             alike: dict[Any, list[Parameter]] = {}
             for param in group["params"]:
                 alike.setdefault((param.dtype, param.device), []).append(param)
             for params in alike.values():
-                self.slices += cut(params, self.size)
+                self.slices += deal_out(params, loads) if whole else cut(params, self.size)
         self.mine = {piece.param: piece for piece in self.slices if piece.owner == place}
         self._params = list(dict.fromkeys(piece.param for piece in self.slices))
         self._addresses: list[int] = []

@@ -42,16 +42,9 @@ PAGES = [
 # These have tests of their own.
 ELSEWHERE = {"pytorch", "tensorflow", "keras", "lightning", "communication_hooks", "elastic"}
 ELSEWHERE |= {"tensorflow_data_service", "launch/laptop", "scaling", "notebooks"}
-ELSEWHERE |= {"hyperparameter_search"}
-LATER = {
-    "spark",
-    "spark_estimators",
-    "ray",
-    "jax",
-    "mxnet",
-    "launch/mpi",
-    "cuda_graphs",
-}  # others test these
+ELSEWHERE |= {"hyperparameter_search", "combinations"}
+# Tests of other parts run these.
+LATER = {"spark", "spark_estimators", "ray", "jax", "mxnet", "launch/mpi", "cuda_graphs"}
 
 
 def _run_pages(rank: int, size: int, folder: str) -> dict[str, dict[str, Any]]:

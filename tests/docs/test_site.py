@@ -56,6 +56,11 @@ SEARCHES = {
     "hyperparameter": "hyperparameter_search.md",
     "slurm": "launch/slurm.md",
     "lsf": "launch/lsf.md",
+    "fsdp2": "combinations.md",
+    "muon": "combinations.md",
+    "hugging face": "combinations.md",
+    "accelerate": "combinations.md",
+    "profiler": "combinations.md",
 }
 
 

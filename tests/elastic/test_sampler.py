@@ -193,3 +193,53 @@ def test_in_a_data_loader(pool2: RankPool, workers: int):
     seen, _ = pool2.run(_load, workers)
     assert set(seen) == set(range(23))
     assert len(seen) == 24  # 16 before the break, then 7 for 2 ranks
+
+
+# -- iterators that are saved in the midst of an epoch, as torchdata's loaders do ----------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_an_iterator_goes_on_with_any_number_of_ranks(size: int, is_recorded: bool):
+    old = samplers(2, 24, seed=5)
+    drawn, states = [], []
+    for sampler in old:
+        samples = iter(sampler)
+        drawn += [next(samples) for _ in range(3)]
+        states.append(samples.state_dict())
+        if is_recorded:
+            sampler.record_batch(0, 3)
+    assert states[0] == states[1]
+    for sampler in samplers(size, 24, seed=5):
+        sampler.load_state_dict(old[0].state_dict())
+        samples = iter(sampler)
+        samples.load_state_dict(states[0])
+        drawn += list(samples)
+        assert sampler.processed_num == 6
+    assert sorted(drawn) == list(range(24))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
+@pytest.mark.parametrize("kind", ["elastic", "distributed"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stateful_loader_goes_on_where_it_was(kind: str, num_workers: int):
+    torchdata = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="torchdata is not installed"
+    )
+
+    def loader_of() -> Any:
+        sampler: Any = PlacedSampler((1, 2), range(30), seed=5)
+        if kind == "distributed":
+            sampler = torch.utils.data.DistributedSampler(range(30), 2, 1, seed=5)
+        return torchdata.StatefulDataLoader(
+            range(30), batch_size=2, sampler=sampler, num_workers=num_workers
+        )
+
+    loader, batches = loader_of(), []
+    for batch in loader:
+        batches.append(batch.tolist())
+        if len(batches) == 4:
+            state = loader.state_dict()
+    resumed = loader_of()
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == batches[4:]

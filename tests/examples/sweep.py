@@ -57,6 +57,7 @@ EXAMPLES = [
     Example("pytorch/pytorch_mnist.py", "torch", options=("--batch-size", "8")),
     Example("pytorch/pytorch_lightning_mnist.py", "lightning"),
     Example("pytorch/pytorch_sync_batch_norm.py", "torch"),
+    Example("pytorch/pytorch_compile.py", "torch", options=("--compile", "nothing")),
     Example("elastic/pytorch_mnist_elastic.py", "torch", launcher="elastic"),
     Example("elastic/pytorch_lightning_mnist_elastic.py", "lightning", launcher="elastic"),
     Example("tensorflow2/tensorflow2_mnist.py", "tensorflow"),

@@ -83,6 +83,34 @@ def test_language_model_gets_less_perplexed(tmp_path: Path):
     assert torch.load(tmp_path / "lm.pt")["bytes.weight"].shape == (256, 32)
 
 
+def test_gpt_resumes_with_the_losses_of_an_uninterrupted_run(tmp_path: Path):
+    small = ("--width", "32", "--layers", "2", "--context", "32", "--text-bytes", "200000")
+    small += ("--backend", "eager", "--precision", "bfloat16", "--checkpoints", "c")
+    steps = ("--steps", "30", "--report-every", "5", "--checkpoint-every", "15", "--lr", "0.01")
+    whole, expected = run_with_checksums("pytorch_gpt.py", *small, *steps, cwd=tmp_path)
+    losses = _numbers(r"step \d+: loss ([\d.]+)", whole)
+    assert len(losses) == 6
+    assert losses[0] > 4.5  # of 5.5, for 256 bytes
+    assert losses[-1] < 0.75 * losses[0]
+    assert _numbers(r"^.*test loss ([\d.]+)", whole)[0] < 0.75 * losses[0]
+    newest, last = sorted((tmp_path / "c").iterdir())
+    assert (newest.name, last.name) == ("step-00000015.pt", "step-00000030.pt")
+    last.unlink()
+
+    rest, resumed = run_with_checksums("pytorch_gpt.py", *small, *steps, "--resume", cwd=tmp_path)
+    assert "from step 16" in rest
+    assert _numbers(r"step \d+: loss ([\d.]+)", rest) == losses[3:]
+    assert resumed == expected
+
+
+def test_a_compiled_step_learns_the_digits(tmp_path: Path):
+    options = ("--epochs", "2", "--backend", "aot_eager", "--checkpoint", "m.pt")
+    output, _ = run_with_checksums("pytorch_compile.py", *options, cwd=tmp_path)
+    assert "compiled by aot_eager: step" in output
+    assert _numbers(r"test accuracy ([\d.]+)%", output)[-1] > 90
+    assert "0.weight" in torch.load(tmp_path / "m.pt")
+
+
 @pytest.mark.parametrize(
     ("flags", "precision"),
     [
@@ -181,11 +209,19 @@ def _functions(script: str) -> dict[str, str]:
     return {node.name: ast.dump(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("name", ["choose_device", "shows_progress"])
-def test_what_scripts_repeat_is_the_same_in_all(name: str):
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("choose_device", 8),
+        ("shows_progress", 8),  # the others draw no bar, or have a Trainer that does all of it
+        ("choose_backend", 2),
+        ("cpu_has_bfloat16", 2),
+    ],
+)
+def test_what_scripts_repeat_is_the_same_in_all(name: str, least: int):
     """Each is one file to copy, so they share no module for these few lines."""
     found = [functions[name] for functions in map(_functions, SCRIPTS) if name in functions]
-    assert len(found) >= 6  # the others draw no bar, or have a Trainer that does all of it
+    assert len(found) >= least
     assert len(set(found)) == 1
 
 

@@ -39,6 +39,14 @@ OPTIMIZERS: dict[str, Make] = {
     "SGD fused": _made("SGD", lr=0.01, momentum=0.9, fused=True),
 }
 
+# Those that need whole parameters. Muon takes matrices only.
+TENSORWISE: dict[str, Make] = {
+    name: _made(name, lr=0.01) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
+}
+if "Adafactor" in TENSORWISE:
+    TENSORWISE["Adafactor foreach"] = _made("Adafactor", lr=0.01, foreach=True)
+OPTIMIZERS |= TENSORWISE
+
 Form = tuple[tuple[int, ...], str]  # shape and dtype
 
 
@@ -115,9 +123,22 @@ FORMS: list[Form] = [
 ]
 
 
+MATRICES: list[Form] = [((30, 20), "float32"), ((7, 31), "float32"), ((64, 64), "bfloat16")]
+MATRICES += [((90, 110), "float32"), ((5, 1), "float32")]
+
+
+def _forms_for(name: str) -> list[Form]:
+    return MATRICES if name in TENSORWISE else FORMS
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(pool2: RankPool, name: str):
-    _assert_alike(pool2.run(_pair, name, FORMS, 4), name)
+    _assert_alike(pool2.run(_pair, name, _forms_for(name), 4), name)
+
+
+@pytest.mark.parametrize("name", TENSORWISE)
+def test_more_ranks_than_parameters(pool4: RankPool, name: str):
+    _assert_alike(pool4.run(_pair, name, MATRICES[:2], 2), name)
 
 
 shapes = st.lists(st.integers(1, 12), max_size=3).map(tuple) | st.tuples(st.integers(1, 900))
@@ -132,7 +153,10 @@ def test_any_parameters(request: pytest.FixtureRequest, size: int):
     pool: RankPool = request.getfixturevalue(f"pool{size}")
 
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(name=st.sampled_from(sorted(OPTIMIZERS)), forms=st.lists(forms, min_size=1, max_size=6))
+    @given(
+        name=st.sampled_from(sorted(OPTIMIZERS.keys() - TENSORWISE.keys())),
+        forms=st.lists(forms, min_size=1, max_size=6),
+    )
     def check(name: str, forms: list[Form]) -> None:
         _assert_alike(pool.run(_pair, name, forms, 3), (name, forms))
 
@@ -157,18 +181,34 @@ def test_state_takes_a_share_of_the_memory(request: pytest.FixtureRequest, size:
         assert 2 * params / size * 0.99 < state < 2 * params / size * 1.01
 
 
+def _owned_bytes() -> list[int]:
+    """The bytes of state that each rank has."""
+    params = _params([((64, 8 * count), "float32") for count in (1, 5, 2, 4, 3, 3)])
+    optimizer = hvd.DistributedOptimizer(TENSORWISE["Muon"](params), shard_state=True)
+    _train(params, optimizer, range(1), hvd.rank())
+    mine = sum(t.nbytes for entries in optimizer.state.values() for t in entries.values())
+    return hvd.allgather_object(mine)
+
+
+@pytest.mark.skipif("Muon" not in TENSORWISE, reason="this version of torch has no Muon")
+def test_each_matrix_has_one_owner_and_owners_have_equal_shares(pool3: RankPool):
+    unit = 64 * 8 * 4
+    for found in pool3.run(_owned_bytes):
+        assert found == [6 * unit] * 3
+
+
 # -- moving state between numbers of ranks ----------------------------------------------------
 
 Saved = tuple[Any, list[torch.Tensor]]
 
 
-def _go_on(saved: Saved, shard: bool, steps: range) -> tuple[Any, list[torch.Tensor]]:
+def _go_on(
+    saved: Saved, shard: bool, steps: range, name: str = "Adam amsgrad"
+) -> tuple[Any, list[torch.Tensor]]:
     """Load, train on the same data on all ranks, and save."""
     state, values = saved
     params = [nn.Parameter(value.clone()) for value in values]
-    optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS["Adam amsgrad"](_groups(params)), shard_state=shard
-    )
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS[name](_groups(params)), shard_state=shard)
     if state is not None:
         optimizer.load_state_dict(state)
     _train(params, optimizer, steps, 7)
@@ -179,11 +219,11 @@ def _go_on(saved: Saved, shard: bool, steps: range) -> tuple[Any, list[torch.Ten
     return state, [param.detach() for param in params]
 
 
-def _plain_goes_on(saved: Saved, steps: range) -> Saved:
+def _plain_goes_on(saved: Saved, steps: range, name: str) -> Saved:
     """The same with torch alone, in this process."""
     state, values = saved
     params = [nn.Parameter(value.clone()) for value in values]
-    optimizer = OPTIMIZERS["Adam amsgrad"](_groups(params))
+    optimizer = OPTIMIZERS[name](_groups(params))
     optimizer.load_state_dict(copy.deepcopy(state))  # it works on what it loads
     _train(params, optimizer, steps, 7)
     return optimizer.state_dict(), [param.detach() for param in params]
@@ -200,16 +240,19 @@ def _assert_same_state(ours: Any, theirs: Any) -> None:
             assert _same([value], [other]), (place, key)
 
 
-def test_state_moves_between_numbers_of_ranks(pool2: RankPool, pool3: RankPool, pool4: RankPool):
-    forms = [form for form in FORMS if 0 not in form[0]]
+@pytest.mark.parametrize("name", ["Adam amsgrad", *TENSORWISE])
+def test_state_moves_between_numbers_of_ranks(
+    pool2: RankPool, pool3: RankPool, pool4: RankPool, name: str
+):
+    forms = [form for form in _forms_for(name) if 0 not in form[0]]
     start: Saved = (None, [param.detach() for param in _params(forms)])
-    saved = pool3.run(_go_on, start, True, range(3))[-1]
-    unsharded = pool3.run(_go_on, start, False, range(3))[-1]
+    saved = pool3.run(_go_on, start, True, range(3), name)[-1]
+    unsharded = pool3.run(_go_on, start, False, range(3), name)[-1]
     _assert_same_state(saved[0], unsharded[0])
     # From here on averages are exact, whatever the number of ranks is.
-    expected = _plain_goes_on(saved, range(3, 5))
+    expected = _plain_goes_on(saved, range(3, 5), name)
     for pool, shard in ((pool2, True), (pool4, True), (pool2, False)):
-        state, values = pool.run(_go_on, saved, shard, range(3, 5))[-1]
+        state, values = pool.run(_go_on, saved, shard, range(3, 5), name)[-1]
         assert _same(values, expected[1])
         _assert_same_state(state, expected[0])
 

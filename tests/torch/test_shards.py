@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod.torch.shards import GRAIN, Slice, cut
+from horovod.torch.shards import GRAIN, Slice, cut, deal_out
 
 
 @settings(max_examples=200, deadline=None)
@@ -25,6 +25,30 @@ def test_every_element_has_one_owner_and_shares_are_equal(counts: list[int], siz
     for owner in range(size):
         share = sum(piece.stop - piece.start for piece in slices if piece.owner == owner)
         assert abs(share - sum(counts) / size) <= GRAIN + 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    counts=st.lists(st.lists(st.integers(0, 1000), max_size=8), min_size=1, max_size=3),
+    size=st.integers(1, 9),
+)
+def test_whole_parameters_are_dealt_out_evenly(counts: list[list[int]], size: int):
+    loads = [0] * size
+    largest = 0
+    for group in counts:
+        params = [torch.nn.Parameter(torch.empty(count)) for count in group]
+        before = list(loads)
+        slices = deal_out(params, loads)
+        assert sorted(map(id, (piece.param for piece in slices))) == sorted(
+            id(param) for param in params if param.numel()
+        )
+        assert all(piece.is_whole for piece in slices)
+        for owner in range(size):
+            mine = sum(piece.param.nbytes for piece in slices if piece.owner == owner)
+            assert loads[owner] == before[owner] + mine
+        # Who gets a parameter has least, so nobody is ahead by more than one of them.
+        largest = max([largest, *(param.nbytes for param in params)])
+        assert max(loads) - min(loads) <= largest
 
 
 def test_slices_are_views_in_the_order_of_memory():

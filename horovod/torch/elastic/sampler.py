@@ -63,9 +63,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         """All ranks have processed a batch of `batch_size` samples, each its own; `batch_idx` is
         its number.
         """
-        self._recorded += batch_size * self.num_replicas
+        self._record(batch_size * self.num_replicas)
+
+    def _record(self, count: int) -> None:
+        """The ranks have processed `count` more samples together."""
+        self._recorded += count
         if self._positions is None:
-            self.processed_num += batch_size * self.num_replicas
+            self.processed_num += count
         elif self._recorded >= len(self._positions):
             self.processed_num = len(self.dataset)
         elif self._recorded:
@@ -129,7 +133,42 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return [remaining[place % count] for place in places]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._own())
+        return _SampleIterator(self)
 
     def __len__(self) -> int:
         return self.num_samples
+
+
+class _SampleIterator(Iterator[int]):
+    """This rank's samples, and how many of them have been drawn.
+
+    torchdata's StatefulDataLoader saves that, and so finds the place again at which it was, whether
+    or not the script has recorded its batches, and with any number of ranks.
+    """
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self._sampler = sampler
+        self._begin()
+
+    def _begin(self) -> None:
+        self._before = self._sampler.state_dict()
+        self._own, self._num_replicas = self._sampler._own(), self._sampler.num_replicas
+        self._num_drawn = 0  # by this rank
+
+    def __next__(self) -> int:
+        if self._num_drawn == len(self._own):
+            raise StopIteration
+        self._num_drawn += 1
+        return self._own[self._num_drawn - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was processed when the iterator was made, and how many samples all have drawn."""
+        num_drawn = self._num_drawn * self._num_replicas
+        return {"before": self._before, "num_drawn": num_drawn}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after those samples, of which all ranks have drawn equally many."""
+        self._sampler.load_state_dict(state_dict["before"])
+        self._sampler._record(state_dict["num_drawn"])
+        self._sampler.reset()
+        self._begin()
