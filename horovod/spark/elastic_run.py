@@ -13,7 +13,6 @@ from typing import Any
 
 from horovod.common.config import Config
 from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.agents.ssh import Ssh
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
 from horovod.runner.common.util.timeout import TimeoutException
@@ -92,7 +91,6 @@ def _drive_watched(
         command=setup.command,
         env=watcher.variables(),
         cwd=".",
-        ssh=Ssh(),
         nics=setup.nics,
         start_timeout=limits.start_timeout,
         verbose=setup.verbose,

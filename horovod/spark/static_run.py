@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from horovod.runner.agents.ssh import Ssh
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
 from horovod.runner.functions.run_function import collect_results, raise_failures
@@ -68,7 +67,6 @@ def _run_ranks(setup: JobSetup, links: Sequence[TaskLink], watcher: JobWatcher) 
         slots=[each.slot for each in ranks],
         env=watcher.variables(),
         cwd=".",
-        ssh=Ssh(),
         nics=setup.nics,
         start_timeout=setup.ticket.start_timeout,
         verbose=setup.verbose,

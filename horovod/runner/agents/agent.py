@@ -1,7 +1,7 @@
 """The agent: the small process between ``horovodrun`` and the workers of one host.
 
-`host_agent` starts one on every host, here directly, elsewhere over ssh. Its source arrives on
-stdin, so no host runs another version; it needs nothing but the standard library and is up in
+`host_agent` starts one on every host, here directly, elsewhere by a `starter`. Its source arrives
+on stdin, so no host runs another version; it needs nothing but the standard library and is up in
 about 30 ms. It starts workers, each in a session of its own, passes their output and their ends
 on, and ends them when told to, or when the launcher is gone.
 
@@ -384,6 +384,7 @@ def _about_this_host() -> dict[str, Any]:
         "machine": os.uname().machine,
         "cores": usable_cores(),
         "ssh": os.environ.get("SSH_CONNECTION", ""),
+        "launcher": os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""),
     }
 
 

@@ -8,7 +8,7 @@ addresses of this machine, each host tries them (`probe`), and those that nobody
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from horovod.common.addresses import is_local, is_loopback, resolve
@@ -58,6 +58,19 @@ class StoreEndpoints:
             }
         )
 
+    def open_towards(self, agents: Collection[HostAgent], nics: Sequence[str]) -> str:
+        """Serve the store where hosts may reach it. What is wrong, if no address can be told."""
+        for agent in agents:
+            for address in addresses_towards(agent.name, connection_ends(agent), nics):
+                self.open(address)
+        if self._servers or not agents:
+            return ""
+        names = ", ".join(agent.name for agent in agents)
+        return (
+            f"cannot tell which address of this machine leads to {names}; say which network "
+            f"interface does with --network-interfaces"
+        )
+
     def reserve_port(self, address: str) -> int:
         """A port of this machine that is left to the job."""
         self._reserved.append(reserve_port(address))
@@ -82,19 +95,46 @@ def addresses_towards(name: str, ends: tuple[str, str], nics: Sequence[str]) -> 
         return [seen]
     # Behind a jump host or a translating router the address that they see is not one of ours.
     sources = map(source_towards, [theirs] if theirs else resolve(name))
-    return list(dict.fromkeys(each for each in sources if each and not is_loopback(each)))
+    found = list(dict.fromkeys(each for each in sources if each and not is_loopback(each)))
+    return found or ([] if theirs else own_addresses())
 
 
 def connection_ends(agent: HostAgent) -> tuple[str, str]:
     """Our address and the host's own, as the connection has them; empty if unknown."""
-    words = str((agent.hello or {}).get("ssh", "")).split()
-    if any(agent.link.ends) or not agent.remote or len(words) != 4:
+    if any(agent.link.ends) or not agent.remote:
         return agent.link.ends
-    return words[0], words[2]
+    hello = agent.hello or {}
+    words = str(hello.get("ssh", "")).split()
+    if len(words) == 4:
+        return words[0], words[2]
+    return str(hello.get("launcher", "")), ""
 
 
 def own_interfaces() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
+
+
+def own_addresses() -> list[str]:
+    """The IPv4 addresses of this machine at which others may reach it."""
+    found = [interface_address(name) for name in own_interfaces()]
+    return [address for address in found if address and not is_loopback(address)]
+
+
+def describe_problem(host: str, answer: Mapping[str, Any], nics: Sequence[str]) -> str:
+    """What keeps a host from taking part, by its answer to a probe; empty if nothing does."""
+    if answer["endpoint"] is None:
+        return (
+            f"{host} cannot connect to this machine, where the ranks are to meet: tried "
+            f"{describe_failures(answer['failures'])}. Let hosts connect to ports of this machine "
+            f"(its firewall, or one in between), or say which network interface leads to them with "
+            f"--network-interfaces"
+        )
+    if nics and not answer["nics"]:
+        return (
+            f"{host} has no interface with an address among {', '.join(nics)} "
+            f"(--network-interfaces); it has {', '.join(answer['interfaces'])}"
+        )
+    return ""
 
 
 def describe_failures(failures: Sequence[Sequence[Any]]) -> str:

@@ -10,7 +10,6 @@ from typing import BinaryIO
 
 from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
-from horovod.runner.agents.ssh import Ssh
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
 from horovod.runner.dashboard.watching import watched
@@ -24,6 +23,7 @@ from horovod.runner.elastic.discovery import (
 from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.job_state import Limits, Process
 from horovod.runner.elastic.status import Status
+from horovod.runner.options.starters import make_starter
 from horovod.runner.options.tunables import settings, settings_environment
 from horovod.runner.output.console import Console
 from horovod.runner.output.outputs import STREAMS, Outputs
@@ -55,7 +55,7 @@ def run_elastic_job(
         command=command,
         env=watched({**env, **settings_environment(options, env)}, watcher),
         cwd=os.getcwd(),
-        ssh=Ssh(options.ssh_port, options.ssh_identity_file, config.start_timeout),
+        starter=make_starter(options, env, config.start_timeout),
         nics=options.network_interfaces or (),
         start_timeout=config.start_timeout,
         cpu_bind=options.cpu_bind,

@@ -44,8 +44,7 @@ def describe_plan(request: JobRequest) -> str:
             for slot in request.slots
         ],
         "agents (one on each host; it gets the command and the environment through a pipe)": [
-            f"{name}: {shlex.join(agent_command(name, None if is_local(name) else request.ssh))}"
-            for name in request.hosts
+            f"{name}: {_agent_command(request, name)}" for name in request.hosts
         ],
     }
     lines = []
@@ -54,10 +53,14 @@ def describe_plan(request: JobRequest) -> str:
     return "\n".join([*lines, "Nothing was started."])
 
 
+def _agent_command(request: JobRequest, name: str) -> str:
+    return shlex.join(agent_command(name, None if is_local(name) else request.starter))
+
+
 def _hosts(request: JobRequest) -> list[str]:
     found = []
     for name, slots in request.hosts.items():
-        how = "this machine" if is_local(name) else "through ssh"
+        how = "this machine" if is_local(name) else f"through {request.starter.name}"
         which = ranges([slot.rank for slot in slots])
         found.append(f"{name} ({how}): rank{'s' if len(slots) > 1 else ''} {which}")
     return found
@@ -78,7 +81,7 @@ def _addresses(request: JobRequest) -> list[str]:
     for name in request.hosts:
         if not is_local(name):
             ways = addresses_towards(name, ("", ""), request.nics)
-            known = ", ".join(ways) or "an address to be found when ssh has connected"
+            known = ", ".join(ways) or "an address to be found when its agent has started"
             found.append(f"{name} reaches this machine, where the ranks meet, at {known}")
     return [*found, "every host tries its way when the job starts, and the job ends if none leads"]
 

@@ -22,9 +22,8 @@ from horovod.runner.agents.processes import signal_groups
 from horovod.runner.agents.store_endpoints import (
     Endpoint,
     StoreEndpoints,
-    addresses_towards,
     connection_ends,
-    describe_failures,
+    describe_problem,
     own_interfaces,
 )
 from horovod.runner.agents.supervise import FAILURE_GRACE, Supervisor, raise_descriptor_limit
@@ -122,7 +121,7 @@ class StaticJob:
                 raise_descriptor_limit(3 * len(names) + 4 * len(request.slots) + 128)
                 raised = True
             try:
-                self._agents[name] = HostAgent(name, None if local else request.ssh)
+                self._agents[name] = HostAgent(name, None if local else request.starter)
             except ValueError as error:
                 raise LaunchError(str(error), status=2) from None
             except FileNotFoundError as error:
@@ -133,7 +132,7 @@ class StaticJob:
                 raise LaunchError(f"cannot start on {name}: {error.strerror}") from None
             self._supervisor.add(self._agents[name])
             if request.verbose > 1:
-                command = shlex.join(agent_command(name, None if local else request.ssh))
+                command = shlex.join(agent_command(name, None if local else request.starter))
                 self._console.say(f"{name}: {command}")
         if raised:
             self._supervisor.call_later(request.start_timeout + _SLACK, self._give_up_waiting)
@@ -202,16 +201,9 @@ class StaticJob:
 
     def _open_doors(self) -> None:
         remote = [agent for agent in self._agents.values() if agent.remote]
-        for agent in remote:
-            ends = connection_ends(agent)
-            for address in addresses_towards(agent.name, ends, self._request.nics):
-                self._place.open(address)
-        if not self._place.endpoints:
-            names = ", ".join(agent.name for agent in remote)
-            self._problem(
-                f"cannot tell which address of this machine leads to {names}; say which network "
-                f"interface does with --network-interfaces"
-            )
+        problem = self._place.open_towards(remote, self._request.nics)
+        if problem:
+            self._problem(problem)
             return
         theirs = {agent.name: connection_ends(agent)[1] for agent in self._agents.values()}
         here = self._place.endpoints[0][0]
@@ -231,20 +223,9 @@ class StaticJob:
             )
         if self._supervisor.stopping or self._supervisor.signals:
             return
-        if answer["endpoint"] is None:
-            self._problem(
-                f"{agent.name} cannot connect to this machine, where the ranks are to meet: tried "
-                f"{describe_failures(answer['failures'])}. Let hosts connect to ports of this "
-                f"machine (its firewall, or one in between), or say which network interface leads "
-                f"to them with --network-interfaces"
-            )
-        elif self._request.nics and not answer["nics"]:
-            self._problem(
-                f"{agent.name} has no interface with an address among "
-                f"{', '.join(self._request.nics)} (--network-interfaces); it has "
-                f"{', '.join(answer['interfaces'])}",
-                status=2,
-            )
+        problem = describe_problem(agent.name, answer, self._request.nics)
+        if problem:
+            self._problem(problem, status=1 if answer["endpoint"] is None else 2)
         elif len(self._answers) == len(self._agents):
             endpoints = {
                 name: (each["endpoint"][0], each["endpoint"][1])

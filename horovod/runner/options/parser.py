@@ -123,6 +123,14 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
         help="Private key for ssh (default: what the ssh configuration says).",
     )
     group.add_argument(
+        "--start-command",
+        type=values.start_command,
+        metavar="COMMAND",
+        help="Run this in place of ssh to start a program on a host: 'kubectl exec -i {host} --', "
+        "'oc rsh -T {host}'. {host} stands for its name; the program and its arguments follow. It "
+        "must pass stdin on (default: srun inside a Slurm job, elsewhere ssh).",
+    )
+    group.add_argument(
         "--disable-cache",
         action="store_true",
         help="Accepted for compatibility: no result of a check is kept between jobs.",

@@ -11,6 +11,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 
+from horovod.runner.agents.starter import HOST
 from horovod.runner.options.discovery_command import split_command
 
 _MAX_RANK = 1_000_000
@@ -103,6 +104,15 @@ def new_file(path: str) -> str:
     if not os.path.isdir(folder):
         raise ValueError(f"there is no directory {folder!r}")
     return path
+
+
+def start_command(text: str) -> str:
+    """A command in which ``{host}`` stands for a host, and whose program is there."""
+    if HOST not in text:
+        raise ValueError(
+            f"{HOST} must stand in it for the host's name: 'kubectl exec -i {HOST} --'"
+        )
+    return command_line(text)
 
 
 def command_line(text: str) -> str:
