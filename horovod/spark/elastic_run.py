@@ -29,8 +29,7 @@ from horovod.runner.output.watcher import JobWatcher
 from horovod.spark.gathering import check_slots, check_versions, spark_error, too_few
 from horovod.spark.job_setup import JobSetup
 from horovod.spark.spark_job import SparkJob
-from horovod.spark.task_link import TaskLink
-from horovod.spark.task_server import TaskServer
+from horovod.spark.task_link import TaskLink, TaskServer
 
 
 def run_elastic_tasks(setup: JobSetup, limits: Limits) -> list[Any]:

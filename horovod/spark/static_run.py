@@ -16,8 +16,7 @@ from horovod.runner.output.watcher import JobWatcher
 from horovod.spark.gathering import assign_ranks, check_slots, check_versions, gather
 from horovod.spark.job_setup import JobSetup
 from horovod.spark.spark_job import SparkJob
-from horovod.spark.task_link import TaskLink
-from horovod.spark.task_server import TaskServer
+from horovod.spark.task_link import TaskLink, TaskServer
 
 
 def run_static(setup: JobSetup, num_proc: int) -> list[Any]:
