@@ -16,6 +16,7 @@ from horovod.runner.agents.host_agent import agent_command
 from horovod.runner.agents.store_endpoints import addresses_towards
 from horovod.runner.jobs.request import JobRequest
 from horovod.runner.output.report import ranges
+from horovod.runner.slots.allocation import Allocation
 from horovod.runner.slots.hosts import Slot, is_local
 from horovod.runner.slots.worker_env import (
     HOSTS_OWN,
@@ -30,11 +31,11 @@ from horovod.runner.slots.worker_env import (
 _AT_START = "(chosen when the job starts)"
 
 
-def describe_plan(request: JobRequest) -> str:
-    """The whole plan, for people."""
+def describe_plan(request: JobRequest, allocation: Allocation | None = None) -> str:
+    """The whole plan, for people; ``allocation`` is where the hosts are from, if not an option."""
     sections = {
         "command": [shlex.join(request.command), f"in {request.cwd}"],
-        "hosts": _hosts(request),
+        f"hosts ({allocation})" if allocation else "hosts": _hosts(request),
         "ranks": _ranks(request.slots),
         "addresses": _addresses(request),
         "environment of all workers": _environment(request),
