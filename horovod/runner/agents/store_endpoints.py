@@ -8,7 +8,7 @@ addresses of this machine, each host tries them (`probe`), and those that nobody
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from horovod.common.addresses import is_local, is_loopback, resolve
@@ -37,6 +37,19 @@ class StoreEndpoints:
         if address not in self._servers:
             self._servers[address] = StoreServer(address, self.key, store=self.store)
         return address, self._servers[address].port
+
+    def open_towards(self, agents: Sequence[HostAgent], nics: Sequence[str]) -> str:
+        """Serve the store where these hosts may reach it; a problem, or nothing."""
+        for agent in agents:
+            for address in addresses_towards(agent.name, connection_ends(agent), nics):
+                self.open(address)
+        if self.endpoints:
+            return ""
+        names = ", ".join(agent.name for agent in agents)
+        return (
+            f"cannot tell which address of this machine leads to {names}; say which network "
+            f"interface does with --network-interfaces"
+        )
 
     def keep(self, endpoints: Collection[Endpoint]) -> None:
         """Close the other endpoints."""
@@ -91,6 +104,23 @@ def connection_ends(agent: HostAgent) -> tuple[str, str]:
     if any(agent.link.ends) or not agent.remote or len(words) != 4:
         return agent.link.ends
     return words[0], words[2]
+
+
+def describe_problem(name: str, answer: Mapping[str, Any], nics: Sequence[str]) -> str:
+    """Why a host with this answer to `StoreEndpoints.probe` cannot take part; empty if it can."""
+    if answer["endpoint"] is None:
+        return (
+            f"{name} cannot connect to this machine, where the ranks are to meet: tried "
+            f"{describe_failures(answer['failures'])}. Let hosts connect to ports of this machine "
+            f"(its firewall, or one in between), or say which network interface leads to them with "
+            f"--network-interfaces"
+        )
+    if nics and not answer["nics"]:
+        return (
+            f"{name} has no interface with an address among {', '.join(nics)} "
+            f"(--network-interfaces); it has {', '.join(answer['interfaces'])}"
+        )
+    return ""
 
 
 def own_interfaces() -> list[str]:

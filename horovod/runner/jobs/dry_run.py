@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from horovod.common.addresses import LOOPBACK
 from horovod.runner.agents.cores import usable_cores
-from horovod.runner.agents.host_agent import agent_command
+from horovod.runner.agents.host_start import start_command
 from horovod.runner.agents.store_endpoints import addresses_towards
 from horovod.runner.jobs.request import JobRequest
 from horovod.runner.output.report import ranges
@@ -45,8 +45,7 @@ def describe_plan(request: JobRequest, allocation: Allocation | None = None) -> 
             for slot in request.slots
         ],
         "agents (one on each host; it gets the command and the environment through a pipe)": [
-            f"{name}: {shlex.join(agent_command(name, None if is_local(name) else request.ssh))}"
-            for name in request.hosts
+            f"{name}: {shlex.join(start_command(name, request.ssh))}" for name in request.hosts
         ],
     }
     lines = []
