@@ -52,6 +52,10 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
     if options.completion:
         return console.answer(completion_script(make_parser(), options.completion))
     get_logger().setLevel(LEVELS[settings(options, os.environ).log_level])
+    if options.allocation is not None:
+        size = None if options.elastic else options.num_proc
+        for sentence in options.allocation.describe(size):
+            console.say(sentence)
     for notice in options.notices:
         console.say(notice, Colour.ATTENTION)
     try:
@@ -70,7 +74,7 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
                     "--dry-run does not run a discovery script; name hosts with -H", 2
                 )
             request = make_request(options, options.command, os.environ)
-            return console.answer(describe_plan(request))
+            return console.answer(describe_plan(request, options.allocation))
         env = {**os.environ, **_terminal(console)}
         outcome = run_job(options, options.command, env=env, console=console)
         if outcome.problem:

@@ -140,6 +140,10 @@ class HostAgent:
         said = self._errors or (b"" if self.hello else self._reader.before)
         return said.decode(errors="replace").replace("\r", "").strip()
 
+    def explain_end(self, code: int) -> str:
+        """Why the agent has ended, as far as anybody has said it; `code` is its exit code."""
+        return self.last_words or f"{self.link.describe_end(code)} and no message"
+
     # -- commands --------------------------------------------------------------------------
 
     def start(

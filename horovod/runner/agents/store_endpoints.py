@@ -38,6 +38,19 @@ class StoreEndpoints:
             self._servers[address] = StoreServer(address, self.key, store=self.store)
         return address, self._servers[address].port
 
+    def open_towards(self, agents: Sequence[HostAgent], nics: Sequence[str]) -> str:
+        """Serve the store where these hosts may reach it; a problem, or nothing."""
+        for agent in agents:
+            for address in addresses_towards(agent.name, connection_ends(agent), nics):
+                self.open(address)
+        if self.endpoints:
+            return ""
+        names = ", ".join(agent.name for agent in agents)
+        return (
+            f"cannot tell which address of this machine leads to {names}; say which network "
+            f"interface does with --network-interfaces"
+        )
+
     def keep(self, endpoints: Collection[Endpoint]) -> None:
         """Close the other endpoints."""
         for address, port in self.endpoints:
@@ -56,19 +69,6 @@ class StoreEndpoints:
                 "nics": list(nics),
                 "towards": list(towards),
             }
-        )
-
-    def open_towards(self, agents: Collection[HostAgent], nics: Sequence[str]) -> str:
-        """Serve the store where hosts may reach it. What is wrong, if no address can be told."""
-        for agent in agents:
-            for address in addresses_towards(agent.name, connection_ends(agent), nics):
-                self.open(address)
-        if self._servers or not agents:
-            return ""
-        names = ", ".join(agent.name for agent in agents)
-        return (
-            f"cannot tell which address of this machine leads to {names}; say which network "
-            f"interface does with --network-interfaces"
         )
 
     def reserve_port(self, address: str) -> int:
@@ -110,6 +110,23 @@ def connection_ends(agent: HostAgent) -> tuple[str, str]:
     return str(hello.get("launcher", "")), ""
 
 
+def describe_problem(name: str, answer: Mapping[str, Any], nics: Sequence[str]) -> str:
+    """Why a host with this answer to `StoreEndpoints.probe` cannot take part; empty if it can."""
+    if answer["endpoint"] is None:
+        return (
+            f"{name} cannot connect to this machine, where the ranks are to meet: tried "
+            f"{describe_failures(answer['failures'])}. Let hosts connect to ports of this machine "
+            f"(its firewall, or one in between), or say which network interface leads to them with "
+            f"--network-interfaces"
+        )
+    if nics and not answer["nics"]:
+        return (
+            f"{name} has no interface with an address among {', '.join(nics)} "
+            f"(--network-interfaces); it has {', '.join(answer['interfaces'])}"
+        )
+    return ""
+
+
 def own_interfaces() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
@@ -118,23 +135,6 @@ def own_addresses() -> list[str]:
     """The IPv4 addresses of this machine at which others may reach it."""
     found = [interface_address(name) for name in own_interfaces()]
     return [address for address in found if address and not is_loopback(address)]
-
-
-def describe_problem(host: str, answer: Mapping[str, Any], nics: Sequence[str]) -> str:
-    """What keeps a host from taking part, by its answer to a probe; empty if nothing does."""
-    if answer["endpoint"] is None:
-        return (
-            f"{host} cannot connect to this machine, where the ranks are to meet: tried "
-            f"{describe_failures(answer['failures'])}. Let hosts connect to ports of this machine "
-            f"(its firewall, or one in between), or say which network interface leads to them with "
-            f"--network-interfaces"
-        )
-    if nics and not answer["nics"]:
-        return (
-            f"{host} has no interface with an address among {', '.join(nics)} "
-            f"(--network-interfaces); it has {', '.join(answer['interfaces'])}"
-        )
-    return ""
 
 
 def describe_failures(failures: Sequence[Sequence[Any]]) -> str:

@@ -14,16 +14,14 @@ from horovod.common.addresses import LOOPBACK
 from horovod.common.decisions import Assignment
 from horovod.common.wire import encode_key
 from horovod.runner.agents.host_agent import HostAgent, WorkerSpec
+from horovod.runner.agents.host_start import start_agent
 from horovod.runner.agents.probe import interface_address
 from horovod.runner.agents.ssh import SSH
 from horovod.runner.agents.starter import Starter
-from horovod.runner.agents.store_endpoints import (
-    Endpoint,
-    StoreEndpoints,
-    describe_problem,
-)
+from horovod.runner.agents.store_endpoints import Endpoint, StoreEndpoints, describe_problem
 from horovod.runner.agents.supervise import Supervisor, raise_descriptor_limit
 from horovod.runner.elastic.host_set import HostSet, place_variables
+from horovod.runner.output.report import LaunchError
 from horovod.runner.slots.hosts import is_local
 from horovod.runner.slots.worker_env import (
     KEY,
@@ -88,7 +86,7 @@ class Agents(HostSet):
                 continue
             try:
                 agent = self._connect(name)
-            except (ValueError, OSError) as error:
+            except (LaunchError, ValueError, OSError) as error:
                 self.rest(name)
                 problems[name] = str(error)
                 continue
@@ -100,10 +98,9 @@ class Agents(HostSet):
         return problems
 
     def _start_agent(self, name: str) -> HostAgent:
-        if is_local(name):
-            return HostAgent(name)
-        raise_descriptor_limit((3 + 4 * _WORKERS_PER_HOST) * (len(self._hosts) + 1) + 128)
-        return HostAgent(name, self._request.starter)
+        if not is_local(name):
+            raise_descriptor_limit((3 + 4 * _WORKERS_PER_HOST) * (len(self._hosts) + 1) + 128)
+        return start_agent(name, self._request.starter)
 
     def let_go(self, name: str) -> None:
         """This host is not needed any more, and has no workers."""
@@ -143,10 +140,9 @@ class Agents(HostSet):
             host.nics = [name for name in self._request.nics if interface_address(name)]
             return ""
         problem = self._place.open_towards([agent], self._request.nics)
-        if problem:
-            return problem
-        self._place.probe(agent, self._request.nics, [], self._request.start_timeout)
-        return ""
+        if not problem:
+            self._place.probe(agent, self._request.nics, [], self._request.start_timeout)
+        return problem
 
     def probed(self, agent: HostAgent, answer: Mapping[str, Any]) -> str:
         host = self._of(agent)

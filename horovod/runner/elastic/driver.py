@@ -266,7 +266,7 @@ class Driver:
     def lost(self, agent: HostAgent, code: int) -> None:
         if self._supervisor.stopping or not self._hosts.lost(agent):
             return
-        said = agent.last_words or f"ended with exit code {code} and no message"
+        said = agent.explain_end(code)
         if agent.hello is None:
             self._failures.blame(agent.name, f"cannot start on {agent.name}: {said}")
         else:

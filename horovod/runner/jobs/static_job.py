@@ -16,7 +16,8 @@ from typing import Any
 
 from horovod.common.addresses import LOOPBACK
 from horovod.common.loss_note import read_note
-from horovod.runner.agents.host_agent import HostAgent, agent_command
+from horovod.runner.agents.host_agent import HostAgent
+from horovod.runner.agents.host_start import start_agent, start_command
 from horovod.runner.agents.probe import interface_address
 from horovod.runner.agents.processes import signal_groups
 from horovod.runner.agents.store_endpoints import (
@@ -115,24 +116,17 @@ class StaticJob:
         names = sorted(self._hosts, key=lambda name: not is_local(name))
         raised = False
         for name in names:
-            local = is_local(name)
-            if not local and not raised:
+            if not is_local(name) and not raised:
                 # After the local agent, whose workers are to have the limit that the user gave.
                 raise_descriptor_limit(3 * len(names) + 4 * len(request.slots) + 128)
                 raised = True
             try:
-                self._agents[name] = HostAgent(name, None if local else request.starter)
-            except ValueError as error:
-                raise LaunchError(str(error), status=2) from None
-            except FileNotFoundError as error:
-                raise LaunchError(
-                    f"cannot start on {name}: there is no program {error.filename!r} here", 127
-                ) from None
-            except OSError as error:
-                raise LaunchError(f"cannot start on {name}: {error.strerror}") from None
+                self._agents[name] = start_agent(name, request.starter)
+            except LaunchError as error:
+                raise LaunchError(f"cannot start on {name}: {error}", error.status) from None
             self._supervisor.add(self._agents[name])
             if request.verbose > 1:
-                command = shlex.join(agent_command(name, None if local else request.starter))
+                command = shlex.join(start_command(name, request.starter))
                 self._console.say(f"{name}: {command}")
         if raised:
             self._supervisor.call_later(request.start_timeout + _SLACK, self._give_up_waiting)
@@ -225,7 +219,7 @@ class StaticJob:
             return
         problem = describe_problem(agent.name, answer, self._request.nics)
         if problem:
-            self._problem(problem, status=1 if answer["endpoint"] is None else 2)
+            self._problem(problem, status=2 if answer["endpoint"] else 1)
         elif len(self._answers) == len(self._agents):
             endpoints = {
                 name: (each["endpoint"][0], each["endpoint"][1])
@@ -345,7 +339,7 @@ class StaticJob:
 
     def lost(self, agent: HostAgent, code: int) -> None:
         if agent.hello is None and not self._supervisor.stopping:
-            said = agent.last_words or f"{agent.link.describe_end(code)} and no message"
+            said = agent.explain_end(code)
             self._unreachable[agent.name] = f"\n{said}" if "\n" in said else said
             if len(self._unreachable) == 1:
                 self._supervisor.call_later(_COMPANY_WINDOW, self._give_up_hosts)

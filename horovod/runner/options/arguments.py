@@ -6,7 +6,8 @@ stated:
 
 job       num_proc (int; of a scaling study the largest), command (list), dry_run, config_file
 hosts     hosts (list of `Host`; localhost when nothing is given, empty with a discovery script),
-          hostfile (path), host_discovery_script (absolute path), network_interfaces (list)
+          hostfile (path), host_discovery_script (absolute path), network_interfaces (list),
+          allocation (`Allocation`: where the hosts are from if no option names them, or None)
 ssh       ssh_port (int), ssh_identity_file (path)
 output    output_filename, output_ranks (list of int), attach (rank or None), progress,
           prefix_timestamp, verbose (int: how often)
@@ -36,7 +37,8 @@ from horovod.runner.options.config_file import CONTROLLER, read_config_file
 from horovod.runner.options.parser import DEFAULT_WORKER_FAILURES, make_parser
 from horovod.runner.options.syntax import complete
 from horovod.runner.options.tunables import TUNABLES, chosen, settings, without_effect
-from horovod.runner.slots.hosts import Host, is_local, lsf_hosts, parse_hostfile, plan_slots
+from horovod.runner.slots.allocation import find_allocation
+from horovod.runner.slots.hosts import Host, is_local, parse_hostfile, plan_slots
 
 _NEEDS_ELASTIC = (
     "max_num_proc",
@@ -122,20 +124,28 @@ def _merge_config_file(options: argparse.Namespace) -> None:
 
 def _settle_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """`options.hosts`, whichever way they are given."""
+    options.allocation = None
     if options.hostfile is not None:
         options.hosts = _read_hostfile(options.hostfile)
     elif options.host_discovery_script is not None:
         options.hosts = []
     elif options.hosts is None:
-        options.hosts = lsf_hosts(environ)
-        if options.hosts and options.num_proc is None:
-            options.num_proc = sum(host.slots or 0 for host in options.hosts)
+        _settle_allocation(options, environ)
     local = [host.name for host in options.hosts if is_local(host.name)]
     if len(local) > 1:
         options.notices.append(
             f"{', '.join(local)} are all this machine: they count as {len(local)} hosts, and share "
             f"its cores"
         )
+
+
+def _settle_allocation(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Hosts and number of processes that a batch system has given to us."""
+    options.allocation = found = find_allocation(environ)
+    options.hosts = list(found.hosts) if found else []
+    if found:
+        found.check_size(options.num_proc)
+        options.num_proc = options.num_proc or found.slots
 
 
 def _read_hostfile(path: str) -> list[Host]:

@@ -53,8 +53,25 @@ ignored, and so is MPI's `max-slots`. As with MPI, a host on several lines offer
 slots; in `-H` a host named twice is an error.
 
 Exactly `-np` processes start, even where hosts offer more slots: hosts are filled in the order
-given, so the ranks of a host are consecutive. Inside an LSF job without `-H` and hostfile, hosts
-and slots are those that LSF granted, and `-np` is their sum unless given.
+given, so the ranks of a host are consecutive.
+
+Where no option names hosts, `horovodrun` uses those of the job that it runs in, and `-np` is the
+sum of their slots unless given. The first line that it prints says what it has found, such as
+`Slurm job 123: 2 nodes, 4 slots`:
+
+- LSF: `LSB_MCPU_HOSTS`.
+- Slurm: `SLURM_JOB_NODELIST`. Slots are tasks (`SLURM_TASKS_PER_NODE`, `SLURM_NTASKS`); where none
+  were asked for they are GPUs (`SLURM_GPUS_PER_NODE`), else cores (`SLURM_JOB_CPUS_PER_NODE`
+  divided by `SLURM_CPUS_PER_TASK`). The groups of a heterogeneous job follow each other.
+- PBS and Torque: the lines of `PBS_NODEFILE`; where every host has only one, `PBS_NUM_PPN` slots.
+- SGE: `PE_HOSTFILE`.
+- Cobalt: the lines of `COBALT_NODEFILE`. Give `-np`, which the nodes share evenly.
+- A Kubernetes MPI job: the hostfile that `OMPI_MCA_orte_default_hostfile`,
+  `PRTE_MCA_prte_default_hostfile`, `I_MPI_HYDRA_HOST_FILE` or `HYDRA_HOST_FILE` names, or
+  `/etc/mpi/hostfile`.
+
+The first of them that is there counts. Asking for more processes than there are slots
+is an error; `-H` and `--hostfile` let you decide otherwise.
 
 A host is this machine, and needs no ssh, if it is `localhost`, the machine's host name, one of its
 addresses, or a name that `/etc/hosts` gives to one of them. Under two names

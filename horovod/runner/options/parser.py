@@ -29,7 +29,7 @@ def make_parser() -> Parser:
         add_help=False,
     )
     _add_job(parser.add_argument_group("job"))
-    _add_hosts(parser.add_argument_group("hosts (default: this machine)"))
+    _add_hosts(parser.add_argument_group("hosts (default: the batch job's, else this machine)"))
     _add_output(parser.add_argument_group("output"))
     _add_scaling(parser.add_argument_group("scaling study"))
     _add_launchers(parser.add_argument_group("launcher"))
@@ -53,7 +53,8 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
         type=values.whole(1),
         metavar="N",
         help="Number of processes; for an elastic job, those needed before it starts. Required, "
-        "except with --min-np, and inside LSF, where it is what LSF granted.",
+        "except with --min-np, and in an allocation (Slurm, PBS, SGE, LSF, a Kubernetes MPI job), "
+        "where it is all slots of that.",
     )
     group.add_argument(
         "--config-file",
