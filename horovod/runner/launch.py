@@ -51,6 +51,14 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         return console.answer(build.check_build(verbose=options.verbose))
     if options.completion:
         return console.answer(completion_script(make_parser(), options.completion))
+    if options.join is not None:
+        from horovod.runner.jobs.join import run_join
+
+        try:
+            return run_join(options, os.environ, console)
+        except LaunchError as error:
+            console.say(str(error), Colour.FAILURE)
+            return error.status
     get_logger().setLevel(LEVELS[settings(options, os.environ).log_level])
     if options.allocation is not None:
         size = None if options.elastic else options.num_proc

@@ -18,6 +18,9 @@ from horovod.runner.agents.starter import Starter
 _CHUNK = 1 << 18
 _STARTER_PATIENCE = 5.0
 
+NO_INPUT = 93
+"""Exit status of an agent whose source did not come."""
+
 
 class AgentLink(Protocol):
     """Never blocks: `read`, `read_errors` and `write` raise `BlockingIOError` instead."""
@@ -147,4 +150,10 @@ class ProcessLink:
             return self._process.wait()
 
     def describe_end(self, code: int) -> str:
+        if code == NO_INPUT:
+            return (
+                f"{self._name} does not pass its stdin on to the host, over which the agent there "
+                f"gets its orders (kubectl exec does with -i); horovodrun --listen and --join need "
+                f"none. {self._name} ended with exit code {code}"
+            )
         return f"{self._name} ended with exit code {code}"

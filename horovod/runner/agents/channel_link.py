@@ -141,12 +141,12 @@ class ChannelLink:
         """Whether a host is at the other end: also one whose agent has ended, which waits then."""
         return not self._closed and (self._code is not None or self.is_alive)
 
-    def end(self, how: str, why: str = "") -> None:
+    def end(self, how: str) -> None:
         """Let the host go; see `channel` for how."""
         if self._closed:
             return
         self._closed = self._over = True
-        self._channel.send({"end": how, "why": why})
+        self._channel.send({"end": how})
         os.close(self._input_fd)
         self._channel.close()
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod.runner.agents.agent_link import AgentLink, ProcessLink
+from horovod.runner.agents.agent_link import NO_INPUT, AgentLink, ProcessLink
 from horovod.runner.agents.bootstrap import Packed, pack_modules
 from horovod.runner.agents.frames import EVENT, STREAMS, FrameReader
 from horovod.runner.agents.starter import Starter
@@ -238,7 +238,7 @@ def agent_arguments(length: int) -> list[str]:
     """The arguments with which Python runs a program of this many bytes from its stdin."""
     program = (
         f'import os;s=b"";exec("while len(s)<{length}:'
-        f's+=os.read(0,{length}-len(s))or os._exit(1)");exec(s)'
+        f's+=os.read(0,{length}-len(s))or os._exit({NO_INPUT})");exec(s)'
     )
     return ["-I", "-S", "-X", "utf8", "-c", program, "horovodrun-agent"]
 

@@ -22,6 +22,7 @@ from horovod.runner.elastic.discovery import (
 )
 from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.job_state import Limits, Process
+from horovod.runner.elastic.joined_hosts import JoinedHosts
 from horovod.runner.elastic.status import Status
 from horovod.runner.options.starters import make_starter
 from horovod.runner.options.tunables import settings, settings_environment
@@ -39,8 +40,12 @@ def run_elastic_job(
     store: MemoryStore,
     console: Console,
     watcher: JobWatcher,
+    joined: JoinedHosts | None = None,
 ) -> Outcome:
-    """Run ``command`` as an elastic job until the end; the outcome tells what went wrong."""
+    """Run ``command`` as an elastic job until the end; the outcome tells what went wrong.
+
+    ``joined`` are hosts that come by themselves; without, the options say where hosts come from.
+    """
     config = settings(options, env)
     limits = Limits(
         num_proc=options.num_proc,
@@ -62,7 +67,7 @@ def run_elastic_job(
         verbose=options.verbose,
     )
     manager = HostManager(
-        getattr(options, "discovery", None) or make_discovery(options),
+        joined or getattr(options, "discovery", None) or make_discovery(options),
         options.blacklist_cooldown_range,
         options.max_worker_failures,
     )
@@ -76,7 +81,11 @@ def run_elastic_job(
         stack.callback(place.close)
         supervisor = Supervisor(console, outputs, watcher=watcher)
         stack.callback(supervisor.close)
-        agents = Agents(request, place, supervisor)
+        connect = None
+        if joined is not None:
+            going_on = lambda: not supervisor.stopping and not supervisor.signals  # noqa: E731
+            connect = lambda name: joined.connect(name, going_on)  # noqa: E731
+        agents = Agents(request, place, supervisor, connect)
         driver = Driver(
             agents, limits, manager, place, supervisor, workers, status, options.verbose
         )

@@ -8,7 +8,9 @@ job       num_proc (int; of a scaling study the largest), command (list), dry_ru
 hosts     hosts (list of `Host`; localhost when nothing is given, empty with a discovery script),
           hostfile (path), host_discovery_script (absolute path), network_interfaces (list),
           allocation (`Allocation`: where the hosts are from if no option names them, or None)
-ssh       ssh_port (int), ssh_identity_file (path)
+reaching  ssh_port (int), ssh_identity_file (path), start_command (with {host} in it), listen
+          (address, port), secret_file (path); with join (address, port) of all this only hosts
+          and secret_file are looked at, and nothing else is checked
 output    output_filename, output_ranks (list of int), attach (rank or None), progress,
           prefix_timestamp, verbose (int: how often)
 scaling   scaling (sizes, ascending), strong, repeat (1 by default), scaling_output ("scaling" by
@@ -81,6 +83,9 @@ def _read(
         del options.command[0]
     if options.version or options.check_build or options.completion:
         return options
+    if options.join is not None:
+        _check_join(options)
+        return options
     typed = chosen(options)
     _settle_scaling(parser, options)
     _merge_config_file(options)
@@ -89,12 +94,46 @@ def _read(
     _check_sizes(options)
     _settle_elastic(options)
     _settle_launcher(options, environ)
+    _check_listen(options)
     settings(options, environ)  # a variable that the workers would refuse is refused here
     # A file may well list what only matters together with something else: only for options
     # that were typed is that worth a word.
     options.notices += without_effect(typed, {**environ, **chosen(options)}).values()
     options.notices += _notices(parser, options, environ)
     return options
+
+
+def _check_join(options: argparse.Namespace) -> None:
+    """A host that joins runs what the job's own command line says."""
+    if options.command:
+        raise ValueError(
+            f"argument --join: leave out {options.command[0]!r}: the job that is joined says what "
+            f"to run"
+        )
+    if options.hosts is not None and len(options.hosts) != 1:
+        raise ValueError("argument --join: -H names this machine alone, such as node1:4")
+    if options.join[0] == "0.0.0.0" or options.join[1] == 0:
+        raise ValueError("argument --join: say where the job waits, such as node1:29400")
+
+
+def _check_listen(options: argparse.Namespace) -> None:
+    """Who waits for hosts starts none, and finds none."""
+    if options.listen is None:
+        if options.secret_file is not None:
+            options.notices.append("--secret-file has no effect without --listen or --join")
+        return
+    others = {
+        "--host-discovery-script": options.host_discovery_script,
+        "--start-command": options.start_command,
+        "--scaling": options.scaling,
+        "--mpi": options.use_mpi,
+        "--jsrun": options.use_jsrun,
+        "--dry-run": options.dry_run,
+    }
+    for flag, value in others.items():
+        if value:
+            raise ValueError(f"argument --listen: not possible with {flag}")
+    options.use_gloo = True
 
 
 def _unrecognised(parser: argparse.ArgumentParser, argument: str) -> str:
@@ -140,7 +179,10 @@ def _settle_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> No
 
 
 def _settle_allocation(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Hosts and number of processes that a batch system has given to us."""
+    """Hosts and number of processes that a batch system has given to us, unless hosts join."""
+    if options.listen is not None:
+        options.hosts = []
+        return
     options.allocation = found = find_allocation(environ)
     options.hosts = list(found.hosts) if found else []
     if found:
@@ -170,7 +212,7 @@ def _settle_job(options: argparse.Namespace) -> None:
         raise ValueError(
             f"say what to run, for example: horovodrun {_how_many(options)} python train.py"
         )
-    if not options.hosts and options.host_discovery_script is None:
+    if not options.hosts and options.host_discovery_script is None and options.listen is None:
         options.hosts = [Host("localhost", options.num_proc)]
     if options.network_interfaces is not None:
         options.network_interfaces = list(dict.fromkeys(options.network_interfaces))

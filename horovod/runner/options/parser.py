@@ -132,6 +132,28 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
         "must pass stdin on (default: srun inside a Slurm job, elsewhere ssh).",
     )
     group.add_argument(
+        "--listen",
+        type=values.endpoint,
+        metavar="[ADDRESS:]PORT",
+        help="Start nothing on other hosts, but wait here until horovodrun --join has run on them: "
+        "on those of -H, or without -H until there are -np slots (default: start them).",
+    )
+    group.add_argument(
+        "--join",
+        type=values.endpoint,
+        metavar="HOST:PORT",
+        help="Be a host of the job that waits there, instead of running COMMAND. -H NAME:SLOTS "
+        "says what this machine is called, and how many processes it takes (default: its name, "
+        "and 1).",
+    )
+    group.add_argument(
+        "--secret-file",
+        type=values.text,
+        metavar="FILE",
+        help="The secret that proves a host which joins; --listen makes the file if there is none "
+        "(default: _HOROVOD_SECRET_KEY).",
+    )
+    group.add_argument(
         "--disable-cache",
         action="store_true",
         help="Accepted for compatibility: no result of a check is kept between jobs.",

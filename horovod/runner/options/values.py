@@ -106,6 +106,14 @@ def new_file(path: str) -> str:
     return path
 
 
+def endpoint(text: str) -> tuple[str, int]:
+    """``HOST:PORT``, ``[IPV6]:PORT`` or ``PORT`` alone, which stands for all addresses."""
+    match = re.fullmatch(r"(?:(\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+):)?([0-9]{1,5})", text)
+    if match is None or int(match[2]) > 65535:
+        raise ValueError(f"{text!r} is not HOST:PORT, such as node1:29400")
+    return (match[1] or "0.0.0.0").strip("[]"), int(match[2])
+
+
 def start_command(text: str) -> str:
     """A command in which ``{host}`` stands for a host, and whose program is there."""
     if HOST not in text:
