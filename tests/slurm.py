@@ -51,14 +51,14 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
 MailProg=/bin/true
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 SchedulerType=sched/builtin
 SchedulerParameters=sched_min_interval=100000,batch_sched_delay=0
 MpiDefault=none
-ReturnToService=2
+ReturnToService=1
 JobRequeue=1
 KillWait=5
 CompleteWait=0

@@ -24,7 +24,8 @@ from horovod.runner.agents.starter import Starter
 
 _KEPT_ERRORS = 8000
 _AGENT_MODULES = (
-    *("bootstrap", "frames", "processes", "cores", "agent_input", "agent_output", "agent"),
+    *("bootstrap", "frames", "processes", "cores", "host_facts", "agent_input", "agent_output"),
+    "agent",
 )
 
 

@@ -51,11 +51,11 @@ class JoinServer(LinkServer[JoinedLink]):
     owner = "horovodrun"
 
     def __init__(self, address: str, port: int, key: bytes, expected: Sequence[Host]) -> None:
-        """``expected`` are the hosts of the job; any may come where it is empty.
+        """``expected`` are the hosts of the job; any may come where all of them are this machine.
 
         Raises `OSError` where nobody can listen at that address and port.
         """
-        self._expected = {host.name: host.slots for host in expected}
+        self._expected = {host.name: host.slots for host in others(expected)}
         super().__init__(address, key, port)
         name = socket.gethostname() if address in ("0.0.0.0", "::") else address
         self.address = f"[{name}]:{self.port}" if ":" in name else f"{name}:{self.port}"
@@ -89,27 +89,28 @@ def gather(
 ) -> dict[str, JoinedLink]:
     """The hosts of a job with fixed ranks, by name, once all of them have joined.
 
-    Those are ``hosts`` but for this machine, or, where none are named, as many as are needed for
-    ``num_proc`` slots. Raises `TimeoutError` that says who is missing.
+    Those are ``hosts`` but for this machine, or, where no others are named, as many as are needed
+    for ``num_proc`` slots. Raises `TimeoutError` that says who is missing.
     """
     deadline = time.monotonic() + timeout
-    wanted = [host.name for host in hosts if not is_local(host.name)]
+    named = others(hosts)
+    needed = num_proc - sum(host.slots or 0 for host in hosts if is_local(host.name))
     while True:
         here = server.waiting()
-        if hosts:
-            missing = [name for name in wanted if name not in here]
+        if named:
+            missing = [host.name for host in named if host.name not in here]
             if not missing:
-                return {name: here[name] for name in wanted}
+                return {host.name: here[host.name] for host in named}
             problem = f"{', '.join(missing)} did not join"
         else:
             chosen, slots = {}, 0
             for name, link in here.items():
-                if slots < num_proc:
+                if slots < needed:
                     chosen[name], slots = link, slots + link.slots
-            if slots >= num_proc:
+            if slots >= needed:
                 return chosen
             came = ", ".join(f"{name}:{link.slots}" for name, link in here.items()) or "nobody"
-            problem = f"the job needs {num_proc} slots, and {came} joined"
+            problem = f"the job needs {needed} slots of other hosts, and {came} joined"
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(
@@ -117,3 +118,8 @@ def gather(
                 f"{server.address} there, with the same secret"
             )
         server.wait(min(left, _GLANCE))
+
+
+def others(hosts: Sequence[Host]) -> list[Host]:
+    """The hosts that are not this machine."""
+    return [host for host in hosts if not is_local(host.name)]

@@ -49,6 +49,7 @@ class Srun:
         check_name(host)
         return [
             shutil.which("srun", path=self.environ.get("PATH")) or "srun",
+            "--quiet",
             "--overlap",
             "--nodes=1",
             "--ntasks=1",

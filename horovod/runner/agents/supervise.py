@@ -265,7 +265,10 @@ class Supervisor:
 
     @contextmanager
     def _signals_wake_us(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and a closed terminal end the job instead of just the launcher."""
+        """Signals end the job and not just the launcher.
+
+        SIGUSR1 is what users of Slurm choose to be told that their time is nearly over.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may have handlers
             return
@@ -275,7 +278,7 @@ class Supervisor:
         self.watch(wakeup.fileno(), lambda: self._announce(wakeup))
         old_waker = signal.set_wakeup_fd(waker.fileno())
         old = {}
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asked for this
                 old[number] = signal.signal(number, self._interrupt)
         try:

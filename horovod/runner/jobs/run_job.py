@@ -106,8 +106,8 @@ def _run_joined(
             links = gather(server, options.hosts, options.num_proc, timeout)
         except TimeoutError as error:
             raise LaunchError(str(error)) from None
-        if not options.hosts:
-            options.hosts = [Host(name, link.slots) for name, link in links.items()]
+        known = {host.name for host in options.hosts}
+        options.hosts += [Host(n, link.slots) for n, link in links.items() if n not in known]
         request = make_request(options, command, environ)
         with watch() as watcher:
             request = replace(request, env=watched(request.env, watcher))

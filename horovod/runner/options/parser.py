@@ -136,7 +136,7 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
         type=values.endpoint,
         metavar="[ADDRESS:]PORT",
         help="Start nothing on other hosts, but wait here until horovodrun --join has run on them: "
-        "on those of -H, or without -H until there are -np slots (default: start them).",
+        "on those of -H, or, where it names no others, until there are -np slots (default: none).",
     )
     group.add_argument(
         "--join",
