@@ -135,6 +135,13 @@ class Slurm:
         """Until no job is left and no node is busy; AssertionError with what is left."""
         self.wait_for(lambda: not self.ask("squeue", "--noheader"), "squeue")
 
+    def requeue(self, job: str) -> None:
+        """Preempt a job; it starts again as soon as it has ended, not after Slurm's usual pause."""
+        self.ask("scontrol", "requeue", job)
+        state = ("squeue", "--noheader", "--format=%t", f"--jobs={job}")
+        self.wait_for(lambda: self.ask(*state) == "PD", f"{job} to be queued again")
+        self.ask("scontrol", "update", f"jobid={job}", "StartTime=now")
+
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + _PATIENCE
         while not condition():

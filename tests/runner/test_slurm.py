@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.runner.horovodrun import command, environment
+from tests.runner.horovodrun import ROOT, command, environment
 from tests.slurm import Slurm
 
 WHERE = "import os; print(os.environ['HOROVOD_HOSTNAME'], os.environ['SLURMD_NODENAME'])"
@@ -21,17 +23,17 @@ def launch(*options: str, program: str) -> list[str]:
 
 
 def test_agents_come_by_srun_inside_an_allocation(slurm: Slurm):
-    """Also where the job gives each task one core, and variables that srun takes for options."""
+    """One rank for each task; srun does not take the shape of the tasks for that of the agents."""
     shape = ["-N2", "--ntasks-per-node=2", "--cpus-per-task=1", "--mem-per-cpu=1"]
     done = slurm.run(
         *("salloc", "--quiet", *shape),
-        *launch("-np", "4", "-H", "n1:2,n2:2", program=WHERE),
+        *launch(program=WHERE),
         env=environment(),
     )
     assert done.returncode == 0, done.stderr
     lines = {line for line in done.stdout.splitlines() if line.startswith("[")}
     assert lines == {f"[{rank}]<stdout>:n{rank // 2 + 1} n{rank // 2 + 1}" for rank in range(4)}
-    assert not slurm.ask("squeue", "--noheader")
+    slurm.wait_until_idle()
 
 
 def test_the_first_failure_is_told_and_nothing_is_left(slurm: Slurm):
@@ -81,6 +83,18 @@ def test_the_end_of_an_allocation_ends_the_job(slurm: Slurm):
     slurm.wait_until_idle()
 
 
+def test_two_jobs_share_an_allocation(slurm: Slurm):
+    first, second = (
+        shlex.join(launch("-np", "2", "-H", "n1:1,n2:1", program=WHERE)) for _ in range(2)
+    )
+    both = f"{first} & {second}; status=$?; wait $! && exit $status"
+    done = slurm.run("salloc", "--quiet", "-N2", "sh", "-c", both, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(
+        2 * ["[0]<stdout>:n1 n1", "[1]<stdout>:n2 n2"]
+    )
+
+
 def test_a_host_outside_the_allocation_is_named(slurm: Slurm):
     done = slurm.run(
         *("salloc", "--quiet", "-N1", "-w", "n1"),
@@ -98,7 +112,7 @@ def test_a_node_that_does_not_answer_is_named(slurm: Slurm):
     try:
         done = slurm.run(
             *("salloc", "--quiet", "-N2", "-w", "n1,n2"),
-            *launch("-np", "2", "-H", "n1:1,n2:1", "--start-timeout", "2", program=SLEEP),
+            *launch("-np", "2", "-H", "n1:1,n2:1", "--start-timeout", "1", program=SLEEP),
             env=environment(),
         )
     finally:
@@ -121,3 +135,83 @@ def test_ranks_of_srun_find_each_other(slurm: Slurm, tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{rank} 2 0 {rank} 1.0" for rank in range(2)]
+
+
+TRAINING = """
+import os, sys, time
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+folder = sys.argv[1]
+state = hvd.elastic.TorchState(step=0, checkpoint_dir=os.path.join(folder, "checkpoints"))
+
+@hvd.elastic.run
+def train(state):
+    print(f"from step {state.step} with {hvd.size()}", flush=True)
+    while not os.path.exists(os.path.join(folder, "end")):
+        hvd.allreduce(torch.ones(1))
+        state.step += 1
+        state.commit()
+        time.sleep(0.02)
+
+train(state)
+print("end", flush=True)
+"""
+
+
+def submit(slurm: Slurm, script: str, folder: Path, *options: str) -> Callable[[], str]:
+    """Start the training by one of the examples' scripts; what it has printed so far."""
+    program = folder / "train.py"
+    program.write_text(TRAINING)
+    bin_folder = folder / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "horovodrun").write_text(f'#!/bin/sh\nexec {shlex.join(command())} "$@"\n')
+    (bin_folder / "horovodrun").chmod(0o755)
+    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+    done = slurm.run(
+        *("sbatch", "--parsable", *options, str(ROOT / "examples" / "slurm" / script)),
+        *(sys.executable, str(program), str(folder)),
+        env=environment({"PATH": path, "HOME": str(folder)}),
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    return lambda: "".join(file.read_text() for file in sorted(folder.glob("*.out")))
+
+
+def test_a_preempted_job_goes_on_from_its_last_commit(slurm: Slurm, tmp_path: Path):
+    """It loses a node, goes on without it, is preempted, and starts again on both."""
+    said = submit(slurm, "elastic.sbatch", tmp_path, "--nodelist=n1,n2")
+    slurm.wait_for(lambda: said().count("from step 0 with 2\n") == 2, "two ranks")
+    slurm.ask("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    slurm.wait_for(lambda: " with 1\n" in said(), "a job without n2")
+    slurm.ask("scontrol", "update", "nodename=n2", "state=resume")
+    slurm.wait_for(lambda: (tmp_path / "checkpoints").exists(), "a commit")
+    (job,) = slurm.ask("squeue", "--noheader", "--format=%A").split()
+    slurm.requeue(job)
+    slurm.wait_for(lambda: said().count(" with 2\n") == 4, "two ranks again")
+    (tmp_path / "end").touch()
+    slurm.wait_until_idle()
+    text = said()
+    assert "the connection to n2 is lost" in text
+    assert "leaves the job, as it was told to" in text
+    second = text.split("leaves the job, as it was told to")[1]
+    assert "from step 0 " not in second
+    assert second.count("<stdout>:end\n") == 2
+    assert not slurm.processes("train.py")
+
+
+def test_a_node_that_comes_back_joins_again(slurm: Slurm, tmp_path: Path):
+    """Each task of an array brings a node; one of them is preempted."""
+    said = submit(slurm, "array.sbatch", tmp_path, "--array=0-1", "--exclusive")
+    slurm.wait_for(lambda: " with 2\n" in said(), "both nodes")
+    (array,) = {line.split("_")[0] for line in slurm.ask("squeue", "-h", "-o", "%i").split()}
+    slurm.requeue(f"{array}_1")
+    slurm.wait_for(lambda: "has left the job" in said(), "the loss of a node")
+    before = said().count(" with 2\n")
+    slurm.wait_for(lambda: said().count(" with 2\n") > before, "both nodes again")
+    (tmp_path / "end").touch()
+    slurm.wait_until_idle()
+    assert said().count("<stdout>:end\n") == 2
+    assert not (tmp_path / ".horovod" / f"array-{array}").exists()
+    assert not slurm.processes("train.py")

@@ -80,7 +80,8 @@ class HostAgent:
         """
         self.name = name
         self.hello: Mapping[str, Any] | None = None  # what it said about its host
-        self.finished = False
+        self.finished = False  # it said that nothing is left
+        self.is_dismissed = False  # it was told to end by us
         self._reader = FrameReader()
         self._errors = b""
         self._commands: deque[memoryview] = deque()
@@ -189,6 +190,7 @@ class HostAgent:
 
     def finish(self) -> None:
         """No more workers will be started: the agent ends when nothing is left."""
+        self.is_dismissed = True
         self._command({"close": True})
 
     def flush(self) -> None:

@@ -55,7 +55,11 @@ class Handler(Protocol):
         """Workers were found dead at the same moment: id and code, negative for signals."""
 
     def lost(self, agent: HostAgent, code: int) -> None:
-        """The agent, or the connection to it, ended without being told; ``code`` is its own."""
+        """The agent, or the connection to it, ended without being told; ``code`` is its own.
+
+        ``agent.finished`` where it was somebody else, such as a batch system, who told it, and it
+        has left nothing behind.
+        """
 
 
 class Supervisor:
@@ -217,7 +221,7 @@ class Supervisor:
         self._writing.discard(agent)
         agent.link.release()
         code = agent.link.wait()
-        if not finished:
+        if not finished or not agent.is_dismissed:
             self._handler.lost(agent, code)
 
     def _stop_agent(self, agent: HostAgent, grace: float, interrupt: bool = False) -> None:
