@@ -32,7 +32,7 @@ from tests.missing import SLURM
 from tests.ports import reserved_port
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "sbatch", "scontrol")
-_PATIENCE = 60.0
+_PATIENCE = 240.0  # seconds; nothing here takes a fraction of it unless it hangs
 _PAUSE = 0.05
 
 _CONFIGURATION = """\

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.runner.horovodrun import ROOT, command, environment
+from tests.runner.horovodrun import HANG, ROOT, command, environment
 from tests.slurm import Slurm
 
 WHERE = "import os; print(os.environ['HOROVOD_HOSTNAME'], os.environ['SLURMD_NODENAME'])"
@@ -63,7 +63,7 @@ def test_a_killed_launcher_leaves_nothing(slurm: Slurm):
         assert job.stdout.readline().endswith("<stdout>:up\n")
     (launcher,) = set(slurm.processes("-m\0horovod.runner\0-np")) - {job.pid}
     os.kill(launcher, signal.SIGKILL)
-    job.communicate(timeout=60)
+    job.communicate(timeout=HANG)
     slurm.wait_for(lambda: not slurm.processes(MARK), "the end of the workers")
     slurm.wait_until_idle()
 
@@ -78,7 +78,7 @@ def test_the_end_of_an_allocation_ends_the_job(slurm: Slurm):
         assert job.stdout.readline().endswith("<stdout>:up\n")
     (number,) = slurm.ask("squeue", "--noheader", "--format=%A").split()
     slurm.ask("scancel", number)
-    job.communicate(timeout=60)
+    job.communicate(timeout=HANG)
     slurm.wait_for(lambda: not slurm.processes(MARK), "the end of the workers")
     slurm.wait_until_idle()
 
