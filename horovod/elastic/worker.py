@@ -77,23 +77,28 @@ class Worker:
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
-        """SIGTERM asks to leave, meanwhile."""
+        """SIGTERM asks to leave, meanwhile; SIGUSR1 too, where the program does not handle it."""
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may receive signals
             return
         global _handler_of_parent
         earlier = _handler_of_parent = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
         signal.signal(signal.SIGTERM, self._on_sigterm)
+        is_free = signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+        if is_free:  # a batch system's notice that the time is nearly over
+            signal.signal(signal.SIGUSR1, self._on_sigterm)
         try:
             yield
         finally:
             signal.signal(signal.SIGTERM, earlier)
+            if is_free:
+                signal.signal(signal.SIGUSR1, signal.SIG_DFL)
             _handler_of_parent = None
 
-    def _on_sigterm(self, *_: Any) -> None:
+    def _on_sigterm(self, number: int, _frame: Any) -> None:
         if not self._member.leaving:
             self._member.leaving = True
-            logger.warning("SIGTERM: leaving the job at the next commit")
+            logger.warning(f"{signal.Signals(number).name}: leaving the job at the next commit")
 
 
 _handler_of_parent: Any = None  # what SIGTERM did before, while it asks to leave

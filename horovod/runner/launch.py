@@ -51,7 +51,19 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         return console.answer(build.check_build(verbose=options.verbose))
     if options.completion:
         return console.answer(completion_script(make_parser(), options.completion))
+    if options.join is not None:
+        from horovod.runner.jobs.join import run_join
+
+        try:
+            return run_join(options, os.environ, console)
+        except LaunchError as error:
+            console.say(str(error), Colour.FAILURE)
+            return error.status
     get_logger().setLevel(LEVELS[settings(options, os.environ).log_level])
+    if options.allocation is not None:
+        size = None if options.elastic else options.num_proc
+        for sentence in options.allocation.describe(size):
+            console.say(sentence)
     for notice in options.notices:
         console.say(notice, Colour.ATTENTION)
     try:
@@ -70,7 +82,7 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
                     "--dry-run does not run a discovery script; name hosts with -H", 2
                 )
             request = make_request(options, options.command, os.environ)
-            return console.answer(describe_plan(request))
+            return console.answer(describe_plan(request, options.allocation))
         env = {**os.environ, **_terminal(console)}
         outcome = run_job(options, options.command, env=env, console=console)
         if outcome.problem:

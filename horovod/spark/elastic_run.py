@@ -13,7 +13,6 @@ from typing import Any
 
 from horovod.common.config import Config
 from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.agents.ssh import Ssh
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
 from horovod.runner.common.util.timeout import TimeoutException
@@ -30,8 +29,7 @@ from horovod.runner.output.watcher import JobWatcher
 from horovod.spark.gathering import check_slots, check_versions, spark_error, too_few
 from horovod.spark.job_setup import JobSetup
 from horovod.spark.spark_job import SparkJob
-from horovod.spark.task_link import TaskLink
-from horovod.spark.task_server import TaskServer
+from horovod.spark.task_link import TaskLink, TaskServer
 
 
 def run_elastic_tasks(setup: JobSetup, limits: Limits) -> list[Any]:
@@ -92,7 +90,6 @@ def _drive_watched(
         command=setup.command,
         env=watcher.variables(),
         cwd=".",
-        ssh=Ssh(),
         nics=setup.nics,
         start_timeout=limits.start_timeout,
         verbose=setup.verbose,

@@ -16,8 +16,7 @@ from horovod.runner.common.util.timeout import TimeoutException
 from horovod.runner.slots.hosts import Host, Slot, plan_slots
 from horovod.spark.cluster import Cluster
 from horovod.spark.spark_job import SparkJob
-from horovod.spark.task_link import TaskInfo, TaskLink
-from horovod.spark.task_server import TaskServer
+from horovod.spark.task_link import TaskInfo, TaskLink, TaskServer
 
 _GLANCE = 1.0  # seconds between looks at whether tasks that have connected still live
 

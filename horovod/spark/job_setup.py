@@ -19,7 +19,7 @@ from horovod.runner.functions.function_call import CALL, SEARCH_PATH, put, searc
 from horovod.runner.output.console import Console
 from horovod.runner.output.watcher import JobWatcher
 from horovod.spark.cluster import Cluster
-from horovod.spark.task_server import TaskServer
+from horovod.spark.task_link import TaskServer
 from horovod.spark.ticket import Ticket
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from horovod.runner.agents.ssh import Ssh
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
 from horovod.runner.functions.run_function import collect_results, raise_failures
@@ -17,8 +16,7 @@ from horovod.runner.output.watcher import JobWatcher
 from horovod.spark.gathering import assign_ranks, check_slots, check_versions, gather
 from horovod.spark.job_setup import JobSetup
 from horovod.spark.spark_job import SparkJob
-from horovod.spark.task_link import TaskLink
-from horovod.spark.task_server import TaskServer
+from horovod.spark.task_link import TaskLink, TaskServer
 
 
 def run_static(setup: JobSetup, num_proc: int) -> list[Any]:
@@ -68,7 +66,6 @@ def _run_ranks(setup: JobSetup, links: Sequence[TaskLink], watcher: JobWatcher) 
         slots=[each.slot for each in ranks],
         env=watcher.variables(),
         cwd=".",
-        ssh=Ssh(),
         nics=setup.nics,
         start_timeout=setup.ticket.start_timeout,
         verbose=setup.verbose,

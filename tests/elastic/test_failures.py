@@ -88,11 +88,13 @@ def test_where_killing_is_not_certain_nobody_begins_before_the_worker_has_ended_
 
 def test_with_a_host_its_workers_are_lost_and_those_told_to_end_are_not_missed(job: Parts):
     job.state.alive[0].dismissed = True
-    job.failures.lost_host(HostAgent("a", link=DeadLink()), "ssh: connection reset")  # type: ignore[arg-type]
+    agent = HostAgent("a", link=DeadLink())  # type: ignore[arg-type]
+    agent.hello = {"pid": 1}
+    job.failures.lost_host(agent, "ssh: reset")
     assert list(job.state.alive) == [2]
     assert job.state.failed == [1]
     assert job.state.causes == ["w1 (rank 1, a) failed: lost with its host"]
-    assert job.state.host_problem == "ssh: connection reset"
+    assert job.state.host_problem == "the connection to a is lost: ssh: reset"
     assert job.state.fenced_until > time.monotonic(), "they may still run there"
     assert job.manager.blacklisting.failures("a") == 1, "one failure, however many workers"
 

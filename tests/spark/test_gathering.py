@@ -16,7 +16,7 @@ import horovod
 from horovod.common.wire import Stream, new_key
 from horovod.spark.gathering import assign_ranks, check_versions, installed_torch
 from horovod.spark.spark_job import shorten
-from horovod.spark.task_server import TaskServer
+from horovod.spark.task_link import TaskServer
 from tests.spark.cluster import until
 
 KEY = new_key()

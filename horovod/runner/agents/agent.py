@@ -1,7 +1,7 @@
 """The agent: the small process between ``horovodrun`` and the workers of one host.
 
-`host_agent` starts one on every host, here directly, elsewhere over ssh. Its source arrives on
-stdin, so no host runs another version; it needs nothing but the standard library and is up in
+`host_agent` starts one on every host, here directly, elsewhere by a `starter`. Its source arrives
+on stdin, so no host runs another version; it needs nothing but the standard library and is up in
 about 30 ms. It starts workers, each in a session of its own, passes their output and their ends
 on, and ends them when told to, or when the launcher is gone.
 
@@ -48,8 +48,9 @@ import time
 from horovod.runner.agents.agent_input import Input
 from horovod.runner.agents.agent_output import Output
 from horovod.runner.agents.bootstrap import load_modules
-from horovod.runner.agents.cores import numa_nodes, share_of_cores, usable_cores
+from horovod.runner.agents.cores import numa_nodes, share_of_cores
 from horovod.runner.agents.frames import STDERR, STDOUT
+from horovod.runner.agents.host_facts import host_facts
 from horovod.runner.agents.processes import (
     become_subreaper,
     family,
@@ -65,6 +66,9 @@ if TYPE_CHECKING:
 
 ORPHAN_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL when the launcher is gone."""
+
+TOLD_GRACE = 30.0
+"""The same when the agent is told to end, as Slurm does: time to write a checkpoint."""
 
 LEFTOVER_GRACE = 5.0
 """The same for processes that workers left behind when they ended."""
@@ -106,7 +110,9 @@ class Agent:
         for fd in (0, self._wakeup, self._waker):
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        # Slurm announces the end of a job to all processes; the launcher or the worker acts on it.
+        for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda *_: None)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._take_signal)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._wake)
@@ -116,13 +122,13 @@ class Agent:
 
     def run(self) -> None:
         """Until told to close, and no process of the job is left."""
-        self._output.emit({"hello": _about_this_host()})
+        self._output.emit({"hello": host_facts()})
         while self._reap() or not self._closing:
             for key, _ in self._selector.select(self._patience()):
                 key.data()
             if self._signalled:
                 self._signalled = False
-                self._end(LEFTOVER_GRACE)
+                self._end(TOLD_GRACE)
             while self._answers:
                 self._output.emit(self._answers.pop())
             if self._expire(time.monotonic()):
@@ -375,16 +381,6 @@ class Agent:
 
     def _wake(self) -> None:
         os.read(self._wakeup, 1 << 12)  # a signal or a thread; the loop looks what it changed
-
-
-def _about_this_host() -> dict[str, Any]:
-    return {
-        "pid": os.getpid(),
-        "host": os.uname().nodename,
-        "machine": os.uname().machine,
-        "cores": usable_cores(),
-        "ssh": os.environ.get("SSH_CONNECTION", ""),
-    }
 
 
 def main(parent: int) -> None:

@@ -1,8 +1,8 @@
 """The line between the launcher and the agent of one host.
 
 `host_agent.HostAgent` speaks through an `AgentLink` and does not know what it is made of.
-`ProcessLink` is the ordinary one: pipes to a child process, which is the agent itself or an ssh
-that leads to it. Clusters that start processes themselves bring their own, such as
+`ProcessLink` is the ordinary one: pipes to a child process, which is the agent itself or what
+leads to it (see `starter`). Clusters that start processes themselves bring their own, such as
 `horovod.spark.task_link`.
 """
 
@@ -13,10 +13,13 @@ import subprocess
 from collections.abc import Sequence
 from typing import Protocol
 
-from horovod.runner.slots.worker_env import HOSTS_OWN
+from horovod.runner.agents.starter import Starter
 
 _CHUNK = 1 << 18
-_SSH_PATIENCE = 5.0
+_STARTER_PATIENCE = 5.0
+
+NO_INPUT = 93
+"""Exit status of an agent whose source did not come."""
 
 
 class AgentLink(Protocol):
@@ -80,18 +83,23 @@ class ProcessLink:
     """Pipes to a child process."""
 
     unsent = False
-    ends = ("", "")  # the agent says what its ssh server sees
+    ends = ("", "")  # the agent says what ssh or Slurm has told it
 
-    def __init__(self, command: Sequence[str], *, ssh: bool) -> None:
-        """Raises `OSError` if the process cannot be started."""
-        self.remote = ssh
-        self.keeps: Sequence[str] | None = HOSTS_OWN if ssh else ()
+    def __init__(self, command: Sequence[str], starter: Starter | None) -> None:
+        """Without a starter the process is on this machine.
+
+        Raises `OSError` if the process cannot be started.
+        """
+        self.remote = starter is not None
+        self.keeps: Sequence[str] | None = starter.keeps if starter else ()
+        self._name = starter.name if starter else "the agent"
         self._process = subprocess.Popen(
             command,
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env=starter.environment() if starter else None,
             start_new_session=True,  # Ctrl-C in the terminal is for the launcher alone
         )
         self.pid = self._process.pid
@@ -136,11 +144,16 @@ class ProcessLink:
 
     def wait(self) -> int:
         try:
-            return self._process.wait(_SSH_PATIENCE if self.remote else None)
+            return self._process.wait(_STARTER_PATIENCE if self.remote else None)
         except subprocess.TimeoutExpired:
             self._process.kill()  # the agent ends by itself when it loses us
             return self._process.wait()
 
     def describe_end(self, code: int) -> str:
-        what = "ssh" if self.remote else "the agent"
-        return f"{what} ended with exit code {code}"
+        if code == NO_INPUT:
+            return (
+                f"{self._name} does not pass its stdin on to the host, over which the agent there "
+                f"gets its orders (kubectl exec does with -i); horovodrun --listen and --join need "
+                f"none. {self._name} ended with exit code {code}"
+            )
+        return f"{self._name} ended with exit code {code}"

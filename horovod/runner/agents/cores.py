@@ -8,14 +8,36 @@ from __future__ import annotations
 import os
 
 _NODES = "/sys/devices/system/node"
+_CGROUPS = "/sys/fs/cgroup"
 
 
-def usable_cores() -> int:
-    """How many cores this process may use."""
+def usable_cores(folder: str = _CGROUPS, process: str = "/proc/self/cgroup") -> int:
+    """How many cores this process may use: by its affinity, and by the quota of its cgroup."""
     try:
-        return len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
         return os.cpu_count() or 1
+    return min([cores, *_quotas(folder, process)])
+
+
+def _quotas(folder: str, process: str) -> list[int]:
+    """The cores that each cgroup around this process grants, rounded up; none without limits."""
+    found = []
+    try:
+        with open(process) as file:
+            path = next(line[4:] for line in file.read().split("\n") if line[:4] == "0::/")
+    except (OSError, StopIteration):
+        return []
+    parts = path.split("/") if path else []
+    for length in range(len(parts) + 1):
+        try:
+            with open("/".join([folder, *parts[:length], "cpu.max"])) as file:
+                quota, period = file.read().split()[:2]
+            if quota != "max":
+                found.append(max(1, -(-int(quota) // int(period))))
+        except (OSError, ValueError):
+            continue
+    return found
 
 
 def share_of_cores(

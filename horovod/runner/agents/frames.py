@@ -2,8 +2,9 @@
 
 `agent_output` writes it on a host, `host_agent` reads it in the launcher. The stream begins with
 `MARK`, because a login shell may have said something before the agent started. Frames follow: u32
-length of the content, u8 kind, content. `STDOUT` and `STDERR` are output of a worker (its u32 id,
-then bytes; none at the end of the stream), `EVENT` is an event of the agent in JSON.
+length of the content, u8 kind, content, and a newline, because Slurm's srun passes whole lines on.
+`STDOUT` and `STDERR` are output of a worker (its u32 id, then bytes; none at the end of the
+stream), `EVENT` is an event of the agent in JSON.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ STREAMS = {STDOUT: "stdout", STDERR: "stderr"}
 
 _FRAME = struct.Struct("!IB")
 _WORKER = struct.Struct("!I")
+_END = b"\n"
 
 
 def event_frame(content: bytes) -> bytes:
-    return _FRAME.pack(len(content), EVENT) + content
+    return _FRAME.pack(len(content), EVENT) + content + _END
 
 
 def output_frame(kind: int, worker: int, data: bytes) -> bytes:
-    return _FRAME.pack(_WORKER.size + len(data), kind) + _WORKER.pack(worker) + data
+    return _FRAME.pack(_WORKER.size + len(data), kind) + _WORKER.pack(worker) + data + _END
 
 
 class FrameReader:
@@ -44,14 +46,15 @@ class FrameReader:
         while len(self._input) - start >= _FRAME.size:
             length, kind = _FRAME.unpack_from(self._input, start)
             content = start + _FRAME.size
-            if len(self._input) < content + length:
+            end = content + length
+            if len(self._input) < end + len(_END):
                 break
             worker = 0
-            start = content + length
+            start = end + len(_END)
             if kind != EVENT:
                 (worker,) = _WORKER.unpack_from(self._input, content)
                 content += _WORKER.size
-            frames.append((kind, worker, bytes(self._input[content:start])))
+            frames.append((kind, worker, bytes(self._input[content:end])))
         del self._input[:start]
         return frames
 

@@ -17,14 +17,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod.runner.agents.agent_link import AgentLink, ProcessLink
+from horovod.runner.agents.agent_link import NO_INPUT, AgentLink, ProcessLink
 from horovod.runner.agents.bootstrap import Packed, pack_modules
 from horovod.runner.agents.frames import EVENT, STREAMS, FrameReader
-from horovod.runner.agents.ssh import Ssh
+from horovod.runner.agents.starter import Starter
 
 _KEPT_ERRORS = 8000
 _AGENT_MODULES = (
-    *("bootstrap", "frames", "processes", "cores", "agent_input", "agent_output", "agent"),
+    *("bootstrap", "frames", "processes", "cores", "host_facts", "agent_input", "agent_output"),
+    "agent",
 )
 
 
@@ -70,23 +71,26 @@ Event = Output | AgentEvent | AgentEnded
 class HostAgent:
     """The agent of one host."""
 
-    def __init__(self, name: str, ssh: Ssh | None = None, link: AgentLink | None = None) -> None:
-        """Start the agent: here, over ssh, or at the other end of a link that exists already.
+    def __init__(
+        self, name: str, starter: Starter | None = None, link: AgentLink | None = None
+    ) -> None:
+        """Start the agent: here, through a starter, or at the far end of a link that exists.
 
         Raises `OSError` if not even that is possible.
         """
         self.name = name
         self.hello: Mapping[str, Any] | None = None  # what it said about its host
-        self.finished = False
+        self.finished = False  # it said that nothing is left
+        self.is_dismissed = False  # it was told to end by us
         self._reader = FrameReader()
         self._errors = b""
         self._commands: deque[memoryview] = deque()
         self._flushing = False
-        source = agent_source(0 if ssh or link else os.getpid())
+        source = agent_source(0 if starter or link else os.getpid())
         if link is None:
-            link = ProcessLink(agent_command(name, ssh, len(source)), ssh=ssh is not None)
+            link = ProcessLink(agent_command(name, starter, len(source)), starter)
         self.link = link
-        self.pid = link.pid  # of ssh, where the agent is elsewhere
+        self.pid = link.pid  # of the starter's command, where the agent is elsewhere
         self._write(source)
 
     # -- descriptors -----------------------------------------------------------------------
@@ -124,7 +128,7 @@ class HostAgent:
         return events
 
     def read_errors(self) -> bool:
-        """Keep what ssh or the agent itself complains about; False when there is no more."""
+        """Keep what the starter or the agent complains about; False when there is no more."""
         try:
             data = self.link.read_errors()
         except BlockingIOError:
@@ -134,9 +138,13 @@ class HostAgent:
 
     @property
     def last_words(self) -> str:
-        """The last that ssh said, or the agent or a shell where it was not the agent's to say."""
+        """Last error text from the starter's command, the remote shell or the agent."""
         said = self._errors or (b"" if self.hello else self._reader.before)
         return said.decode(errors="replace").replace("\r", "").strip()
+
+    def explain_end(self, code: int) -> str:
+        """Why the agent has ended, as far as anybody has said it; `code` is its exit code."""
+        return self.last_words or f"{self.link.describe_end(code)} and no message"
 
     # -- commands --------------------------------------------------------------------------
 
@@ -182,6 +190,7 @@ class HostAgent:
 
     def finish(self) -> None:
         """No more workers will be started: the agent ends when nothing is left."""
+        self.is_dismissed = True
         self._command({"close": True})
 
     def flush(self) -> None:
@@ -218,21 +227,21 @@ class HostAgent:
         self.flush()
 
 
-def agent_command(name: str, ssh: Ssh | None, length: int | None = None) -> list[str]:
+def agent_command(name: str, starter: Starter | None, length: int | None = None) -> list[str]:
     """What to execute here for an agent on a host; its source follows on stdin.
 
     The Python program has no character that would be special to a shell inside single quotes.
     """
     length = len(agent_source(0)) if length is None else length
     python = [sys.executable, *agent_arguments(length)]
-    return ssh.command(name, python) if ssh else python
+    return starter.command(name, python) if starter else python
 
 
 def agent_arguments(length: int) -> list[str]:
     """The arguments with which Python runs a program of this many bytes from its stdin."""
     program = (
         f'import os;s=b"";exec("while len(s)<{length}:'
-        f's+=os.read(0,{length}-len(s))or os._exit(1)");exec(s)'
+        f's+=os.read(0,{length}-len(s))or os._exit({NO_INPUT})");exec(s)'
     )
     return ["-I", "-S", "-X", "utf8", "-c", program, "horovodrun-agent"]
 

@@ -8,7 +8,7 @@ addresses of this machine, each host tries them (`probe`), and those that nobody
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from horovod.common.addresses import is_local, is_loopback, resolve
@@ -37,6 +37,19 @@ class StoreEndpoints:
         if address not in self._servers:
             self._servers[address] = StoreServer(address, self.key, store=self.store)
         return address, self._servers[address].port
+
+    def open_towards(self, agents: Sequence[HostAgent], nics: Sequence[str]) -> str:
+        """Serve the store where these hosts may reach it; a problem, or nothing."""
+        for agent in agents:
+            for address in addresses_towards(agent.name, connection_ends(agent), nics):
+                self.open(address)
+        if self.endpoints:
+            return ""
+        names = ", ".join(agent.name for agent in agents)
+        return (
+            f"cannot tell which address of this machine leads to {names}; say which network "
+            f"interface does with --network-interfaces"
+        )
 
     def keep(self, endpoints: Collection[Endpoint]) -> None:
         """Close the other endpoints."""
@@ -82,19 +95,46 @@ def addresses_towards(name: str, ends: tuple[str, str], nics: Sequence[str]) -> 
         return [seen]
     # Behind a jump host or a translating router the address that they see is not one of ours.
     sources = map(source_towards, [theirs] if theirs else resolve(name))
-    return list(dict.fromkeys(each for each in sources if each and not is_loopback(each)))
+    found = list(dict.fromkeys(each for each in sources if each and not is_loopback(each)))
+    return found or ([] if theirs else own_addresses())
 
 
 def connection_ends(agent: HostAgent) -> tuple[str, str]:
     """Our address and the host's own, as the connection has them; empty if unknown."""
-    words = str((agent.hello or {}).get("ssh", "")).split()
-    if any(agent.link.ends) or not agent.remote or len(words) != 4:
+    if any(agent.link.ends) or not agent.remote:
         return agent.link.ends
-    return words[0], words[2]
+    hello = agent.hello or {}
+    words = str(hello.get("ssh", "")).split()
+    if len(words) == 4:
+        return words[0], words[2]
+    return str(hello.get("launcher", "")), ""
+
+
+def describe_problem(name: str, answer: Mapping[str, Any], nics: Sequence[str]) -> str:
+    """Why a host with this answer to `StoreEndpoints.probe` cannot take part; empty if it can."""
+    if answer["endpoint"] is None:
+        return (
+            f"{name} cannot connect to this machine, where the ranks are to meet: tried "
+            f"{describe_failures(answer['failures'])}. Let hosts connect to ports of this machine "
+            f"(its firewall, or one in between), or say which network interface leads to them with "
+            f"--network-interfaces"
+        )
+    if nics and not answer["nics"]:
+        return (
+            f"{name} has no interface with an address among {', '.join(nics)} "
+            f"(--network-interfaces); it has {', '.join(answer['interfaces'])}"
+        )
+    return ""
 
 
 def own_interfaces() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
+
+
+def own_addresses() -> list[str]:
+    """The IPv4 addresses of this machine at which others may reach it."""
+    found = [interface_address(name) for name in own_interfaces()]
+    return [address for address in found if address and not is_loopback(address)]
 
 
 def describe_failures(failures: Sequence[Sequence[Any]]) -> str:

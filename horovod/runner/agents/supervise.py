@@ -55,7 +55,11 @@ class Handler(Protocol):
         """Workers were found dead at the same moment: id and code, negative for signals."""
 
     def lost(self, agent: HostAgent, code: int) -> None:
-        """The agent, or the connection to it, ended without being told; ``code`` is its own."""
+        """The agent, or the connection to it, ended without being told; ``code`` is its own.
+
+        ``agent.finished`` where it was somebody else, such as a batch system, who told it, and it
+        has left nothing behind.
+        """
 
 
 class Supervisor:
@@ -217,7 +221,7 @@ class Supervisor:
         self._writing.discard(agent)
         agent.link.release()
         code = agent.link.wait()
-        if not finished:
+        if not finished or not agent.is_dismissed:
             self._handler.lost(agent, code)
 
     def _stop_agent(self, agent: HostAgent, grace: float, interrupt: bool = False) -> None:
@@ -265,7 +269,10 @@ class Supervisor:
 
     @contextmanager
     def _signals_wake_us(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and a closed terminal end the job instead of just the launcher."""
+        """Signals end the job and not just the launcher.
+
+        SIGUSR1 is what users of Slurm choose to be told that their time is nearly over.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may have handlers
             return
@@ -275,7 +282,7 @@ class Supervisor:
         self.watch(wakeup.fileno(), lambda: self._announce(wakeup))
         old_waker = signal.set_wakeup_fd(waker.fileno())
         old = {}
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asked for this
                 old[number] = signal.signal(number, self._interrupt)
         try:

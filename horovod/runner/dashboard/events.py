@@ -19,7 +19,13 @@ _QUIET = 20.0
 """Seconds within which the same straggler is not told again: some come and go with every step."""
 
 _TOLD_TOGETHER = 4
-_TOLD = {"host failed": "lost", "blacklisted": "host", "waiting": "host", "starting": "host"}
+_TOLD = {
+    "host failed": "lost",
+    "host left": "host",
+    "blacklisted": "host",
+    "waiting": "host",
+    "starting": "host",
+}
 
 
 class EventLog:

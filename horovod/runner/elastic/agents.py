@@ -14,17 +14,14 @@ from horovod.common.addresses import LOOPBACK
 from horovod.common.decisions import Assignment
 from horovod.common.wire import encode_key
 from horovod.runner.agents.host_agent import HostAgent, WorkerSpec
+from horovod.runner.agents.host_start import start_agent
 from horovod.runner.agents.probe import interface_address
-from horovod.runner.agents.ssh import Ssh
-from horovod.runner.agents.store_endpoints import (
-    Endpoint,
-    StoreEndpoints,
-    addresses_towards,
-    connection_ends,
-    describe_failures,
-)
+from horovod.runner.agents.ssh import SSH
+from horovod.runner.agents.starter import Starter
+from horovod.runner.agents.store_endpoints import Endpoint, StoreEndpoints, describe_problem
 from horovod.runner.agents.supervise import Supervisor, raise_descriptor_limit
 from horovod.runner.elastic.host_set import HostSet, place_variables
+from horovod.runner.output.report import LaunchError
 from horovod.runner.slots.hosts import is_local
 from horovod.runner.slots.worker_env import (
     KEY,
@@ -34,7 +31,7 @@ from horovod.runner.slots.worker_env import (
     travelling,
 )
 
-_SLACK = 5.0  # beyond ssh's own time limit, so that ssh can say itself what is wrong
+_SLACK = 5.0  # beyond ssh's own time limit, so that it can say itself what is wrong
 _WORKERS_PER_HOST = 64  # for which descriptors are provided: they may come at any time
 
 
@@ -45,7 +42,7 @@ class WorkerRequest:
     command: Sequence[str]
     env: Mapping[str, str]  # for all workers, without what depends on worker and host
     cwd: str
-    ssh: Ssh
+    starter: Starter = SSH  # for hosts that are other machines
     nics: Sequence[str] = ()
     start_timeout: float = 30.0
     cpu_bind: str = "none"
@@ -89,7 +86,7 @@ class Agents(HostSet):
                 continue
             try:
                 agent = self._connect(name)
-            except (ValueError, OSError) as error:
+            except (LaunchError, ValueError, OSError) as error:
                 self.rest(name)
                 problems[name] = str(error)
                 continue
@@ -101,10 +98,9 @@ class Agents(HostSet):
         return problems
 
     def _start_agent(self, name: str) -> HostAgent:
-        if is_local(name):
-            return HostAgent(name)
-        raise_descriptor_limit((3 + 4 * _WORKERS_PER_HOST) * (len(self._hosts) + 1) + 128)
-        return HostAgent(name, self._request.ssh)
+        if not is_local(name):
+            raise_descriptor_limit((3 + 4 * _WORKERS_PER_HOST) * (len(self._hosts) + 1) + 128)
+        return start_agent(name, self._request.starter)
 
     def let_go(self, name: str) -> None:
         """This host is not needed any more, and has no workers."""
@@ -143,31 +139,18 @@ class Agents(HostSet):
             host.endpoint = self._place.open(LOOPBACK)
             host.nics = [name for name in self._request.nics if interface_address(name)]
             return ""
-        for address in addresses_towards(agent.name, connection_ends(agent), self._request.nics):
-            self._place.open(address)
-        if not self._place.endpoints:
-            return (
-                f"cannot tell which address of this machine leads to {agent.name}; say which "
-                f"network interface does with --network-interfaces"
-            )
-        self._place.probe(agent, self._request.nics, [], self._request.start_timeout)
-        return ""
+        problem = self._place.open_towards([agent], self._request.nics)
+        if not problem:
+            self._place.probe(agent, self._request.nics, [], self._request.start_timeout)
+        return problem
 
     def probed(self, agent: HostAgent, answer: Mapping[str, Any]) -> str:
         host = self._of(agent)
         if host is None:
             return ""
-        if answer["endpoint"] is None:
-            return (
-                f"{agent.name} cannot connect to this machine, where the ranks are to meet: tried "
-                f"{describe_failures(answer['failures'])}"
-            )
-        if self._request.nics and not answer["nics"]:
-            return (
-                f"{agent.name} has no interface with an address among "
-                f"{', '.join(self._request.nics)} (--network-interfaces); it has "
-                f"{', '.join(answer['interfaces'])}"
-            )
+        problem = describe_problem(agent.name, answer, self._request.nics)
+        if problem:
+            return problem
         host.endpoint = answer["endpoint"][0], answer["endpoint"][1]
         host.nics = list(answer["nics"])
         return ""
@@ -191,7 +174,7 @@ class Agents(HostSet):
         host, request = self._hosts[name], self._request
         assert host.endpoint is not None, "only ready hosts get workers"
         keeps = host.agent.link.keeps
-        env = travelling(request.env) if host.agent.remote else dict(request.env)
+        env = travelling(request.env, keeps) if host.agent.remote else dict(request.env)
         if keeps is not None:
             if not request.env.get("OMP_NUM_THREADS"):
                 env["OMP_NUM_THREADS"] = str(self._threads(host.agent, slots))

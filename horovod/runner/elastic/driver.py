@@ -266,11 +266,10 @@ class Driver:
     def lost(self, agent: HostAgent, code: int) -> None:
         if self._supervisor.stopping or not self._hosts.lost(agent):
             return
-        said = agent.last_words or f"ended with exit code {code} and no message"
-        if agent.hello is None:
-            self._failures.blame(agent.name, f"cannot start on {agent.name}: {said}")
+        if agent.finished:  # told to by somebody else: nothing speaks against the host
+            self._status.tell(f"{agent.name} has left the job", "host left", host=agent.name)
         else:
-            self._failures.lost_host(agent, f"the connection to {agent.name} is lost: {said}")
+            self._failures.lost_host(agent, agent.explain_end(code))
         self._reconcile()
 
     # -- the next step ---------------------------------------------------------------------

@@ -51,8 +51,11 @@ class Failures:
         self._note(process, -signal.SIGKILL, why)
         self.blame(process.host)
 
-    def lost_host(self, agent: HostAgent, why: str) -> None:
-        """The connection to a host is gone, and with it the workers there."""
+    def lost_host(self, agent: HostAgent, said: str) -> None:
+        """The connection to a host is gone, and with it the workers there, if there were any."""
+        if agent.hello is None:
+            self.blame(agent.name, f"cannot start on {agent.name}: {said}")
+            return
         workers = self._state.on(agent.name)
         if not agent.remote:
             signal_groups([p.pid for p in workers if p.pid], signal.SIGKILL)
@@ -63,7 +66,7 @@ class Failures:
                 del self._state.alive[process.number]
             else:
                 self._note(process, -signal.SIGKILL, "lost with its host")
-        self.blame(agent.name, why)
+        self.blame(agent.name, f"the connection to {agent.name} is lost: {said}")
 
     def blame(self, host: str, why: str = "") -> None:
         """One more failure on a host; `why` if it is the host itself that failed."""

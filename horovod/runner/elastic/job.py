@@ -10,7 +10,6 @@ from typing import BinaryIO
 
 from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
-from horovod.runner.agents.ssh import Ssh
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
 from horovod.runner.dashboard.watching import watched
@@ -23,7 +22,9 @@ from horovod.runner.elastic.discovery import (
 )
 from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.job_state import Limits, Process
+from horovod.runner.elastic.joined_hosts import JoinedHosts
 from horovod.runner.elastic.status import Status
+from horovod.runner.options.starters import make_starter
 from horovod.runner.options.tunables import settings, settings_environment
 from horovod.runner.output.console import Console
 from horovod.runner.output.outputs import STREAMS, Outputs
@@ -39,8 +40,12 @@ def run_elastic_job(
     store: MemoryStore,
     console: Console,
     watcher: JobWatcher,
+    joined: JoinedHosts | None = None,
 ) -> Outcome:
-    """Run ``command`` as an elastic job until the end; the outcome tells what went wrong."""
+    """Run ``command`` as an elastic job until the end; the outcome tells what went wrong.
+
+    ``joined`` are hosts that come by themselves; without, the options say where hosts come from.
+    """
     config = settings(options, env)
     limits = Limits(
         num_proc=options.num_proc,
@@ -55,14 +60,14 @@ def run_elastic_job(
         command=command,
         env=watched({**env, **settings_environment(options, env)}, watcher),
         cwd=os.getcwd(),
-        ssh=Ssh(options.ssh_port, options.ssh_identity_file, config.start_timeout),
+        starter=make_starter(options, env, config.start_timeout),
         nics=options.network_interfaces or (),
         start_timeout=config.start_timeout,
         cpu_bind=options.cpu_bind,
         verbose=options.verbose,
     )
     manager = HostManager(
-        getattr(options, "discovery", None) or make_discovery(options),
+        joined or getattr(options, "discovery", None) or make_discovery(options),
         options.blacklist_cooldown_range,
         options.max_worker_failures,
     )
@@ -76,7 +81,11 @@ def run_elastic_job(
         stack.callback(place.close)
         supervisor = Supervisor(console, outputs, watcher=watcher)
         stack.callback(supervisor.close)
-        agents = Agents(request, place, supervisor)
+        connect = None
+        if joined is not None:
+            going_on = lambda: not supervisor.stopping and not supervisor.signals  # noqa: E731
+            connect = lambda name: joined.connect(name, going_on)  # noqa: E731
+        agents = Agents(request, place, supervisor, connect)
         driver = Driver(
             agents, limits, manager, place, supervisor, workers, status, options.verbose
         )

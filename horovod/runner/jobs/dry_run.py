@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 from horovod.common.addresses import LOOPBACK
 from horovod.runner.agents.cores import usable_cores
-from horovod.runner.agents.host_agent import agent_command
+from horovod.runner.agents.host_start import start_command
 from horovod.runner.agents.store_endpoints import addresses_towards
 from horovod.runner.jobs.request import JobRequest
 from horovod.runner.output.report import ranges
+from horovod.runner.slots.allocation import Allocation
 from horovod.runner.slots.hosts import Slot, is_local
 from horovod.runner.slots.worker_env import (
     HOSTS_OWN,
@@ -30,11 +31,11 @@ from horovod.runner.slots.worker_env import (
 _AT_START = "(chosen when the job starts)"
 
 
-def describe_plan(request: JobRequest) -> str:
-    """The whole plan, for people."""
+def describe_plan(request: JobRequest, allocation: Allocation | None = None) -> str:
+    """The whole plan, for people; ``allocation`` is where the hosts are from, if not an option."""
     sections = {
         "command": [shlex.join(request.command), f"in {request.cwd}"],
-        "hosts": _hosts(request),
+        f"hosts ({allocation})" if allocation else "hosts": _hosts(request),
         "ranks": _ranks(request.slots),
         "addresses": _addresses(request),
         "environment of all workers": _environment(request),
@@ -44,8 +45,7 @@ def describe_plan(request: JobRequest) -> str:
             for slot in request.slots
         ],
         "agents (one on each host; it gets the command and the environment through a pipe)": [
-            f"{name}: {shlex.join(agent_command(name, None if is_local(name) else request.ssh))}"
-            for name in request.hosts
+            f"{name}: {shlex.join(start_command(name, request.starter))}" for name in request.hosts
         ],
     }
     lines = []
@@ -57,7 +57,7 @@ def describe_plan(request: JobRequest) -> str:
 def _hosts(request: JobRequest) -> list[str]:
     found = []
     for name, slots in request.hosts.items():
-        how = "this machine" if is_local(name) else "through ssh"
+        how = "this machine" if is_local(name) else f"through {request.starter.name}"
         which = ranges([slot.rank for slot in slots])
         found.append(f"{name} ({how}): rank{'s' if len(slots) > 1 else ''} {which}")
     return found
@@ -78,7 +78,7 @@ def _addresses(request: JobRequest) -> list[str]:
     for name in request.hosts:
         if not is_local(name):
             ways = addresses_towards(name, ("", ""), request.nics)
-            known = ", ".join(ways) or "an address to be found when ssh has connected"
+            known = ", ".join(ways) or "an address to be found when its agent has started"
             found.append(f"{name} reaches this machine, where the ranks meet, at {known}")
     return [*found, "every host tries its way when the job starts, and the job ends if none leads"]
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from horovod.runner.agents.ssh import Ssh
 from horovod.runner.jobs.request import JobRequest
 from horovod.runner.output.report import LaunchError
 from horovod.runner.slots.worker_env import KEY, travelling
@@ -207,7 +208,9 @@ def _hydra(kind: Mpi, job: MpiJob) -> list[str]:
 
 
 def _ssh_arguments(request: JobRequest) -> list[str]:
-    ssh = request.ssh
+    ssh = request.starter
+    if not isinstance(ssh, Ssh):
+        return []  # mpirun finds its own way
     if ssh.identity_file is not None and any(c.isspace() for c in ssh.identity_file):
         raise LaunchError(
             f"mpirun cannot pass the path {ssh.identity_file!r} on to ssh, because it contains "

@@ -12,7 +12,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from horovod.runner.agents.ssh import Ssh
+from horovod.runner.agents.ssh import SSH
+from horovod.runner.agents.starter import Starter
+from horovod.runner.options.starters import make_starter
 from horovod.runner.options.tunables import settings, settings_environment
 from horovod.runner.output.report import LaunchError
 from horovod.runner.slots.hosts import Slot, is_local, plan_slots
@@ -26,7 +28,7 @@ class JobRequest:
     slots: Sequence[Slot]
     env: Mapping[str, str]  # for all workers, without what depends on rank and host
     cwd: str
-    ssh: Ssh
+    starter: Starter = SSH  # for hosts that are other machines
     nics: Sequence[str] = ()
     start_timeout: float = 30.0
     cpu_bind: str = "none"
@@ -62,7 +64,7 @@ def make_request(
         slots=slots,
         env={**env, **settings_environment(options, env)},
         cwd=os.getcwd(),
-        ssh=Ssh(options.ssh_port, options.ssh_identity_file, timeout),
+        starter=make_starter(options, env, timeout),
         nics=options.network_interfaces or (),
         start_timeout=timeout,
         cpu_bind=options.cpu_bind,

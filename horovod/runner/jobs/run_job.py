@@ -11,24 +11,27 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import BinaryIO
 
 from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
+from horovod.runner.agents.channel_link import ChannelLink
+from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
 from horovod.runner.dashboard.watching import open_watcher, title_of, watched
 from horovod.runner.jobs.request import JobRequest, make_request
 from horovod.runner.jobs.static_job import StaticJob
+from horovod.runner.options.secret import job_secret
 from horovod.runner.options.tunables import settings
 from horovod.runner.output.console import Console
 from horovod.runner.output.outputs import STREAMS, Outputs
 from horovod.runner.output.report import LaunchError, Outcome, describe_failure
 from horovod.runner.output.watcher import JobWatcher, Watchers
-from horovod.runner.slots.hosts import Slot, is_local
+from horovod.runner.slots.hosts import Host, Slot, is_local
 
 
 def run_job(
@@ -53,6 +56,8 @@ def run_job(
     watch = functools.partial(
         _open_watchers, options, environ, store, title or title_of(command), console
     )
+    if options.listen is not None:
+        return _run_joined(options, command, environ, store, console, watch)
     if options.elastic:
         from horovod.runner.elastic.job import run_elastic_job
 
@@ -66,6 +71,49 @@ def run_job(
     with watch() as watcher:
         request = replace(request, env=watched(request.env, watcher))
         return _run_request(options, request, store, console, watcher)
+
+
+def _run_joined(
+    options: argparse.Namespace,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    store: MemoryStore,
+    console: Console,
+    watch: Callable[[], JobWatcher],
+) -> Outcome:
+    """The same on hosts that join."""
+    # Not at the top: most jobs need neither.
+    from horovod.runner.agents.joining import JoinServer, gather
+    from horovod.runner.elastic.job import run_elastic_job
+    from horovod.runner.elastic.joined_hosts import JoinedHosts
+
+    try:
+        key = job_secret(options.secret_file, environ, make=True)
+        address, port = options.listen
+        server = JoinServer(address, port, key, options.hosts)
+    except ValueError as error:
+        raise LaunchError(str(error), status=2) from None
+    except OSError as error:
+        raise LaunchError(f"argument --listen: cannot wait there: {error.strerror}", 2) from None
+    console.say(f"waiting for hosts: run horovodrun --join {server.address} on each")
+    try:
+        if options.elastic:
+            joined = JoinedHosts(server, options.hosts)
+            with watch() as watcher:
+                return run_elastic_job(options, command, environ, store, console, watcher, joined)
+        timeout = settings(options, environ).start_timeout
+        try:
+            links = gather(server, options.hosts, options.num_proc, timeout)
+        except TimeoutError as error:
+            raise LaunchError(str(error)) from None
+        known = {host.name for host in options.hosts}
+        options.hosts += [Host(n, link.slots) for n, link in links.items() if n not in known]
+        request = make_request(options, command, environ)
+        with watch() as watcher:
+            request = replace(request, env=watched(request.env, watcher))
+            return _run_request(options, request, store, console, watcher, links)
+    finally:
+        server.close()
 
 
 def _open_watchers(
@@ -91,7 +139,9 @@ def _run_request(
     store: MemoryStore,
     console: Console,
     watcher: JobWatcher,
+    links: Mapping[str, ChannelLink] | None = None,
 ) -> Outcome:
+    """Run it; on ``links`` where those lead to its hosts, but for this machine."""
     with ExitStack() as stack:
         copies = _open_copies(options.output_filename, request.slots, stack)
         outputs = Outputs(console, options.output_ranks, options.attach, watcher)
@@ -107,7 +157,13 @@ def _run_request(
             console.say(f"running {list(request.command)!r} as {len(request.slots)} processes")
             for slot in request.slots:
                 console.say(f"rank {slot.rank}: {slot.hostname}, local rank {slot.local_rank}")
-        outcome = StaticJob(request, place, supervisor, watcher=watcher).run()
+        agents = []
+        if links is not None:
+            agents = [
+                links[name].start_agent(name) if name in links else HostAgent(name)
+                for name in request.hosts
+            ]
+        outcome = StaticJob(request, place, supervisor, agents, watcher).run()
     first = outcome.first_failure
     if first is None:
         outcome.account = describe_failure(outcome, [])

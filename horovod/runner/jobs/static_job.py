@@ -16,15 +16,15 @@ from typing import Any
 
 from horovod.common.addresses import LOOPBACK
 from horovod.common.loss_note import read_note
-from horovod.runner.agents.host_agent import HostAgent, agent_command
+from horovod.runner.agents.host_agent import HostAgent
+from horovod.runner.agents.host_start import start_agent, start_command
 from horovod.runner.agents.probe import interface_address
 from horovod.runner.agents.processes import signal_groups
 from horovod.runner.agents.store_endpoints import (
     Endpoint,
     StoreEndpoints,
-    addresses_towards,
     connection_ends,
-    describe_failures,
+    describe_problem,
     own_interfaces,
 )
 from horovod.runner.agents.supervise import FAILURE_GRACE, Supervisor, raise_descriptor_limit
@@ -116,24 +116,17 @@ class StaticJob:
         names = sorted(self._hosts, key=lambda name: not is_local(name))
         raised = False
         for name in names:
-            local = is_local(name)
-            if not local and not raised:
+            if not is_local(name) and not raised:
                 # After the local agent, whose workers are to have the limit that the user gave.
                 raise_descriptor_limit(3 * len(names) + 4 * len(request.slots) + 128)
                 raised = True
             try:
-                self._agents[name] = HostAgent(name, None if local else request.ssh)
-            except ValueError as error:
-                raise LaunchError(str(error), status=2) from None
-            except FileNotFoundError as error:
-                raise LaunchError(
-                    f"cannot start on {name}: there is no program {error.filename!r} here", 127
-                ) from None
-            except OSError as error:
-                raise LaunchError(f"cannot start on {name}: {error.strerror}") from None
+                self._agents[name] = start_agent(name, request.starter)
+            except LaunchError as error:
+                raise LaunchError(f"cannot start on {name}: {error}", error.status) from None
             self._supervisor.add(self._agents[name])
             if request.verbose > 1:
-                command = shlex.join(agent_command(name, None if local else request.ssh))
+                command = shlex.join(start_command(name, request.starter))
                 self._console.say(f"{name}: {command}")
         if raised:
             self._supervisor.call_later(request.start_timeout + _SLACK, self._give_up_waiting)
@@ -202,16 +195,9 @@ class StaticJob:
 
     def _open_doors(self) -> None:
         remote = [agent for agent in self._agents.values() if agent.remote]
-        for agent in remote:
-            ends = connection_ends(agent)
-            for address in addresses_towards(agent.name, ends, self._request.nics):
-                self._place.open(address)
-        if not self._place.endpoints:
-            names = ", ".join(agent.name for agent in remote)
-            self._problem(
-                f"cannot tell which address of this machine leads to {names}; say which network "
-                f"interface does with --network-interfaces"
-            )
+        problem = self._place.open_towards(remote, self._request.nics)
+        if problem:
+            self._problem(problem)
             return
         theirs = {agent.name: connection_ends(agent)[1] for agent in self._agents.values()}
         here = self._place.endpoints[0][0]
@@ -231,20 +217,9 @@ class StaticJob:
             )
         if self._supervisor.stopping or self._supervisor.signals:
             return
-        if answer["endpoint"] is None:
-            self._problem(
-                f"{agent.name} cannot connect to this machine, where the ranks are to meet: tried "
-                f"{describe_failures(answer['failures'])}. Let hosts connect to ports of this "
-                f"machine (its firewall, or one in between), or say which network interface leads "
-                f"to them with --network-interfaces"
-            )
-        elif self._request.nics and not answer["nics"]:
-            self._problem(
-                f"{agent.name} has no interface with an address among "
-                f"{', '.join(self._request.nics)} (--network-interfaces); it has "
-                f"{', '.join(answer['interfaces'])}",
-                status=2,
-            )
+        problem = describe_problem(agent.name, answer, self._request.nics)
+        if problem:
+            self._problem(problem, status=2 if answer["endpoint"] else 1)
         elif len(self._answers) == len(self._agents):
             endpoints = {
                 name: (each["endpoint"][0], each["endpoint"][1])
@@ -364,7 +339,7 @@ class StaticJob:
 
     def lost(self, agent: HostAgent, code: int) -> None:
         if agent.hello is None and not self._supervisor.stopping:
-            said = agent.last_words or f"{agent.link.describe_end(code)} and no message"
+            said = agent.explain_end(code)
             self._unreachable[agent.name] = f"\n{said}" if "\n" in said else said
             if len(self._unreachable) == 1:
                 self._supervisor.call_later(_COMPANY_WINDOW, self._give_up_hosts)

@@ -45,7 +45,7 @@ def host_variables(
     request: JobRequest, agent: HostAgent, meeting: WorkerRendezvous, nics: Sequence[str]
 ) -> dict[str, str]:
     """The variables that are the same for all workers of a host."""
-    env = travelling(request.env) if agent.remote else dict(request.env)
+    env = travelling(request.env, agent.link.keeps) if agent.remote else dict(request.env)
     if agent.link.keeps is not None:
         if not request.env.get("OMP_NUM_THREADS"):
             env["OMP_NUM_THREADS"] = str(_threads(request, agent))

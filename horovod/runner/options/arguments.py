@@ -6,8 +6,11 @@ stated:
 
 job       num_proc (int; of a scaling study the largest), command (list), dry_run, config_file
 hosts     hosts (list of `Host`; localhost when nothing is given, empty with a discovery script),
-          hostfile (path), host_discovery_script (absolute path), network_interfaces (list)
-ssh       ssh_port (int), ssh_identity_file (path)
+          hostfile (path), host_discovery_script (absolute path), network_interfaces (list),
+          allocation (`Allocation`: where the hosts are from if no option names them, or None)
+reaching  ssh_port (int), ssh_identity_file (path), start_command (with {host} in it), listen
+          (address, port), secret_file (path); with join (address, port) of all this only hosts
+          and secret_file are looked at, and nothing else is checked
 output    output_filename, output_ranks (list of int), attach (rank or None), progress,
           prefix_timestamp, verbose (int: how often)
 scaling   scaling (sizes, ascending), strong, repeat (1 by default), scaling_output ("scaling" by
@@ -36,7 +39,8 @@ from horovod.runner.options.config_file import CONTROLLER, read_config_file
 from horovod.runner.options.parser import DEFAULT_WORKER_FAILURES, make_parser
 from horovod.runner.options.syntax import complete
 from horovod.runner.options.tunables import TUNABLES, chosen, settings, without_effect
-from horovod.runner.slots.hosts import Host, is_local, lsf_hosts, parse_hostfile, plan_slots
+from horovod.runner.slots.allocation import find_allocation
+from horovod.runner.slots.hosts import Host, is_local, parse_hostfile, plan_slots
 
 _NEEDS_ELASTIC = (
     "max_num_proc",
@@ -79,6 +83,9 @@ def _read(
         del options.command[0]
     if options.version or options.check_build or options.completion:
         return options
+    if options.join is not None:
+        _check_join(options)
+        return options
     typed = chosen(options)
     _settle_scaling(parser, options)
     _merge_config_file(options)
@@ -87,12 +94,46 @@ def _read(
     _check_sizes(options)
     _settle_elastic(options)
     _settle_launcher(options, environ)
+    _check_listen(options)
     settings(options, environ)  # a variable that the workers would refuse is refused here
     # A file may well list what only matters together with something else: only for options
     # that were typed is that worth a word.
     options.notices += without_effect(typed, {**environ, **chosen(options)}).values()
     options.notices += _notices(parser, options, environ)
     return options
+
+
+def _check_join(options: argparse.Namespace) -> None:
+    """A host that joins runs what the job's own command line says."""
+    if options.command:
+        raise ValueError(
+            f"argument --join: leave out {options.command[0]!r}: the job that is joined says what "
+            f"to run"
+        )
+    if options.hosts is not None and len(options.hosts) != 1:
+        raise ValueError("argument --join: -H names this machine alone, such as node1:4")
+    if options.join[0] == "0.0.0.0" or options.join[1] == 0:
+        raise ValueError("argument --join: say where the job waits, such as node1:29400")
+
+
+def _check_listen(options: argparse.Namespace) -> None:
+    """Who waits for hosts starts none, and finds none."""
+    if options.listen is None:
+        if options.secret_file is not None:
+            options.notices.append("--secret-file has no effect without --listen or --join")
+        return
+    others = {
+        "--host-discovery-script": options.host_discovery_script,
+        "--start-command": options.start_command,
+        "--scaling": options.scaling,
+        "--mpi": options.use_mpi,
+        "--jsrun": options.use_jsrun,
+        "--dry-run": options.dry_run,
+    }
+    for flag, value in others.items():
+        if value:
+            raise ValueError(f"argument --listen: not possible with {flag}")
+    options.use_gloo = True
 
 
 def _unrecognised(parser: argparse.ArgumentParser, argument: str) -> str:
@@ -122,20 +163,31 @@ def _merge_config_file(options: argparse.Namespace) -> None:
 
 def _settle_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """`options.hosts`, whichever way they are given."""
+    options.allocation = None
     if options.hostfile is not None:
         options.hosts = _read_hostfile(options.hostfile)
     elif options.host_discovery_script is not None:
         options.hosts = []
     elif options.hosts is None:
-        options.hosts = lsf_hosts(environ)
-        if options.hosts and options.num_proc is None:
-            options.num_proc = sum(host.slots or 0 for host in options.hosts)
+        _settle_allocation(options, environ)
     local = [host.name for host in options.hosts if is_local(host.name)]
     if len(local) > 1:
         options.notices.append(
             f"{', '.join(local)} are all this machine: they count as {len(local)} hosts, and share "
             f"its cores"
         )
+
+
+def _settle_allocation(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Hosts and number of processes that a batch system has given to us, unless hosts join."""
+    if options.listen is not None:
+        options.hosts = []
+        return
+    options.allocation = found = find_allocation(environ)
+    options.hosts = list(found.hosts) if found else []
+    if found:
+        found.check_size(options.num_proc)
+        options.num_proc = options.num_proc or found.slots
 
 
 def _read_hostfile(path: str) -> list[Host]:
@@ -160,7 +212,7 @@ def _settle_job(options: argparse.Namespace) -> None:
         raise ValueError(
             f"say what to run, for example: horovodrun {_how_many(options)} python train.py"
         )
-    if not options.hosts and options.host_discovery_script is None:
+    if not options.hosts and options.host_discovery_script is None and options.listen is None:
         options.hosts = [Host("localhost", options.num_proc)]
     if options.network_interfaces is not None:
         options.network_interfaces = list(dict.fromkeys(options.network_interfaces))

@@ -13,7 +13,8 @@ usage: {USAGE}
 Run COMMAND as N processes that train together. Options come before COMMAND.
 
   -np N                  how many processes
-  -H HOST:SLOTS,...      where, through ssh (default: all on this machine)
+  -H HOST:SLOTS,...      where, through ssh (default: this batch job's nodes, or
+                         all on this machine)
   --output-ranks RANKS   show only the output of these ranks, such as 0,2-3
   --output-filename DIR  also write each rank's output to files under DIR
   --progress             show step, steps per second and slow ranks on one line

@@ -53,12 +53,66 @@ ignored, and so is MPI's `max-slots`. As with MPI, a host on several lines offer
 slots; in `-H` a host named twice is an error.
 
 Exactly `-np` processes start, even where hosts offer more slots: hosts are filled in the order
-given, so the ranks of a host are consecutive. Inside an LSF job without `-H` and hostfile, hosts
-and slots are those that LSF granted, and `-np` is their sum unless given.
+given, so the ranks of a host are consecutive.
+
+Where no option names hosts, `horovodrun` uses those of the job that it runs in, and `-np` is the
+sum of their slots unless given. The first line that it prints says what it has found, such as
+`Slurm job 123: 2 nodes, 4 slots`:
+
+- LSF: `LSB_MCPU_HOSTS`.
+- Slurm: `SLURM_JOB_NODELIST`. Slots are tasks (`SLURM_TASKS_PER_NODE`, `SLURM_NTASKS`); where none
+  were asked for they are GPUs (`SLURM_GPUS_PER_NODE`), else cores (`SLURM_JOB_CPUS_PER_NODE`
+  divided by `SLURM_CPUS_PER_TASK`). The groups of a heterogeneous job follow each other.
+- PBS and Torque: the lines of `PBS_NODEFILE`; where every host has only one, `PBS_NUM_PPN` slots.
+- SGE: `PE_HOSTFILE`.
+- Cobalt: the lines of `COBALT_NODEFILE`. Give `-np`, which the nodes share evenly.
+- A Kubernetes MPI job: the hostfile that `OMPI_MCA_orte_default_hostfile`,
+  `PRTE_MCA_prte_default_hostfile`, `I_MPI_HYDRA_HOST_FILE` or `HYDRA_HOST_FILE` names, or
+  `/etc/mpi/hostfile`.
+
+The first of them that is there counts. Asking for more processes than there are slots
+is an error; `-H` and `--hostfile` let you decide otherwise.
 
 A host is this machine, and needs no ssh, if it is `localhost`, the machine's host name, one of its
 addresses, or a name that `/etc/hosts` gives to one of them. Under two names
 (`-H localhost:2,127.0.0.1:2`) it counts as two hosts, for trying out what runs between hosts.
+"""
+
+_STARTING = """\
+## How hosts are reached
+
+One small process on each host, the agent, starts and ends the ranks there. `horovodrun` starts it
+
+- on this machine, directly;
+- inside a [Slurm](launch/slurm.md) job, with `srun`;
+- elsewhere through [ssh](ssh.md), or always if `-p` or `-i` says how;
+- by `--start-command`, whatever leads to the host: it gets the agent's command line behind it, runs
+  that on the host, and passes stdin, stdout and stderr on, unchanged. Such are
+  `--start-command 'kubectl exec -i {host} --'` and `--start-command 'oc rsh -T {host}'`.
+
+The rest is the same for all: output, the account of the first failure, elastic jobs, the dashboard.
+
+## Hosts that join
+
+Where none of these leads to the hosts, as with pdsh, which passes no stdin on, let them come. On
+the machine that is to wait:
+
+    horovodrun -np 4 --listen 29400 --secret-file ~/train.key python train.py
+
+and on each host, in any order, before or after:
+
+    horovodrun --join head:29400 --secret-file ~/train.key -H node1:2
+
+The first makes the file with a fresh secret if there is none, readable by you alone. Hosts without
+the same file get it in `_HOROVOD_SECRET_KEY`. A host proves that it knows the secret before
+anything it says is read, and `horovodrun` proves the same to it; nothing is encrypted. Everybody
+else is turned away, and the first such attempt is told.
+
+- The job starts when the hosts of `-H` are there or, where `-H` names no others, when those that
+  came offer `-np` slots; `--start-timeout` says how long it waits. `-H localhost:2` adds the
+  waiting machine itself.
+- An elastic job (`--min-np`) takes hosts as they come, and again if they come back.
+- `--join` ends when the job does, with status 0. SIGTERM to it ends the ranks of its host in order.
 """
 
 _MESSAGES = """\
@@ -73,14 +127,14 @@ horovodrun says itself is on stderr, after `horovodrun:`. How much that is has t
   ranks and after how long it has re-formed.
 - `--verbose`: also the command, where each rank runs, its pid, its threads and Horovod's variables,
   and how it ended.
-- `--verbose --verbose`: also the command that starts an agent on each host (ssh and its options),
-  the addresses at which hosts reach each other, and every event of an elastic job, as
+- `--verbose --verbose`: also the command that starts an agent on each host (ssh or srun, and its
+  options), the addresses at which hosts reach each other, and every event of an elastic job, as
   `--status-file` has it.
 
 Keys and other secrets are never shown. What the library says inside of the ranks is chosen with
 [`--log-level`](#logging).
 
-On a terminal the last line shows who is awaited: while a job starts, hosts that ssh has not
+On a terminal the last line shows who is awaited: while a job starts, hosts that were not
 reached, hosts that have not connected back, ranks that have not called `hvd.init()` while others
 wait there; in an elastic job, workers that have not come to meet the others. Elsewhere a wait is
 told every 30 seconds. With `--progress` the same line shows how the job goes while nobody is
@@ -128,7 +182,9 @@ def option_page() -> str:
             title = str(group.title)
             parts.append(f"## {title[0].upper()}{title[1:]}\n\n" + _table(actions))
     example = "\n".join(f"    {line}".rstrip() for line in _example())
-    return "\n".join([*parts, _HOSTS, _MESSAGES, _COMPLETION, _CONFIGURATION, f"{example}\n"])
+    return "\n".join(
+        [*parts, _HOSTS, _STARTING, _MESSAGES, _COMPLETION, _CONFIGURATION, f"{example}\n"]
+    )
 
 
 def _table(actions: list[argparse.Action]) -> str:

@@ -29,7 +29,7 @@ def make_parser() -> Parser:
         add_help=False,
     )
     _add_job(parser.add_argument_group("job"))
-    _add_hosts(parser.add_argument_group("hosts (default: this machine)"))
+    _add_hosts(parser.add_argument_group("hosts (default: the batch job's, else this machine)"))
     _add_output(parser.add_argument_group("output"))
     _add_scaling(parser.add_argument_group("scaling study"))
     _add_launchers(parser.add_argument_group("launcher"))
@@ -53,7 +53,8 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
         type=values.whole(1),
         metavar="N",
         help="Number of processes; for an elastic job, those needed before it starts. Required, "
-        "except with --min-np, and inside LSF, where it is what LSF granted.",
+        "except with --min-np, and in an allocation (Slurm, PBS, SGE, LSF, a Kubernetes MPI job), "
+        "where it is all slots of that.",
     )
     group.add_argument(
         "--config-file",
@@ -121,6 +122,36 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
         type=values.readable_file,
         metavar="FILE",
         help="Private key for ssh (default: what the ssh configuration says).",
+    )
+    group.add_argument(
+        "--start-command",
+        type=values.start_command,
+        metavar="COMMAND",
+        help="Run this in place of ssh to start a program on a host: 'kubectl exec -i {host} --', "
+        "'oc rsh -T {host}'. {host} stands for its name; the program and its arguments follow. It "
+        "must pass stdin on (default: srun inside a Slurm job, elsewhere ssh).",
+    )
+    group.add_argument(
+        "--listen",
+        type=values.endpoint,
+        metavar="[ADDRESS:]PORT",
+        help="Start nothing on other hosts, but wait here until horovodrun --join has run on them: "
+        "on those of -H, or, where it names no others, until there are -np slots (default: none).",
+    )
+    group.add_argument(
+        "--join",
+        type=values.endpoint,
+        metavar="HOST:PORT",
+        help="Be a host of the job that waits there, instead of running COMMAND. -H NAME:SLOTS "
+        "says what this machine is called, and how many processes it takes (default: its name, "
+        "and 1).",
+    )
+    group.add_argument(
+        "--secret-file",
+        type=values.text,
+        metavar="FILE",
+        help="The secret that proves a host which joins; --listen makes the file if there is none "
+        "(default: _HOROVOD_SECRET_KEY).",
     )
     group.add_argument(
         "--disable-cache",

@@ -11,6 +11,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 
+from horovod.runner.agents.starter import HOST
 from horovod.runner.options.discovery_command import split_command
 
 _MAX_RANK = 1_000_000
@@ -103,6 +104,23 @@ def new_file(path: str) -> str:
     if not os.path.isdir(folder):
         raise ValueError(f"there is no directory {folder!r}")
     return path
+
+
+def endpoint(text: str) -> tuple[str, int]:
+    """``HOST:PORT``, ``[IPV6]:PORT`` or ``PORT`` alone, which stands for all addresses."""
+    match = re.fullmatch(r"(?:(\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+):)?([0-9]{1,5})", text)
+    if match is None or int(match[2]) > 65535:
+        raise ValueError(f"{text!r} is not HOST:PORT, such as node1:29400")
+    return (match[1] or "0.0.0.0").strip("[]"), int(match[2])
+
+
+def start_command(text: str) -> str:
+    """A command in which ``{host}`` stands for a host, and whose program is there."""
+    if HOST not in text:
+        raise ValueError(
+            f"{HOST} must stand in it for the host's name: 'kubectl exec -i {HOST} --'"
+        )
+    return command_line(text)
 
 
 def command_line(text: str) -> str:

@@ -1,8 +1,8 @@
 """Which rank runs where: host lists in every form, and the plan of slots made from them.
 
-`arguments` reads ``-H``, hostfiles and LSF's list with it; `jobs.request` plans; `worker_env` turns
-each slot into a worker's variables. Nothing here asks a name server: a list of hundreds of hosts
-must not wait for one.
+`arguments` reads ``-H`` and hostfiles with it, `allocation` what a batch system says;
+`jobs.request` plans; `worker_env` turns each slot into a worker's variables. Nothing here asks a
+name server: a list of hundreds of hosts must not wait for one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import functools
 import itertools
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)  # so that no name can pass for an option of ssh
 _ITEM = re.compile(r"(?P<name>\[[^\[\]]*\]|[^\[\]:]+(?:\[[^\[\]]*\][^\[\]:]*)*)(?::(?P<slots>.*))?")
-_COMMA = re.compile(r",(?![^\[]*\])")  # a comma outside brackets
+COMMA = re.compile(r",(?![^\[]*\])")  # a comma outside brackets
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 _MAX_HOSTS = 100_000  # a range with a digit too many is a mistake, not a cluster
@@ -48,7 +48,7 @@ def parse_hosts(text: str) -> list[Host]:
 
     Items are ``NAME``, ``NAME:SLOTS``, ``[IPV6]:SLOTS``, or ranges such as ``node[01-04,7]:SLOTS``.
     """
-    hosts = [host for item in _COMMA.split(text) for host in _expand(item.strip())]
+    hosts = [host for item in COMMA.split(text) for host in _expand(item.strip())]
     seen = set()
     for host in hosts:
         if host.name in seen:
@@ -63,34 +63,29 @@ def parse_hostfile(lines: Iterable[str]) -> list[Host]:
     A line is an item as for ``-H``, or ``NAME slots=N``; what follows ``#`` is a comment. As MPI
     has it, a host on several lines offers the sum of their slots, and max-slots is ignored.
     """
-    slots: dict[str, int | None] = {}
+    hosts: list[Host] = []
     for number, line in enumerate(lines, start=1):
         content = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
         if not content:
             continue
         try:
-            for host in _with_slots(_expand(content[0]), content[1:]):
-                if host.name in slots:
-                    slots[host.name] = (slots[host.name] or 1) + (host.slots or 1)
-                else:
-                    slots[host.name] = host.slots
+            hosts += _with_slots(_expand(content[0]), content[1:])
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
-    if not slots:
+    if not hosts:
         raise ValueError("it names no host")
+    return merge_hosts(hosts)
+
+
+def merge_hosts(hosts: Iterable[Host]) -> list[Host]:
+    """Each host once: one that is named several times offers the sum of its slots."""
+    slots: dict[str, int | None] = {}
+    for host in hosts:
+        if host.name in slots:
+            slots[host.name] = (slots[host.name] or 1) + (host.slots or 1)
+        else:
+            slots[host.name] = host.slots
     return [Host(name, count) for name, count in slots.items()]
-
-
-def lsf_hosts(environ: Mapping[str, str]) -> list[Host]:
-    """The hosts that LSF gave to the job this process belongs to; empty outside LSF."""
-    words = environ.get("LSB_MCPU_HOSTS", "").split() if environ.get("LSB_JOBID") else []
-    names, counts = words[::2], words[1::2]
-    if len(names) != len(counts):
-        raise ValueError(f"LSB_MCPU_HOSTS={' '.join(words)!r} is not pairs of host and slots")
-    hosts = [Host(_checked(name), _count(count)) for name, count in zip(names, counts, strict=True)]
-    if environ.get("CSM_ALLOCATION_ID") and len(hosts) > 1:
-        return hosts[1:]  # such clusters list the node of the batch script first; it has no GPUs
-    return hosts
 
 
 @functools.cache
@@ -162,15 +157,16 @@ def _expand(item: str) -> list[Host]:
     match = _ITEM.fullmatch(item)
     if match is None:
         raise ValueError(_shape(item))
-    slots = None if match["slots"] is None else _count(match["slots"], item)
+    slots = None if match["slots"] is None else slot_count(match["slots"], item)
     name = match["name"]
     if name.startswith("["):
         return [Host(_ipv6(name[1:-1]), slots)]
-    return [Host(_checked(each, item), slots) for each in _names(name)]
+    names = map("".join, itertools.product(*name_pieces(name)))
+    return [Host(checked_name(each, item), slots) for each in names]
 
 
-def _names(pattern: str) -> list[str]:
-    """``r[1-2]n[01-04]`` as the eight names it stands for."""
+def name_pieces(pattern: str) -> list[list[str]]:
+    """``r[1-2]n[01-04]`` as what may stand at each place: text, numbers, text, numbers, text."""
     pieces: list[list[str]] = []
     total = 1
     for index, piece in enumerate(_BRACKETS.split(pattern)):
@@ -178,7 +174,7 @@ def _names(pattern: str) -> list[str]:
         total *= len(pieces[-1])
         if total > _MAX_HOSTS:
             raise ValueError(f"{pattern!r} stands for more than {_MAX_HOSTS} hosts")
-    return ["".join(parts) for parts in itertools.product(*pieces)]
+    return pieces
 
 
 def _numbers(text: str, pattern: str) -> list[str]:
@@ -206,11 +202,12 @@ def _with_slots(hosts: list[Host], words: Sequence[str]) -> list[Host]:
         if key == "slots":
             if hosts[0].slots is not None:
                 raise ValueError(f"{hosts[0].name!r} has its slots given twice")
-            hosts = [Host(host.name, _count(value)) for host in hosts]
+            hosts = [Host(host.name, slot_count(value)) for host in hosts]
     return hosts
 
 
-def _count(text: str, item: str = "") -> int:
+def slot_count(text: str, item: str = "") -> int:
+    """A number of slots; `ValueError` for other text, of which ``item`` is the whole."""
     if not re.fullmatch(r"[0-9]{1,6}", text):
         raise ValueError(_shape(item) if item else f"{text!r} is not a number of slots")
     if int(text) == 0:
@@ -218,7 +215,8 @@ def _count(text: str, item: str = "") -> int:
     return int(text)
 
 
-def _checked(name: str, item: str = "") -> str:
+def checked_name(name: str, item: str = "") -> str:
+    """The name, if it can be that of a host; else `ValueError`."""
     if not _NAME.fullmatch(name):
         raise ValueError(_shape(item or name))
     return name
@@ -229,7 +227,7 @@ def _ipv6(text: str) -> str:
     try:
         socket.inet_pton(socket.AF_INET6, address)
         if percent:
-            _checked(zone)
+            checked_name(zone)
     except (OSError, ValueError):
         raise ValueError(f"'[{text}]' is not an IPv6 address") from None
     return text

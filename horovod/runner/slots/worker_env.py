@@ -83,9 +83,17 @@ def terminal_variables(columns: int, environ: Mapping[str, str]) -> dict[str, st
     return {"HOROVOD_LAUNCHER_TTY": "1", "COLUMNS": environ.get("COLUMNS", str(room))}
 
 
-def travelling(environ: Mapping[str, str]) -> dict[str, str]:
-    """The part of the launcher's environment that goes along to another host."""
-    return {name: value for name, value in environ.items() if not _STAYS.fullmatch(name)}
+def travelling(environ: Mapping[str, str], keeps: Sequence[str] | None = ()) -> dict[str, str]:
+    """The part of the launcher's environment that goes along to another host.
+
+    ``keeps`` are the variables that workers take from the host itself.
+    """
+    stays = frozenset(keeps or ())
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in stays and not _STAYS.fullmatch(name)
+    }
 
 
 def interface_variables(nics: Sequence[str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from horovod.runner.slots.hosts import lsf_hosts
+from horovod.runner.slots.allocation import read_lsf
 
 
 class LSFUtils:
@@ -16,8 +16,8 @@ class LSFUtils:
 
     @staticmethod
     def get_compute_hosts() -> list[str]:
-        return [host.name for host in lsf_hosts(os.environ)]
+        return [host.name for host in read_lsf(os.environ)]
 
     @staticmethod
     def get_num_processes() -> int:
-        return sum(host.slots or 0 for host in lsf_hosts(os.environ))
+        return sum(host.slots or 0 for host in read_lsf(os.environ))

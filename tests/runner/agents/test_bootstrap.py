@@ -31,7 +31,7 @@ def test_modules_work_where_no_horovod_is_installed(version: str):
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-"], input=program, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout == "{0, 1, 2} b'\\x00\\x00\\x00\\x01\\x00x'\nno other\n", done.stderr
+    assert done.stdout == "{0, 1, 2} b'\\x00\\x00\\x00\\x01\\x00x\\n'\nno other\n", done.stderr
 
 
 def test_code_of_another_version_is_not_used():

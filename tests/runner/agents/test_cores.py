@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.runner.agents.cores import numa_nodes, parse_cores, share_of_cores
+from horovod.runner.agents.cores import numa_nodes, parse_cores, share_of_cores, usable_cores
 
 ALLOWED = st.sets(st.integers(0, 255), min_size=1)
 
@@ -48,3 +48,18 @@ def test_nodes_as_the_system_tells_them(tmp_path: Path):
 def test_lists_of_cores():
     assert parse_cores("") == set()
     assert parse_cores("0-2,5,7-7\n") == {0, 1, 2, 5, 7}
+
+
+def test_the_quota_of_a_cgroup_counts(tmp_path: Path):
+    """That of a container or of a Slurm job, which may be on any of the groups around a process."""
+    process = tmp_path / "process"
+    process.write_text("1:name=x:/y\n0::/job/step\n")
+    where = str(tmp_path), str(process)
+    free = usable_cores(*where)
+    (tmp_path / "job" / "step").mkdir(parents=True)
+    (tmp_path / "job" / "step" / "cpu.max").write_text("max 100000\n")
+    assert usable_cores(*where) == free
+    (tmp_path / "job" / "cpu.max").write_text("50000 100000\n")
+    assert usable_cores(*where) == 1
+    (tmp_path / "job" / "cpu.max").write_text("nonsense\n")
+    assert usable_cores(*where) == free

@@ -1,4 +1,4 @@
-"""``--mpi`` and ``--jsrun``: real Open MPI, and stand-ins for the others that record their call."""
+"""``--mpi`` and ``--jsrun``: real Open MPI and MPICH; stand-ins that record their call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from horovod.runner.functions.run_function import RemoteError
 from horovod.runner.jobs import controllers, mpi_launch
 from horovod.runner.mpi_run import mpi_available
 from horovod.runner.options.arguments import make_options
-from tests.runner.horovodrun import ROOT, environment, run, run_python
+from tests.runner.horovodrun import HANG, ROOT, command, environment, run, run_python
 
 VERSIONS = {
     "Open MPI": "mpirun (Open MPI) 4.1.4\n",
@@ -333,3 +333,33 @@ def test_an_mpirun_that_fails_without_a_word_of_the_function(
     assert key not in " ".join(arguments)
     assert env["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
     assert str(ROOT) in env["PYTHONPATH"]
+
+
+def mpich() -> str:
+    """The folder of MPICH's programs; it is kept apart, because Open MPI's have the same names."""
+    kept = ROOT / ".venv-mpich" / "bin"
+    if (kept / "mpiexec.hydra").exists():
+        return str(kept)
+    found = shutil.which("mpiexec.mpich")
+    if found is None:
+        pytest.skip("MPICH is not installed: make .venv-mpich, or apt-get install mpich")
+    return str(Path(found).parent)
+
+
+@pytest.mark.parametrize("how", ["mpiexec", "horovodrun --mpi"])
+def test_with_a_real_mpich(how: str):
+    """The processes meet without MPI's library, which only its launcher is needed for."""
+    folder = mpich()
+    env = environment({"PATH": f"{folder}:{os.environ['PATH']}"})
+    starting = ["mpiexec", "-n", "2"] if how == "mpiexec" else [*command("-np", "2", "--mpi")]
+    program = str(ROOT / "tests" / "common" / "meeting_rank.py")
+    done = subprocess.run(
+        [shutil.which(starting[0], path=env["PATH"]) or "", *starting[1:], sys.executable, program],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("REPORT") == 2

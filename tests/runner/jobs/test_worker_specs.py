@@ -19,7 +19,7 @@ REQUEST = JobRequest(
     slots=plan_slots(parse_hosts("localhost:2,127.0.0.1:1,elsewhere:2"), 5),
     env={"GIVEN": "yes", "HOSTNAME": "here"},
     cwd="/",
-    ssh=Ssh(None, None, 1.0),
+    starter=Ssh(None, None, 1.0),
 )
 MEETING = WorkerRendezvous("10.0.0.1", 1234, 5678, b"k" * 32)
 

@@ -13,7 +13,6 @@ from horovod.runner.slots.hosts import (
     Host,
     Slot,
     is_local,
-    lsf_hosts,
     parse_hostfile,
     parse_hosts,
     plan_slots,
@@ -141,17 +140,6 @@ def test_a_host_on_several_lines_offers_the_sum():
 def test_mistakes_in_a_hostfile_name_the_line(lines: list[str], why: str):
     with pytest.raises(ValueError, match=why):
         parse_hostfile(lines)
-
-
-def test_the_hosts_of_an_lsf_job():
-    environ = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "batch1 1 h1 4 h2 4 "}
-    assert lsf_hosts(environ) == [Host("batch1", 1), Host("h1", 4), Host("h2", 4)]
-    environ["CSM_ALLOCATION_ID"] = "3"
-    assert lsf_hosts(environ) == [Host("h1", 4), Host("h2", 4)]
-    assert lsf_hosts({"LSB_MCPU_HOSTS": "h1 4"}) == []
-    assert lsf_hosts({"LSB_JOBID": "7"}) == []
-    with pytest.raises(ValueError, match="LSB_MCPU_HOSTS"):
-        lsf_hosts({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "h1 4 h2"})
 
 
 def test_local_names():

@@ -1,15 +1,16 @@
-"""An authenticated connection that never blocks: one end in the driver, one in a Spark task.
+"""An authenticated connection that never blocks, to a host whose agent was not started by us.
 
-`task_link` and `task_server` use it in the driver, `task.relay` in an executor. The protocol is
-`horovod.common.wire`'s. Messages of the driver:
+`channel_link` and `link_server` use it in the launcher, `relay` on the host: one that has joined,
+or a Spark task. The protocol is `horovod.common.wire`'s. Messages of the launcher:
 
 - ``{"agent": length}``: start an agent, whose source of so many bytes follows as input
 - ``{"input": true}`` with bytes for the agent's stdin
-- ``{"end": "done"}``: this task is over; ``{"end": "again"}``: it is to be another host, after
-  another attempt that Spark starts where it can.
+- ``{"end": "done"}``: the host is not needed any more; ``{"end": "again"}``: it is to connect once
+  more, as another host; ``{"end": "refused", "why": text}``: it cannot take part.
 
-Messages of a task: first what it is (see `task.relay.describe`), then ``{"output": true}`` and
-``{"errors": true}`` with bytes of the agent's stdout and stderr, at last ``{"exit": code}``.
+Messages of a host: first what it is (`joining`, or `horovod.spark.task.relay.describe`), then
+``{"output": true}`` and ``{"errors": true}`` with bytes of the agent's stdout and stderr, at last
+``{"exit": code}``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A peer whose machine has gone is noticed after a minute."""
 
 
-class DriverChannel:
+class LinkChannel:
     """A socket and the state of the protocol on it."""
 
     def __init__(self, sock: socket.socket, session: Session) -> None:

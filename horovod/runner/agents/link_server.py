@@ -1,8 +1,8 @@
-"""Where the tasks of a job connect to the driver.
+"""Where hosts connect whose agents the launcher does not start: those that join, Spark tasks.
 
-`runner` opens a `TaskServer` before it starts the Spark job. A thread accepts connections; who
-does not prove to know the job's key within seconds is dropped. Each task becomes a `TaskLink`,
-which from then on belongs to the job that takes it.
+A thread accepts connections; who does not prove to know the job's key within seconds is dropped,
+before anything that it says is read. Each host becomes a link, which from then on belongs to the
+job that takes it. `joining` and `horovod.spark.task_link` derive from `LinkServer`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import selectors
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
 
 from horovod.common.logging import get_logger
 from horovod.common.wire import Session
-from horovod.spark.channel import DriverChannel
-from horovod.spark.task_link import TaskInfo, TaskLink
+from horovod.runner.agents.channel import LinkChannel
+from horovod.runner.agents.channel_link import ChannelLink
+
+Link = TypeVar("Link", bound=ChannelLink)
 
 _HANDSHAKE_SECONDS = 10.0
 _MOST_PENDING = 256
@@ -24,18 +29,21 @@ _MAX_HELLO = 1 << 20
 _ACCEPT_PAUSE = 0.1
 
 
-class TaskServer:
-    """Listens on one address; tasks that have connected are in `links`."""
+class LinkServer(ABC, Generic[Link]):
+    """Listens on one address, at any free port by default."""
 
-    def __init__(self, address: str, key: bytes) -> None:
+    owner: str
+    """Who listens, for the log."""
+
+    def __init__(self, address: str, key: bytes, port: int = 0) -> None:
         self._key = key
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=1024)
+        self._listener = socket.create_server((address, port), family=family, backlog=1024)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Condition()
-        self._links: list[TaskLink] = []
-        self._pending: dict[DriverChannel, float] = {}  # until when they may prove themselves
+        self._links: list[Link] = []
+        self._pending: dict[LinkChannel, float] = {}  # until when they may prove themselves
         self._closing = False
         self._paused = False
         self._rejected = 0
@@ -43,32 +51,29 @@ class TaskServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wakeup, selectors.EVENT_READ, lambda: None)
-        self._thread = threading.Thread(target=self._serve, name="horovod-tasks", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="horovod-hosts", daemon=True)
         self._thread.start()
 
     # -- for the job -----------------------------------------------------------------------
 
-    def newest(self) -> dict[int, TaskLink]:
-        """The living tasks, the newest attempt of each partition."""
-        found: dict[int, TaskLink] = {}
-        for link in self.living():
-            older = found.get(link.info.partition)
-            if older is None or older.info.attempt < link.info.attempt:
-                found[link.info.partition] = link
-        return found
+    @abstractmethod
+    def make_link(self, channel: LinkChannel, hello: Mapping[str, Any]) -> Link:
+        """The link to a host that has proved itself, from what it says of itself.
 
-    def living(self) -> list[TaskLink]:
-        with self._lock:
-            links = list(self._links)
-        return [link for link in links if link.is_alive]
+        Called in the server's thread. `ValueError`, `KeyError` or `TypeError` where it makes no
+        sense.
+        """
 
-    def partitions(self) -> set[int]:
-        """Those whose tasks are running."""
+    def links(self) -> list[Link]:
         with self._lock:
-            return {link.info.partition for link in self._links if link.holds_task}
+            return list(self._links)
+
+    def living(self) -> list[Link]:
+        """The links whose hosts hold their connection."""
+        return [link for link in self.links() if link.is_alive]
 
     def wait(self, seconds: float) -> None:
-        """Until a task arrives, `wake` is called or the time is over."""
+        """Until a host arrives, `wake` is called or the time is over."""
         with self._lock:
             self._lock.wait(seconds)
 
@@ -78,7 +83,7 @@ class TaskServer:
             self._lock.notify_all()
 
     def close(self) -> None:
-        """No more tasks; those that are left end."""
+        """No more hosts; those that are left are let go."""
         self._closing = True
         self._waker.send(b"\0")
         self._thread.join()
@@ -113,13 +118,13 @@ class TaskServer:
             self._selector.unregister(self._listener)
             self._paused = True
             return
-        channel = DriverChannel(sock, Session(self._key, server=True, max_frame=_MAX_HELLO))
+        channel = LinkChannel(sock, Session(self._key, server=True, max_frame=_MAX_HELLO))
         self._pending[channel] = time.monotonic() + _HANDSHAKE_SECONDS
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._take(channel))
         if len(self._pending) > _MOST_PENDING:
             self._drop(next(iter(self._pending)))
 
-    def _take(self, channel: DriverChannel) -> None:
+    def _take(self, channel: LinkChannel) -> None:
         if channel not in self._pending:
             return
         try:
@@ -127,20 +132,21 @@ class TaskServer:
             channel.flush()
             if messages is None:
                 raise ConnectionResetError("it closed the connection")
-            info = TaskInfo.from_message(messages[0].header) if messages else None
+            link = self.make_link(channel, messages[0].header) if messages else None
         except BlockingIOError:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
             # Once, because a stranger could otherwise fill the log.
             level = logging.DEBUG if self._rejected else logging.WARNING
-            get_logger().log(level, "horovod.spark refused a connection: %s", error)
+            get_logger().log(
+                level, "%s refused a connection from %s: %s", self.owner, _peer(channel), error
+            )
             self._rejected += 1
             self._drop(channel)
             return
-        if info is not None:
+        if link is not None:
             self._selector.unregister(channel.socket)
             del self._pending[channel]
-            link = TaskLink(channel, info)
             with self._lock:
                 self._links.append(link)
                 self._lock.notify_all()
@@ -153,7 +159,14 @@ class TaskServer:
         for channel in [each for each, until in self._pending.items() if until <= now]:
             self._drop(channel)
 
-    def _drop(self, channel: DriverChannel) -> None:
+    def _drop(self, channel: LinkChannel) -> None:
         del self._pending[channel]
         self._selector.unregister(channel.socket)
         channel.close()
+
+
+def _peer(channel: LinkChannel) -> str:
+    try:
+        return str(channel.socket.getpeername()[0]).removeprefix("::ffff:")
+    except OSError:
+        return "an address that is gone"

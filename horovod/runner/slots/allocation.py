@@ -1,0 +1,335 @@
+"""The hosts that a batch system, or a Kubernetes MPI job, has given to this process.
+
+`arguments` asks `find_allocation` where neither ``-H`` nor a hostfile names hosts. `READERS` is the
+whole table: what each system is called, the variables that tell that it is there, and the function
+that reads its hosts. Readers are pure functions of the environment and of the files that it names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from horovod.common.environments.slurm import tasks_per_node
+from horovod.runner.slots.hosts import (
+    COMMA,
+    Host,
+    checked_name,
+    merge_hosts,
+    name_pieces,
+    parse_hostfile,
+    plan_slots,
+    slot_count,
+)
+
+Environ = Mapping[str, str]
+ReadLines = Callable[[str], Sequence[str]]
+
+_HOSTFILE_VARIABLES = (
+    "OMPI_MCA_orte_default_hostfile",  # Open MPI 4
+    "PRTE_MCA_prte_default_hostfile",  # Open MPI 5
+    "I_MPI_HYDRA_HOST_FILE",
+    "HYDRA_HOST_FILE",
+)
+_OPERATOR_HOSTFILE = "/etc/mpi/hostfile"
+"""Where Kubeflow's MPI operator and Trainer put it, whichever MPI they are told to start."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Hosts, and what they are a part of: ``Slurm job 123``."""
+
+    name: str
+    hosts: Sequence[Host]
+    advice: str  # how to get more slots from that system
+
+    @property
+    def slots(self) -> int | None:
+        """How many slots all hosts offer; None where the system does not say."""
+        counts = [host.slots for host in self.hosts if host.slots is not None]
+        return sum(counts) if len(counts) == len(self.hosts) else None
+
+    def __str__(self) -> str:
+        nodes = _count_of(len(self.hosts), "node")
+        return f"{self.name}: {nodes}" + (
+            f", {_count_of(self.slots, 'slot')}" if self.slots else ""
+        )
+
+    def check_size(self, num_proc: int | None) -> None:
+        """`ValueError` where there are fewer slots than processes, or nobody says how many."""
+        if self.slots is None and num_proc is None:
+            raise ValueError(
+                f"{self}, and no number of slots; say how many processes to run with -np"
+            )
+        if self.slots is not None and num_proc is not None and num_proc > self.slots:
+            example = ",".join(
+                f"{host.name}:{-(-num_proc // len(self.hosts))}" for host in self.hosts[:2]
+            )
+            more = ",..." if len(self.hosts) > 2 else ""
+            raise ValueError(
+                f"{self}, but {num_proc} processes are to run; {self.advice}, give a smaller -np, "
+                f"or say yourself how many run on each host: -H {example}{more}"
+            )
+
+    def describe(self, num_proc: int | None) -> list[str]:
+        """What was found, and how many nodes stay without a rank of a job of this size."""
+        if num_proc is None:
+            return [str(self)]
+        used = {slot.hostname for slot in plan_slots(self.hosts, num_proc)}
+        unused = len(self.hosts) - len(used)
+        if not unused:
+            return [str(self)]
+        stay = "stays" if unused == 1 else "stay"
+        return [
+            str(self),
+            f"{unused} of {len(self.hosts)} nodes {stay} unused: -np {num_proc} fills one node "
+            f"after the other; -H NAME:SLOTS,... spreads the ranks",
+        ]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One system that hands out hosts."""
+
+    name: str
+    variables: Sequence[str]  # any of them tells that it is there
+    read: Callable[[Environ, ReadLines], list[Host]]  # no hosts: it is not there after all
+    job: Sequence[str] = ()  # variables with the job's number, the first that is set counts
+    advice: str = "ask it for more slots"
+
+    def find(self, environ: Environ, read_lines: ReadLines) -> Allocation | None:
+        if self.variables and not any(environ.get(name) for name in self.variables):
+            return None
+        hosts = self.read(environ, read_lines)
+        if not hosts:
+            return None
+        number = next((environ[name] for name in self.job if environ.get(name)), "")
+        return Allocation(f"{self.name} {number}".strip(), hosts, self.advice)
+
+
+def find_allocation(environ: Environ, read_lines: ReadLines | None = None) -> Allocation | None:
+    """What this process was given; None outside of all the systems of `READERS`.
+
+    ``read_lines`` reads a file, by default from disk. Raises `ValueError`, which names the variable
+    or the file and its text, where that cannot be understood.
+    """
+    for reader in READERS:
+        found = reader.find(environ, read_lines or _read_lines)
+        if found is not None:
+            return found
+    return None
+
+
+# -- readers ---------------------------------------------------------------------------------
+
+
+def read_lsf(environ: Environ, _read: ReadLines | None = None) -> list[Host]:
+    """Read ``LSB_MCPU_HOSTS``: pairs of host and slots."""
+    words = environ.get("LSB_MCPU_HOSTS", "").split() if environ.get("LSB_JOBID") else []
+    names, counts = words[::2], words[1::2]
+    if len(names) != len(counts):
+        raise ValueError(f"LSB_MCPU_HOSTS={' '.join(words)!r} is not pairs of host and slots")
+    try:
+        hosts = [
+            Host(checked_name(name), slot_count(count))
+            for name, count in zip(names, counts, strict=True)
+        ]
+    except ValueError as error:
+        raise ValueError(f"LSB_MCPU_HOSTS={' '.join(words)!r}: {error}") from None
+    if environ.get("CSM_ALLOCATION_ID") and len(hosts) > 1:
+        return hosts[1:]  # such clusters list the node of the batch script first; it has no GPUs
+    return hosts
+
+
+def _read_slurm(environ: Environ, _read: ReadLines) -> list[Host]:
+    size = environ.get("SLURM_HET_SIZE", "")
+    if not size:
+        return _slurm_group(environ, "")
+    # The groups of a heterogeneous job have variables of their own.
+    if not size.isdecimal():
+        raise ValueError(f"SLURM_HET_SIZE={size!r} is not a number")
+    groups = [_slurm_group(environ, f"_HET_GROUP_{group}") for group in range(int(size))]
+    return merge_hosts(itertools.chain(*groups))
+
+
+def _slurm_group(environ: Environ, suffix: str) -> list[Host]:
+    names: list[str] = []
+    for variable in (f"SLURM_JOB_NODELIST{suffix}", f"SLURM_NODELIST{suffix}"):
+        if environ.get(variable):
+            try:
+                names = expand_nodelist(environ[variable])
+            except ValueError as error:
+                raise ValueError(f"{variable}={environ[variable]!r}: {error}") from None
+            break
+    counts = _slurm_slots(environ, suffix, len(names)) if names else None
+    if counts is None:
+        return [Host(name) for name in names]
+    return [Host(name, count) for name, count in zip(names, counts, strict=True) if count]
+
+
+def _slurm_slots(environ: Environ, suffix: str, nodes: int) -> list[int] | None:
+    """How many ranks each node takes: tasks, else GPUs, else cores; None if nothing says it.
+
+    Inside of a step, such as an interactive shell, the variables on tasks may be the step's, which
+    does not have all nodes of the job. Those that do not fit the job's nodes do not count.
+    """
+
+    def numbers(variable: str) -> list[int]:
+        text = environ.get(f"{variable}{suffix}", "")
+        try:
+            found = tasks_per_node(text) if text else []
+        except ValueError as error:
+            raise ValueError(f"{variable}{suffix}: {error}") from None
+        return found if len(found) in (1, nodes) else []
+
+    tasks = numbers("SLURM_NTASKS")
+    per_node = numbers("SLURM_NTASKS_PER_NODE")
+    if (tasks and tasks[0] >= nodes) or per_node:
+        on_each = numbers("SLURM_TASKS_PER_NODE")
+        if len(on_each) == nodes and (not tasks or sum(on_each) == tasks[0]):
+            return on_each
+        if per_node:
+            return per_node * nodes
+        return [tasks[0] // nodes + (index < tasks[0] % nodes) for index in range(nodes)]
+    gpus = re.search(r"(\d{1,6})$", environ.get(f"SLURM_GPUS_PER_NODE{suffix}", ""), re.ASCII)
+    if gpus:  # 4, or gpu:4, or a100:4
+        return [int(gpus[1])] * nodes
+    cores = numbers("SLURM_JOB_CPUS_PER_NODE")
+    each = numbers("SLURM_CPUS_PER_TASK") or [1]
+    return [max(1, count // each[0]) for count in cores] if len(cores) == nodes else None
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """The names of a Slurm node list, in the order of ``scontrol show hostnames``.
+
+    Items such as ``r[1-2]n[08-10,12]`` are separated by commas. Of several brackets the last
+    varies fastest, and then, as Slurm has it, the others from the first on.
+    """
+    names: list[str] = []
+    for item in COMMA.split(text.strip()):
+        pieces = name_pieces(item)
+        brackets = list(range(1, len(pieces), 2))
+        slowest_first = [*reversed(brackets[:-1]), *brackets[-1:]]
+        for numbers in itertools.product(*(pieces[index] for index in slowest_first)):
+            chosen = dict(zip(slowest_first, numbers, strict=True))
+            name = "".join(chosen.get(index, piece[0]) for index, piece in enumerate(pieces))
+            try:
+                names.append(checked_name(name))
+            except ValueError:
+                raise ValueError(f"{item!r} is not a list of nodes such as n[01-04]") from None
+    return names
+
+
+def _read_pbs(environ: Environ, read_lines: ReadLines) -> list[Host]:
+    """A line for each process. Torque's processors per node count where each host is there once."""
+    hosts = _hosts_of_lines("PBS_NODEFILE", environ, read_lines)
+    each = environ.get("PBS_NUM_PPN", "")
+    if each and all(host.slots == 1 for host in hosts):
+        try:
+            return [Host(host.name, slot_count(each)) for host in hosts]
+        except ValueError as error:
+            raise ValueError(f"PBS_NUM_PPN={each!r}: {error}") from None
+    return hosts
+
+
+def _read_cobalt(environ: Environ, read_lines: ReadLines) -> list[Host]:
+    """A line for each node; nobody says how many processes it takes."""
+    hosts = _hosts_of_lines("COBALT_NODEFILE", environ, read_lines)
+    return [Host(host.name) for host in hosts]
+
+
+def _read_sge(environ: Environ, read_lines: ReadLines) -> list[Host]:
+    """Lines of host, slots, queue and processors."""
+    return _hosts_of_lines("PE_HOSTFILE", environ, read_lines, with_slots=True)
+
+
+def _hosts_of_lines(
+    variable: str, environ: Environ, read_lines: ReadLines, with_slots: bool = False
+) -> list[Host]:
+    """The hosts of a file with one on each line: a host on several lines has that many slots."""
+    hosts = []
+    for number, line in enumerate(_lines(variable, environ[variable], read_lines), start=1):
+        words = line.split()
+        if not words:
+            continue
+        try:
+            count = slot_count(words[1] if len(words) > 1 else "") if with_slots else 1
+            hosts.append(Host(checked_name(words[0]), count))
+        except ValueError as error:
+            raise ValueError(f"{variable}={environ[variable]}, line {number}: {error}") from None
+    if not hosts:
+        raise ValueError(f"{variable}={environ[variable]}: it names no host")
+    return merge_hosts(hosts)
+
+
+def _read_mpi_hostfile(environ: Environ, read_lines: ReadLines) -> list[Host]:
+    variable = next((name for name in _HOSTFILE_VARIABLES if environ.get(name)), "")
+    path = environ[variable] if variable else _OPERATOR_HOSTFILE
+    try:
+        lines = _lines(variable, path, read_lines)
+    except ValueError:
+        if variable:
+            raise
+        return []
+    try:
+        return parse_hostfile(lines)
+    except ValueError as error:
+        raise ValueError(f"{f'{variable}=' if variable else ''}{path}: {error}") from None
+
+
+def _lines(variable: str, path: str, read_lines: ReadLines) -> Sequence[str]:
+    try:
+        return read_lines(path)
+    except OSError as error:
+        raise ValueError(f"{variable}={path}: cannot read it: {error.strerror}") from None
+
+
+def _read_lines(path: str) -> list[str]:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read().splitlines()
+
+
+def _count_of(number: int | None, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+READERS = (
+    Reader(
+        "LSF job",
+        ["LSB_JOBID"],
+        read_lsf,
+        job=["LSB_JOBID"],
+        advice="ask LSF for more slots (bsub -n)",
+    ),
+    Reader(
+        "Slurm job",
+        ["SLURM_JOB_ID", "SLURM_JOBID"],
+        _read_slurm,
+        job=["SLURM_JOB_ID", "SLURM_JOBID"],
+        advice="ask Slurm for more tasks (--ntasks, --ntasks-per-node)",
+    ),
+    Reader(
+        "PBS job",
+        ["PBS_NODEFILE"],
+        _read_pbs,
+        job=["PBS_JOBID"],
+        advice="ask PBS for more processes (-l select=N:mpiprocs=M, -l nodes=N:ppn=M)",
+    ),
+    Reader(
+        "SGE job",
+        ["PE_HOSTFILE"],
+        _read_sge,
+        job=["JOB_ID"],
+        advice="ask SGE for more slots (qsub -pe)",
+    ),
+    Reader("Cobalt job", ["COBALT_NODEFILE"], _read_cobalt, job=["COBALT_JOBID"]),
+    Reader(
+        "MPI hostfile",
+        [],  # its variables, or the file alone
+        _read_mpi_hostfile,
+        job=_HOSTFILE_VARIABLES,
+        advice="ask for more slots (slotsPerWorker, or more workers)",
+    ),
+)
