@@ -61,12 +61,17 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
             return error.status
     get_logger().setLevel(LEVELS[settings(options, os.environ).log_level])
     if options.allocation is not None:
-        size = None if options.elastic else options.num_proc
+        size = None if options.elastic or options.check else options.num_proc
         for sentence in options.allocation.describe(size):
             console.say(sentence)
     for notice in options.notices:
         console.say(notice, Colour.ATTENTION)
     try:
+        if options.check:
+            from horovod.runner.jobs.host_check import check_hosts
+
+            report, status = check_hosts(options, os.environ, console)
+            return console.answer(report) or status
         if options.scaling is not None:
             from horovod.runner.scaling import run_study
 

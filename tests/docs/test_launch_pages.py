@@ -47,9 +47,10 @@ dist.destroy_process_group()
 # How many ranks report in each block of a page.
 EXPECTED = {
     "laptop": [None, 7],  # the first runs the page's own script
-    "ssh-cluster": [4, 8, 8],
+    "ssh-cluster": [4, 8, 0, 8],
     "slurm": [4, 4],  # the rest is in tests/runner/test_slurm.py
     "lsf": [4, 0, 2],
+    "pbs": [4],
     "mpi": [4, 0, 2, 2],
     "torchrun": [2, None, 2],  # the second needs two machines
     "kubernetes": [],
@@ -130,6 +131,9 @@ def test_commands(desk: tuple[Path, dict[str, str]], page: str, number: int):
     folder, env = desk
     if page == "mpi" and shutil.which("mpirun", path=env["PATH"]) is None:
         pytest.skip("there is no mpirun in this environment")
+    if page == "pbs":
+        (folder / "nodes").write_text("node1\nnode1\nnode2\nnode2\n")
+        env |= {"PBS_JOBID": "77.head", "PBS_NODEFILE": str(folder / "nodes")}
     if page == "lsf":
         env |= {"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "node1 2 node2 2"}
     block = blocks(page, "bash")[number]
@@ -172,22 +176,24 @@ def containers(job: dict, specs: str) -> dict[str, list[str]]:
 
 def test_an_mpi_job_on_kubernetes(desk: tuple[Path, dict[str, str]]):
     folder, env = desk
-    job = yaml.safe_load(blocks("kubernetes", "yaml")[0])
+    job = yaml.safe_load((ROOT / "examples" / "kubernetes" / "mpijob.yaml").read_text())
     workers = job["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
     slots = job["spec"]["slotsPerWorker"]
     hostfile = folder / "hostfile"
     hostfile.write_text(
         "".join(f"train-worker-{n}.train.default.svc slots={slots}\n" for n in range(workers))
     )
-    command = containers(job, "mpiReplicaSpecs")["Launcher"]
-    assert command[command.index("-np") + 1] == str(workers * slots)
-    line = " ".join(command).replace("/etc/mpi/hostfile", str(hostfile))
+    launcher = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    line = " ".join([*launcher["command"], "python", "train.py"])
     output = type_in(folder, {**env, "OMPI_MCA_orte_default_hostfile": str(hostfile)}, line)
     assert output.count("REPORT") == workers * slots
+    assert (
+        f"horovodrun: MPI hostfile {hostfile}: {workers} nodes, {workers * slots} slots" in output
+    )
 
 
 def test_a_pytorch_job_on_kubernetes():
-    job = yaml.safe_load(blocks("kubernetes", "yaml")[1])
+    job = yaml.safe_load(blocks("kubernetes", "yaml")[0])
     commands = containers(job, "pytorchReplicaSpecs")
     assert commands == {role: ["python", "train.py"] for role in ("Master", "Worker")}
 
@@ -205,4 +211,4 @@ def test_the_elastic_command_for_kubernetes(tmp_path: Path):
 @pytest.mark.parametrize("page", EXPECTED)
 def test_links_lead_somewhere(page: str):
     for target in re.findall(r"\]\(([^)]+)\)", (PAGES / f"{page}.md").read_text()):
-        assert target.startswith("https://") or (PAGES / target).is_file(), target
+        assert target.startswith("https://") or (PAGES / target.partition("#")[0]).is_file(), target

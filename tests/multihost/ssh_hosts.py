@@ -101,6 +101,7 @@ class SshHosts:
         env: Mapping[str, str] | None = None,
         output: IO[str] | int = subprocess.PIPE,
         patient: bool = False,
+        cwd: Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """horovodrun with these arguments on host 0, and perhaps another configuration of ssh.
 
@@ -120,7 +121,7 @@ class SshHosts:
                 *command(*arguments, patient=patient),
             ],
             env=environ | {"HOME": str(self.folder)} | dict(env or {}),
-            cwd=self.folder,
+            cwd=cwd or self.folder,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -137,6 +138,14 @@ class SshHosts:
             process.kill()
             process.wait()
         return process.returncode, stdout.decode(), stderr.decode()
+
+    def mount(self, host: int, *arguments: str) -> None:
+        """Mount something that only this host sees, as arguments of ``mount`` say."""
+        _run("nsenter", "-t", str(self._servers[host].pid), "-m", "mount", *arguments)
+
+    def unmount(self, host: int, path: Path) -> None:
+        """Undo `mount`."""
+        _run("nsenter", "-t", str(self._servers[host].pid), "-m", "umount", str(path))
 
     def close(self) -> None:
         for server in self._servers:

@@ -24,6 +24,7 @@ def test_the_blocks_about_functions_run():
         lines_before = part[: found.start(1)].count("\n")  # tracebacks point into the page
         exec(compile("\n" * lines_before + found[1], str(PAGE), "exec"), namespace)
     assert namespace["results"] == [(0, 30.0), (1, 30.0)]
+    assert namespace["first"] == (0, 30.0)
     assert namespace["steps"] == [20]
     assert len(namespace["settings"]) == 3
 

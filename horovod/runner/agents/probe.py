@@ -39,8 +39,9 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
 
     The answer has ``endpoint`` (the pair that worked, or None), ``failures`` ([address, port,
     reason] for those that did not), ``nics`` (the interfaces among those asked for that have an
-    address, with it), ``interfaces`` (all names), ``address`` (where other hosts reach this one)
-    and ``port`` (one there that is kept for the job until this process ends).
+    address, with it), ``interfaces`` (all names), ``address`` (where other hosts reach this one),
+    ``interface`` (whose address that is) and ``port`` (one there that is kept for the job until
+    this process ends).
     """
     endpoint, failures = _try_all(
         request["endpoints"], bytes.fromhex(request["key"]), request["timeout"]
@@ -49,11 +50,13 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     nics = {name: address for name, address in addresses.items() if address}
     sources = [*nics.values(), *map(source_towards, request["towards"])]
     address = next((each for each in sources if each), "127.0.0.1")
+    interfaces = [name for _, name in socket.if_nameindex()]
     return {
         "endpoint": endpoint,
         "failures": failures,
         "nics": nics,
-        "interfaces": [name for _, name in socket.if_nameindex()],
+        "interfaces": interfaces,
+        "interface": next((n for n in interfaces if interface_address(n) == address), ""),
         "address": address,
         "port": keep_port(address),
     }

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from horovod.runner.agents.starter import check_name
+from horovod.runner.slots.allocation import slurm_groups
 from horovod.runner.slots.worker_env import HOSTS_OWN
 
 NODES_OWN = (
@@ -54,12 +55,19 @@ class Srun:
             "--nodes=1",
             "--ntasks=1",
             f"--nodelist={host}",
+            *self._group(host),
             "--cpu-bind=none",
             "--mpi=none",
             "--export=ALL",
             "--job-name=horovodrun",
             *program,
         ]
+
+    def _group(self, host: str) -> list[str]:
+        """Of a heterogeneous job srun knows the nodes of its first group, unless it is told."""
+        groups = slurm_groups(self.environ)
+        found = [n for n, hosts in enumerate(groups) if host in {each.name for each in hosts}]
+        return [f"--het-group={number}" for number in found[:1]]
 
     def environment(self) -> dict[str, str]:
         return {name: value for name, value in self.environ.items() if name not in _SHAPES}

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from horovod.common.addresses import is_local, is_loopback, resolve
+from horovod.common.addresses import LOOPBACK, is_local, is_loopback, resolve
 from horovod.common.store import MemoryStore, StoreServer
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.probe import interface_address, reserve_port, source_towards
@@ -56,6 +56,21 @@ class StoreEndpoints:
         for address, port in self.endpoints:
             if (address, port) not in endpoints:
                 self._servers.pop(address).close()
+
+    def probe_all(self, agents: Sequence[HostAgent], nics: Sequence[str], timeout: float) -> str:
+        """Let the agents of all hosts of a job find their ways; a problem, or nothing."""
+        remote = [agent for agent in agents if agent.remote]
+        if not remote:
+            self.open(LOOPBACK)
+        problem = self.open_towards(remote, nics)
+        if problem:
+            return problem
+        theirs = {agent.name: connection_ends(agent)[1] for agent in agents}
+        here = self.endpoints[0][0]
+        for agent in agents:
+            others = [end or here for name, end in theirs.items() if name != agent.name]
+            self.probe(agent, nics, others, timeout)
+        return ""
 
     def probe(
         self, agent: HostAgent, nics: Sequence[str], towards: Sequence[str], timeout: float

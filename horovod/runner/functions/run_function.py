@@ -91,7 +91,8 @@ def run(
         slots: Slots of a host for which none are given (--slots-per-host).
         reset_limit: Changes of membership after which an elastic job ends.
         cooldown_range: --blacklist-cooldown-range.
-        hosts: Where to run, such as "node1:4,node2:4"; left out, on this machine.
+        hosts: Where to run, such as "node1:4,node2:4"; left out, on the hosts of the batch job that
+            this process belongs to, else on this machine.
         hostfile: The same in a file.
         host_discovery_script: A program that prints the hosts available now.
         start_timeout: Seconds within which all ranks must have started and met.

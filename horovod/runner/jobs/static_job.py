@@ -23,7 +23,6 @@ from horovod.runner.agents.processes import signal_groups
 from horovod.runner.agents.store_endpoints import (
     Endpoint,
     StoreEndpoints,
-    connection_ends,
     describe_problem,
     own_interfaces,
 )
@@ -191,20 +190,10 @@ class StaticJob:
             master = LOOPBACK, self._place.reserve_port(LOOPBACK)
             self._start_workers(dict.fromkeys(self._hosts, endpoint), master)
         else:
-            self._open_doors()
-
-    def _open_doors(self) -> None:
-        remote = [agent for agent in self._agents.values() if agent.remote]
-        problem = self._place.open_towards(remote, self._request.nics)
-        if problem:
-            self._problem(problem)
-            return
-        theirs = {agent.name: connection_ends(agent)[1] for agent in self._agents.values()}
-        here = self._place.endpoints[0][0]
-        for agent in self._agents.values():
-            others = [theirs[name] or here for name in self._hosts if name != agent.name]
-            timeout = self._request.start_timeout
-            self._place.probe(agent, self._request.nics, others, timeout)
+            agents = [self._agents[name] for name in self._hosts]
+            problem = self._place.probe_all(agents, nics, request.start_timeout)
+            if problem:
+                self._problem(problem)
 
     def probed(self, agent: HostAgent, answer: dict[str, Any]) -> None:
         self._answers[agent.name] = answer

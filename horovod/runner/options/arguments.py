@@ -21,7 +21,7 @@ elastic   elastic (whether this is an elastic job), min_num_proc (num_proc by de
           job), max_num_proc, slots_per_host, reset_limit, max_worker_failures (3 by default
           in an elastic job), blacklist_cooldown_range ([least, most], seconds), status_file
 about     version, check_build, completion ("bash", "zsh" or "fish"): nothing else is checked when
-          one of them is given; disable_cache
+          one of them is given; check (needs neither num_proc nor command); disable_cache
 notices   list of sentences to show before the job starts: options that have no effect here
 others    one for each row of `tunables.TUNABLES`, such as fusion_threshold_mb, start_timeout and
           log_level: as given, or as the configuration file says. `tunables.settings_environment`
@@ -129,6 +129,7 @@ def _check_listen(options: argparse.Namespace) -> None:
         "--mpi": options.use_mpi,
         "--jsrun": options.use_jsrun,
         "--dry-run": options.dry_run,
+        "--check": options.check,
     }
     for flag, value in others.items():
         if value:
@@ -186,7 +187,8 @@ def _settle_allocation(options: argparse.Namespace, environ: Mapping[str, str]) 
     options.allocation = found = find_allocation(environ)
     options.hosts = list(found.hosts) if found else []
     if found:
-        found.check_size(options.num_proc)
+        if not options.check:
+            found.check_size(options.num_proc)
         options.num_proc = options.num_proc or found.slots
 
 
@@ -204,11 +206,13 @@ def _read_hostfile(path: str) -> list[Host]:
 def _settle_job(options: argparse.Namespace) -> None:
     if options.num_proc is None:
         options.num_proc = options.min_num_proc
+    if options.num_proc is None and options.check:
+        options.num_proc = sum(host.slots or 1 for host in options.hosts) or 1
     if options.num_proc is None:
         raise ValueError(
             "say how many processes to run, for example: horovodrun -np 2 python train.py"
         )
-    if not options.command or not options.command[0]:
+    if not (options.command and options.command[0]) and not options.check:
         raise ValueError(
             f"say what to run, for example: horovodrun {_how_many(options)} python train.py"
         )

@@ -13,8 +13,8 @@ usage: {USAGE}
 Run COMMAND as N processes that train together. Options come before COMMAND.
 
   -np N                  how many processes
-  -H HOST:SLOTS,...      where, through ssh (default: this batch job's nodes, or
-                         all on this machine)
+  -H HOST:SLOTS,...      where, through ssh, or srun in a Slurm job (default:
+                         the batch job's hosts, else all on this machine)
   --output-ranks RANKS   show only the output of these ranks, such as 0,2-3
   --output-filename DIR  also write each rank's output to files under DIR
   --progress             show step, steps per second and slow ranks on one line
@@ -22,6 +22,7 @@ Run COMMAND as N processes that train together. Options come before COMMAND.
   --scaling 1,2,4        run at several sizes, and print what that gains
   --min-np N             elastic: go on while N processes are left
   --dry-run              show what would be started, and start nothing
+  --check                check whether a job could run on the hosts, and why not
   --check-build          show which frameworks and devices work here
 
 examples:
@@ -59,6 +60,8 @@ examples:
     horovodrun -np 8 --min-np 4 --host-discovery-script ./hosts python train.py
   the same training on 1, 2, 4 and 8 processes, three times each, as a table:
     horovodrun --scaling 1,2,4,8 --repeat 3 --strong python train.py
+  see whether a job could run on these hosts, and what is wrong with them:
+    horovodrun --check -H node1:4,node2:4
   what is usable on this machine:
     horovodrun --check-build
 

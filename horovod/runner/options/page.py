@@ -115,6 +115,31 @@ else is turned away, and the first such attempt is told.
 - `--join` ends when the job does, with status 0. SIGTERM to it ends the ranks of its host in order.
 """
 
+_CHECK = """\
+## Check of hosts
+
+`horovodrun --check -H node1:4,node2:4` (or in an allocation, without `-H`) goes the way of a job
+until ranks would start, on all hosts at the same time, and prints a row for each:
+
+    host   reached       Python  torch   Horovod  cores  memory   clock  address        ports      to next host         folder
+    node1  this machine  3.11.2  2.13.0  0.29.0   96     503 GiB  same   eth0 10.0.0.1  both ways  0.04 ms, 24 Gbit/s   same
+    node2  ssh           3.11.2  2.12.1  0.29.0   96     503 GiB  +2 ms  eth0 10.0.0.2  both ways  0.05 ms, 9.4 Gbit/s  same
+
+    A job would fail:
+      - hosts have different versions of torch: 2.13.0 on node1; 2.12.1 on node2. Install the same on all of them.
+
+- Versions are those of the Python that a job would use: that of `horovodrun`, or the one named in
+  COMMAND, if there is a command. It is not run; its script must be there.
+- Where there are GPUs, columns tell which, with the versions of driver and NCCL.
+- Every host connects to the next and to the one before it in the list, on a port of their own.
+- The folder is the one in which `horovodrun` was typed: the same, one with other files, or missing.
+- A host that does not answer within 4 seconds (`--start-timeout`) is given up, and the others are
+  checked.
+
+The exit status is 1 if a job would fail, else 0, also where something is only worth knowing: clocks
+that differ, a slow link, fewer GPUs than slots.
+"""  # noqa: E501 (lines of output)
+
 _MESSAGES = """\
 ## What it tells
 
@@ -183,7 +208,10 @@ def option_page() -> str:
             parts.append(f"## {title[0].upper()}{title[1:]}\n\n" + _table(actions))
     example = "\n".join(f"    {line}".rstrip() for line in _example())
     return "\n".join(
-        [*parts, _HOSTS, _STARTING, _MESSAGES, _COMPLETION, _CONFIGURATION, f"{example}\n"]
+        [
+            *(*parts, _HOSTS, _STARTING, _CHECK, _MESSAGES, _COMPLETION, _CONFIGURATION),
+            f"{example}\n",
+        ]
     )
 
 

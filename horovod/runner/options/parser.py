@@ -362,6 +362,13 @@ def _add_information(group: argparse._ArgumentGroup) -> None:
         "here, and exit.",
     )
     group.add_argument(
+        "--check",
+        action="store_true",
+        help="Check in some seconds whether a job could run on the hosts, and exit: a row for each "
+        "with versions, devices, clock, addresses, ports and speed of the network, and a sentence "
+        "for whatever is wrong. The exit status is 1 if a job would fail.",
+    )
+    group.add_argument(
         "--completion",
         choices=SHELLS,
         metavar="SHELL",

@@ -58,7 +58,7 @@ def _read(path: str, deadline: float) -> bytes:
         time.sleep(_PAUSE)
     with open(path, encoding="ascii", errors="replace") as file:
         status = os.fstat(file.fileno())
-        if status.st_mode & 0o077 or status.st_uid != os.getuid():
+        if status.st_mode & 0o077 or status.st_uid not in (os.getuid(), 0):
             raise ValueError(
                 f"argument --secret-file: others may read or change {path!r}: chmod 600 {path}"
             )

@@ -144,14 +144,18 @@ def read_lsf(environ: Environ, _read: ReadLines | None = None) -> list[Host]:
 
 
 def _read_slurm(environ: Environ, _read: ReadLines) -> list[Host]:
-    size = environ.get("SLURM_HET_SIZE", "")
-    if not size:
+    if not environ.get("SLURM_HET_SIZE"):
         return _slurm_group(environ, "")
-    # The groups of a heterogeneous job have variables of their own.
-    if not size.isdecimal():
+    return merge_hosts(itertools.chain(*slurm_groups(environ)))
+
+
+def slurm_groups(environ: Environ) -> list[list[Host]]:
+    """The hosts of each group of a heterogeneous Slurm job; none where the job is no such job."""
+    size = environ.get("SLURM_HET_SIZE", "")
+    if size and not size.isdecimal():
         raise ValueError(f"SLURM_HET_SIZE={size!r} is not a number")
-    groups = [_slurm_group(environ, f"_HET_GROUP_{group}") for group in range(int(size))]
-    return merge_hosts(itertools.chain(*groups))
+    # Each has variables of its own.
+    return [_slurm_group(environ, f"_HET_GROUP_{group}") for group in range(int(size or 0))]
 
 
 def _slurm_group(environ: Environ, suffix: str) -> list[Host]:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from horovod.runner.agents.srun import Srun
 from horovod.runner.options.arguments import parse_args
 from horovod.runner.slots.allocation import Allocation, expand_nodelist, find_allocation, read_lsf
 from horovod.runner.slots.hosts import Host
@@ -52,16 +53,18 @@ def slurm(nodelist: str = "n[1-2]", **variables: str | int) -> dict[str, str]:
     return {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": nodelist, **given}
 
 
-HETEROGENEOUS = {
+HETEROGENEOUS = {  # salloc -N1 -n1 : -N2 -n4
     "SLURM_JOB_ID": "9",
     "SLURM_HET_SIZE": "2",
-    "SLURM_JOB_NODELIST": "cpu1",  # that of the first group, as all variables without a suffix
-    "SLURM_JOB_NODELIST_HET_GROUP_0": "cpu1",
+    "SLURM_NTASKS": "5",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
+    "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0": "1",
     "SLURM_NTASKS_HET_GROUP_0": "1",
     "SLURM_TASKS_PER_NODE_HET_GROUP_0": "1",
-    "SLURM_JOB_NODELIST_HET_GROUP_1": "gpu[1-2]",
-    "SLURM_NTASKS_HET_GROUP_1": "8",
-    "SLURM_TASKS_PER_NODE_HET_GROUP_1": "4(x2)",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]",
+    "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "3,1",
+    "SLURM_NTASKS_HET_GROUP_1": "4",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_1": "3,1",
 }
 
 
@@ -78,6 +81,12 @@ HETEROGENEOUS = {
             slurm("n[1-3],m7", NTASKS=7, TASKS_PER_NODE="2(x3),1"),
             "Slurm job 123: 4 nodes, 7 slots",
             {"n1": 2, "n2": 2, "n3": 2, "m7": 1},
+        ),
+        # salloc -N2 -n4, as Slurm shares four tasks out by itself
+        (
+            slurm(NTASKS=4, TASKS_PER_NODE="3,1", JOB_CPUS_PER_NODE="3,1"),
+            "Slurm job 123: 2 nodes, 4 slots",
+            {"n1": 3, "n2": 1},
         ),
         # salloc -N2 --ntasks-per-node=1 on nodes that have more cores
         (
@@ -119,7 +128,7 @@ HETEROGENEOUS = {
             {"n1": 3, "n2": 3},
         ),
         ({"SLURM_JOBID": "4", "SLURM_NODELIST": "n1"}, "Slurm job 4: 1 node", {"n1": None}),
-        (HETEROGENEOUS, "Slurm job 9: 3 nodes, 9 slots", {"cpu1": 1, "gpu1": 4, "gpu2": 4}),
+        (HETEROGENEOUS, "Slurm job 9: 3 nodes, 5 slots", {"n1": 1, "n2": 3, "n3": 1}),
         (
             {"PBS_JOBID": "77.head", "PBS_NODEFILE": "/var/spool/pbs/aux/77.head"},
             "PBS job 77.head: 2 nodes, 4 slots",
@@ -226,6 +235,17 @@ def test_what_cannot_be_read_is_named_with_its_text(environ: dict[str, str], why
 def test_lsf_for_programs_that_ask_it_alone():
     assert read_lsf({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "h1 4"}) == [Host("h1", 4)]
     assert read_lsf({"LSB_MCPU_HOSTS": "h1 4"}) == []
+
+
+def test_srun_is_told_the_group_of_a_node_of_a_heterogeneous_job():
+    def groups(host: str, environ: dict[str, str]) -> list[str]:
+        command = Srun({**environ, "PATH": ""}).command(host, ["true"])
+        return [word for word in command if word.startswith("--het-group")]
+
+    assert groups("n1", HETEROGENEOUS) == ["--het-group=0"]
+    assert groups("n3", HETEROGENEOUS) == ["--het-group=1"]
+    assert groups("n9", HETEROGENEOUS) == []
+    assert groups("n1", slurm()) == []
 
 
 # -- node lists --------------------------------------------------------------------------------

@@ -1,0 +1,328 @@
+"""What ``horovodrun --check`` has found: the table of hosts, and what is wrong in a sentence each.
+
+`host_check` fills in `HostReport`s and prints `describe`. Everything here is a pure function of
+them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+_CLOCK_SECONDS = 0.5  # beyond which logs and timelines of several hosts no longer fit together
+_SLOW_LINK = 0.25  # of the median of all links
+
+_NEVER_ASKED: Mapping[str, Any] = {}
+
+
+@dataclass
+class HostReport:
+    """What is known of one host. Fields stay empty where nobody could ask."""
+
+    name: str
+    slots: int | None = None
+    way: str = ""  # how it is reached
+    trouble: str = ""  # a sentence: why it could not be reached or asked, and what to do
+    cores: int = 0
+    address: str = ""  # where other hosts reach it, and the interface that has it
+    interface: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)  # see `host_inspection`
+    clock: float | None = None  # seconds by which it is ahead of this machine
+    clock_error: float = 0.0  # how far that may be off
+    links: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # to other hosts, by name
+
+
+class HostProblem(NamedTuple):
+    """Something that is wrong, and what to do about it."""
+
+    text: str
+    is_fatal: bool = True  # a job would fail
+
+
+def find_problems(
+    hosts: Sequence[HostReport], content: str, wanted: Sequence[str] = ()
+) -> list[HostProblem]:
+    """What is wrong.
+
+    ``content`` is the digest of the folder here, and ``wanted`` are the files that were looked for.
+    """
+    asked = [host for host in hosts if host.facts]
+    found = [HostProblem(host.trouble) for host in hosts if host.trouble]
+    found += _versions(asked)
+    found += _ports(hosts)
+    found += _folders(asked, content, wanted)
+    found += _devices(asked)
+    found += _clocks(asked)
+    found += _slow_links(asked)
+    return found
+
+
+def _versions(hosts: Sequence[HostReport]) -> Iterable[HostProblem]:
+    without = [host for host in hosts if not host.facts["horovod"]]
+    for python, names in _groups(without, lambda host: host.facts["executable"]).items():
+        yield HostProblem(
+            f"{python} on {_listed(names)} has no Horovod. Install it there as it is here, or name "
+            f"a folder that has it in PYTHONPATH"
+        )
+    rows = (
+        ("Python", lambda host: host.facts["python"].rpartition(".")[0], True),
+        ("torch", lambda host: host.facts["torch"], True),
+        ("Horovod", lambda host: host.facts["horovod"], True),
+        ("NCCL", lambda host: host.facts["nccl"], True),
+        ("GPU driver", lambda host: host.facts["driver"], False),
+    )
+    for what, version, is_fatal in rows:
+        groups = _groups(hosts, version)
+        if what == "Horovod":
+            groups.pop("", None)  # told already
+        if len(groups) > 1:
+            yield HostProblem(
+                f"hosts have different versions of {what}: {_describe_groups(groups)}. Install the "
+                f"same on all of them",
+                is_fatal,
+            )
+
+
+def _ports(hosts: Sequence[HostReport]) -> Iterable[HostProblem]:
+    """Hosts that others cannot connect to, each once."""
+    by_name = {host.name: host for host in hosts}
+    failures: dict[str, dict[str, str]] = {}
+    for host in hosts:
+        for other, link in host.links.items():
+            if "error" in link:
+                failures.setdefault(other, {})[host.name] = link["error"]
+    for name, callers in failures.items():
+        reasons = ", ".join(dict.fromkeys(callers.values()))
+        yield HostProblem(
+            f"{_listed(callers)} cannot connect to {name} at {by_name[name].address}: {reasons}. "
+            f"Ranks connect to each other on any free port: let hosts do that (the firewall of "
+            f"{name}, or one in between), or choose another network with --network-interfaces"
+        )
+
+
+def _folders(
+    hosts: Sequence[HostReport], content: str, wanted: Sequence[str]
+) -> Iterable[HostProblem]:
+    lost = [host for host in hosts if host.facts["lost_folder"]]
+    for folder, names in _groups(lost, lambda host: host.facts["lost_folder"]).items():
+        yield HostProblem(
+            f"the folder {folder} is missing on {_listed(names)}, where ranks would run in the "
+            f"home directory. Put it on a file system that all hosts share, copy it, or start in "
+            f"a folder that all hosts have"
+        )
+    for file in wanted:
+        names = [host.name for host in hosts if file in host.facts["missing"]]
+        if names:
+            yield HostProblem(
+                f"{file}, which the command needs, is missing on {_listed(names)}: copy it there"
+            )
+    others = [h.name for h in hosts if h not in lost and h.facts["content"] != content]
+    if others:
+        yield HostProblem(
+            f"the working folder of {_listed(others)} has other files than the one here. If it is "
+            f"no shared file system, see that the program is the same there",
+            is_fatal=False,
+        )
+
+
+def _devices(hosts: Sequence[HostReport]) -> Iterable[HostProblem]:
+    if not any(host.facts["gpus"] for host in hosts):
+        return
+    few = [host for host in hosts if len(host.facts["gpus"]) < (host.slots or 0)]
+    for host in few:
+        yield HostProblem(
+            f"{host.name} has {len(host.facts['gpus'])} GPUs for {host.slots} ranks, which then "
+            f"share them or use the CPU. Give it fewer slots (-H {host.name}:SLOTS)",
+            is_fatal=False,
+        )
+    groups = _groups(hosts, lambda host: describe_gpus(host.facts["gpus"]) or "none")
+    if len(groups) > 1:
+        yield HostProblem(
+            f"hosts have different GPUs: {_describe_groups(groups)}. Every step takes as long as "
+            f"the slowest needs",
+            is_fatal=False,
+        )
+
+
+def _clocks(hosts: Sequence[HostReport]) -> Iterable[HostProblem]:
+    for host in hosts:
+        if host.clock is not None and abs(host.clock) > _CLOCK_SECONDS + host.clock_error:
+            which = "ahead of" if host.clock > 0 else "behind"
+            yield HostProblem(
+                f"the clock of {host.name} is {abs(host.clock):.1f} s {which} this machine's, and "
+                f"so are its logs. Let a time service (chrony, systemd-timesyncd) set it",
+                is_fatal=False,
+            )
+
+
+def _slow_links(hosts: Sequence[HostReport]) -> Iterable[HostProblem]:
+    rates = {
+        (host.name, other): link["rate"]
+        for host in hosts
+        for other, link in host.links.items()
+        if "rate" in link
+    }
+    if len(rates) < 3:
+        return
+    middle = statistics.median(rates.values())
+    for (name, other), rate in rates.items():
+        if rate < _SLOW_LINK * middle:
+            yield HostProblem(
+                f"{name} sends to {other} at {describe_rate(rate)}, while others have "
+                f"{describe_rate(middle)}: every step waits for the slowest link. Look at its "
+                f"cable, switch and interface, or leave the host out",
+                is_fatal=False,
+            )
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+
+def describe(
+    hosts: Sequence[HostReport],
+    problems: Sequence[HostProblem],
+    content: str,
+    width: int | None = None,
+) -> str:
+    """The whole report, for people; ``width`` is that of the terminal, if there is one."""
+    lines = [make_table(hosts, content, width), ""]
+    fatal = [problem for problem in problems if problem.is_fatal]
+    lesser = [problem for problem in problems if not problem.is_fatal]
+    for title, findings in (("A job would fail", fatal), ("Worth knowing", lesser)):
+        if findings:
+            lines += [f"{title}:", *(f"  - {finding.text}." for finding in findings), ""]
+    if not fatal:
+        many = "this host" if len(hosts) == 1 else f"these {len(hosts)} hosts"
+        lines.append(f"A job can run on {many}.")
+    return "\n".join(lines).rstrip()
+
+
+def make_table(hosts: Sequence[HostReport], content: str, width: int | None = None) -> str:
+    """One row for each host; what no host has gets no column.
+
+    Where that is wider than the terminal, what all hosts have in common gets a line below.
+    """
+    following = _following(hosts)
+    columns: list[tuple[str, Callable[[HostReport], str]]] = [
+        ("host", lambda host: host.name),
+        ("reached", lambda host: "no" if not host.facts else host.way),
+        ("Python", lambda host: _fact(host, "python")),
+        ("torch", lambda host: _fact(host, "torch") or "none"),
+        ("Horovod", lambda host: _fact(host, "horovod") or "none"),
+        ("NCCL", lambda host: _fact(host, "nccl")),
+        ("driver", lambda host: _fact(host, "driver")),
+        ("GPUs", lambda host: describe_gpus(host.facts.get("gpus", ()))),
+        ("cores", lambda host: str(host.cores or "")),
+        ("memory", lambda host: _memory(host)),
+        ("clock", lambda host: _clock(host)),
+        ("address", lambda host: f"{host.interface} {host.address}".strip()),
+        ("ports", lambda host: _open_ports(host, hosts)),
+        ("to next host", lambda host: _next(host, following)),
+        ("folder", lambda host: _folder(host, content)),
+    ]
+    rows = [
+        [
+            cell(host) if host.facts or title in ("host", "reached") else "-"
+            for title, cell in columns
+        ]
+        for host in hosts
+    ]
+    cells = [[title, *(row[index] for row in rows)] for index, (title, _) in enumerate(columns)]
+    cells = [column for column in cells if any(text not in ("", "-") for text in column[1:])]
+    common = [column for column in cells[2:] if len(set(column[1:]) - {"-"}) == 1]
+    if width is None or len(hosts) == 1 or max(map(len, _aligned(cells))) <= width:
+        return "\n".join(_aligned(cells))
+    said = [f"{title} {next(text for text in texts if text != '-')}" for title, *texts in common]
+    lines = _aligned([column for column in cells if column not in common])
+    return "\n".join([*lines, *textwrap.wrap(f"On all of them: {', '.join(said)}", width)])
+
+
+def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in columns]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in zip(*columns, strict=True)
+    ]
+
+
+def describe_rate(rate: float) -> str:
+    """Bytes per second as people speak of networks."""
+    bits = rate * 8
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bits >= size:
+            return f"{bits / size:.3g} {unit}"
+    return f"{bits / 1e3:.3g} kbit/s"
+
+
+def describe_gpus(names: Sequence[str]) -> str:
+    """``8 x NVIDIA H100``; empty for none."""
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def _fact(host: HostReport, name: str) -> str:
+    return str(host.facts.get(name, ""))
+
+
+def _memory(host: HostReport) -> str:
+    return f"{host.facts['memory'] / 2**30:.0f} GiB"
+
+
+def _clock(host: HostReport) -> str:
+    if host.clock is None:
+        return ""
+    if abs(host.clock) <= host.clock_error:
+        return "same"  # as far as can be told from here
+    return f"{host.clock * 1e3:+.0f} ms" if abs(host.clock) < 10 else f"{host.clock:+.0f} s"
+
+
+def _open_ports(host: HostReport, hosts: Sequence[HostReport]) -> str:
+    """Whether it reaches its neighbours, and they it."""
+    outward = [link for link in host.links.values()]
+    inward = [other.links[host.name] for other in hosts if host.name in other.links]
+    if not outward and not inward:
+        return ""
+    ways = ["out"] * all("error" not in link for link in outward)
+    ways += ["in"] * all("error" not in link for link in inward)
+    return {2: "both ways", 0: "closed"}.get(len(ways), f"{''.join(ways)} only")
+
+
+def _following(hosts: Sequence[HostReport]) -> dict[str, str]:
+    """The neighbour to which each host's rate was measured."""
+    return {
+        host.name: other for host in hosts for other, link in host.links.items() if "rate" in link
+    }
+
+
+def _next(host: HostReport, following: Mapping[str, str]) -> str:
+    link = host.links.get(following.get(host.name, ""), _NEVER_ASKED)
+    if "rate" not in link:
+        return ""
+    return f"{link['seconds'] * 1e3:.2f} ms, {describe_rate(link['rate'])}"
+
+
+def _folder(host: HostReport, content: str) -> str:
+    if host.facts["lost_folder"]:
+        return "missing"
+    return "same" if host.facts["content"] == content else "other files"
+
+
+def _groups(
+    hosts: Iterable[HostReport], value: Callable[[HostReport], str]
+) -> dict[str, list[str]]:
+    """The names of hosts by what they have."""
+    found: dict[str, list[str]] = {}
+    for host in hosts:
+        found.setdefault(value(host), []).append(host.name)
+    return found
+
+
+def _describe_groups(groups: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{value or 'none'} on {_listed(names)}" for value, names in groups.items())
+
+
+def _listed(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
