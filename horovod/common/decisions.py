@@ -125,6 +125,11 @@ class Decision:
         """Whether its workers wait for others."""
         return 0 < len(self.slots) < self.min_np
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the job ends with it: nobody has a place any more."""
+        return not self.slots
+
     def breaks(self, generation: Decision) -> bool:
         """Whether the workers of the older decision `generation` cannot go on together until they
         notice this one: one of them is gone."""

@@ -19,6 +19,7 @@ an attempt that somebody has left is over for all.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -218,7 +219,7 @@ class Membership:
             number, slot = decision.number, decision.slots.get(self.worker_id)
             if self.may_leave:
                 self.leave()
-            if slot is None and self._had_place:
+            if slot is None and (self._had_place or decision.is_final):
                 self._finished = True
                 logger.warning(
                     "worker %s ends: it has no place in the job any more (%s)",
@@ -287,6 +288,13 @@ class Membership:
         with contextlib.suppress(OSError):
             self.store.set(done_key(self.worker_id), b"")
 
+    def retire(self) -> None:
+        """Stop watching the driver: this worker's function has ended, well or not.
+
+        The driver may then be gone at any moment, which is nothing to complain about.
+        """
+        self._finished = True
+
     def leave(self) -> NoReturn:
         """Leave the job on purpose: say so, and end the process in order."""
         self._finished = True
@@ -333,7 +341,9 @@ class Membership:
     def _lose_driver(self, error: OSError) -> None:
         """Nobody can tell us about the job any more: end, in order if possible."""
         reason = f"the driver of this elastic job (horovodrun) is gone or out of reach: {error}"
-        logger.error("worker %s ends: %s", self.worker_id, reason)
+        expected = self._newest is not None and self._newest.is_final
+        level = logging.INFO if expected else logging.ERROR
+        logger.log(level, "worker %s ends: %s", self.worker_id, reason)
         with self._changed:
             self.unrecoverable = reason
             generation = self.generation
@@ -360,6 +370,12 @@ def membership(environ: Mapping[str, str] = os.environ) -> Membership | None:
         store = launchers_store(environ).connect(_CONNECT_SECONDS)
         _membership = Membership(store, environ[WORKER_ID])
     return _membership
+
+
+def retire() -> None:
+    """Stop watching the driver, if this process has ever taken part in an elastic job."""
+    if _membership is not None:
+        _membership.retire()
 
 
 def _after_fork_in_child() -> None:

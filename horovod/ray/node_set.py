@@ -34,6 +34,9 @@ from horovod.runner.elastic.host_set import HostSet, place_variables
 from horovod.runner.elastic.mailbox import Mailbox
 from horovod.runner.functions.function_call import Failure
 
+_KILL_SECONDS = 5.0
+"""Seconds for Ray to end actors, after which the job does not wait for them any more."""
+
 
 @dataclass
 class ActorRequest:
@@ -59,7 +62,8 @@ class _Worker:
     node: _Node
     actor: Any
     info: Any  # a reference to its `WorkerInfo`
-    done: Future[Any] | None = None
+    call: Future[Any]  # what it does now: it takes its place in the job, or works
+    is_working: bool = False
 
 
 class NodeSet(HostSet):
@@ -164,8 +168,8 @@ class NodeSet(HostSet):
             },
             probe_request(self._place, nics_of(settings), settings.timeout_s),
         )
-        self._workers[worker] = _Worker(worker, node, actor, info)
-        self._when_done(joined, "joined", worker)
+        call = self._when_done(joined, "joined", worker)
+        self._workers[worker] = _Worker(worker, node, actor, info, call)
 
     def _later_could_not_start(self, worker: int, why: str) -> None:
         self._supervisor.call_later(0.0, lambda: self._the_driver.could_not_start(worker, why))
@@ -213,7 +217,7 @@ class NodeSet(HostSet):
         self._the_driver.started(worker.node, worker.number, info.pid)
         worker.actor.set_queue.remote(StoreQueue())
         done = worker.actor.work.remote(self._request.call, self._request.executable)
-        worker.done = self._when_done(done, "ended", worker.number)
+        worker.call, worker.is_working = self._when_done(done, "ended", worker.number), True
 
     def _ended(self, worker: _Worker, future: Future[Any]) -> None:
         end = self._end_of(worker, future)
@@ -244,12 +248,12 @@ class NodeSet(HostSet):
             return
         self._closed = True
         self._supervisor.unwatch(self._mailbox.descriptor)
-        working = {w.number: w.done for w in self._workers.values() if w.done is not None}
-        wait(list(working.values()), timeout=grace)
-        for number, future in working.items():
-            if future.done():
-                self.ends.append(self._end_of(self._workers[number], future))
+        working = [worker for worker in self._workers.values() if worker.is_working]
+        wait([worker.call for worker in working], timeout=grace)
+        self.ends += [self._end_of(worker, worker.call) for worker in working if worker.call.done()]
         kill(worker.actor for worker in self._workers.values())
+        # They are gone before the store is: nobody of them complains that he cannot reach it.
+        wait([worker.call for worker in self._workers.values()], timeout=_KILL_SECONDS)
         self._workers.clear()
         self._mailbox.close()
 

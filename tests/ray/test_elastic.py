@@ -16,6 +16,7 @@ import ray
 from horovod.ray import ElasticRayExecutor, RayExecutor
 from horovod.ray.elastic import RayHostDiscovery, TestDiscovery
 from horovod.runner.functions.run_function import RemoteError
+from tests.files import contents
 from tests.ray import training
 from tests.ray.conftest import add_node, remove_node
 from tests.ray.processes import await_ends
@@ -139,7 +140,7 @@ def test_what_an_elastic_job_cannot_do():
         executor.run(training.place)
 
 
-def test_executables_and_variables():
+def test_executables_variables_and_an_end_without_complaints(ray_files: str):
     executor = RayExecutor(RayExecutor.create_settings(timeout_s=300), min_workers=2, max_workers=2)
     executor.start(dict, executable_kwargs={"a": 1}, extra_env_vars={"MY": "own"})
 
@@ -147,6 +148,8 @@ def test_executables_and_variables():
         return training.join_elastic_job(), made, os.environ["MY"]
 
     assert executor.execute(show) == [(0, {"a": 1}, "own"), (1, {"a": 1}, "own")]
+    said = b"".join(contents(ray_files).values())
+    assert b"gone or out of reach" not in said, "the workers of a job that is done have no driver"
 
 
 def test_a_function_that_never_joins_has_a_result():

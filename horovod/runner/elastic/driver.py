@@ -401,6 +401,6 @@ class Driver:
 
     def _end(self, ending: termination.Ending) -> None:
         self._outcome, self.last_failure = termination.outcome(self._state, ending), ending.failure
-        if ending.problem or ending.failure:
+        if ending.problem or ending.failure or self._state.alive:
             self._decisions.announce_the_end()
         self._supervisor.stop(FAILURE_GRACE)
