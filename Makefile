@@ -9,6 +9,8 @@
 #              each in an environment of its own (old versions bring CUDA on x86-64)
 # make test-gpu   all tests that want a GPU, with one or more of them; GPU_PYTHON=python3 takes an
 #              interpreter that has torch, pytest and hypothesis, and installs nothing
+# make simulate   elastic jobs with faults in a simulated cluster, from seeds (SEEDS=0-999);
+#              `make simulate-mutants` tries whether mistakes in the code are found
 # make docs    build the documentation site into build/site, in .venv-docs, with all links checked
 # make bench   install into .venv and compare collectives with Gloo and Open MPI
 #
@@ -29,7 +31,7 @@ INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-long test-core test-programs test-lightning test-tensorflow test-jax
-.PHONY: test-spark test-ray test-mxnet test-versions test-gpu lint docs bench clean
+.PHONY: simulate simulate-mutants test-spark test-ray test-mxnet test-versions test-gpu lint docs bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
@@ -106,6 +108,11 @@ GPU_PYTHON ?= $(BIN)/python
 
 test-gpu: $(if $(filter file,$(origin GPU_PYTHON)),$(VENV)/.test)
 	$(GPU_PYTHON) -m tests.gpu.run $(GPU_OPTIONS)
+
+SEEDS ?= 0-999
+
+simulate simulate-mutants: $(VENV)/.test
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(if $(findstring mutants,$@),--mutants)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

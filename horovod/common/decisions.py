@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 from horovod.common.topology import Topology
 
+DRIVER_LOST = 75
+"""Exit status of a worker that ends because it cannot reach the driver: sysexits' EX_TEMPFAIL."""
+
 LATEST = "elastic/latest"
 """The number of the newest decision, as text."""
 

@@ -28,6 +28,7 @@ from typing import NoReturn
 
 from horovod.common.config import Config
 from horovod.common.decisions import (
+    DRIVER_LOST,
     LATEST,
     Assignment,
     Decision,
@@ -155,6 +156,7 @@ class Membership:
         self._expected = 0  # the decision that we hope for after what happened
         self._fruitless = (0, 0)  # decision, how many of its generations broke before a commit
         self._finished = False
+        self._has_lost_driver = False
         self._had_place = False  # in any decision so far
 
     @property
@@ -204,6 +206,7 @@ class Membership:
                     self.unrecoverable = (
                         f"the workers of decision {number} did not meet within {patience:g} s"
                     )
+                self._end_without_driver()
                 if self.unrecoverable is not None:
                     raise HorovodInternalError(f"{self.unrecoverable}; last: {error}") from error
                 logger.info("%s did not come about: %s", generation, error)
@@ -214,6 +217,7 @@ class Membership:
     def _enter(self) -> Generation:
         while True:
             decision = self._choose()
+            self._end_without_driver()
             if self.unrecoverable is not None:
                 raise HorovodInternalError(self.unrecoverable)
             number, slot = decision.number, decision.slots.get(self.worker_id)
@@ -265,6 +269,7 @@ class Membership:
 
     def can_recover(self) -> bool:
         """Whether it is of use to meet again, after a collective has failed."""
+        self._end_without_driver()
         generation = self.generation
         if generation is not None and generation.standing and not generation.made_progress:
             number = generation.decision.number
@@ -346,6 +351,7 @@ class Membership:
         logger.log(level, "worker %s ends: %s", self.worker_id, reason)
         with self._changed:
             self.unrecoverable = reason
+            self._has_lost_driver = True
             generation = self.generation
             self._changed.notify_all()
             if generation is not None:
@@ -355,7 +361,16 @@ class Membership:
         time.sleep(_LAST_WORDS)
         if not self._finished:
             logger.error("worker %s did not end by itself within %g s", self.worker_id, _LAST_WORDS)
-            os._exit(1)
+            os._exit(DRIVER_LOST)
+
+    def _end_without_driver(self) -> None:
+        """End the process if the driver is out of reach, with a status that tells it why.
+
+        The cause may be a link that works again later. The driver must not take it for an error of
+        the program, with which it would end the job when all workers have it.
+        """
+        if self._has_lost_driver:
+            raise SystemExit(DRIVER_LOST)
 
 
 _membership: Membership | None = None

@@ -12,6 +12,7 @@ import dataclasses
 import signal
 from dataclasses import dataclass
 
+from horovod.common.decisions import DRIVER_LOST
 from horovod.runner.elastic.job_state import JobState, Limits, WorkerFailure
 from horovod.runner.elastic.status import count
 from horovod.runner.output.report import Outcome, first_to_fail
@@ -97,10 +98,12 @@ def _useless(state: JobState) -> Ending | None:
     assert first is not None, "all of them failed"
     blamed = next(failure for failure in state.failures if failure.exit is first)
     again = state.fruitless + (not state.met) >= _MOST_FRUITLESS
-    if all(failure.exit.pid == 0 for failure in state.failures):  # none could be started
-        others = set(state.usable) - {failure.exit.host for failure in state.failures}
+    exits = [failure.exit for failure in state.failures]
+    # One that was lost with its host before it ran (a negative code) says nothing about others.
+    if all(exit.pid == 0 and exit.code > 0 for exit in exits):  # none could be started
+        others = set(state.usable) - {exit.host for exit in exits}
         return None if others and not again else Ending(state.host_problem, status=first.status)
-    if all(failure.exit.code > 0 for failure in state.failures):
+    if all(exit.code > 0 and exit.code != DRIVER_LOST for exit in exits):
         return Ending(failure=blamed)  # by themselves, not by a signal or with their host
     if again:
         return Ending("all workers were lost again before they could begin", blamed)
