@@ -22,6 +22,7 @@ from horovod.torch.broadcast_ops import broadcast_async_
 from horovod.torch.dtensors import broadcast_dtensors, is_dtensor
 from horovod.torch.handles import synchronize
 from horovod.torch.objects import allgather_object, broadcast_object
+from horovod.torch.untraced import breaks_graph
 
 Tensor = torch.Tensor
 
@@ -37,6 +38,7 @@ class _TensorForm:
     is_part: bool  # of a DTensor that is laid out like its parameter
 
 
+@breaks_graph("call it outside of compiled code")
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite parameters with the root's, in place.
 
@@ -83,6 +85,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     broadcast_dtensors(parts, root_rank)
 
 
+@breaks_graph("call it outside of compiled code")
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
