@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
+from horovod.torch import operators
 from tests.ranks import RankPool
 
 Tensor = torch.Tensor
@@ -96,6 +97,17 @@ def all_in_one_graph() -> tuple[list[Tensor], list[Tensor]]:
         return [result for collective in COLLECTIVES.values() for result in collective(x.sin())]
 
     return _results(everything), _results(torch.compile(everything, fullgraph=True))
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch records whatever it compiles"
+)
+def test_cuda_graphs_of_the_compiler_leave_collectives_out():
+    names = [schema.partition("(")[0] for schema in operators._SCHEMAS]
+    for name in names:
+        overload = getattr(torch.ops.horovod, name).default
+        assert torch.Tag.cudagraph_unsafe in overload.tags, name
+    assert "allreduce" in names
 
 
 def used_by_one_rank() -> list[float]:
