@@ -22,6 +22,7 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.compilations import graph_count
 from horovod.engine.statistics import DeviceTiming
 
 # Files whose frames are not the program's: this package, torch, and code that torch makes.
@@ -191,6 +192,7 @@ class Request:
             "detail": self.detail if self.kind in (Kind.PROCESS_SET, Kind.REQUIRE_ALL) else None,
             "plan": self.detail.describe() if self.kind is Kind.CONFIRM else None,
             "source": self.source,
+            "graphs": graph_count(),
         }
 
 

@@ -21,6 +21,7 @@ from horovod.engine.runtime import runtime
 from horovod.torch import handles, operators
 from horovod.torch.autograd import backward_name, needs_gradient
 from horovod.torch.compression import Compression, Compressor
+from horovod.torch.untraced import breaks_graph
 
 Tensor = torch.Tensor
 
@@ -65,6 +66,7 @@ def allreduce(
     return result
 
 
+@breaks_graph("use hvd.allreduce")
 def allreduce_async(
     tensor: Tensor,
     average: bool | None = None,
@@ -142,6 +144,7 @@ def allreduce_(
     return tensor
 
 
+@breaks_graph("use hvd.allreduce_")
 def allreduce_async_(
     tensor: Tensor,
     average: bool | None = None,

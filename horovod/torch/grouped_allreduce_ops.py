@@ -20,6 +20,7 @@ from horovod.torch import handles, operators
 from horovod.torch.allreduce_ops import reduce_into_new, start, start_in_place
 from horovod.torch.autograd import backward_name, is_differentiable, needs_gradient
 from horovod.torch.compression import Compression, Compressor
+from horovod.torch.untraced import breaks_graph
 
 Tensor = torch.Tensor
 
@@ -74,6 +75,7 @@ def grouped_allreduce(
     ]
 
 
+@breaks_graph("use hvd.grouped_allreduce")
 def grouped_allreduce_async(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -117,6 +119,7 @@ def grouped_allreduce_(
     return finish(request.wait())
 
 
+@breaks_graph("use hvd.grouped_allreduce_")
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
