@@ -11,8 +11,8 @@ from horovod.common.reduce_op import Average
 from horovod.engine.arguments import set_id
 from horovod.engine.runtime import runtime
 from horovod.torch.buckets import Named
-from horovod.torch.compression import Compressor, NoneCompressor, wire_type_of
-from horovod.torch.hooks.base import CommunicationHook, GradientBucket
+from horovod.torch.compression import Compressor, NoneCompressor, is_eight_bit, wire_type_of
+from horovod.torch.hooks.base import CommunicationHook, GradientBucket, eight_bit_hook
 
 Tensor = torch.Tensor
 Wait = Callable[[], object]
@@ -49,9 +49,12 @@ class Exchanger:
         Returns:
             What waits until the average is there.
         """
-        if self._hook is not None:
-            return self._start_hook(self._hook, name, members, flat)
         wire = wire_type_of(self._compression, flat)
+        hook = self._hook
+        if hook is None and wire is None and is_eight_bit(self._compression):
+            hook = eight_bit_hook(self._compression)
+        if hook is not None:
+            return self._start_hook(hook, name, members, flat)
         sent, context = flat, None
         if wire is None and self._compression is not NoneCompressor:
             sent, context = self._compression.compress(flat)

@@ -27,12 +27,12 @@ from horovod.engine.runtime import runtime
 from horovod.torch.allreduce_ops import allreduce
 from horovod.torch.bucket_submission import BucketSubmitter
 from horovod.torch.buckets import Named
-from horovod.torch.compression import Compressor
+from horovod.torch.compression import Compressor, NoneCompressor, is_eight_bit, wire_type
 from horovod.torch.dtensors import with_local_shards
 from horovod.torch.finite_check import FiniteCheck
 from horovod.torch.grad_scaler import reduce_before_unscaling
 from horovod.torch.gradients import GradientReducer, Reducer
-from horovod.torch.hooks.base import CommunicationHook
+from horovod.torch.hooks.base import CommunicationHook, eight_bit_hook
 from horovod.torch.optimizer_checks import (
     check_arguments,
     check_passes,
@@ -77,6 +77,10 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._communication_hook: CommunicationHook | None = arguments["communication_hook"]
         if self._communication_hook is not None:
             self._communication_hook.serve(self)
+        elif is_eight_bit(self._compression) and wire_type(self._compression, named) is None:
+            # Not all gradients are in host memory: the ranks exchange them in 8 bits themselves.
+            self._communication_hook = eight_bit_hook(self._compression)
+            self._compression = NoneCompressor
         self._parameter_names = {param: name for name, param in named}
         self._synchronized = False
         self._seen_by_scaler = False

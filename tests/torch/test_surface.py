@@ -93,6 +93,7 @@ SIGNATURES = {
     "remove_process_set": "process_set",
 }
 OTHER_NAMES = {
+    "OuterSGD",
     "Adasum",
     "Average",
     "Compression",

@@ -204,7 +204,8 @@ class TorchState(ObjectState):
 
     def restore(self) -> None:
         if self._local_optimizers() and self._num_syncs() >= 0:
-            return  # the steps that this rank took alone are good, whoever was lost
+            super().save()  # the steps that this rank took alone are good, whoever was lost
+            return
         pending.abandon()  # updates of parameters that are replaced now
         for handler in self._handlers.values():
             handler.restore()
