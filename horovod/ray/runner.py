@@ -120,10 +120,12 @@ class RayExecutor:
     ) -> None:
         if max_workers is not None and not (min_workers and min_workers > 0):
             raise ValueError("max_workers is for elastic jobs: give min_workers (at least 1) too")
-        if min_workers is not None and (num_workers is not None or num_hosts is not None):
-            raise ValueError(
-                "min_workers is for elastic jobs, num_workers and num_hosts for others: give one"
-            )
+        for name, value in (("num_workers", num_workers), ("num_hosts", num_hosts)):
+            if min_workers is not None and value is not None:
+                raise ValueError(
+                    f"Both `min_workers` and `{name}` provided. Give `min_workers` for an elastic "
+                    f"job, or `{name}` for a job of a fixed size"
+                )
         self.settings = self.create_settings() if settings is None else settings
         self.adapter: Adapter | None = None
         self.params: StaticParams | ElasticParams

@@ -35,7 +35,8 @@ SECONDS = 300.0
         ({"num_hosts": 1, "num_workers_per_host": 0}, "num_workers_per_host must be at least 1"),
         ({"max_workers": 2}, "max_workers is for elastic jobs"),
         ({"max_workers": 2, "min_workers": 0}, "max_workers is for elastic jobs"),
-        ({"min_workers": 1, "num_workers": 2}, "min_workers is for elastic jobs"),
+        ({"min_workers": 1, "num_workers": 2}, "Both `min_workers` and `num_workers` provided"),
+        ({"min_workers": 1, "num_hosts": 2}, "Both `min_workers` and `num_hosts` provided"),
         ({"min_workers": 3, "max_workers": 2}, "less than min_workers=3"),
         ({"num_workers": 1, "gpus_per_worker": 1}, "use_gpu is not set"),
         ({"num_workers": 1, "use_gpu": True, "gpus_per_worker": 0}, "at least 1, not 0"),
@@ -78,9 +79,9 @@ def test_more_workers_than_there_is_room_for():
     with pytest.raises(TimeoutError) as caught:
         executor.start()
     said = str(caught.value)
-    assert "within 1 s (placement_group_timeout_s)" in said
-    assert "40 workers with 2 CPU each" in said
-    assert "3 nodes: " in said
+    assert "gave up after 1 s (placement_group_timeout_s)" in said
+    assert "room in the Ray cluster for 40 workers with 2 CPU each" in said
+    assert re.search(r"The cluster has 16 CPUs, of which \d+ (is|are) free, on 3 nodes: ", said)
     assert "has 8 CPU (" in said
     with pytest.raises(TimeoutError, match="5 nodes with 1 workers each"):
         RayExecutor(settings, num_hosts=5).start()
