@@ -79,6 +79,7 @@ class _Worker:
     info: Any  # a reference to its `WorkerInfo`
     call: Future[Any]  # what it does now: it takes its place in the job, or works
     is_working: bool = False
+    is_killed: bool = False  # by us
     asked_at: float = field(default_factory=time.monotonic)
 
 
@@ -239,9 +240,10 @@ class NodeSet(HostSet):
         found = self._workers.get(worker)
         if found is None:
             return
-        if grace > 0:
+        if grace > 0 and found.is_working:
             self._supervisor.call_later(grace, lambda: self.stop(name, worker, 0.0))
         else:
+            found.is_killed = True
             kill([found.actor])
 
     # -- what Ray says ---------------------------------------------------------------------
@@ -264,6 +266,10 @@ class NodeSet(HostSet):
 
     def _joined(self, worker: _Worker, future: Future[Any]) -> None:
         """The actor runs and has, or has not, found the way to the store."""
+        if worker.is_killed:
+            del self._workers[worker.number]
+            self._the_driver.exited(worker.node, [(worker.number, -signal.SIGKILL)])
+            return
         error = future.exception()
         if error is None:
             info: WorkerInfo = ray.get(worker.info)

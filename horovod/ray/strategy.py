@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -93,7 +94,8 @@ class BaseStrategy(ABC):
         group = placement_group([dict(bundle) for _ in range(count)], strategy=how)
         self._group = self._created_placement_group = group
         try:
-            self.await_start(group.wait, self.wait_seconds)
+            # Ray counts whole seconds here.
+            self.await_start(lambda seconds: group.wait(math.ceil(seconds)), self.wait_seconds)
         except BaseException:
             self.shutdown()
             raise
@@ -205,7 +207,7 @@ def create_placement_group(
     """
     bundles = [dict(resources_per_bundle) for _ in range(num_bundles)]
     group = placement_group(bundles, strategy=pg_strategy)
-    if not group.wait(pg_timeout):
+    if not group.wait(math.ceil(pg_timeout)):
         remove_placement_group(group)
         raise TimeoutError(
             f"Ray did not find room within {pg_timeout:g} s for {num_bundles} bundles with "

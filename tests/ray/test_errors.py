@@ -73,7 +73,10 @@ def test_without_a_cluster():
 
 
 @pytest.mark.usefixtures("cluster")
-def test_more_workers_than_there_is_room_for():
+def test_more_workers_than_there_is_room_for(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("horovod.ray.strategy.SILENT_SECONDS", 0.1)
     settings = RayExecutor.create_settings(placement_group_timeout_s=1)
     executor = RayExecutor(settings, num_workers=40, cpus_per_worker=2)
     with pytest.raises(TimeoutError) as caught:
@@ -83,6 +86,9 @@ def test_more_workers_than_there_is_room_for():
     assert "room in the Ray cluster for 40 workers with 2 CPU each" in said
     assert re.search(r"The cluster has 16 CPUs, of which \d+ (is|are) free, on 3 nodes: ", said)
     assert "has 8 CPU (" in said
+    told = capfd.readouterr().err
+    assert "horovod.ray: waiting up to 1 s for room in the Ray cluster for 40 workers" in told
+    assert "The cluster has 16 CPUs" in told
     with pytest.raises(TimeoutError, match="5 nodes with 1 workers each"):
         RayExecutor(settings, num_hosts=5).start()
 

@@ -148,7 +148,7 @@ class Driver:
         state.discovered = True
         self._last_problem = ""
         for host in before.host_slots:
-            if host not in answer and state.on(host):
+            if state.number and host not in answer and state.on(host):
                 state.causes.append(f"{host} is not available any more")
         self._status.note("hosts", hosts=answer)
         return True
