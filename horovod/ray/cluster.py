@@ -5,7 +5,9 @@ Used by strategy, discovery and node_set.
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +15,8 @@ import ray
 
 SILENT_SECONDS = 10.0
 """Seconds of waiting for room in the cluster that nobody needs to hear about."""
+
+INTERRUPTED = "the job was interrupted, and its workers were ended"
 
 _NAMED_NODES = 8
 
@@ -85,6 +89,19 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
         return dict(ray._private.state.available_resources_per_node())
     except Exception:  # not part of Ray's public interface: an error message does without it
         return {}
+
+
+def restore_sigterm() -> None:
+    """Let SIGTERM end this process in order, so that its workers are ended before it.
+
+    `ray.init()` installs a Python handler that raises `SystemExit`, and then its C++ part puts
+    another one over it, which prints a stack and aborts. This puts the Python handler, Ray's or
+    the program's own, back in force.
+    """
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGTERM)
+        if callable(handler):
+            signal.signal(signal.SIGTERM, handler)
 
 
 def kill(actors: Iterable[Any]) -> None:

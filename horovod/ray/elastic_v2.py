@@ -15,7 +15,7 @@ import ray
 
 from horovod.common.config import Config
 from horovod.ray.adapter import Adapter, Callback
-from horovod.ray.cluster import require_ray, say
+from horovod.ray.cluster import INTERRUPTED, require_ray, say
 from horovod.ray.coordinator import watch
 from horovod.ray.discovery import RayHostDiscovery, TestDiscovery
 from horovod.ray.logs import Messages
@@ -119,6 +119,8 @@ class ElasticAdapter(Adapter):
                 ended_badly = outcome.problem or outcome.first_failure
                 nodes.close(FAILURE_GRACE if ended_badly else 0.0)
                 watcher.ended(outcome)
+        if outcome.interrupted:
+            say(INTERRUPTED)
         self._raise(outcome, nodes)
         finished = [end for end in nodes.ends if end.finished]
         if any(end.rank is None for end in finished):

@@ -11,7 +11,7 @@ from typing import Any
 
 from horovod.ray.adapter import Adapter, BaseParams, Callback
 from horovod.ray.client import RemoteAdapter
-from horovod.ray.cluster import require_ray, through_client
+from horovod.ray.cluster import require_ray, restore_sigterm, through_client
 from horovod.ray.coordinator import Coordinator
 from horovod.ray.elastic_v2 import ElasticAdapter, ElasticParams
 from horovod.ray.params import StaticParams
@@ -177,6 +177,7 @@ class RayExecutor:
         require_ray()
         if self.adapter is not None:
             raise RuntimeError("this executor has been started: call shutdown() first")
+        restore_sigterm()
         kind: type[Adapter] = (
             ElasticAdapter if isinstance(self.params, ElasticParams) else StaticAdapter
         )

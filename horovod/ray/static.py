@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.ray.adapter import Adapter, Call, Callback
-from horovod.ray.cluster import kill, require_ray
+from horovod.ray.cluster import INTERRUPTED, kill, require_ray, say
 from horovod.ray.coordinator import Coordinator
 from horovod.ray.logs import Messages
 from horovod.ray.params import StaticParams
@@ -189,6 +189,7 @@ class StaticAdapter(Adapter):
                         deadline = deadline or time.monotonic() + _GRACE
         except BaseException:  # Ctrl-C, above all: nobody waits for the workers any more
             self._break("the function was interrupted", range(len(self.workers)))
+            say(INTERRUPTED)
             raise
         if not failures:
             return [values[rank] for rank in range(len(refs))]

@@ -130,8 +130,11 @@ executor.run(wait, callbacks=[lambda pid: print("pid", pid, flush=True)])
 """
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("kind", ["static", "elastic"])
-def test_a_driver_that_dies_leaves_nothing_running(cluster: Any, kind: str, tmp_path: Path):
+def test_a_driver_that_is_ended_leaves_nothing_running(
+    cluster: Any, kind: str, number: signal.Signals, tmp_path: Path
+):
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     with (
@@ -149,8 +152,14 @@ def test_a_driver_that_dies_leaves_nothing_running(cluster: Any, kind: str, tmp_
             line = driver.stdout.readline()
             assert line, (tmp_path / "errors").read_text()
             pids += map(int, re.findall(r"^pid (\d+)", line))
-        driver.send_signal(signal.SIGKILL)
+        driver.send_signal(number)
+        driver.wait(SECONDS)
     await_ends(pids)
+    said = (tmp_path / "errors").read_text()
+    if number != signal.SIGKILL:
+        assert "horovod.ray: the job was interrupted, and its workers were ended" in said
+        assert "***" not in said, "no stack of Ray's C++ part"
+        assert ("KeyboardInterrupt" in said) == (number == signal.SIGINT)
 
 
 # -- who is which rank ---------------------------------------------------------------------------
