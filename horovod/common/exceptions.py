@@ -5,6 +5,8 @@
     │   └── PeerLostError            ... because a rank died, was cut off or went away
     ├── HostsUpdatedInterrupt        the set of hosts changed; elastic training re-forms
     └── UndefinedOperationError      an operation is not defined for such a tensor (also ValueError)
+    TimeoutError
+    └── TimeoutException             a job's processes were not there, or not ready, in time
     ImportError
     └── HorovodVersionMismatchError  a framework differs from the one we were installed for
 
@@ -69,6 +71,10 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 class UndefinedOperationError(ValueError, RuntimeError):
     """A collective is not defined for a tensor of this type or number of dimensions."""
+
+
+class TimeoutException(TimeoutError):
+    """Something that was waited for did not happen in time."""
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:

@@ -7,6 +7,7 @@ theirs to the driver. Which address others should use is in `addresses`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import ipaddress
 import os
 import socket
@@ -39,6 +40,20 @@ def host_identity() -> str:
     travel, are visible.
     """
     return f"{host_name()}/{boot_id()}/{namespace('net')}"
+
+
+def host_hash(salt: str | None = None) -> str:
+    """Return a name for this host, equal for processes that can share its memory and network.
+
+    It is the short host name and a digest of the full one, this process's namespaces and `salt`.
+    Spark tasks tell it to the driver, which gives neighbouring ranks to those with the same name.
+    """
+    hostname = socket.gethostname()
+    digest = hashlib.sha256(hostname.encode())
+    for kind in ("ipc", "mnt", "net", "pid", "user", "uts"):
+        digest.update(f"{kind} {namespace(kind)}\n".encode())
+    digest.update((salt or "").encode())
+    return f"{hostname.partition('.')[0]}-{digest.hexdigest()[:32]}"
 
 
 def own_networks() -> list[str]:

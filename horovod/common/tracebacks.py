@@ -31,7 +31,24 @@ def format_error(error: BaseException) -> str:
     whole = traceback.TracebackException.from_exception(error)
     if not get_logger().isEnabledFor(logging.DEBUG):
         _fold(whole, isinstance(error, (HorovodInternalError, HostsUpdatedInterrupt)))
-    return "".join(whole.format())
+    return "".join(whole.format()) + _device_hint(str(error))
+
+
+def _device_hint(message: str) -> str:
+    """Explain CUDA's "invalid device ordinal": a line to add to the error, empty for other errors.
+
+    Batch systems may show each process one GPU, which is then device 0 in all of them, while many
+    scripts say `torch.cuda.set_device(hvd.local_rank())`.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or "invalid device ordinal" not in message:
+        return ""
+    count = torch.cuda.device_count()
+    seen = "one GPU, which is device 0" if count == 1 else f"{count} GPUs"
+    return (
+        f"This process sees {seen}, whatever its local rank: choose the device with "
+        "torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())\n"
+    )
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -4,18 +4,22 @@ launch is the command; check_build and scaling (with scaling_report) are what it
 names do. The rest is in folders, each of which imports only those after it: functions
 (``horovod.run``), jobs (fixed ranks), elastic (ranks that come and go), options (what the command
 line means), agents (the processes on the hosts) and dashboard, output (what people see), slots
-(which rank runs where). gloo_run, mpi_run and js_run (with foreign_run), upstream_launch, common,
-util and http have names of Horovod 0.28.1 (docs/old_names.md).
+(which rank runs where). compute_service is where the processes of TensorFlow's data service meet.
+Modules that only Horovod 0.28.1 had (docs/old_names.md) are made by _upstream.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from horovod.runner._upstream import install
+
 if TYPE_CHECKING:
     from horovod.runner.functions.run_function import run
 
 __all__ = ["run"]
+
+install()
 
 
 def __getattr__(name: str) -> Any:
@@ -25,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
         return run
     if name == "_HorovodArgs":
-        from horovod.runner.upstream_launch import _HorovodArgs
+        from horovod.runner._upstream.launch import _HorovodArgs
 
         return _HorovodArgs
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,9 +32,9 @@ _OLD_NAMES = ("_run", "_run_elastic", "check_build", "is_gloo_used", "run_contro
 def __getattr__(name: str) -> Any:
     """Names of Horovod 0.28.1 (docs/old_names.md), which a launch does not need."""
     if name in _OLD_NAMES:
-        from horovod.runner import upstream_launch
+        from horovod.runner._upstream import launch as upstream
 
-        return getattr(upstream_launch, name)
+        return getattr(upstream, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from horovod.common.config import Config
+from horovod.common.exceptions import TimeoutException
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
-from horovod.runner.common.util.timeout import TimeoutException
 from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.discovery import HostDiscovery, HostManager, NoMoreHosts
 from horovod.runner.elastic.driver import Driver

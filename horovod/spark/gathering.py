@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from horovod.runner.common.util.timeout import TimeoutException
+from horovod.common.exceptions import TimeoutException
 from horovod.runner.slots.hosts import Host, Slot, plan_slots
 from horovod.spark.cluster import Cluster
 from horovod.spark.spark_job import SparkJob

@@ -71,7 +71,7 @@ def run(
     Raises:
         ValueError: An argument is wrong; nothing was started.
         TimeoutException: The tasks did not start in time; it is a
-            `horovod.runner.common.util.timeout.TimeoutException`.
+            `horovod.common.exceptions.TimeoutException`.
 
     Examples:
         >>> results = horovod.spark.run(train, args=(10,), num_proc=4)

@@ -58,6 +58,11 @@ def wire_type(
     return NARROW.get(compression) if wide else None
 
 
+def wire_type_of(compression: type[Compressor], tensor: torch.Tensor) -> torch.dtype | None:
+    """The same for a single tensor."""
+    return NARROW.get(compression) if tensor.is_cpu and tensor.dtype in _WIDE else None
+
+
 class Compression:
     """The compressors to choose from: `none`, `fp16` and `bf16`.
 

@@ -121,6 +121,38 @@ def broadcast_optimizer_state(
     if not is_root:
         _rebuild(optimizer, parameters, description, tensors)
     broadcast_parameters(tensors, root_rank)
+    local: Any = optimizer if hasattr(optimizer, "_broadcast_progress") else None
+    if local is not None:
+        local._broadcast_progress(root_rank)
+
+
+def broadcast_nested(value: Any, root_rank: int, name: str, device: torch.device) -> Any:
+    """The root's dicts and lists of tensors and plain values on every rank. Collective.
+
+    Tensors that the root has on a device are made on `device` elsewhere.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def form_of(tensor: Tensor) -> _TensorForm:
+        form = _TensorForm(
+            f"{name}.{len(tensors)}", tuple(tensor.shape), tensor.dtype, not tensor.is_cpu, False
+        )
+        tensors[form.name] = tensor
+        return form
+
+    def tensor_of(form: _TensorForm) -> Tensor:
+        there = device if form.beside_parameter else torch.device("cpu")
+        tensors[form.name] = torch.empty(form.shape, dtype=form.dtype, device=there)
+        return tensors[form.name]
+
+    is_root = runtime.topology.rank == root_rank
+    description = broadcast_object(
+        _replace(value, Tensor, form_of) if is_root else None, root_rank, name
+    )
+    if not is_root:
+        value = _replace(description, _TensorForm, tensor_of)
+    broadcast_parameters(tensors, root_rank)
+    return value
 
 
 def _describe(

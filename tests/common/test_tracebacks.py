@@ -69,6 +69,17 @@ def test_all_frames_are_there_for_those_who_debug():
     assert "inside horovod" not in text
 
 
+def test_a_device_that_the_process_does_not_see_is_explained(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as --gpus-per-task=1 leaves it
+
+    def choose_the_device_of_local_rank_3() -> None:
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+    text = format_error(_caught(choose_the_device_of_local_rank_3))
+    assert "sees one GPU, which is device 0" in text
+    assert text.endswith("set_device(hvd.local_rank() % torch.cuda.device_count())\n")
+
+
 @pytest.mark.parametrize("before", ["", "sys.excepthook = print"])
 def test_init_installs_it_where_nobody_else_did(before: str):
     end = "hvd.init(); print(sys.excepthook.__module__)"

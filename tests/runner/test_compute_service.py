@@ -11,14 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod.runner.common.service.compute_service import ComputeClient, ComputeService
-from horovod.runner.common.util.network import NoValidAddressesFound
-from horovod.runner.common.util.secret import make_secret_key
-from horovod.runner.common.util.timeout import TimeoutException
+from horovod.common.exceptions import TimeoutException
+from horovod.common.wire import new_key
+from horovod.runner.compute_service import (
+    ComputeClient,
+    ComputeService,
+    NoValidAddressesFound,
+)
+from tests.effort import examples
 from tests.ports import reserved_port
 
 LONG = 60.0
-KEY = make_secret_key()
+KEY = new_key()
 
 
 @contextmanager
@@ -134,7 +138,7 @@ def test_of_dispatchers_that_register_at_once_one_wins(service: ComputeService) 
     assert asking.wait_for_dispatcher_registration(0, LONG) == winner
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 12), st.integers(1, 4)),
     registrations=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 5)), max_size=30),
@@ -203,7 +207,7 @@ def test_shutdown_reaches_those_who_wait_and_those_who_ask_later(service: Comput
 
 def test_whoever_has_another_key_is_refused(service: ComputeService, client: ComputeClient) -> None:
     with pytest.raises(PermissionError, match="different keys"):
-        ComputeClient(service.addresses(), make_secret_key())
+        ComputeClient(service.addresses(), new_key())
     with pytest.raises(ValueError, match="32 bytes"):
         ComputeClient(service.addresses(), b"short")
     [[(address, port)]] = service.addresses().values()
@@ -246,5 +250,5 @@ def test_a_service_that_has_gone() -> None:
 
 
 def test_the_key_is_random() -> None:
-    assert len({make_secret_key() for _ in range(10)}) == 10
-    assert len(make_secret_key()) == 32
+    assert len({new_key() for _ in range(10)}) == 10
+    assert len(new_key()) == 32

@@ -17,10 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-import horovod.torch as hvd
-from horovod.common.util import env
-from horovod.runner import _HorovodArgs, gloo_run, js_run, launch, mpi_run
 from horovod.runner.common.util import (
     codec,
     config_parser,
@@ -32,18 +28,22 @@ from horovod.runner.common.util import (
 )
 from horovod.runner.common.util import env as env_util
 from horovod.runner.common.util.settings import Settings
-from horovod.runner.elastic.discovery import FixedHosts, HostManager, HostUpdateResult
 from horovod.runner.elastic.settings import ElasticSettings
 from horovod.runner.elastic.worker import WorkerNotificationManager
-from horovod.runner.functions.remote_error import FAILED
-from horovod.runner.options.arguments import make_options
 from horovod.runner.util import network, streams, threads
 from horovod.runner.util.cache import Cache, use_cache
 from horovod.runner.util.lsf import LSFUtils
 
-PAGE = (Path(__file__).parents[2] / "docs" / "old_names.md").read_text()
-ROWS = re.findall(r"^\| `(horovod\.[\w.]+)` \| (.*?) \|", PAGE, re.MULTILINE)
-REFUSED = set(re.findall(r"`(\w+)`", PAGE.partition("the new way when they are used:")[2]))
+import horovod.torch as hvd
+from horovod.common.util import env
+from horovod.runner import _HorovodArgs, gloo_run, js_run, launch, mpi_run
+from horovod.runner._upstream.refused import REFUSED
+from horovod.runner._upstream.table import OLD_MODULES, OldModule, page
+from horovod.runner.elastic.discovery import FixedHosts, HostManager, HostUpdateResult
+from horovod.runner.functions.remote_error import FAILED
+from horovod.runner.options.arguments import make_options
+
+PAGE = Path(__file__).parents[2] / "docs" / "old_names.md"
 
 SIGNATURES = {
     "execute": "command env=None stdout=None stderr=None index=None events=None "
@@ -58,7 +58,6 @@ SIGNATURES = {
     "host_hash": "salt=None",
     "Timeout": "timeout message",
     "gloo_run": "settings nics env server_ip command",
-    "launch_gloo": "command exec_command settings nics env server_ip",
     "create_run_env_vars": "server_ip nics port elastic=False",
     "mpi_run": "settings nics env command stdout=None stderr=None",
     "js_run": "settings nics env command stdout=None stderr=None",
@@ -68,22 +67,18 @@ SIGNATURES = {
     "_run": "args",
     "_run_elastic": "args",
     "Cache": "cache_folder cache_staleness_threshold_in_minutes parameters_hash",
-    "RendezvousServer": "verbose=0",
-    "ElasticDriver": "rendezvous discovery min_num_proc max_num_proc timeout=None reset_limit=None "
-    "cooldown_range=None verbose=0",
     "Results": "error_message worker_results",
     "HostsUpdatedRequest": "timestamp res=0",
     "HorovodBasics": "pkg_path=None args",
-    "_task_fn": "index num_hosts driver_addresses settings",
     "HostDiscoveryScript": "discovery_script slots",
     "HostManager": "discovery cooldown_range=None",
 }
 
 
-@pytest.mark.parametrize(("module", "names"), ROWS, ids=[row[0] for row in ROWS])
-def test_every_module_of_the_page_has_its_names(module: str, names: str):
-    found = importlib.import_module(module)
-    for name in re.findall(r"`(\w+)`", names):
+@pytest.mark.parametrize("old", OLD_MODULES, ids=lambda old: old.path)
+def test_every_module_has_its_names(old: OldModule):
+    found = importlib.import_module(old.path)
+    for name in old.names:
         thing = getattr(found, name)
         if name in SIGNATURES:
             parameters = list(inspect.signature(thing).parameters.values())
@@ -92,27 +87,35 @@ def test_every_module_of_the_page_has_its_names(module: str, names: str):
             ]
             wanted = SIGNATURES[name].split()
             assert shown[: len(wanted)] == wanted, name
-        if inspect.isclass(thing) and thing.__module__ == module and not inspect.isabstract(thing):
+        if (
+            inspect.isclass(thing)
+            and thing.__module__ == old.source
+            and not inspect.isabstract(thing)
+        ):
             assert pickle.loads(pickle.dumps(thing)) is thing
 
 
-def test_the_page_names_all_that_the_issue_names():
-    assert len(ROWS) == 31
-    assert set(SIGNATURES) <= {name for _, names in ROWS for name in re.findall(r"`(\w+)`", names)}
+def test_the_page_is_made_from_the_table():
+    command = "python -m horovod.runner._upstream.table > docs/old_names.md"
+    assert PAGE.read_text() == page(), f"run: {command}"
+    assert set(SIGNATURES) <= {name for old in OLD_MODULES for name in old.names}
+
+
+def test_a_module_that_upstream_does_not_have_is_not_there_either():
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'horovod\.runner\.nothing'"):
+        importlib.import_module("horovod.runner.nothing")
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        gloo_run.nothing  # noqa: B018
+    assert config_parser.HOROVOD_CYCLE_TIME == "HOROVOD_CYCLE_TIME"  # not in the table by name
 
 
 def test_what_is_not_safe_raises_with_the_reason_and_the_new_way():
-    assert len(REFUSED) == 12
-    for module, names in ROWS:
-        for name in REFUSED & set(re.findall(r"`(\w+)`", names)):
-            thing = getattr(importlib.import_module(module), name)
-            needed = [
-                None
-                for p in inspect.signature(thing).parameters.values()
-                if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
-            ]
-            with pytest.raises(NotImplementedError, match=rf"^{name} of Horovod .* horovod"):
-                thing(*needed)
+    refused = [(old, name) for old in OLD_MODULES for name in old.names if name in REFUSED]
+    assert {name for _, name in refused} == set(REFUSED)
+    for old, name in refused:
+        thing = getattr(importlib.import_module(old.path), name)
+        with pytest.raises(NotImplementedError, match=rf"^{name} of Horovod .* horovod"):
+            type("OfTheProgram", (thing,), {})("an argument", verbose=2)
 
 
 # -- jobs ----------------------------------------------------------------------------------------
@@ -464,14 +467,6 @@ def test_the_basics_of_a_c_library_that_is_not_there():
     assert codes == [-1, -2, -3, -4, -5, -6]
     with pytest.raises(AttributeError, match="no attribute 'MPI_LIB'"):
         basics.MPI_LIB  # noqa: B018
-
-
-def test_the_task_of_every_host_says_what_is_there_instead():
-    done = subprocess.run(
-        [sys.executable, "-m", "horovod.runner.task_fn"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 1
-    assert "is not offered: it unpickles what it gets from a socket" in done.stderr
 
 
 # -- elastic -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 from pyspark.sql import SparkSession
 
 import horovod.spark
-from horovod.runner.common.util.timeout import TimeoutException
+from horovod.common.exceptions import TimeoutException
 from tests.spark import functions
 from tests.spark.cluster import QUICK_JAVA
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import horovod.spark
-from horovod.runner.common.util.timeout import TimeoutException
+from horovod.common.exceptions import TimeoutException
 from horovod.runner.functions.run_function import RemoteError
 from tests.files import contents
 from tests.spark import functions

@@ -19,8 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod.runner.common.service.compute_service import ComputeService
-from horovod.runner.common.util.secret import make_secret_key
+from horovod.common.wire import new_key
+from horovod.runner.compute_service import ComputeService
+from tests.effort import examples
 from tests.hosts import Hosts, host_address
 from tests.hosts import available as hosts_available
 from tests.ranks import RankPool, start_ranks
@@ -86,7 +87,7 @@ def test_configuration(tf_pool2: RankPool, tmp_path: Path):
     def check() -> None:
         from horovod.tensorflow.data.compute_service import TfDataServiceConfig
 
-        @settings(max_examples=50, deadline=None, database=None)
+        @settings(max_examples=examples(50), deadline=None, database=None)
         @given(
             dispatchers=st.integers(1, 9),
             workers_per_dispatcher=st.integers(1, 9),
@@ -155,7 +156,7 @@ def test_bad_requests_are_explained(tf_pool2: RankPool):
         with pytest.raises(ValueError, match="size"):
             dataset.send_to_data_service(config("compute"), 0, reuse_dataset=True, round_robin=True)
 
-    key = make_secret_key()
+    key = new_key()
     tf_pool2.run(check, timeout=LONG)
 
 
@@ -204,7 +205,7 @@ def describe() -> Iterator[Any]:
     services = []
 
     def start(dispatchers: int, workers_per_dispatcher: int, side: str) -> dict[str, Any]:
-        key = make_secret_key()
+        key = new_key()
         services.append(ComputeService(dispatchers, workers_per_dispatcher, key))
         return {
             "dispatchers": dispatchers,

@@ -37,11 +37,20 @@ from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.mailbox import Mailbox
 from horovod.runner.elastic.polling import HostPoller
 from horovod.runner.elastic.status import Status, count
-from horovod.runner.elastic.upstream_driver import ElasticDriver, Results
 from horovod.runner.output.progress import Progress
 from horovod.runner.output.report import Outcome, exit_status
 
-__all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver", "ElasticDriver", "Results", "WorkerOutputs"]
+__all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver", "WorkerOutputs"]
+
+
+def __getattr__(name: str) -> Any:
+    """Names of Horovod 0.28.1 (docs/old_names.md), imported when somebody asks for them."""
+    if name in ("ElasticDriver", "Results"):
+        from horovod.runner._upstream import elastic
+
+        return getattr(elastic, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 DISCOVER_HOSTS_FREQUENCY_SECS = 1.0
 _TICK = 0.5

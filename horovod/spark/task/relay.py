@@ -19,9 +19,9 @@ from typing import Any
 from pyspark import TaskContext
 
 import horovod
+from horovod.common.host import host_hash
 from horovod.common.wire import encode_key
 from horovod.runner.agents.relay import Relay, connect
-from horovod.runner.common.util.host_hash import host_hash
 from horovod.runner.functions.function_call import search_path
 from horovod.runner.slots.worker_env import KEY
 from horovod.spark.task import GPUS, get_available_devices

@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 
 from horovod.common.config import Config
-from horovod.runner.common.service.compute_service import ComputeService
-from horovod.runner.common.util.secret import make_secret_key
+from horovod.common.wire import new_key
+from horovod.runner.compute_service import ComputeService
 from horovod.spark.cluster import Cluster
 from horovod.spark.runner import run
 
@@ -44,7 +44,7 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str) -> None:
             f"cluster runs {workers} tasks at once (spark.default.parallelism) and {dispatchers} "
             f"dispatchers were asked for"
         )
-    key = make_secret_key()
+    key = new_key()
     listen, _ = cluster.driver_addresses()
     service = ComputeService(dispatchers, workers // dispatchers, key, nics=[listen])
     config = TfDataServiceConfig(

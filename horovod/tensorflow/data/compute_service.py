@@ -23,7 +23,7 @@ import tensorflow as tf
 import horovod.tensorflow as hvd
 from horovod.common.logging import get_logger
 from horovod.common.wire import check_key
-from horovod.runner.common.service.compute_service import Addresses, ComputeClient
+from horovod.runner.compute_service import Addresses, ComputeClient
 from horovod.tensorflow.data.listening import only_at
 from horovod.tensorflow.functions import allgather_object
 

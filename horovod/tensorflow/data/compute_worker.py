@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import horovod.tensorflow as hvd
 from horovod.common.addresses import LOOPBACK, routable_address
 from horovod.common.config import Config
-from horovod.runner.common.service.compute_service import ComputeService
-from horovod.runner.common.util.secret import make_secret_key
+from horovod.common.wire import new_key
+from horovod.runner.compute_service import ComputeService
 from horovod.tensorflow.data.compute_service import SIDES, TfDataServiceConfig, compute_worker_fn
 from horovod.tensorflow.functions import allgather_object, broadcast_object
 
@@ -50,7 +50,7 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: int) 
     config, service = None, None
     try:
         if hvd.rank() == 0:
-            key = make_secret_key()
+            key = new_key()
             per_dispatcher = hvd.size() // dispatchers
             service = ComputeService(dispatchers, per_dispatcher, key, nics=[_address()])
             config = TfDataServiceConfig(

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from horovod.runner.mpi_run import mpi_available
 
 import horovod
 from horovod.runner.functions.run_function import RemoteError
 from horovod.runner.jobs import controllers, mpi_launch
-from horovod.runner.mpi_run import mpi_available
 from horovod.runner.options.arguments import make_options
 from tests.runner.horovodrun import HANG, ROOT, command, environment, run, run_python
 

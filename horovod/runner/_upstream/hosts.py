@@ -1,4 +1,4 @@
-"""Hosts and places of ranks in the shapes that upstream has for them.
+"""Hosts and slots of ranks in the shapes that Horovod 0.28.1 has for them.
 
 The grammar and the order of ranks are those of `horovod.runner.slots.hosts`.
 """

@@ -23,11 +23,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from horovod.common.addresses import LOOPBACK, is_loopback
+from horovod.common.exceptions import TimeoutException
 from horovod.common.logging import get_logger
 from horovod.common.store import MemoryStore, StoreClient, StoreServer
 from horovod.runner.agents.probe import interface_address, source_towards
-from horovod.runner.common.util.network import NoValidAddressesFound
-from horovod.runner.common.util.timeout import TimeoutException
 
 Addresses = Mapping[str, Sequence[tuple[str, int]]]
 """For each network interface, the addresses and ports where the service listens."""
@@ -35,6 +34,10 @@ Addresses = Mapping[str, Sequence[tuple[str, int]]]
 _CONNECT_TIMEOUT = 20.0
 _CLAIM_TIMEOUT = 20.0  # seconds between a dispatcher's claim and its address, at the very most
 _LONG = 1e6  # seconds
+
+
+class NoValidAddressesFound(ConnectionError):
+    """A service answers at none of the addresses that are known of it."""
 
 
 class ComputeService:

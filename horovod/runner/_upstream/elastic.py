@@ -1,33 +1,48 @@
-"""Notices that hosts have changed, on a worker.
+"""Names of Horovod 0.28.1 around its elastic driver: notices, results, states of workers.
 
-The driver's own come through the job's store (`horovod.common.membership`); here a program may give
-notice of others.
+The driver's own notices come through the job's store (`horovod.common.membership`); with
+`WorkerNotificationManager` a program may give notice of others.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from horovod.runner.common.unavailable import ELASTIC, unavailable
+from horovod.runner._upstream.refused import REFUSED, refuse
 from horovod.runner.elastic.discovery import HostUpdateResult
+from horovod.runner.elastic.termination import RESET_LIMIT_EXCEEDED_MESSAGE
 
-__all__ = [
-    "HostUpdateResult",
-    "HostsUpdatedRequest",
-    "WorkerNotificationClient",
-    "WorkerNotificationManager",
-    "WorkerNotificationService",
-]
+__all__ = ["RESET_LIMIT_EXCEEDED_MESSAGE", "HostUpdateResult"]
+
+READY = "READY"
+SUCCESS = "SUCCESS"
+FAILURE = "FAILURE"
+
+GET_RANK_AND_SIZE = "rank_and_size"
+PUT_WORKER_ADDRESSES = "worker_addresses"
+
+
+def __getattr__(name: str) -> Any:
+    if name in REFUSED:
+        return refuse(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@dataclass
+class Results:
+    """The end of a job: an error or None, and exit code and time by worker ("host[slot]")."""
+
+    error_message: str | None
+    worker_results: dict[str, tuple[int, float]]
 
 
 class Listener(Protocol):
-    """Such as a `State` of ``hvd.elastic``."""
+    """Receives notices; a `State` of ``hvd.elastic`` is one."""
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Hosts have changed."""
+        """Take notice that hosts have changed."""
 
 
 @dataclass
@@ -53,7 +68,7 @@ class WorkerNotificationManager:
         hostname: str | None = None,
         local_rank: int | None = None,
     ) -> None:
-        """Nothing has to listen for the driver: its decisions come through the job's store."""
+        """Do nothing: the driver's decisions come through the job's store."""
 
     def register_listener(self, listener: Listener) -> None:
         with self._lock:
@@ -65,24 +80,8 @@ class WorkerNotificationManager:
             self._listeners = [each for each in self._listeners if each is not listener]
 
     def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Hosts have changed: the listeners act on it at their next check."""
+        """Tell all listeners, which act on it at their next check."""
         with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:
             listener.on_hosts_updated(timestamp, update_res)
-
-
-class WorkerNotificationService:
-    """Not offered: the driver's notices come through the job's store, which has a key."""
-
-    def __init__(self, key: bytes, nic: str | None, manager: WorkerNotificationManager) -> None:
-        raise unavailable("WorkerNotificationService", *ELASTIC)
-
-
-class WorkerNotificationClient:
-    """Not offered: the driver's notices come through the job's store, which has a key."""
-
-    def __init__(
-        self, addresses: Mapping[str, Any], key: bytes, verbose: int, match_intf: bool = False
-    ) -> None:
-        raise unavailable("WorkerNotificationClient", *ELASTIC)

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from horovod.common.util import gloo_built, mpi_built
+from horovod.runner._upstream.launchers import run_here
 from horovod.runner.check_build import check_build as build_report
-from horovod.runner.gloo_run import run_here
 from horovod.runner.jobs import controllers
 from horovod.runner.jobs.request import make_request
 from horovod.runner.options.arguments import make_options

@@ -1,4 +1,4 @@
-"""Knobs on their way from the configuration file and the options to the environment.
+"""Knobs on their way from configuration file and options to the environment, as in 0.28.1.
 
 The variables are those that `horovod.runner.options.tunables` declares; the name of each is
 here too, and stands for itself.

@@ -1,0 +1,149 @@
+"""What programs of Horovod 0.28.1 ask about this process, its host, its job and its keys.
+
+Addresses and interfaces of the host, variables that travel to others, LSF's hosts, objects as text,
+and digests by which two that share a key know each other.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import os
+import random
+import re
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import cloudpickle
+import psutil
+
+from horovod.common.addresses import resolve
+from horovod.common.host import host_hash as host_hash
+from horovod.common.wire import new_key as make_secret_key
+from horovod.runner.slots.allocation import read_lsf
+from horovod.runner.slots.hosts import is_local
+from horovod.runner.slots.worker_env import KEY as HOROVOD_SECRET_KEY
+from horovod.runner.slots.worker_env import travelling
+
+__all__ = ["HOROVOD_SECRET_KEY", "host_hash", "make_secret_key"]
+
+Server = TypeVar("Server")
+
+DIGEST_LENGTH = hashlib.sha256().digest_size
+IGNORE_REGEXES = {"BASH_FUNC_.*", "OLDPWD", ".*CUDA_VISIBLE_DEVICES", "_HOROVOD_SECRET_KEY"}
+"""Upstream's list. What really stays behind is more: see `horovod.runner.slots.worker_env`."""
+
+_PAIRS = (
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+def is_exportable(v: str) -> bool:
+    """Return whether a variable of this name goes along to another host."""
+    ignored = any(re.fullmatch(pattern, v) for pattern in IGNORE_REGEXES)
+    return not ignored and v in travelling({v: ""})
+
+
+def get_env_rank_and_size() -> tuple[int, int]:
+    """Return rank and size by the variables of a launcher; (0, 1) where there is none."""
+    for rank, size in _PAIRS:
+        values = os.environ.get(rank), os.environ.get(size)
+        if values[0] is not None and values[1] is not None:
+            return int(values[0]), int(values[1])
+        if values != (None, None):
+            missing = rank if values[0] is None else size
+            raise RuntimeError(f"only one of {rank} and {size} is set: {missing} is missing")
+    return 0, 1
+
+
+class LSFUtils:
+    """What LSF says about the job that this process belongs to."""
+
+    @staticmethod
+    def using_lsf() -> bool:
+        return bool(os.environ.get("LSB_JOBID"))
+
+    @staticmethod
+    def get_compute_hosts() -> list[str]:
+        return [host.name for host in read_lsf(os.environ)]
+
+    @staticmethod
+    def get_num_processes() -> int:
+        return sum(host.slots or 0 for host in read_lsf(os.environ))
+
+
+def dumps_base64(obj: Any, to_ascii: bool = True) -> str | bytes:
+    """Return an object pickled, in base64: as text, or as bytes without `to_ascii`."""
+    encoded = base64.b64encode(cloudpickle.dumps(obj))
+    return encoded.decode("ascii") if to_ascii else encoded
+
+
+def loads_base64(encoded: str | bytes) -> Any:
+    """Return the object of `dumps_base64`.
+
+    Who can write such a text can run code where it is read: use it only for what you wrote.
+    """
+    return cloudpickle.loads(base64.b64decode(encoded))
+
+
+def compute_digest(key: bytes, body: bytes) -> bytes:
+    """Return what only holders of the key can compute of a message."""
+    return hmac.digest(key, body, hashlib.sha256)
+
+
+def check_digest(key: bytes, body: bytes, digest: bytes) -> bool:
+    """Return whether a holder of the key made this digest."""
+    return hmac.compare_digest(compute_digest(key, body), digest)
+
+
+def get_local_host_addresses() -> set[str]:
+    """Return the IPv4 addresses of this host."""
+    return {address for addresses in _interfaces().values() for address in addresses}
+
+
+def get_local_intfs(nic: Iterable[str] | None = None) -> set[str]:
+    """Return the interfaces on which this host is 127.0.0.1, of those named or of all."""
+    found = {name for name, addresses in _interfaces().items() if "127.0.0.1" in addresses}
+    return found if not nic else found & set(nic)
+
+
+def resolve_host_address(host: str) -> str:
+    """Return the address of a host; the name itself where nobody knows one."""
+    return next(iter(resolve(host)), host)
+
+
+def filter_local_addresses(all_host_names: Iterable[str]) -> list[str]:
+    """Return those of the hosts that are other machines."""
+    return [name for name in all_host_names if not is_local(name)]
+
+
+def get_driver_ip(nics: Sequence[str]) -> str:
+    """Return this host's address on one of these interfaces; RuntimeError if it has none there."""
+    for name in nics:
+        for address in _interfaces().get(name, ()):
+            return address
+    raise RuntimeError(f"this host has no IPv4 address on {', '.join(nics) or 'no interface'}")
+
+
+def find_port(server_factory: Callable[[tuple[str, int]], Server]) -> tuple[Server, int]:
+    """Make a server on a free port with `server_factory((address, port))`; it and the port."""
+    ports = list(range(1024, 65536))
+    random.shuffle(ports)
+    for port in ports:
+        try:
+            return server_factory(("", port)), port
+        except OSError:
+            continue
+    raise OSError("there is no free port")
+
+
+def _interfaces() -> dict[str, list[str]]:
+    entries: dict[str, Any] = psutil.net_if_addrs()
+    return {
+        name: [entry.address for entry in found if entry.family == socket.AF_INET]
+        for name, found in entries.items()
+    }

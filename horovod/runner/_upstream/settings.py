@@ -1,0 +1,132 @@
+"""Descriptions of jobs that programs of Horovod 0.28.1 hand to `launchers`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from horovod.common.exceptions import TimeoutException
+from horovod.runner.elastic.discovery import HostDiscovery
+from horovod.runner.options.arguments import make_options
+
+
+class Timeout:
+    """A deadline some seconds from now. `message` says what to do, and may have ``{activity}``."""
+
+    def __init__(self, timeout: float, message: str) -> None:
+        self._timeout = timeout
+        self._end = time.monotonic() + timeout
+        self._end_of_day = time.time() + timeout
+        self._message = message
+
+    def remaining(self) -> float:
+        """Seconds left; never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+    def timeout_at(self) -> float:
+        """When the time is up, as `time.time` counts."""
+        return self._end_of_day
+
+    def timed_out(self) -> bool:
+        return self.remaining() == 0.0
+
+    def check_time_out_for(self, activity: str) -> None:
+        """`TimeoutException` if the time is up."""
+        if self.timed_out():
+            told = self._message.format(activity=activity)
+            raise TimeoutException(f"{told} Timeout after {self._timeout:g} seconds.")
+
+
+@dataclass(kw_only=True)
+class BaseSettings:
+    """Settings of any job; the names are those of horovodrun's options."""
+
+    num_proc: int | None = None
+    verbose: int = 0
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    extra_mpi_args: str | None = None
+    tcp_flag: bool | None = None
+    binding_args: str | None = None
+    key: bytes | None = None  # not used: every job makes its own
+    start_timeout: float | Timeout | None = None
+    output_filename: str | None = None
+    run_func_mode: bool | None = None
+    nics: Collection[str] | None = None
+    elastic: bool = False
+    prefix_output_with_timestamp: bool = False
+
+
+@dataclass(kw_only=True)
+class Settings(BaseSettings):
+    """Settings of a job with fixed hosts, given as for ``-H``."""
+
+    hosts: str | None = None
+
+
+@dataclass(kw_only=True)
+class ElasticSettings(BaseSettings):
+    """Settings of an elastic job; `discovery` says which hosts there are, and stays where it is."""
+
+    discovery: HostDiscovery | None
+    min_num_proc: int | None
+    max_num_proc: int | None
+    elastic_timeout: float | None
+    reset_limit: int | None
+    cooldown_range: tuple[int, int] | None = None
+    elastic: bool = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "discovery": None}  # it may hold processes or connections
+
+
+def as_arguments(settings: BaseSettings, nics: Collection[str] | None = None) -> list[str]:
+    """Return the options of horovodrun that say the same; `nics` are for settings without any."""
+    nics = settings.nics or nics
+    timeout = settings.start_timeout
+    seconds = timeout.remaining() if isinstance(timeout, Timeout) else timeout
+    values = {
+        "-np": settings.num_proc,
+        "--hosts": getattr(settings, "hosts", None),
+        "--ssh-port": settings.ssh_port,
+        "--ssh-identity-file": settings.ssh_identity_file,
+        "--mpi-args": settings.extra_mpi_args,
+        "--binding-args": settings.binding_args,
+        "--start-timeout": None if seconds is None else int(max(1, seconds)),
+        "--output-filename": settings.output_filename,
+        "--network-interfaces": ",".join(nics) if nics else None,
+    }
+    switches = {
+        "--verbose": settings.verbose > 1,
+        "--tcp": settings.tcp_flag,
+        "--prefix-output-with-timestamp": settings.prefix_output_with_timestamp,
+    }
+    arguments = [f"{name}={value}" for name, value in values.items() if value is not None]
+    return arguments + [name for name, wanted in switches.items() if wanted]
+
+
+def as_elastic_arguments(settings: ElasticSettings) -> list[str]:
+    """Return the options of horovodrun that say the same, but for the discovery."""
+    values = {
+        "--min-np": settings.min_num_proc or settings.num_proc or 1,
+        "--max-np": settings.max_num_proc,
+        "--elastic-timeout": settings.elastic_timeout,
+        "--reset-limit": settings.reset_limit,
+    }
+    arguments = [f"{name}={value}" for name, value in values.items() if value is not None]
+    if settings.cooldown_range is not None:
+        arguments += ["--blacklist-cooldown-range", *map(str, settings.cooldown_range)]
+    return [*as_arguments(settings), *arguments]
+
+
+def options_of(
+    arguments: Sequence[str], command: str | Sequence[str], env: Mapping[str, str] = os.environ
+) -> argparse.Namespace:
+    """Return the options of a job that runs a command (text: split as a shell does)."""
+    words = shlex.split(command) if isinstance(command, str) else command
+    return make_options([*arguments, "--", *words], env)

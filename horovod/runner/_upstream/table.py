@@ -1,0 +1,212 @@
+"""The modules of Horovod 0.28.1 that programs import, with their names: one table.
+
+The import hook of this package and docs/old_names.md are made from it:
+
+    python -m horovod.runner._upstream.table > docs/old_names.md
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from horovod.runner._upstream.refused import REFUSED
+
+_HERE = "horovod.runner._upstream"
+
+
+class OldModule(NamedTuple):
+    """A module as Horovod 0.28.1 called it."""
+
+    path: str
+    source: str
+    """The module that has its names now: the path itself where that is a file."""
+    names: tuple[str, ...]
+    replacement: str
+    """What new programs use, for the page; may be empty."""
+    remark: str = ""
+    """What the page adds to the names."""
+
+
+def _old(path: str, source: str, names: str, replacement: str = "", remark: str = "") -> OldModule:
+    path = f"horovod.{path}"
+    source = source if "." in source else f"{_HERE}.{source}" if source else path
+    return OldModule(path, source, tuple(names.split()), replacement, remark)
+
+
+_HORUN = "options of [horovodrun](horovodrun.md)"
+
+OLD_MODULES = (
+    _old(
+        "common.basics",
+        "",
+        "HorovodBasics",
+        "`horovod.torch` and the other bindings",
+    ),
+    _old("common.util", "", "env is_version_greater_equal_than"),
+    _old(
+        "runner.common.service.compute_service",
+        "horovod.runner.compute_service",
+        "ComputeClient ComputeService",
+        "[TensorFlow's data service](tensorflow_data_service.md)",
+    ),
+    _old("runner.common.util.codec", "environment", "dumps_base64 loads_base64", "`cloudpickle`"),
+    _old(
+        "runner.common.util.config_parser",
+        "knobs",
+        "set_args_from_config set_env_from_args validate_config_args HOROVOD_FUSION_THRESHOLD",
+        "[knobs](knobs.md)",
+        "and the variables of all other knobs",
+    ),
+    _old(
+        "runner.common.util.env",
+        "environment",
+        "get_env_rank_and_size is_exportable IGNORE_REGEXES",
+        "`hvd.rank()`, `hvd.size()`",
+    ),
+    _old("runner.common.util.host_hash", "environment", "host_hash"),
+    _old(
+        "runner.common.util.hosts",
+        "hosts",
+        "HostInfo SlotInfo INVALID_SLOT_INFO parse_hosts parse_host_files parse_hosts_and_slots "
+        "get_host_assignments",
+        "`horovod.runner.slots.hosts`",
+    ),
+    _old(
+        "runner.common.util.network",
+        "refused",
+        "NoValidAddressesFound BasicService BasicClient",
+        "`horovod.common.store`",
+    ),
+    _old(
+        "runner.common.util.safe_shell_exec",
+        "shell",
+        "execute terminate_executor_shell_and_children GRACEFUL_TERMINATION_TIME_S",
+        "`subprocess`",
+    ),
+    _old(
+        "runner.common.util.secret",
+        "environment",
+        "make_secret_key compute_digest check_digest DIGEST_LENGTH HOROVOD_SECRET_KEY",
+    ),
+    _old("runner.common.util.settings", "settings", "BaseSettings Settings", _HORUN),
+    _old("runner.common.util.timeout", "settings", "Timeout TimeoutException"),
+    _old("runner.util.cache", "cache", "Cache use_cache", "nothing is kept between jobs"),
+    _old("runner.util.lsf", "environment", "LSFUtils"),
+    _old(
+        "runner.util.network",
+        "environment",
+        "get_local_host_addresses get_local_intfs get_driver_ip filter_local_addresses find_port "
+        "resolve_host_address",
+    ),
+    _old("runner.util.streams", "threads", "Pipe"),
+    _old(
+        "runner.util.threads",
+        "threads",
+        "in_thread on_event execute_function_multithreaded",
+        "`concurrent.futures`",
+    ),
+    _old("runner", "", "run _HorovodArgs", "`horovod.run`"),
+    _old(
+        "runner.launch",
+        "",
+        "parse_args run_commandline run_controller is_gloo_used check_build _run _run_elastic",
+        "`horovod.run`, [horovodrun](horovodrun.md)",
+    ),
+    _old(
+        "runner.gloo_run",
+        "launchers",
+        "gloo_run gloo_run_elastic launch_gloo launch_gloo_elastic create_slot_env_vars "
+        "create_run_env_vars",
+        "`horovod.run`",
+    ),
+    _old(
+        "runner.mpi_run",
+        "launchers",
+        "mpi_run mpi_available is_open_mpi is_spectrum_mpi is_mpich is_intel_mpi",
+        "`horovod.run(use_mpi=True)`",
+    ),
+    _old("runner.task_fn", "refused", "_task_fn", "the hosts' agents"),
+    _old("runner.js_run", "launchers", "js_run is_jsrun_installed", "`horovodrun --jsrun`"),
+    _old(
+        "runner.http.http_server",
+        "refused",
+        "RendezvousServer KVStoreServer",
+        "`horovod.common.store`",
+    ),
+    _old("runner.elastic.constants", "elastic", "RESET_LIMIT_EXCEEDED_MESSAGE"),
+    _old(
+        "runner.elastic.discovery",
+        "",
+        "HostDiscovery HostDiscoveryScript FixedHosts HostManager DiscoveredHosts HostUpdateResult",
+    ),
+    _old(
+        "runner.elastic.driver",
+        "",
+        "ElasticDriver Results DISCOVER_HOSTS_FREQUENCY_SECS",
+        "`horovodrun --min-np`",
+    ),
+    _old("runner.elastic.registration", "elastic", "WorkerStateRegistry READY SUCCESS FAILURE"),
+    _old(
+        "runner.elastic.rendezvous",
+        "elastic",
+        "create_rendezvous_handler GET_RANK_AND_SIZE PUT_WORKER_ADDRESSES",
+    ),
+    _old("runner.elastic.settings", "settings", "ElasticSettings", _HORUN),
+    _old(
+        "runner.elastic.worker",
+        "elastic",
+        "WorkerNotificationManager WorkerNotificationService WorkerNotificationClient "
+        "HostsUpdatedRequest HostUpdateResult",
+        "`hvd.elastic`",
+    ),
+)
+
+GENERATED = {old.path: old for old in OLD_MODULES if old.source != old.path}
+"""Those that have no file of their own."""
+
+PACKAGES = {
+    "horovod.runner.common",
+    "horovod.runner.common.service",
+    "horovod.runner.common.util",
+    "horovod.runner.http",
+    "horovod.runner.util",
+}
+
+_HEAD = """\
+# Modules of Horovod 0.28.1
+
+Programs import more of Horovod than its public API. These modules are there under their old names,
+with the old signatures; each is a thin door to what does the work here. New programs should use
+what stands in the last column.
+
+| Module | What it has | Now |
+|---|---|---|
+"""
+
+_TAIL = """
+**What is refused.** Upstream's rendezvous serves everybody who reaches its port, and its services
+unpickle what they get from a socket. Here ranks and launcher meet in a store that knows only
+holders of the job's key. So these can be imported, and raise `NotImplementedError` with the reason
+and the new way when they are used:
+
+{refused}
+
+Methods of classes that cannot be made are not there: those of upstream's elastic driver would have
+to start workers through the caller's function, which has no way to hand them the job's key.
+"""
+
+
+def page() -> str:
+    """Return the text of docs/old_names.md."""
+    rows = []
+    for old in OLD_MODULES:
+        names = ", ".join(f"`{name}`" for name in old.names)
+        names += f" {old.remark}" if old.remark else ""
+        end = f" {old.replacement} |" if old.replacement else " |"
+        rows.append(f"| `{old.path}` | {names} |{end}\n")
+    refused = "\n".join(f"- `{name}`" for name in REFUSED)
+    return _HEAD + "".join(rows) + _TAIL.format(refused=refused)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

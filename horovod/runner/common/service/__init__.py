@@ -1,1 +1,0 @@
-"""Services that processes of one or several jobs talk to: `compute_service`."""
