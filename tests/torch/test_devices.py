@@ -136,7 +136,7 @@ def test_the_other_collectives(pool: RankPool) -> None:
         torch.testing.assert_close(seen["adasum"], torch.ones(5))
         assert seen["devices"] == {accelerator.type}
         assert seen["counts device"] == accelerator.type
-        assert seen["transport"] == ({"NCCL"} if size == 1 else {"STAGED"})
+        assert seen["transport"] == ({"NCCL"} if size == 1 else {"HOST_COPY"})
 
 
 def adasum_of_orthogonal() -> list[float]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.transport import address_arrays
-from horovod.transport.shares import Memory, SharePlan, whole
+from horovod.transport.shares import Memory, SharePlan, tensor_operands
 from tests.effort import examples
 
 counts = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 3_000)), min_size=1, max_size=6)
@@ -83,6 +83,6 @@ def test_buffers_and_operands_are_the_tensors_memory(
             operand *= 0
     assert found == content
     assert not any(tensor.any() for tensor in tensors), "operands were copies"
-    for operand in whole(tensors):
+    for operand in tensor_operands(tensors):
         operand += 1
     assert all((tensor == 1).all() for tensor in tensors)
