@@ -182,11 +182,11 @@ def test_servers_answer_at_the_chosen_address_alone(tf_pool2: RankPool):
 
     def check() -> None:
         from horovod.tensorflow.data.compute_service import _dispatcher
-        from horovod.tensorflow.data.listening import only_at
+        from horovod.tensorflow.data.listening import restrict_to
 
         with everywhere() as before:
             for chosen in ("127.0.0.1", "127.0.0.2", "::1"):
-                with only_at(chosen):
+                with restrict_to(chosen):
                     inside = everywhere()
                 with inside:
                     assert _reaching(inside.getsockname()[1]) == [chosen]

@@ -302,7 +302,7 @@ def _require_lightning() -> None:
     from horovod.lightning import flavours
 
     try:
-        flavours.preferred().require()
+        flavours.preferred_flavour().require()
     except ImportError as error:
         raise RuntimeError(str(error)) from None
 

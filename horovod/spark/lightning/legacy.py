@@ -28,7 +28,7 @@ def to_lightning_module(
     label_shapes: Any = None,
 ) -> Any:
     """The module; made in a function because either Lightning package may be the program's."""
-    base = flavours.preferred().trainer_part("core").LightningModule
+    base = flavours.preferred_flavour().trainer_part("core").LightningModule
     labels = len(label_cols)
     functions = losses.loss_functions(
         loss_fns, loss_constructors, labels, sample_weights_col is not None
