@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from horovod.common.exceptions import HorovodVersionMismatchError
 
-OLDEST, NEXT = "0.9", "0.12"  # as in the extra horovod[jax]
+OLDEST, NEXT = "0.9", "0.12"  # the first as in the extra horovod[jax]
 
 
 def check() -> None:
