@@ -19,6 +19,7 @@ an attempt that one worker has left is over for all.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -27,6 +28,7 @@ from typing import NoReturn
 
 from horovod.common.config import Config
 from horovod.common.decisions import (
+    DRIVER_LOST,
     LATEST,
     Assignment,
     Decision,
@@ -164,6 +166,7 @@ class Membership:
         self._expected = 0  # the number of the decision that should follow what happened
         self._fruitless = (0, 0)  # a decision, and how many of its generations broke uncommitted
         self._finished = False
+        self._has_lost_driver = False
         self._had_slot = False  # in any decision so far
 
     @property
@@ -218,6 +221,7 @@ class Membership:
                     self.unrecoverable = (
                         f"the workers of decision {number} did not meet within {patience:g} s"
                     )
+                self._end_without_driver()
                 if self.unrecoverable is not None:
                     raise HorovodInternalError(f"{self.unrecoverable}; last: {error}") from error
                 logger.info("%s did not come about: %s", generation, error)
@@ -229,12 +233,13 @@ class Membership:
         """Enter the newest decision that has a slot for this worker."""
         while True:
             decision = self._choose()
+            self._end_without_driver()
             if self.unrecoverable is not None:
                 raise HorovodInternalError(self.unrecoverable)
             number, slot = decision.number, decision.slots.get(self.worker_id)
             if self.may_leave:
                 self.leave()
-            if slot is None and self._had_slot:
+            if slot is None and (self._had_slot or decision.is_final):
                 self._finished = True
                 logger.warning(
                     "worker %s ends: it has no place in the job any more (%s)",
@@ -284,6 +289,7 @@ class Membership:
 
     def can_recover(self) -> bool:
         """Return whether it is of use to form another generation, after a collective failed."""
+        self._end_without_driver()
         generation = self.generation
         if generation is not None and generation.is_formed and not generation.made_progress:
             number = generation.decision.number
@@ -306,6 +312,13 @@ class Membership:
         self._finished = True
         with contextlib.suppress(OSError):
             self.store.set(done_key(self.worker_id), b"")
+
+    def retire(self) -> None:
+        """Stop watching the driver, because this worker's function has returned or failed.
+
+        The driver may end at any moment from then on, and this is no error.
+        """
+        self._finished = True
 
     def leave(self) -> NoReturn:
         """Leave the job on purpose: say so, and end the process in order."""
@@ -355,9 +368,12 @@ class Membership:
     def _lose_driver(self, error: OSError) -> None:
         """End this worker, in order if possible: nobody decides about the job any more."""
         reason = f"the driver of this elastic job (horovodrun) is gone or out of reach: {error}"
-        logger.error("worker %s ends: %s", self.worker_id, reason)
+        expected = self._newest is not None and self._newest.is_final
+        level = logging.INFO if expected else logging.ERROR
+        logger.log(level, "worker %s ends: %s", self.worker_id, reason)
         with self._changed:
             self.unrecoverable = reason
+            self._has_lost_driver = True
             generation = self.generation
             self._changed.notify_all()
             if generation is not None:
@@ -367,7 +383,16 @@ class Membership:
         time.sleep(_LAST_WORDS)
         if not self._finished:
             logger.error("worker %s did not end by itself within %g s", self.worker_id, _LAST_WORDS)
-            os._exit(1)
+            os._exit(DRIVER_LOST)
+
+    def _end_without_driver(self) -> None:
+        """End the process if the driver is out of reach, with a status that tells it why.
+
+        The cause may be a link that works again later. The driver must not take it for an error of
+        the program: it ends the job when all workers have failed with one.
+        """
+        if self._has_lost_driver:
+            raise SystemExit(DRIVER_LOST)
 
 
 _membership: Membership | None = None
@@ -382,6 +407,12 @@ def membership(environ: Mapping[str, str] = os.environ) -> Membership | None:
         store = launchers_store(environ).connect(_CONNECT_SECONDS)
         _membership = Membership(store, environ[WORKER_ID])
     return _membership
+
+
+def retire() -> None:
+    """Stop watching the driver, if this process has ever taken part in an elastic job."""
+    if _membership is not None:
+        _membership.retire()
 
 
 def _after_fork_in_child() -> None:

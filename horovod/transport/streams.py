@@ -33,11 +33,14 @@ Piece = Any  # a contiguous buffer that is not empty: memoryview, bytes or numpy
 class Outgoing:
     """A message to be sent. Its memory must not change until it is `done`."""
 
-    __slots__ = ("done", "left", "pieces")
+    __slots__ = ("before", "done", "left", "pieces")
 
-    def __init__(self, pieces: list[Piece], nbytes: int) -> None:
+    def __init__(
+        self, pieces: list[Piece], nbytes: int, before: Callable[[], object] | None = None
+    ) -> None:
         self.pieces = pieces
         self.left = nbytes
+        self.before = before  # called when it is the message's turn: it may fill the memory then
         self.done = False
 
 
@@ -75,10 +78,12 @@ class MessageStream:
         self._sent = self._received = 0
         self._wake_bytes = 1  # for which the kernel wakes us
 
-    def send(self, pieces: list[Piece], nbytes: int) -> Outgoing:
-        """Queue a message of `nbytes`, made of `pieces`."""
+    def send(
+        self, pieces: list[Piece], nbytes: int, before: Callable[[], object] | None = None
+    ) -> Outgoing:
+        """Queue a message of `nbytes`, made of `pieces`; call `before` when it is its turn."""
         header = _HEADER.pack(self._sent, nbytes)
-        message = Outgoing([header, *pieces], len(header) + nbytes)
+        message = Outgoing([header, *pieces], len(header) + nbytes, before)
         self._sent += 1
         self.leaving.append(message)
         return message
@@ -105,6 +110,9 @@ class MessageStream:
         while self.leaving:
             message = self.leaving[0]
             pieces = message.pieces
+            if message.before is not None:
+                message.before()
+                message.before = None
             try:
                 count = self.socket.sendmsg(pieces[:_MOST_PIECES], (), _NOW)
             except BlockingIOError:

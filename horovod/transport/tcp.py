@@ -32,7 +32,9 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.transport import pairwise
 from horovod.transport.arithmetic import as_blocks, ignore_overflow
 from horovod.transport.base import WORD, Group
+from horovod.transport.coded_reduction import CodedReduction, add_up_among_many, plan_rows
 from horovod.transport.direct_reduction import AHEAD, BlockBuffer, DirectReduction
+from horovod.transport.eight_bits import ROW, is_coded, num_rows
 from horovod.transport.links import Links, connection_failure
 from horovod.transport.lost_connections import explain_end
 from horovod.transport.pairwise import PairwiseTransport
@@ -79,6 +81,7 @@ class TcpTransport(PairwiseTransport):
         self._block = BLOCK_TOTAL // group.size // 64 * 64
         self._preloaded: _Preload | None = None
         self._narrow_buffer = torch.empty(0)
+        self._rows = torch.empty(0, ROW, dtype=torch.uint8)
         self._widening: Callable[[], None] | None = None  # ends what a narrower type began
         # Ranks send their records before they read: none may be so long that two of them wait for
         # each other to read.
@@ -197,15 +200,22 @@ class TcpTransport(PairwiseTransport):
         wire: torch.dtype | None = None,
     ) -> None:
         preloaded, self._preloaded = self._preloaded, None
+        wire = _usable(wire, op)
+        nbytes = sum([tensor.nbytes for tensor in tensors])
+        if is_coded(wire) and self.size > pairwise.DIRECT and nbytes > self._inline:
+            add_up_among_many(self, tensors[0], scale, wire)
+            return
         with self._guard():
             if preloaded is not None and preloaded.tensors is tensors:
                 reduce_payloads(preloaded.payloads, tensors, op, scale)
                 return
-            nbytes = sum([tensor.nbytes for tensor in tensors])
             if not nbytes:
                 return
             if nbytes <= self._inline:
                 reduce_payloads(self._gather(payload_of(tensors)), tensors, op, scale)
+            elif is_coded(wire):
+                self._begin_coded(tensors, scale, wire)
+                finish(self._streams.values())
             elif wire is not None:
                 narrow = self._narrowed(tensors, wire)
                 self._reduce([narrow], op, 1.0)
@@ -244,6 +254,7 @@ class TcpTransport(PairwiseTransport):
     ) -> None:
         """Begin an allreduce: the kernel sends what fits into its buffers after we return."""
         self._preloaded = None
+        wire = _usable(wire, op)
         is_small = sum([tensor.nbytes for tensor in tensors]) <= self._inline
         if self.size > pairwise.DIRECT or is_small:
             super().begin_allreduce(tensors, op, scale, wire)
@@ -251,6 +262,8 @@ class TcpTransport(PairwiseTransport):
         with self._guard():
             if wire is None:
                 self._begin_directly(tensors, op, scale)
+            elif is_coded(wire):
+                self._begin_coded(tensors, scale, wire)
             else:
                 narrow = self._narrowed(tensors, wire)
                 self._widening = partial(_widen, narrow, tensors, scale)
@@ -287,6 +300,22 @@ class TcpTransport(PairwiseTransport):
         scratch = partial(self._block_buffer, tensors[0].dtype)
         plan = self._plan(tensors)
         DirectReduction(self.rank, streams, plan, tensors, op, scale, scratch).begin()
+
+    def _begin_coded(
+        self, tensors: Sequence[torch.Tensor], scale: float, kind: torch.dtype
+    ) -> None:
+        """Queue the messages of a sum that travels in 8 bits, among few ranks."""
+        counts = [tensor.numel() for tensor in tensors]
+        plan = plan_rows(counts, self.size)
+        rows = self._row_memory(sum(num_rows(count) for count in counts))
+        streams = {peer: self._stream(peer) for peer in self._peers}
+        CodedReduction(self.rank, streams, plan, tensors, scale, kind, rows).begin()
+
+    def _row_memory(self, count: int) -> torch.Tensor:
+        """Return memory for `count` rows, which the next call may return as well."""
+        if len(self._rows) < count:
+            self._rows = torch.empty(count, ROW, dtype=torch.uint8)
+        return self._rows[:count]
 
     def _block_buffer(self, dtype: torch.dtype, peer: int, slot: int, count: int) -> BlockBuffer:
         """Return memory into which `count` elements of a peer may arrive."""
@@ -373,6 +402,11 @@ class TcpTransport(PairwiseTransport):
             self._links.after_fork_in_child()
         self._closed = True
         self._failure = HorovodInternalError("a forked child takes no part in collectives")
+
+
+def _usable(wire: torch.dtype | None, op: ReduceOp) -> torch.dtype | None:
+    """Return the narrower type to use for an operation: in 8 bits ranks can only add up."""
+    return None if is_coded(wire) and op is not ReduceOp.SUM else wire
 
 
 def _parts(
