@@ -12,33 +12,38 @@ from collections.abc import Iterable
 LOOPBACK = "127.0.0.1"
 _ANY_PORT = 9
 _ANYBODY = "192.0.2.1"
-"""A port, and an address reserved for documentation, for asking the routing table: nothing is sent
-to them."""
+"""A port, and an address reserved for documentation, to ask the routing table with: nothing is
+sent there."""
 
 
 def interface_address(names: str) -> str:
-    """The address of the first interface in a comma-separated list (HOROVOD_GLOO_IFACE)."""
+    """Return the address of the first interface in a comma-separated list (HOROVOD_GLOO_IFACE).
+
+    Raises:
+        ValueError: This host has no such interface, or it has no address.
+    """
     import psutil
 
     name = names.split(",")[0].strip()
     interfaces = psutil.net_if_addrs()
-    found = [entry.address for entry in interfaces.get(name, ()) if entry.family == socket.AF_INET]
-    found += [
+    entries = interfaces.get(name, ())
+    addresses = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    addresses += [
         entry.address
-        for entry in interfaces.get(name, ())
+        for entry in entries
         if entry.family == socket.AF_INET6 and "%" not in entry.address
     ]
-    if not found:
+    if not addresses:
         known = ", ".join(sorted(interfaces))
         raise ValueError(
             f"HOROVOD_GLOO_IFACE={names}: this host has no interface {name!r} with an address; "
             f"it has {known}"
         )
-    return str(found[0])
+    return str(addresses[0])
 
 
 def resolve(name: str) -> list[str]:
-    """The addresses of a host name, IPv4 first; empty when it has none."""
+    """Return the addresses of a host name, IPv4 first; empty if it has none."""
     try:
         entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -48,6 +53,7 @@ def resolve(name: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
+    """Return whether an address leads back to the host that uses it."""
     try:
         return ipaddress.ip_address(address.split("%")[0]).is_loopback
     except ValueError:
@@ -55,7 +61,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_local(address: str) -> bool:
-    """Whether this host can listen on the address."""
+    """Return whether this host can listen on an address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -66,11 +72,18 @@ def is_local(address: str) -> bool:
 
 
 def routable_address(iface: str | None, others: Iterable[str] = ()) -> str:
-    """An address of this host that other hosts can reach; never a loopback address.
+    """Return an address of this host that other hosts can reach; never a loopback address.
 
-    ``iface`` decides when given. Otherwise, in this order: one of ``others`` (names or addresses
-    connected with the job) that is this host itself; the address from which this host would send
-    to one of them; the host name's address; the address from which it would send to anybody.
+    Without `iface` it is the first of these: one of `others` that is this host itself; the address
+    from which this host would send to one of them; the host name's address; the address from which
+    it would send to any host.
+
+    Args:
+        iface: The network interface whose address to use.
+        others: Names or addresses that have to do with the job.
+
+    Raises:
+        ValueError: There is no such address.
     """
     if iface:
         return interface_address(iface)
@@ -91,7 +104,7 @@ def routable_address(iface: str | None, others: Iterable[str] = ()) -> str:
 
 
 def source_towards(address: str) -> str | None:
-    """The address that packets to `address` would carry as their source; sends nothing."""
+    """Return the address that packets to `address` would have as their source; send nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

@@ -1,6 +1,7 @@
 """The module in which Horovod 0.28.1 has `HorovodBasics`; for programs that import it from here.
 
-The class is the engine's, and is loaded, with torch, when it is asked for. Nothing of ours does.
+The class is in the engine, and is loaded, with torch, when a program asks for it. Our own code does
+not.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How rank 0 hands the address and key of its store to the other ranks.
+"""How rank 0 passes the address and key of its store to the other ranks.
 
 Needed where a foreign launcher started the job; used by `horovod.common.rendezvous` only. An
-*offer* is a short piece of text naming the store. Each class here is one way to pass it, over
-something that the launcher itself gave and that we must therefore trust:
+*offer* is a short text that names the store. Each class here is one way to pass it, over something
+that the launcher itself gave and that we must therefore trust:
 
     LocalSocket   ranks of one host: an abstract Unix socket; both sides check the other's user
-    StoreOfTorch    torch's TCPStore at MASTER_ADDR:MASTER_PORT, which is not authenticated: whoever
-                  reaches that port can join the job, as with plain torch.distributed. Setting
+    StoreOfTorch  torch's TCPStore at MASTER_ADDR:MASTER_PORT, which is not authenticated: anybody
+                  who reaches that port can join the job, as with plain torch.distributed. Setting
                   _HOROVOD_SECRET_KEY keeps the key out of it
     MpiBroadcast  MPI itself, through mpi4py
     SharedFile    a file that only this user can read, in the home directory that the hosts share
@@ -41,27 +41,28 @@ class Bootstrap(ABC):
     """One way to pass an offer from rank 0 to the others."""
 
     where: str
-    """For error messages: the place where the ranks look for each other."""
+    """Where the ranks look for each other, for error messages."""
 
     @abstractmethod
     def publish(self, offer: str, timeout: float) -> None:
-        """On rank 0: make the offer available; `TimeoutError` when that is not possible."""
+        """Make the offer available, on rank 0; raise TimeoutError if that is not possible."""
 
     @abstractmethod
     def fetch(self, timeout: float) -> str:
-        """On the others: the offer; `TimeoutError` when there is none in time.
+        """Return the offer, on the other ranks; raise TimeoutError if there is none in time.
 
-        May return the offer of an earlier run; the caller then finds nobody there and asks again.
+        It may be the offer of an earlier run; the caller then finds nobody there and asks again.
         """
 
     def finish(self) -> None:  # noqa: B027 (optional: most ways leave nothing behind)
-        """On rank 0: all ranks have connected, so take the offer away."""
+        """Take the offer away, on rank 0, when all ranks have connected."""
 
     def forget_after_fork(self) -> None:  # noqa: B027
-        """In a forked child: drop descriptors that would outlive the parent."""
+        """Close descriptors in a forked child, where they would outlive the parent."""
 
 
 def _check_offer(text: str) -> str:
+    """Return an offer; raise ValueError if the text is not one."""
     if len(text) > _MAX_OFFER or not isinstance(json.loads(text), dict):
         raise ValueError("not an offer")
     return text
@@ -102,6 +103,7 @@ class LocalSocket(Bootstrap):
         ).start()
 
     def _hand_out(self, listener: socket.socket, offer: str) -> None:
+        """Give the offer to every rank that connects, until all have it or time is up."""
         served: set[int] = set()
         with listener:
             while len(served) < self._size - 1 and not self._finished:
@@ -128,6 +130,7 @@ class LocalSocket(Bootstrap):
             time.sleep(_PAUSE)
 
     def _ask(self, timeout: float) -> str:
+        """Connect to rank 0 and return its offer."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(timeout)
             sock.connect(self._name)
@@ -143,7 +146,7 @@ class LocalSocket(Bootstrap):
         self._finished = True
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as waker:
             waker.settimeout(1.0)
-            waker.connect(self._name)  # the thread that accepts sees that it is over
+            waker.connect(self._name)  # wakes the thread that accepts, which sees the flag
 
     def forget_after_fork(self) -> None:
         if self._listener is not None:
@@ -151,13 +154,14 @@ class LocalSocket(Bootstrap):
 
 
 def _peer_user(sock: socket.socket) -> int:
+    """Return the user id of the process at the other end."""
     size = struct.calcsize("iII")
     _, user, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(user)
 
 
 class SharedFile(Bootstrap):
-    """A file in a directory that all hosts see; readable by this user only."""
+    """A file in a directory that all hosts see; only this user can read it."""
 
     def __init__(self, job: str, directory: Path) -> None:
         name = hashlib.sha256(job.encode()).hexdigest()[:32]
@@ -166,6 +170,7 @@ class SharedFile(Bootstrap):
 
     def publish(self, offer: str, timeout: float) -> None:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Written under another name and then renamed, so that no reader sees half an offer.
         draft = self._path.with_suffix(f".{secrets.token_hex(8)}")
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -186,6 +191,7 @@ class SharedFile(Bootstrap):
             time.sleep(_PAUSE)
 
     def _read(self) -> str:
+        """Return the offer in the file; raise if others could have written it."""
         descriptor = os.open(self._path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
         with os.fdopen(descriptor) as file:
             status = os.fstat(file.fileno())
@@ -229,12 +235,15 @@ class StoreOfTorch(Bootstrap):
 
     def finish(self) -> None:
         with contextlib.suppress(RuntimeError):
-            self._store.delete_key(self._key)  # the key of the job need not lie there any longer
+            self._store.delete_key(self._key)  # the offer has the job's key: hide it again
 
 
 def _await_listener(address: str, port: int, timeout: float) -> None:
-    """Wait until somebody listens there: torch's client would wait half a second and more between
-    two attempts. It also says best what is wrong if nobody ever does."""
+    """Wait until somebody listens at an address, or time is up.
+
+    torch's client would wait half a second and more between two attempts. If nobody ever listens,
+    torch's client is left to say what is wrong.
+    """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
@@ -245,7 +254,7 @@ def _await_listener(address: str, port: int, timeout: float) -> None:
 
 
 class MpiBroadcast(Bootstrap):
-    """COMM_WORLD of mpi4py. MPI stays initialised until the process ends."""
+    """A broadcast on COMM_WORLD of mpi4py. MPI stays initialised until the process ends."""
 
     where = "MPI's COMM_WORLD"
 
@@ -255,9 +264,15 @@ class MpiBroadcast(Bootstrap):
 
     @classmethod
     def create(cls, rank: int, size: int, threads: bool) -> MpiBroadcast | None:
-        """None where mpi4py is missing or belongs to another MPI than the launcher."""
+        """Return this way, or None where mpi4py is missing or belongs to another MPI.
+
+        Args:
+            rank: Our rank, as the launcher says.
+            size: The number of ranks, as the launcher says.
+            threads: Whether to initialise MPI for several threads.
+        """
         try:
-            world = mpi.initialised(threads).COMM_WORLD
+            world = mpi.initialise(threads).COMM_WORLD
         except Exception as error:  # a wrong MPI library shows itself in many ways
             get_logger(__name__).debug("mpi4py is not usable: %s", error)
             return None
@@ -285,6 +300,7 @@ class MpiBroadcast(Bootstrap):
         return self._offer
 
     def _broadcast(self, buffer: bytearray, timeout: float) -> None:
+        """Broadcast rank 0's buffer to all ranks."""
         deadline = time.monotonic() + timeout
         # A communicator of our own: the program's collectives on COMM_WORLD are not disturbed.
         communicator, request = self._world.Idup()
@@ -294,6 +310,7 @@ class MpiBroadcast(Bootstrap):
 
     @staticmethod
     def _finish(request: Any, deadline: float) -> None:
+        """Wait for a request, but not beyond the deadline."""
         while not request.Test():  # unlike a wait, this leaves room for a deadline
             if time.monotonic() >= deadline:
                 raise TimeoutError("not all ranks took part in the broadcast over MPI")
@@ -301,14 +318,14 @@ class MpiBroadcast(Bootstrap):
 
 
 class FixedAddress(Bootstrap):
-    """Nothing to pass: every rank knows the address and the key from its environment."""
+    """No passing: every rank knows the address and the key from its environment."""
 
     def __init__(self, address: str, port: int) -> None:
         self.where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
         self._offer = json.dumps({"address": address, "port": port})
 
     def publish(self, offer: str, timeout: float) -> None:
-        """All know it."""
+        """Do nothing, for all ranks know the offer."""
 
     def fetch(self, timeout: float) -> str:
         return self._offer

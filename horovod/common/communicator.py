@@ -1,4 +1,4 @@
-"""RendezvousMethod through an mpi4py communicator that the user handed to ``init(comm=...)``."""
+"""The rendezvous through an mpi4py communicator that the user passes to ``init(comm=...)``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from horovod.common.store import Store, StoreClient, StoreServer
 from horovod.common.topology import Topology
 from horovod.common.wire import decode_key, encode_key, new_key
 
-_servers: list[StoreServer] = []  # alive as long as the process: others may still read
+_servers: list[StoreServer] = []  # kept as long as the process lives: others may still read
 
 
 def connect(comm: Any, config: Config) -> tuple[Topology, Store]:
-    """Our place in `comm`, and a store that its ranks share. Collective over `comm`."""
+    """Return our ranks in `comm`, and a store that its ranks share. Collective over `comm`."""
     from mpi4py import MPI
 
     rank, size = comm.Get_rank(), comm.Get_size()
@@ -27,8 +27,7 @@ def connect(comm: Any, config: Config) -> tuple[Topology, Store]:
     cross.Free()
     offer = ""
     if rank == 0:
-        one_host = local_size == size
-        address = LOOPBACK if one_host else routable_address(config.gloo_iface, [])
+        address = LOOPBACK if local_size == size else routable_address(config.gloo_iface, [])
         key = new_key()
         server = StoreServer(address, key)
         _servers.append(server)

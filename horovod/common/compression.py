@@ -1,7 +1,7 @@
-"""Gradient compression: what travels in place of a tensor, whichever framework it is of.
+"""Gradient compression, for the tensors of any framework: what travels in place of a tensor.
 
-A compressor is a class with two static methods; users write their own by the same shape and pass
-them as ``compression=`` to the reductions and to the optimizers of a binding.
+A compressor is a class with two static methods. Users write their own like these, and pass them as
+``compression=`` to the reductions and to the optimizers of a binding.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """The tensor to send, and what `decompress` needs to know."""
+        """Return the tensor to send, and the context that `decompress` gets."""
         raise NotImplementedError("a compressor defines compress(tensor) -> (tensor, context)")
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The received tensor in its original form."""
+        """Return a received tensor in the form that it had before `compress`."""
         raise NotImplementedError("a compressor defines decompress(tensor, context) -> tensor")
 
 

@@ -1,8 +1,8 @@
-"""What the driver of an elastic job decides, and the keys under which it is said in the store.
+"""Decisions of the driver of an elastic job, and the keys of the store that they are written to.
 
-A decision is numbered, says who is in the job from now on and in which place, and never changes.
-The driver writes it, then its number under `LATEST`; every worker waits for the next number
-(`horovod.common.membership`). Workers answer under the other keys.
+A decision is numbered, and says which workers are in the job from now on, and with which ranks. It
+never changes. The driver writes it, then its number under `LATEST`; every worker waits for the next
+number (`horovod.common.membership`). Workers answer under the other keys.
 """
 
 from __future__ import annotations
@@ -25,48 +25,51 @@ KINDS = ("start", "failure", "added", "removed", "mixed")
 
 
 def decision_key(number: int) -> str:
-    """Holds decision `number`, encoded."""
+    """Return the key of decision `number`, whose value is the encoded decision."""
     return f"elastic/decision/{number}"
 
 
 def ready_key(worker: str) -> str:
-    """Set once a new worker could take part: its imports are done, and it waits for a place."""
+    """Return the key that a new worker sets once its imports are done and it waits for a slot."""
     return f"elastic/ready/{worker}"
 
 
 def heard_key(number: int, worker: str) -> str:
-    """Set as soon as the worker's process knows decision `number`, whatever it is busy with."""
+    """Return the key that a worker's process sets as soon as it knows decision `number`.
+
+    It does so even while the worker is busy with something else.
+    """
     return f"elastic/heard/{number}/{worker}"
 
 
 def seen_key(number: int, worker: str) -> str:
-    """Set once the worker has torn down its old generation and enters decision `number`.
+    """Return the key that a worker sets when it has left its old generation and enters another.
 
-    The value is the attempt to meet, counted from 0.
+    The value is the attempt to form the generation of decision `number`, counted from 0.
     """
     return f"elastic/seen/{number}/{worker}"
 
 
 def broken_key(number: int, worker: str) -> str:
-    """Set by a worker whose generation of decision `number` broke, or did not come about.
+    """Return the key that a worker sets when its generation of decision `number` breaks.
 
-    The value is the reason, for people.
+    It also sets the key when the generation cannot be formed. The value is the reason, for people.
     """
     return f"elastic/broken/{number}/{worker}"
 
 
 def formed_key(number: int) -> str:
-    """Set once the workers of decision `number` have met."""
+    """Return the key that is set once all workers of decision `number` are connected."""
     return f"elastic/formed/{number}"
 
 
 def leaving_key(worker: str) -> str:
-    """Set by a worker that leaves on purpose, after its commit."""
+    """Return the key that a worker sets when it leaves on purpose, after its commit."""
     return f"elastic/leaving/{worker}"
 
 
 def done_key(worker: str) -> str:
-    """Set by a worker whose training function has returned."""
+    """Return the key that a worker sets when its training function has returned."""
     return f"elastic/done/{worker}"
 
 
@@ -76,14 +79,14 @@ _ANSWER = re.compile(
 
 
 def parse_answer(key: str) -> tuple[str, int, str] | None:
-    """Kind, decision (or 0) and worker (or "") of a key of the above; None for other keys."""
-    found = _ANSWER.fullmatch(key)
-    return found and (found[1], int(found[2] or 0), found[3] or "")
+    """Return kind, decision (or 0) and worker (or "") of an answer's key; None for other keys."""
+    match = _ANSWER.fullmatch(key)
+    return match and (match[1], int(match[2] or 0), match[3] or "")
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A worker's place."""
+    """A worker's host and ranks."""
 
     hostname: str
     rank: int
@@ -95,6 +98,7 @@ class Assignment:
 
     @property
     def topology(self) -> Topology:
+        """The ranks and sizes alone."""
         return Topology(
             self.rank,
             self.size,
@@ -107,17 +111,14 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Decision:
-    """Who is in the job from now on, by worker id; `lost` are the workers that are gone.
-
-    With fewer workers than `min_np` they do not meet but wait for the next decision (`too_few`).
-    """
+    """Which workers are in the job from now on."""
 
     number: int
-    slots: Mapping[str, Assignment]
+    slots: Mapping[str, Assignment]  # by worker id
     reason: str  # for people
-    kind: str
-    lost: tuple[str, ...] = ()
-    min_np: int = 1
+    kind: str  # one of KINDS
+    lost: tuple[str, ...] = ()  # the workers that are gone
+    min_np: int = 1  # fewer workers than this only wait for the next decision
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -125,26 +126,31 @@ class Decision:
 
     @property
     def too_few(self) -> bool:
-        """Whether its workers wait for others."""
+        """Whether its workers are too few, and wait for others."""
         return 0 < len(self.slots) < self.min_np
 
     @property
     def is_final(self) -> bool:
-        """Whether the job ends with it: nobody has a place any more."""
+        """Whether the job ends with it: no worker has a slot any more."""
         return not self.slots
 
     def breaks(self, generation: Decision) -> bool:
-        """Whether the workers of the older decision `generation` cannot go on together until they
-        notice this one: one of them is gone."""
+        """Return whether this decision ends the generation of an older one at once.
+
+        It does if one of the older decision's workers is gone: the others could not go on together
+        until they notice by themselves.
+        """
         if self.lost:
             return any(worker in generation.slots for worker in self.lost)
         return self.kind == "failure"
 
     def encode(self) -> bytes:
+        """Return the decision as the store has it."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @classmethod
     def decode(cls, content: bytes) -> Decision:
+        """Return the decision that `encode` has turned into `content`."""
         fields = json.loads(content)
-        slots = {worker: Assignment(**place) for worker, place in fields["slots"].items()}
+        slots = {worker: Assignment(**slot) for worker, slot in fields["slots"].items()}
         return cls(**{**fields, "slots": slots, "lost": tuple(fields["lost"])})

@@ -1,14 +1,14 @@
 """Elastic training, for any framework: states that can be rolled back, and the loop around them.
 
-A binding's ``elastic.run`` is `run_fn`; its states derive from `State` or `ObjectState`. The loop:
-give all ranks the newest state that one of them has, run the user's function; when a collective
-fails, roll back to the last commit; when the ranks change without a failure, keep everything; then
-form the new generation and begin again. What the loop and the states need of the job comes as an
-`ElasticJob` from `horovod.elastic.worker`; a script that no elastic launcher started has none and
-runs as it is.
+A binding's ``elastic.run`` is `run_fn`; its states derive from `State` or `ObjectState`. The loop
+gives all ranks the newest state that one of them has, and runs the user's function. When a
+collective fails, it rolls back to the last commit; when the ranks change without a failure, it
+keeps everything. Then it forms the new generation and begins again. The loop and the states know
+the job as an `ElasticJob`, which `horovod.elastic.worker` makes. A script that no elastic launcher
+started has none, and runs as it is.
 
-What a failure costs: the steps since the last commit, which are repeated. What a change without a
-failure costs: nothing.
+A failure costs the steps since the last commit, which are repeated. A change without a failure
+costs no step.
 """
 
 from __future__ import annotations
@@ -33,40 +33,44 @@ T = TypeVar("T")
 
 
 class Verdict(Enum):
-    """What the ranks agreed on."""
+    """What the ranks have agreed on."""
 
     STAY = "nothing has changed"
-    CHANGE = "the ranks change: all meet again"
+    CHANGE = "the ranks change: all form a new generation"
     LEAVE = "the ranks change, because this one leaves"
 
 
 class ElasticJob(Protocol):
-    """A job whose ranks may change, as a state and the loop see it."""
+    """A job whose ranks may change, as a state and the loop use it."""
 
     def agree(self, notified: bool) -> Verdict:
-        """Collective: whether the ranks change now. `notified`: this rank has heard that they do
-        from somebody other than the driver."""
+        """Agree with all ranks whether the ranks change now. Collective.
+
+        `notified` says that the program itself, not the driver, has told this rank of a change.
+        """
 
     def newest_state(self, version: int) -> tuple[int, int]:
-        """Collective: the lowest rank whose state has the highest version, and that version."""
+        """Return the lowest rank whose state has the highest version, and it. Collective."""
 
     def leave(self) -> NoReturn:
         """End this process in order."""
 
     def can_recover(self, error: HorovodInternalError) -> bool:
-        """Whether it is of use to form a new generation after a failure; the old one is over."""
+        """End the old generation, and return whether it is of use to form a new one."""
 
     def taking_part(self) -> AbstractContextManager[object]:
-        """While the training function runs."""
+        """Return a context in which the training function runs."""
 
     def finish(self) -> None:
-        """The training function has returned."""
+        """Note that the training function has returned."""
 
 
 class State(ABC):
-    """What training has to carry over when ranks are lost or added.
+    """What training carries over when ranks are lost or added.
 
-    `bcast_object(obj, root_rank=0)` sends an object to all ranks, `get_rank()` is this rank.
+    Args:
+        bcast_object: Called with an object and `root_rank`, sends the object of that rank to all.
+        get_rank: Returns this process's rank.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
@@ -79,25 +83,36 @@ class State(ABC):
         self._reset_callbacks: list[Callable[[], object]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Call these after the ranks have changed, e.g. to adapt the learning rate to the size."""
+        """Register functions to call after the ranks have changed.
+
+        Args:
+            callbacks: Functions without arguments, for example to adapt the learning rate.
+        """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The ranks have changed."""
+        """Adapt to new ranks: call `reset`, then the registered functions."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Any thread of any rank may say that hosts have changed; the next check acts on it."""
+        """Note that hosts have changed; the next check acts on it. Any thread may call.
+
+        Args:
+            timestamp: When they changed.
+            update_res: How they changed. Both are upstream's, and are not used.
+        """
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Make this the state to come back to, and look whether the ranks change.
+        """Make this the state to come back to, and check whether the ranks change.
 
-        Collective: all ranks must commit in the same step. Raises `HostsUpdatedInterrupt` on all
-        of them together.
+        Collective: all ranks must commit in the same step.
+
+        Raises:
+            HostsUpdatedInterrupt: The ranks change. All ranks raise it together.
         """
         self.save()
         self._version += 1
@@ -106,14 +121,17 @@ class State(ABC):
         self._follow(verdict)
 
     def check_host_updates(self) -> None:
-        """Look whether the ranks change. Collective; raises like `commit`.
+        """Check whether the ranks change. Collective.
 
-        The interrupt never allows to skip the synchronisation: it is what a rank that failed in
-        this very moment, or one that is new, takes part in.
+        Raises:
+            HostsUpdatedInterrupt: The ranks change. All ranks raise it together. It never allows
+                to skip the synchronisation: a rank that fails at this moment, or a new one, takes
+                part in it.
         """
         self._follow(self._agree())
 
     def _agree(self) -> Verdict:
+        """Agree with all ranks whether the ranks change now."""
         notified = False
         with contextlib.suppress(queue.Empty):
             while True:
@@ -124,6 +142,7 @@ class State(ABC):
         return self._job.agree(notified)
 
     def _follow(self, verdict: Verdict) -> None:
+        """Do what the ranks have agreed on."""
         if verdict is Verdict.STAY:
             return
         if self._job is not None:
@@ -135,7 +154,7 @@ class State(ABC):
 
     @abstractmethod
     def save(self) -> None:
-        """Take a snapshot, in memory."""
+        """Take a snapshot of the state, in memory."""
 
     @abstractmethod
     def restore(self) -> None:
@@ -146,19 +165,19 @@ class State(ABC):
         """Give all ranks the state of rank `_root`, and take a snapshot of it. Collective."""
 
     def on_commit(self) -> None:  # noqa: B027 (a snapshot in memory is enough for most)
-        """All ranks have taken a snapshot, to come back to; `_version` is its number.
+        """Do something after all ranks have taken the snapshot with the number `_version`.
 
-        A rank that the others have given up does not get here.
+        It is not called on a rank that the others have given up.
         """
 
     def reset(self) -> None:  # noqa: B027 (not every state depends on the ranks)
         """Adapt to the new ranks, before the callbacks and the synchronisation."""
 
     def gather(self) -> None:  # noqa: B027 (not every state has something that ranks do not share)
-        """Exchange what only single ranks know, before some of them go. Collective."""
+        """Exchange what only single ranks know, before some of them leave. Collective."""
 
     def hand_over(self) -> None:
-        """This rank is about to leave. The others count what they have now as a commit as well."""
+        """Commit before this rank leaves. The others count what they have now as a commit too."""
         self.save()
         self._version += 1
         self.on_commit()
@@ -167,7 +186,13 @@ class State(ABC):
 class ObjectState(State):
     """A state of plain attributes, given as keyword arguments.
 
-    Snapshots hold references: assign new values, do not change lists or dicts in place.
+    Snapshots have references to the values: assign new values, do not change lists or dicts in
+    place.
+
+    Args:
+        bcast_object: Called with an object and `root_rank`, sends the object of that rank to all.
+        get_rank: Returns this process's rank.
+        **kwargs: The attributes and their first values.
     """
 
     def __init__(
@@ -198,25 +223,28 @@ def run_fn(
     reset: Callable[[], None],
     find_job: Callable[[], ElasticJob | None] = lambda: None,
 ) -> Callable[Concatenate[S, P], T]:
-    """`func` with recovery around it; its first argument is the state.
+    """Return `func` with recovery around it.
 
-    `reset` stops the engine and starts it among the ranks that are there now.
+    Args:
+        func: The training function. Its first argument is the state.
+        reset: Stops the engine and starts it again among the ranks that are there then.
+        find_job: Returns the elastic job that this process belongs to, or None.
     """
 
     @functools.wraps(func)
     def run(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         job = find_job()
         if job is None:
-            return _run_alone(func, reset, state, *args, **kwargs)
+            return _run_without_job(func, reset, state, *args, **kwargs)
         state._job = job
-        first = True
+        is_first = True
         with job.taking_part():
             while True:
                 try:
-                    if not first:
+                    if not is_first:
                         reset()
                         state.on_reset()
-                    first = False
+                    is_first = False
                     state._root, version = job.newest_state(state._version)
                     state.sync()
                     state._version = max(version, state._version, 0)
@@ -237,9 +265,9 @@ def run_fn(
 
 
 def _keep(state: State) -> None:
-    """Make this the state to come back to, or go back to the last commit if it cannot be relied on.
+    """Make this the state to come back to, or go back to the last commit if that fails.
 
-    A rank may be lost at this moment, in the middle of what a device still does.
+    It fails if a rank is lost at this moment, while a device still works on the state.
     """
     try:
         state.save()
@@ -249,14 +277,14 @@ def _keep(state: State) -> None:
         state.restore()
 
 
-def _run_alone(
+def _run_without_job(
     func: Callable[Concatenate[S, P], T],
     reset: Callable[[], None],
     state: S,
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> T:
-    """Without an elastic launcher ranks neither come nor go, so that a failure is the end."""
+    """Run `func` without an elastic launcher: ranks neither come nor go, and a failure is final."""
     while True:
         try:
             state.sync()

@@ -10,8 +10,8 @@
     ImportError
     └── HorovodVersionMismatchError  a framework differs from the one we were installed for
 
-A wrong argument is a ``ValueError``, raised on the rank that passed it before anything is sent. It
-is a RuntimeError as well where upstream has its engine find out, so that scripts catch either.
+A wrong argument is a ``ValueError``, raised on the rank that passed it before anything is sent.
+Where upstream's engine raises a RuntimeError for it, ours is both, so that scripts catch either.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ E = TypeVar("E", bound="HorovodInternalError")
 class HorovodInternalError(RuntimeError):
     """A collective operation or the engine failed.
 
-    ``ranks`` are the other ranks because of which it failed, in the group that noticed; none where
-    the reason is here, or is the same on all ranks.
+    Args:
+        *args: The message.
+        ranks: The other ranks that caused the failure, as ranks of the group that noticed it.
+            Empty if the reason is on this rank, or is the same on all ranks.
     """
 
     def __init__(self, *args: object, ranks: Iterable[int] = ()) -> None:
@@ -36,14 +38,17 @@ class HorovodInternalError(RuntimeError):
 
 
 class PeerLostError(HorovodInternalError):
-    """Other ranks, ``ranks``, are gone."""
+    """Other ranks, `ranks`, are gone."""
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
         super().__init__(message, ranks=ranks)
 
 
 def fresh_copy(error: E) -> E:
-    """The same, to be raised once: tracebacks pile up on an error that several callers raise."""
+    """Return a copy of an error, to be raised once.
+
+    An error that several callers raise would collect the tracebacks of all of them.
+    """
     copy = type(error)(*error.args)
     copy.__dict__.update(error.__dict__)
     copy.__cause__ = error.__cause__
@@ -51,7 +56,7 @@ def fresh_copy(error: E) -> E:
 
 
 def is_because_of_others(error: BaseException | None) -> bool:
-    """Whether an error, or one that it was raised from or after, came from losing other ranks."""
+    """Return whether an error, or one that it was raised from or after, names other ranks."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -62,7 +67,11 @@ def is_because_of_others(error: BaseException | None) -> bool:
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Hosts were added or removed; with ``skip_sync`` the state needs no synchronisation."""
+    """Hosts were added or removed.
+
+    Args:
+        skip_sync: Whether the state needs no synchronisation.
+    """
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the set of hosts changed")
@@ -78,6 +87,7 @@ class TimeoutException(TimeoutError):
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """Return the message of `HorovodVersionMismatchError`."""
     return (
         f"Horovod was installed for {name} {installed_version}, but {name} {version} is in use. "
         f"Reinstall Horovod or {name} so that the two agree."
@@ -98,9 +108,9 @@ _OURS = re.compile(r"\b(?:HorovodInternalError|PeerLostError): (.*)")
 
 
 def error_in_text(error: BaseException) -> HorovodInternalError | None:
-    """The error of ours that a framework's error tells of.
+    """Return our error that a framework's error has in its text; None if there is none.
 
-    Out of a step that a framework has compiled comes an error of its own, with ours in the text.
+    A step that a framework has compiled raises an error of the framework, with ours in the text.
     """
-    found = _OURS.search(str(error))
-    return None if found is None else HorovodInternalError(found[1])
+    match = _OURS.search(str(error))
+    return None if match is None else HorovodInternalError(match[1])

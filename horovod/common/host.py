@@ -1,4 +1,4 @@
-"""Facts about the host that this process runs on: its name, what it shares, its networks.
+"""Facts about the host that this process runs on: its name, its namespaces, its networks.
 
 The engine groups ranks by `host_identity`, transports compare the other facts, Spark tasks tell
 theirs to the driver. Which address others should use is in `addresses`.
@@ -15,29 +15,29 @@ from pathlib import Path
 
 
 def host_name() -> str:
-    """As the launcher calls this host, or else the system."""
+    """Return the launcher's name for this host, or else the system's."""
     return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
 
 def boot_id() -> str:
-    """Another one each time that a kernel starts, the same in all its containers."""
+    """Return an id that changes each time the kernel starts, and is the same in its containers."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def namespace(kind: str) -> str:
-    """Which namespace of a kind ("net", "pid", ...) this process is in; empty if unknown."""
+    """Return this process's namespace of a kind ("net", "pid", ...); empty if unknown."""
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/self/ns/{kind}")
     return ""
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly if they may try to share memory.
+    """Return a text that is equal for two processes exactly if they may try to share memory.
 
-    The network namespace is part of it: inside of one, abstract sockets, over which descriptors
-    travel, are visible.
+    The network namespace is part of it: abstract sockets, over which descriptors travel, are
+    visible inside of one only.
     """
     return f"{host_name()}/{boot_id()}/{namespace('net')}"
 
@@ -57,21 +57,23 @@ def host_hash(salt: str | None = None) -> str:
 
 
 def own_networks() -> list[str]:
-    """This host's addresses with their prefix length, without loopback; IPv4 first: it is what
-    clusters route."""
-    import psutil  # takes longer than all the rest of connecting, where it is not needed
+    """Return this host's addresses with their prefix length, without loopback.
 
-    found: dict[int, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
+    IPv4 comes first, because clusters route it.
+    """
+    import psutil  # here, because it takes longer than connecting, where it is not needed
+
+    networks: dict[int, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
         if name in states and not states[name].isup:
             continue
         for entry in addresses:
-            if entry.family not in found or not entry.netmask:
+            if entry.family not in networks or not entry.netmask:
                 continue
             bits = int(ipaddress.ip_address(entry.netmask.partition("/")[0])).bit_count()
             with contextlib.suppress(ValueError):
                 network = ipaddress.ip_interface(f"{entry.address}/{bits}")
                 if not network.ip.is_loopback and not network.ip.is_link_local:
-                    found[entry.family].append(str(network))
-    return found[socket.AF_INET] + found[socket.AF_INET6]
+                    networks[entry.family].append(str(network))
+    return networks[socket.AF_INET] + networks[socket.AF_INET6]

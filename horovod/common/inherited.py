@@ -1,9 +1,10 @@
 """What programs that a rank starts inherit from it, and what they must not do with it.
 
-A subprocess has the environment of its parent, hence the variables that say which rank of which job
-it is. If it called ``init()`` it would wait for ranks that have long met. `init` therefore leaves a
-mark in the environment, and refuses where it finds another process's. `clean_environment`, which
-users know as ``horovod.clean_environment``, is for programs that start a job of their own, or none.
+A subprocess has the variables of its parent, and with them those that say which rank of which job
+it is. If it called ``init()`` it would wait for ranks that have long found each other. `init`
+therefore leaves a mark in the environment, and refuses where it finds the mark of another process.
+`clean_environment`, which users know as ``horovod.clean_environment``, is for programs that start a
+job of their own, or none.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _OF_A_JOB = re.compile(
 
 
 def clean_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment without what a launcher told this process about its place in a job.
+    """Return the environment without the variables that make a process a rank of a job.
 
-    For programs that a rank starts and that are no part of its job:
+    Use it for programs that a rank starts and that do not belong to its job:
     ``subprocess.run(command, env=horovod.clean_environment())``. Knobs stay as they are.
 
     Args:
-        environ: The environment to clean; this process's if left out.
+        environ: The environment to clean; by default that of this process.
 
     Examples:
         >>> subprocess.run(["python", "other.py"], env=horovod.clean_environment())
@@ -44,27 +45,28 @@ def clean_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 
 def mark_process(size: int, environ: dict[str, str] | os._Environ[str] = os.environ) -> None:
-    """This process is a rank now: programs that it starts are not."""
-    place = _place(environ)
-    if size > 1 and place is not None:
-        environ[MARK] = f"{os.getpid()} {place}"
+    """Mark this process as a rank, so that programs which it starts know that they are not."""
+    identity = _identity(environ)
+    if size > 1 and identity is not None:
+        environ[MARK] = f"{os.getpid()} {identity}"
 
 
 def unmark_process(environ: dict[str, str] | os._Environ[str] = os.environ) -> None:
-    """It is not any more."""
+    """Remove the mark of this process."""
     if environ.get(MARK, "").startswith(f"{os.getpid()} "):
         del environ[MARK]
 
 
 def check_not_inherited(environ: Mapping[str, str] = os.environ) -> None:
-    """`ValueError` if another process, which lives, is what our environment says that we are."""
-    pid, _, place = environ.get(MARK, "").partition(" ")
-    if not pid.isdecimal() or int(pid) == os.getpid() or place != _place(environ):
+    """Raise ValueError if another living process is the rank that our environment says we are."""
+    pid, _, identity = environ.get(MARK, "").partition(" ")
+    if not pid.isdecimal() or int(pid) == os.getpid() or identity != _identity(environ):
         return
     if not os.path.exists(f"/proc/{pid}"):
         return
+    who = identity.partition(" ")[0].replace("-", " ")
     raise ValueError(
-        f"{place.partition(' ')[0].replace('-', ' ')} of this job is process {pid} already, from "
+        f"{who} of this job is process {pid} already, from "
         f"which this one (process {os.getpid()}) inherited its environment. A program that a rank "
         f"starts is no rank: let it do without init(), or start it without what the launcher told "
         f"the rank, for example with subprocess.run(..., env=horovod.clean_environment()) or "
@@ -73,8 +75,8 @@ def check_not_inherited(environ: Mapping[str, str] = os.environ) -> None:
     )
 
 
-def _place(environ: Mapping[str, str]) -> str | None:
-    """Which rank (or elastic worker) of which job the environment tells of, if it makes sense."""
+def _identity(environ: Mapping[str, str]) -> str | None:
+    """Return which rank (or elastic worker) of which job the environment names, if any."""
     store = f"{environ.get(STORE_ADDRESS)}:{environ.get(STORE_PORT)}"
     if is_elastic(environ):
         return f"worker-{environ[WORKER_ID]} {store}"
@@ -82,4 +84,4 @@ def _place(environ: Mapping[str, str]) -> str | None:
         environment = detect(environ)
         return f"rank-{environment.claim()[0]} {environment.job_id() or store}"
     except ValueError:
-        return None  # who was given a communicator needs no variables
+        return None  # with a communicator, `init` needs no variables

@@ -25,27 +25,27 @@ _LAUNCHERS = {
     "slurmstepd",
 }
 _NAME_LENGTH = 15
-"""The kernel keeps no more of a process's name."""
+"""Characters of a process's name that the kernel keeps."""
 
 
 def launcher_process() -> str:
-    """A name for the launcher's process; for the parent's where no launcher is known."""
+    """Return a name for the launcher's process, or for our parent where no launcher is known."""
     known = {name[:_NAME_LENGTH] for name in _LAUNCHERS}
     pid = os.getppid()
     while pid > 1:
-        found = _read(pid)
-        if found is None:
+        process = _read(pid)
+        if process is None:
             break
-        name, parent, started = found
+        name, parent, started = process
         if name in known:
             return f"{pid}.{started}"
         pid = parent
-    found = _read(os.getppid())
-    return f"{os.getppid()}.{found[2] if found else 0}"
+    process = _read(os.getppid())
+    return f"{os.getppid()}.{process[2] if process else 0}"
 
 
 def _read(pid: int) -> tuple[str, int, int] | None:
-    """Name, parent and start time of a process."""
+    """Return name, parent and start time of a process; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

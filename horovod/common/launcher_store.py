@@ -1,4 +1,4 @@
-"""Where the launcher serves the job's store, as it tells its workers by environment.
+"""Where the launcher serves the job's store, as it tells its workers by environment variables.
 
 Read by `horovod.common.rendezvous` and, in an elastic job, by `horovod.common.membership`.
 """
@@ -18,7 +18,7 @@ STORE_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where the job's store is. The key is kept out of every representation."""
+    """Address, port and key of the job's store. No text form of this object shows the key."""
 
     address: str
     port: int
@@ -28,11 +28,19 @@ class StoreAddress:
         return f"StoreAddress({self.address}:{self.port})"
 
     def connect(self, timeout: float) -> StoreClient:
+        """Return a client of the store; see `StoreClient`."""
         return StoreClient(self.address, self.port, self.key, timeout)
 
 
 def launchers_store(environ: Mapping[str, str]) -> StoreAddress:
-    """What the launcher told; `ValueError` when that is incomplete."""
+    """Return where the launcher serves the job's store.
+
+    Args:
+        environ: The variables that the launcher has set.
+
+    Raises:
+        ValueError: Some of the variables are missing.
+    """
     port = environ.get(STORE_PORT, "")
     if not environ.get(STORE_ADDRESS) or not port.isdecimal() or not environ.get(SECRET_KEY):
         raise ValueError(

@@ -1,10 +1,10 @@
 """Horovod's log lines.
 
-Every module asks `get_logger(__name__)`. Lines look like upstream's,
+Every module gets its logger from `get_logger(__name__)`. Lines look like upstream's,
 ``[2026-01-31 12:00:00.123456: W file.py:12] [3]: text``, where 3 is the rank. HOROVOD_LOG_LEVEL
 (trace, debug, info, warning, error, fatal) chooses what is shown and HOROVOD_LOG_HIDE_TIME drops
-the time. Up to INFO goes to stdout, the rest to stderr. A program that has configured the standard
-logger "horovod" itself keeps its own handlers and level.
+the time. Levels up to INFO go to stdout, the others to stderr. A program that has configured the
+standard logger "horovod" itself keeps its own handlers and level.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ _ROOT = "horovod"
 _rank: int | None = None
 _our_level = logging.NOTSET
 _lock = threading.Lock()
-_seen: set[Hashable] = set()
+_logged_keys: set[Hashable] = set()  # of `log_once`
 
 
 class _Formatter(logging.Formatter):
+    """Makes a line of a record."""
+
     def format(self, record: logging.LogRecord) -> str:
         letter = next((n[0] for n, v in LEVELS.items() if v >= record.levelno), "f").upper()
         where = f"{letter} {record.filename}:{record.lineno}"
@@ -49,7 +51,7 @@ class _Formatter(logging.Formatter):
 
 
 class _StandardStreams(logging.Handler):
-    """Writes to whatever sys.stdout and sys.stderr are at the time of the line."""
+    """Writes to sys.stdout and sys.stderr as they are at the time of the line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if any(handler is not self for handler in logging.getLogger(_ROOT).handlers):
@@ -65,11 +67,12 @@ class _StandardStreams(logging.Handler):
 
 
 def _is_true(text: str | None) -> bool:
+    """Return whether the text of a variable means yes."""
     return text is not None and text.strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def get_logger(name: str = _ROOT) -> logging.Logger:
-    """The logger of one of our modules; sets up the "horovod" logger on first use."""
+    """Return the logger of one of our modules; set up the "horovod" logger on first use."""
     root = logging.getLogger(_ROOT)
     if not root.handlers:
         with _lock:
@@ -79,6 +82,7 @@ def get_logger(name: str = _ROOT) -> logging.Logger:
 
 
 def _configure(root: logging.Logger) -> None:
+    """Give the "horovod" logger our handler and level."""
     logging.addLevelName(TRACE, "TRACE")
     handler = _StandardStreams()
     handler.setFormatter(_Formatter())
@@ -88,6 +92,7 @@ def _configure(root: logging.Logger) -> None:
 
 
 def _read_level() -> None:
+    """Read HOROVOD_LOG_LEVEL, unless the program has set another level itself."""
     global _our_level
     root = logging.getLogger(_ROOT)
     if root.level == _our_level:
@@ -97,7 +102,7 @@ def _read_level() -> None:
 
 
 def set_rank(rank: int | None) -> None:
-    """Show this rank in the lines from now on (None: no rank).
+    """Show a rank in the lines from now on; None for no rank.
 
     ``init`` calls this, so HOROVOD_LOG_LEVEL is read again here: programs may set it between
     import and ``init``. A level that the program gave the logger itself stays.
@@ -109,10 +114,14 @@ def set_rank(rank: int | None) -> None:
 
 
 def log_once(logger: logging.Logger, level: int, key: Hashable, message: str) -> bool:
-    """Log a message the first time its key is seen in this process; whether it was logged."""
+    """Log a message the first time that its key is used in this process.
+
+    Returns:
+        Whether the message was logged.
+    """
     with _lock:
-        if key in _seen:
+        if key in _logged_keys:
             return False
-        _seen.add(key)
+        _logged_keys.add(key)
     logger.log(level, message, stacklevel=2)
     return True

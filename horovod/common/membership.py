@@ -1,19 +1,19 @@
 """An elastic worker's view of its job: the newest decision, and the generation that it is in.
 
-The engine's `init` calls `Membership.form` instead of starting directly: it enters the newest
-decision, whose workers then meet in a `Generation`, a part of the job's store; if that fails, or a
-newer decision appears meanwhile, it tries again with the newest. One watcher thread waits for
-decisions. One that says that a peer is gone breaks the generation at once (`on_break`), so that
-nobody waits for a timeout; any other is only noted, and the training loop asks for it at its next
-commit (`horovod.elastic.worker`).
+The engine's `init` calls `Membership.form` instead of starting directly. It enters the newest
+decision, whose workers then find each other in a `Generation`, a part of the job's store. If that
+fails, or a newer decision appears meanwhile, it tries again with the newest. One watcher thread
+waits for decisions. A decision that says that a peer is gone breaks the generation at once
+(`on_break`), so that no worker waits for a timeout. Any other decision is only noted, and the
+training loop asks for it at its next commit (`horovod.elastic.worker`).
 
-A worker that is told to leave does so at a commit, where the others learn of it, and in between
-meets them like any other: it may be the last that has the state. Only one that has never been in a
-generation leaves at once.
+A worker that is told to leave does so at a commit, where the others learn of it. Until then it
+joins new generations like any other worker, because it may be the last that has the state. Only a
+worker that has never been in a generation leaves at once.
 
-A generation may also break without any decision, because a connection broke though all workers
+A generation may also break without any decision, because a connection broke although all workers
 live. Then the same decision is tried again: generations are numbered by decision and attempt, and
-an attempt that somebody has left is over for all.
+an attempt that one worker has left is over for all.
 """
 
 from __future__ import annotations
@@ -50,25 +50,26 @@ logger = get_logger(__name__)
 
 WORKER_ID = "HOROVOD_WORKER_ID"
 
-_OVER = "over"  # set in a generation that somebody has left
-_SLICE = 0.2  # seconds after which a wait for other workers looks whether it is still worth it
-_WATCH_SLICE = 10.0  # the same for the watcher: a silent driver is noticed that much later
+_OVER = "over"  # the key that is set in a generation that a worker has left
+_SLICE = 0.2  # seconds after which a wait for other workers checks whether it is still worth it
+_WATCH_SLICE = 10.0  # the same for the watcher: after these seconds it notices a silent driver
 _MOMENT = 1.0  # seconds for the driver to notice what broke a generation before it is tried again
 _CONNECT_SECONDS = 10.0  # to reach the driver, which is there before its workers
 _LAST_WORDS = 5.0  # seconds to end in order once the driver is gone
-_MOST_FRUITLESS = 3  # failures in generations of one decision before anything was committed
+_MOST_FRUITLESS = 3  # generations of one decision that may break before anything was committed
 
 
 def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether an elastic launcher started this process."""
+    """Return whether an elastic launcher started this process."""
     return bool(environ.get(WORKER_ID)) and Config.from_env(environ).elastic
 
 
 class Generation(PrefixStore):
     """The workers of one decision in one attempt to work together: their part of the store.
 
-    Until all have met (`mark_formed`), whoever waits for another worker gives up when a newer
-    decision appears or somebody else has given up. Afterwards only a broken generation ends a wait.
+    Until all are connected (`mark_formed`), a worker that waits for another gives up when a newer
+    decision appears or another worker has given up. Afterwards only a broken generation ends a
+    wait.
     """
 
     def __init__(
@@ -77,16 +78,18 @@ class Generation(PrefixStore):
         super().__init__(member.store, f"generation/{decision.number}/{attempt}")
         self.decision = decision
         self.topology = slot.topology
-        self.standing = False
-        self.made_progress = False  # something was committed in it
+        self.is_formed = False  # whether all workers are connected
+        self.made_progress = False  # whether something was committed in it
         self.broken: str | None = None  # why its workers cannot go on
         self._member = member
         self._closed = False
 
     def mark_formed(self) -> None:
-        """All workers have met."""
-        self.standing = True
-        if self.broken is not None:  # checked after `standing` is set: `on_break` sees the rest
+        """Note that all workers are connected."""
+        self.is_formed = True
+        # Checked after `is_formed` is set: if the watcher breaks the generation after this line,
+        # `on_break` aborts what runs in it.
+        if self.broken is not None:
             raise HorovodInternalError(self.broken)
         self._member.holds_state = True
         if self.topology.rank == 0:
@@ -97,7 +100,8 @@ class Generation(PrefixStore):
         while True:
             left = deadline - time.monotonic()
             try:
-                # What is there is taken, whatever else happened: others may count on that.
+                # A value that is there is taken, whatever else happened: the others may have it
+                # too, and go on.
                 return super().get(key, max(0.0, min(left, _SLICE)))
             except TimeoutError:
                 self._check()
@@ -107,24 +111,25 @@ class Generation(PrefixStore):
                     ) from None
 
     def try_get(self, key: str) -> bytes | None:
-        found = super().try_get(key)
-        if found is None and not self.standing:
+        value = super().try_get(key)
+        if value is None and not self.is_formed:
             self._check()
-        return found
+        return value
 
     def close(self) -> None:
-        """Leave it; so nobody needs to wait for us in it."""
+        """Leave the generation, so that no other worker waits for us in it."""
         if self._closed:
             return
         self._closed = True
-        self._member._left(self)
+        self._member.note_left(self)
         with contextlib.suppress(OSError):  # at the end of a job the driver may be gone
             self.set(_OVER, b"")
 
     def _check(self) -> None:
+        """Raise if it is of no use to wait for the other workers."""
         if self.broken is not None:
             raise HorovodInternalError(self.broken)
-        if self.standing:
+        if self.is_formed:
             return
         newest = self._member.newest
         if newest.number > self.decision.number:
@@ -139,25 +144,30 @@ class Generation(PrefixStore):
 
 
 class Membership:
-    """One worker in its job. `store` is the driver's."""
+    """One worker in its job.
+
+    Args:
+        store: The driver's store.
+        worker_id: The worker's name in the job.
+    """
 
     def __init__(self, store: Store, worker_id: str) -> None:
         self.store = store
         self.worker_id = worker_id
         self.generation: Generation | None = None
-        # Called by the watcher, with the reason and the generation, which may have been left
-        # already.
+        # Called by the watcher's thread with the reason and the generation, which this worker may
+        # have left already.
         self.on_break: Callable[[str, Generation], None] = lambda reason, generation: None
-        self.leaving = False  # was told to leave (SIGTERM)
-        self.holds_state = False  # has been in a generation, so that others may need what it has
+        self.leaving = False  # whether it was told to leave (SIGTERM)
+        self.holds_state = False  # has been in a generation, so that others may need its state
         self.unrecoverable: str | None = None  # why it is of no use to try again
         self._newest: Decision | None = None
         self._changed = threading.Condition()
-        self._expected = 0  # the decision that we hope for after what happened
-        self._fruitless = (0, 0)  # decision, how many of its generations broke before a commit
+        self._expected = 0  # the number of the decision that should follow what happened
+        self._fruitless = (0, 0)  # a decision, and how many of its generations broke uncommitted
         self._finished = False
         self._has_lost_driver = False
-        self._had_place = False  # in any decision so far
+        self._had_slot = False  # in any decision so far
 
     @property
     def newest(self) -> Decision:
@@ -171,11 +181,11 @@ class Membership:
 
     @property
     def may_leave(self) -> bool:
-        """Whether it was told to leave and nobody can need it."""
+        """Whether it was told to leave, and no other worker can need its state."""
         return self.leaving and not self.holds_state
 
     def _first_number(self) -> int:
-        """The driver decides when it has enough workers, which is a matter of its patience."""
+        """Wait for the first decision and return its number. The driver limits how long."""
         while True:
             try:
                 return int(self.store.get(LATEST, _WATCH_SLICE))
@@ -186,10 +196,15 @@ class Membership:
     # -- forming a generation ---------------------------------------------------------------------
 
     def form(self, start: Callable[[], None], patience: float) -> None:
-        """Enter the newest decision and `start` in its generation; again until that succeeds.
+        """Enter the newest decision and call `start` in its generation, until that succeeds.
 
-        `SystemExit` where this worker has no place any more. `HorovodInternalError` if within
-        `patience` seconds neither the workers meet nor the driver decides anew.
+        Args:
+            start: Connects this worker with the others of the generation.
+            patience: Seconds within which that must succeed, or a new decision must appear.
+
+        Raises:
+            SystemExit: This worker has no slot in the job any more.
+            HorovodInternalError: Neither happened in time.
         """
         deadline, number = time.monotonic() + patience, 0
         while True:
@@ -215,6 +230,7 @@ class Membership:
                 raise
 
     def _enter(self) -> Generation:
+        """Enter the newest decision that has a slot for this worker."""
         while True:
             decision = self._choose()
             self._end_without_driver()
@@ -223,7 +239,7 @@ class Membership:
             number, slot = decision.number, decision.slots.get(self.worker_id)
             if self.may_leave:
                 self.leave()
-            if slot is None and (self._had_place or decision.is_final):
+            if slot is None and (self._had_slot or decision.is_final):
                 self._finished = True
                 logger.warning(
                     "worker %s ends: it has no place in the job any more (%s)",
@@ -234,19 +250,22 @@ class Membership:
             if slot is None or decision.too_few:
                 self._await_next(number)
                 continue
-            self._had_place = True
+            self._had_slot = True
             attempt = 0
             while self.store.try_get(f"generation/{number}/{attempt}/{_OVER}") is not None:
                 attempt += 1
             self.store.set(seen_key(number, self.worker_id), b"%d" % attempt)
             generation = Generation(self, decision, attempt, slot)
-            with self._changed:
+            with self._changed:  # a decision after this line finds the generation, and may break it
                 if self._newest is decision:
                     self.generation = generation
                     return generation
 
     def _choose(self) -> Decision:
-        """The newest decision. What broke our generation is probably on its way to the driver."""
+        """Return the newest decision, after a moment in which the next one may appear.
+
+        The driver probably hears just now of what broke our generation.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self.unrecoverable is not None or self.newest.number >= self._expected,
@@ -255,23 +274,24 @@ class Membership:
             return self.newest
 
     def _await_next(self, number: int) -> None:
-        """Until there is a newer decision than `number`, or a reason to end."""
+        """Wait a moment for a newer decision than `number`, or a reason to end."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.unrecoverable is not None or self.newest.number > number, _MOMENT
             )
 
-    def _left(self, generation: Generation) -> None:
+    def note_left(self, generation: Generation) -> None:
+        """Note that this worker has left a generation; another decision should follow."""
         with self._changed:
             if self.generation is generation:
                 self.generation = None
             self._expected = generation.decision.number + 1
 
     def can_recover(self) -> bool:
-        """Whether it is of use to meet again, after a collective has failed."""
+        """Return whether it is of use to form another generation, after a collective failed."""
         self._end_without_driver()
         generation = self.generation
-        if generation is not None and generation.standing and not generation.made_progress:
+        if generation is not None and generation.is_formed and not generation.made_progress:
             number = generation.decision.number
             times = self._fruitless[1] + 1 if self._fruitless[0] == number else 1
             self._fruitless = number, times
@@ -280,7 +300,7 @@ class Membership:
         return self.unrecoverable is None
 
     def report_broken(self, generation: Generation, error: Exception) -> None:
-        """Tell the driver why this worker cannot go on in a generation; for its status file."""
+        """Tell the driver, for its status file, why this worker cannot go on in a generation."""
         with contextlib.suppress(OSError):
             key = broken_key(generation.decision.number, self.worker_id)
             self.store.set(key, str(error).encode())
@@ -288,15 +308,15 @@ class Membership:
     # -- the end -----------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """The training function has returned: from now on the driver may end."""
+        """Note that the training function has returned: from now on the driver may end."""
         self._finished = True
         with contextlib.suppress(OSError):
             self.store.set(done_key(self.worker_id), b"")
 
     def retire(self) -> None:
-        """Stop watching the driver: this worker's function has ended, well or not.
+        """Stop watching the driver, because this worker's function has returned or failed.
 
-        The driver may then be gone at any moment, which is nothing to complain about.
+        The driver may end at any moment from then on, and this is no error.
         """
         self._finished = True
 
@@ -311,6 +331,7 @@ class Membership:
     # -- watching ----------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        """Wait for one decision after the other, until the driver is gone."""
         failures = 0
         while True:
             try:
@@ -321,7 +342,7 @@ class Membership:
                 failures += 1
                 if self._finished:
                     return
-                if failures > 1:  # the first may be a connection that broke: it is made anew
+                if failures > 1:  # the first may be a broken connection, which is opened again
                     self._lose_driver(error)
                     return
             else:
@@ -329,6 +350,7 @@ class Membership:
                 self._note(Decision.decode(content))
 
     def _note(self, decision: Decision) -> None:
+        """Take a decision, and break the generation if one of its workers is gone."""
         logger.info("decision %d (%s): %s", decision.number, decision.kind, decision.reason)
         with contextlib.suppress(OSError):  # the next wait says if that is for good
             self.store.set(heard_key(decision.number, self.worker_id), b"")
@@ -344,7 +366,7 @@ class Membership:
         self.on_break(generation.broken, generation)
 
     def _lose_driver(self, error: OSError) -> None:
-        """Nobody can tell us about the job any more: end, in order if possible."""
+        """End this worker, in order if possible: nobody decides about the job any more."""
         reason = f"the driver of this elastic job (horovodrun) is gone or out of reach: {error}"
         expected = self._newest is not None and self._newest.is_final
         level = logging.INFO if expected else logging.ERROR
@@ -367,7 +389,7 @@ class Membership:
         """End the process if the driver is out of reach, with a status that tells it why.
 
         The cause may be a link that works again later. The driver must not take it for an error of
-        the program, with which it would end the job when all workers have it.
+        the program: it ends the job when all workers have failed with one.
         """
         if self._has_lost_driver:
             raise SystemExit(DRIVER_LOST)
@@ -377,7 +399,7 @@ _membership: Membership | None = None
 
 
 def membership(environ: Mapping[str, str] = os.environ) -> Membership | None:
-    """This process's membership; None when no elastic launcher started it."""
+    """Return this process's membership; None when no elastic launcher started it."""
     global _membership
     if not is_elastic(environ):
         return None

@@ -1,12 +1,13 @@
 """MPI in this process, through mpi4py: whether it started the job, initialising and finalising it.
 
-Used by `init`, by the capability queries and by what talks over MPI. mpi4py initialises MPI when it
-is imported, and finalises it, unless a program tells it not to (`mpi4py.rc.initialize = False`).
-Such a program expects `init` to do it, so we do, and finalise it after the engine has stopped.
+Used by `init`, by the capability queries and by the parts that talk over MPI. mpi4py initialises
+MPI when it is imported, and finalises it, unless a program tells it not to
+(`mpi4py.rc.initialize = False`). Such a program expects `init` to do it, so we do, and finalise it
+after the engine has stopped.
 
-Where we are the first to import mpi4py, finalising is ours as well. Finalising waits for all ranks:
-a rank that ends while the others wait for it in a collective would never end, and mpirun never see
-its exit code. So what talks over MPI says whether to do it (`finalise_if`).
+Where we are the first to import mpi4py, we finalise MPI too. Finalising waits for all ranks: a rank
+that ends while the others wait for it in a collective would never end, and mpirun would never see
+its exit code. So the transport that talks over MPI says whether to do it (`finalise_if`).
 """
 
 from __future__ import annotations
@@ -20,40 +21,47 @@ from typing import Any
 
 from horovod.common import environments
 
-_is_ours = False  # whether we are to finalise it
+_is_ours = False  # whether we have to finalise MPI
 _may_finalise: Callable[[], bool] | None = None
 
 
 def runs_the_job(comm: Any) -> bool:
-    """Whether MPI started the ranks, or gave `init` a communicator."""
+    """Return whether MPI started the ranks, or the program gave `init` a communicator, `comm`."""
     if comm is not None and not isinstance(comm, Iterable):
         return True
-    return environments.detect().meeting is environments.RendezvousMethod.MPI
+    return environments.detect().rendezvous is environments.RendezvousMethod.MPI
 
 
 def initialise_if_deferred(threads: bool = True) -> None:
     """Initialise MPI if the program has kept mpi4py from doing it."""
     package = sys.modules.get("mpi4py")
     if package is not None and not package.rc.initialize:
-        initialised(threads)
+        initialise(threads)
 
 
-def initialised(threads: bool = True) -> Any:
-    """The module mpi4py.MPI, with MPI initialised; `threads`: for calls from several threads."""
+def initialise(threads: bool = True) -> Any:
+    """Initialise MPI, unless it is initialised already.
+
+    Args:
+        threads: Whether several threads may call MPI.
+
+    Returns:
+        The module mpi4py.MPI.
+    """
     global _is_ours
     import mpi4py
 
     rc = mpi4py.rc
     deferred = not rc.initialize
     if "mpi4py.MPI" not in sys.modules:
-        if rc.finalize is None:  # not said: ours
+        if rc.finalize is None:  # the program does not say who finalises MPI: we do
             rc.finalize = False
             deferred = True
-        initialise, rc.initialize = rc.initialize, False
+        setting, rc.initialize = rc.initialize, False
         try:
             from mpi4py import MPI
         finally:
-            rc.initialize = initialise
+            rc.initialize = setting
     else:
         from mpi4py import MPI
 
@@ -65,11 +73,11 @@ def initialised(threads: bool = True) -> Any:
 
 
 def _init_thread(module: Any, level: int) -> None:
-    """MPI_Init_thread, which waits for the other ranks, without Python's lock.
+    """Call MPI_Init_thread, which waits for the other ranks, without holding Python's lock.
 
-    mpi4py keeps the lock: other threads of this process could not run meanwhile. One of them may
-    serve the store, which a rank is still asking on its way to MPI_Init_thread: neither would
-    ever get on.
+    mpi4py holds the lock, so other threads of this process could not run meanwhile. One of them may
+    serve the store, which another rank still asks on its way to MPI_Init_thread: then both ranks
+    would wait for ever.
     """
     library = ctypes.CDLL(module.__file__)  # its dependencies are searched as well
     try:
@@ -83,18 +91,19 @@ def _init_thread(module: Any, level: int) -> None:
 
 
 def finalise_if(question: Callable[[], bool]) -> None:
-    """At the end of the process, finalise MPI if the answer is True; it may take its time."""
+    """Finalise MPI at the end of the process if `question` returns True; it may take long."""
     global _may_finalise
     _may_finalise = question
 
 
 def finalise_at_exit() -> None:
-    """To be called before what uses MPI registers its own end, which then comes first."""
+    """Finalise MPI when the process ends, after everything that registers with atexit later."""
     atexit.unregister(_finalise)
     atexit.register(_finalise)
 
 
 def _finalise() -> None:
+    """Finalise MPI if that is ours to do and would not wait for ever."""
     # After an uncaught exception the other ranks may never finalise; mpirun ends them instead.
     if not _is_ours or hasattr(sys, "last_value"):
         return

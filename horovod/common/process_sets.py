@@ -1,8 +1,8 @@
 """Process sets: groups of ranks that run collectives of their own.
 
-Every binding re-exports this module's public names. The engine keeps the sets; this module holds
-the objects users handle, and checks what they ask for. Nothing here may import the engine, so a
-binding's ``init`` hands over its engine through `_setup`.
+Every binding re-exports this module's public names. The engine keeps the sets; this module has the
+objects that users handle, and checks what users ask for. Nothing here may import the engine, so a
+binding's ``init`` passes its engine to `_setup`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,19 @@ class Engine(Protocol):
 
 _engine: Engine | None = None
 _registered: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
-_awaited: weakref.WeakSet[ProcessSet] = weakref.WeakSet()  # elastic: of the worlds before this one
+# Sets of an elastic job that are to be registered again once their ranks exist.
+_waiting_sets: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
 
 
 def _is_communicator(value: object) -> bool:
+    """Return whether a value is an mpi4py communicator."""
     # A communicator can only exist once mpi4py is imported, so we never import it ourselves.
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and isinstance(value, mpi.Comm)
 
 
-def _running() -> Engine:
+def _running_engine() -> Engine:
+    """Return the engine; raise ValueError before `init`."""
     if _engine is None:
         raise ValueError("Horovod is not initialised: call hvd.init() first")
     return _engine
@@ -89,28 +92,29 @@ class ProcessSet:
         self.ranks = sorted(int(rank) for rank in ranks)
 
     def size(self) -> int | None:
-        """The number of ranks; None while the set is not registered."""
+        """Return the number of ranks; None while the set is not registered."""
         if self.process_set_id is None or self.ranks is None:
             return None
         return len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's rank in the set; None while the set is not registered.
+        """Return this process's rank in the set; None while the set is not registered.
 
-        ValueError if this process does not belong to it.
+        Raises:
+            ValueError: This process does not belong to the set.
         """
         if self.process_set_id is None or self.ranks is None:
             return None
-        rank = _running().topology.rank
+        rank = _running_engine().topology.rank
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} does not belong to {self}")
         return self.ranks.index(rank)
 
     def included(self) -> bool | None:
-        """Whether this process belongs to the set; None while its ranks are unknown."""
+        """Return whether this process belongs to the set; None while its ranks are unknown."""
         if self.ranks is None:
             return None
-        return _running().topology.rank in self.ranks
+        return _running_engine().topology.rank in self.ranks
 
     def __str__(self) -> str:
         return (
@@ -123,6 +127,8 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
+    """The set of all ranks, whose number is always 0."""
+
     def __init__(self) -> None:
         super().__init__([])
         self.process_set_id = 0
@@ -146,7 +152,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Raises:
         ValueError: Sets are not dynamic, or the ranks do not exist or form a set already.
     """
-    engine = _running()
+    engine = _running_engine()
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     _require_dynamic(engine)
@@ -156,9 +162,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         )
     _check_ranks(process_set.ranks, engine.topology.size, str(process_set))
     if engine.is_elastic():
-        same = _known(engine).get(tuple(process_set.ranks))
-        if same is not None:  # made again after the ranks changed
-            _adopt(process_set, same)
+        known_id = _ids_by_ranks(engine).get(tuple(process_set.ranks))
+        if known_id is not None:  # the engine has made it again after the ranks changed
+            _adopt(process_set, known_id)
             return process_set
     elif process_set.ranks in engine.process_set_ids_and_ranks().values():
         raise ValueError(f"the ranks {process_set.ranks} already form a registered process set")
@@ -180,7 +186,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     if process_set.process_set_id is None or process_set is global_process_set:
         return False
-    engine = _running()
+    engine = _running_engine()
     _require_dynamic(engine)
     if process_set.process_set_id not in engine.process_set_ids_and_ranks():
         return False
@@ -191,6 +197,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _require_dynamic(engine: Engine) -> None:
+    """Raise ValueError if sets may not change after `init`."""
     if not engine.config.dynamic_process_sets:
         raise ValueError(
             "process sets can only be added and removed after init(process_sets='dynamic') or "
@@ -199,11 +206,13 @@ def _require_dynamic(engine: Engine) -> None:
 
 
 def _adopt(process_set: ProcessSet, process_set_id: int) -> None:
+    """Give a set the number under which the engine knows it."""
     process_set.process_set_id = process_set_id
     _registered.add(process_set)
 
 
 def _check_ranks(ranks: list[int], size: int, what: str) -> None:
+    """Raise ValueError if sorted ranks do not form a set of a job of `size` ranks."""
     if not ranks:
         raise ValueError(f"{what} has no ranks")
     if ranks[0] < 0 or ranks[-1] >= size:
@@ -213,11 +222,11 @@ def _check_ranks(ranks: list[int], size: int, what: str) -> None:
 
 
 def _check_argument(process_sets: Any, comm: Any) -> list[ProcessSet]:
-    """`init`'s list of sets, checked as far as that goes before the engine runs."""
+    """Return `init`'s list of sets, checked as far as is possible before the engine runs."""
     if process_sets is None:
         return []
-    chosen: list[ProcessSet] = list(process_sets)
-    for index, process_set in enumerate(chosen):
+    checked: list[ProcessSet] = list(process_sets)
+    for index, process_set in enumerate(checked):
         if not isinstance(process_set, ProcessSet):
             raise ValueError(
                 f"process_sets[{index}] is a {type(process_set).__name__}, not a ProcessSet"
@@ -227,15 +236,15 @@ def _check_argument(process_sets: Any, comm: Any) -> list[ProcessSet]:
                 f"process_sets[{index}] is made of an MPI communicator: pass an mpi4py "
                 "communicator as comm too"
             )
-    return chosen
+    return checked
 
 
 def _setup(engine: Engine, process_sets: list[ProcessSet], comm: Any) -> None:
     """Bind the module to a running engine and register the sets given to ``init``.
 
-    All or none: where one cannot be registered none is, on any rank, and the engine runs on. In an
-    elastic job the engine has made the sets of earlier worlds again, and sets whose ranks do not
-    exist wait until they do.
+    Either all sets are registered or none: if one is wrong, no rank registers any, and the engine
+    runs on. In an elastic job the engine has already made the sets of earlier generations again,
+    and sets whose ranks do not exist wait until they do.
     """
     global _engine
     _engine = engine
@@ -243,9 +252,9 @@ def _setup(engine: Engine, process_sets: list[ProcessSet], comm: Any) -> None:
     global_process_set.mpi_comm = comm if _is_communicator(comm) else None
     seen = {tuple(global_process_set.ranks)}
     if engine.is_elastic():
-        seen.clear()  # a set may be as large as the world for a while
-        process_sets = _fitting(engine, process_sets)
-    everywhere: list[tuple[int, ...]] = []  # in the order of their ids, the same on all ranks
+        seen.clear()  # a set may have all ranks for a while
+        process_sets = _usable_sets(engine, process_sets)
+    all_sets: list[tuple[int, ...]] = []  # in the order of their ids, the same on all ranks
     for index, process_set in enumerate(process_sets):
         process_set.process_set_id = None
         for ranks in _ranks_everywhere(process_set, comm):
@@ -254,43 +263,46 @@ def _setup(engine: Engine, process_sets: list[ProcessSet], comm: Any) -> None:
             if ranks in seen:
                 raise ValueError(f"{what} duplicates an earlier process set or the global one")
             seen.add(ranks)
-            everywhere.append(ranks)
-    known = _known(engine)
-    for ranks in everywhere:
-        if ranks not in known:
-            known[ranks] = engine.add_process_set(list(ranks))
+            all_sets.append(ranks)
+    ids = _ids_by_ranks(engine)
+    for ranks in all_sets:
+        if ranks not in ids:
+            ids[ranks] = engine.add_process_set(list(ranks))
     for process_set in process_sets:
         assert process_set.ranks is not None
-        _adopt(process_set, known[tuple(process_set.ranks)])
+        _adopt(process_set, ids[tuple(process_set.ranks)])
 
 
-def _known(engine: Engine) -> dict[tuple[int, ...], int]:
-    """The ids of the sets that the engine has, except the set of all ranks."""
+def _ids_by_ranks(engine: Engine) -> dict[tuple[int, ...], int]:
+    """Return the ids of the sets that the engine has, except the set of all ranks."""
     sets = engine.process_set_ids_and_ranks()
     return {tuple(ranks): number for number, ranks in sets.items() if number != 0}
 
 
-def _fitting(engine: Engine, process_sets: list[ProcessSet]) -> list[ProcessSet]:
-    """In an elastic job: those of `process_sets` whose ranks exist; the others have to wait.
+def _usable_sets(engine: Engine, process_sets: list[ProcessSet]) -> list[ProcessSet]:
+    """Return those sets of an elastic job whose ranks exist; the others have to wait.
 
-    Sets of earlier worlds are found among those that the engine has made again.
+    Sets of earlier generations get the numbers under which the engine has made them again.
     """
-    known, size = _known(engine), engine.topology.size
-    for process_set in [*_awaited, *process_sets]:
+    ids, size = _ids_by_ranks(engine), engine.topology.size
+    for process_set in [*_waiting_sets, *process_sets]:
         ranks = process_set.ranks
         assert ranks is not None  # no communicators in an elastic job
         if ranks and ranks[-1] >= size:
-            _awaited.add(process_set)
+            _waiting_sets.add(process_set)
             engine.want_process_set(ranks)
             logger.warning("process set %s cannot be used: there are only %d ranks", ranks, size)
-        elif tuple(ranks) in known:
-            _adopt(process_set, known[tuple(ranks)])
-    _awaited.difference_update(_registered)
+        elif tuple(ranks) in ids:
+            _adopt(process_set, ids[tuple(ranks)])
+    _waiting_sets.difference_update(_registered)
     return [each for each in process_sets if not each.ranks or each.ranks[-1] < size]
 
 
 def _ranks_everywhere(process_set: ProcessSet, comm: Any) -> list[tuple[int, ...]]:
-    """The ranks of a set; of several where it is a communicator that comes of a split of `comm`."""
+    """Return the ranks of a set on all ranks of the job.
+
+    They are several sets if the set is a communicator that comes from a split of `comm`.
+    """
     if process_set.mpi_comm is None:
         assert process_set.ranks is not None
         return [tuple(process_set.ranks)]
@@ -301,10 +313,9 @@ def _ranks_everywhere(process_set: ProcessSet, comm: Any) -> list[tuple[int, ...
 
 
 def _forget() -> None:
-    """The engine stops: no set is registered any more. An elastic job will want them again."""
-    elastic = _engine is not None and _engine.is_elastic()
+    """Unregister all sets, because the engine stops. An elastic job registers them again later."""
     for process_set in list(_registered):
         process_set.process_set_id = None
-    if elastic:
-        _awaited.update(_registered)
+    if _engine is not None and _engine.is_elastic():
+        _waiting_sets.update(_registered)
     _registered.clear()

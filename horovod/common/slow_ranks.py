@@ -5,9 +5,9 @@ computes in a step. In every step some rank is the last: that one of two ranks w
 77 steps says nothing. Ranks are slow if
 
 - one of them is the last more often than chance explains,
-- they compute longer than the others by a share of the step that is worth a word, by medians, which
-  a few long steps do not move,
-- and in most stretches of the time, not only while something else ran on their cores.
+- they compute longer than the others by a share of the step that is worth mentioning; medians are
+  compared, which a few long steps do not move,
+- and they do so in most stretches of the time, not only while something else ran on their cores.
 
 Used by `horovod.timeline.losses`.
 """
@@ -21,8 +21,8 @@ from itertools import pairwise
 from statistics import fmean, median
 
 CHANCE = 1e-3  # the largest probability with which chance may explain what counts as a finding
-_STRETCHES = 4  # into which the steps are cut, of which the ranks must be slow in all but one
-_FEWEST_STEPS = 4  # of a stretch
+_STRETCHES = 4  # into which the steps are cut; the ranks must be slow in all but one of them
+_FEWEST_STEPS = 4  # in a stretch
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class SlowRanks:
     """The ranks that are slow, and by how much."""
 
     ranks: tuple[int, ...]
-    times_last: int  # in how many steps one of them was the last
+    times_last: int  # the number of steps in which one of them was the last
     num_steps: int
-    excess: float  # how much longer they compute than the others, by medians
-    cost: float  # by how much a step would be shorter, on average, if they were like the others
+    excess: float  # their median time to compute, minus that of the others
+    cost: float  # what a step would be shorter by, on average, if they were like the others
 
 
-def find_slow_ranks(times: Mapping[int, Sequence[float]], least: float) -> SlowRanks | None:
+def find_slow_ranks(times: Mapping[int, Sequence[float]], least_gap: float) -> SlowRanks | None:
     """Find the ranks that hold all others up.
 
     Args:
         times: How long each rank computed, in the same steps, in any unit.
-        least: The least gap between slow ranks and others that counts, in that unit.
+        least_gap: The least gap between slow ranks and others that counts, in that unit.
 
     Returns:
         The slow ranks, at most half of all; None if no rank is slow.
@@ -53,9 +53,10 @@ def find_slow_ranks(times: Mapping[int, Sequence[float]], least: float) -> SlowR
     medians = [median(times[rank]) for rank in order]
     gaps = [later - earlier for earlier, later in pairwise(medians)]
     half = len(order) - len(order) // 2
-    first = max(range(half, len(order)), key=lambda index: gaps[index - 1])  # of the slow
+    # The slow ranks begin after the widest gap in the upper half.
+    first = max(range(half, len(order)), key=lambda index: gaps[index - 1])
     slow, others = order[first:], order[:first]
-    # How far the fastest of the slow is behind the slowest of the others: it makes the difference.
+    # How far, in each step, the fastest of the slow ranks is behind the slowest of the others.
     gaps_of_steps = [
         own - other for own, other in zip(times[slow[0]], times[others[-1]], strict=True)
     ]
@@ -63,9 +64,9 @@ def find_slow_ranks(times: Mapping[int, Sequence[float]], least: float) -> SlowR
     ahead = [max(times[rank][step] for rank in others) for step in range(len(steps))]
     last = [max(times[rank][step] for rank in slow) for step in range(len(steps))]
     times_last = sum(own > other for own, other in zip(last, ahead, strict=True))
-    if gap < least or not _is_lasting(gaps_of_steps, gap):
+    if gap < least_gap or not _is_lasting(gaps_of_steps, gap):
         return None
-    # Every rank could have been the one that chance made slow.
+    # Times the number of ranks, because chance could have picked any of them.
     if len(order) * chance_of(times_last, len(steps), len(slow) / len(order)) > CHANCE:
         return None
     cost = fmean(max(0.0, own - other) for own, other in zip(last, ahead, strict=True))
@@ -85,7 +86,7 @@ def chance_of(times: int, tries: int, probability: float) -> float:
 
 
 def _is_lasting(gaps: Sequence[float], gap: float) -> bool:
-    """Whether the gap is there in most stretches of the steps."""
+    """Return whether the gap is there in most stretches of the steps."""
     count = min(_STRETCHES, len(gaps) // _FEWEST_STEPS)
     if count < 2:
         return True

@@ -1,4 +1,4 @@
-"""The store as seen by a rank: a client of somebody else's `StoreServer`.
+"""The store as a rank sees it: a client of a `StoreServer` in another process.
 
 Imported through `horovod.common.store`.
 """
@@ -11,7 +11,7 @@ import time
 import weakref
 from typing import Any
 
-from horovod.common.store_memory import Store, derived, timed_out
+from horovod.common.store_memory import Store, derive, timeout_error
 from horovod.common.wire import Message, Stream, check_key
 
 _ANSWER_GRACE = 15.0
@@ -22,11 +22,20 @@ _LONGEST_WAIT = 1e6
 
 
 class StoreClient(Store):
-    """A store served elsewhere; one authenticated connection for each thread that uses it.
+    """A store that another process serves. Each thread that uses it has its own connection.
 
-    Errors: `ConnectionError` naming the address when the server is gone or silent,
-    `PermissionError` when it has another key. After a fork the child's copy refuses to work: a
-    connection shared by two processes would mix up their answers.
+    After a fork the child's copy refuses to work: two processes that share a connection would mix
+    up their answers.
+
+    Args:
+        address: The address of the server.
+        port: The port of the server.
+        key: The key of the job.
+        timeout: Seconds within which a connection must be made.
+
+    Raises:
+        ConnectionError: The server is gone or silent. Every method may raise it.
+        PermissionError: The server has another key.
     """
 
     def __init__(self, address: str, port: int, key: bytes, timeout: float) -> None:
@@ -51,7 +60,7 @@ class StoreClient(Store):
         wait = min(timeout, _LONGEST_WAIT)
         answer = self._request({"op": "get", "key": key, "timeout": wait}, wait=wait)
         if not answer.header["found"]:
-            raise timed_out(key, timeout)
+            raise timeout_error(key, timeout)
         return answer.body
 
     def try_get(self, key: str) -> bytes | None:
@@ -68,7 +77,7 @@ class StoreClient(Store):
         return list(self._request({"op": "keys", "key": prefix}).header["keys"])
 
     def derive_key(self, purpose: str) -> bytes:
-        return derived(self._key, purpose)
+        return derive(self._key, purpose)
 
     def close(self) -> None:
         self._closed = True
@@ -78,10 +87,12 @@ class StoreClient(Store):
             self._local = threading.local()
 
     def _close_descriptors(self) -> None:
+        """Close the connections in a forked child."""
         for stream in list(self._streams):
             stream.close()
 
     def _request(self, header: dict[str, Any], body: bytes = b"", wait: float = 0.0) -> Message:
+        """Send a request and return the answer, for which the server may wait `wait` seconds."""
         stream = self._stream()
         try:
             stream.send(header, body, timeout=self._timeout + _ANSWER_GRACE)
@@ -103,10 +114,12 @@ class StoreClient(Store):
         return answer
 
     def _forget(self, stream: Stream) -> None:
+        """Close this thread's connection; its next request opens another."""
         stream.close()
         self._local.stream = None
 
     def _stream(self) -> Stream:
+        """Return this thread's connection, which is opened now if there is none."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "the job's store was opened by the parent of this forked process and cannot be "
@@ -123,6 +136,7 @@ class StoreClient(Store):
         return stream
 
     def _connect(self) -> Stream:
+        """Open a connection to the server."""
         deadline = time.monotonic() + self._timeout
         while True:
             try:
@@ -146,6 +160,7 @@ class StoreClient(Store):
                 raise self._unreachable(error) from error
 
     def _unreachable(self, error: OSError) -> ConnectionError:
+        """Return the error for a server that cannot be reached."""
         return ConnectionError(
             f"cannot reach the job's store at {self.address}:{self.port} ({error}): check that "
             f"the launcher or rank 0 still runs and that this host may connect to that address"

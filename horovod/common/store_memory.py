@@ -15,51 +15,60 @@ from collections.abc import Callable
 
 
 class Store(ABC):
-    """String keys, bytes values, atomic counters. All methods may be called from any thread."""
+    """A key-value store: keys are text, values are bytes. Any thread may call any method."""
 
     @abstractmethod
     def set(self, key: str, value: bytes) -> None:
-        """Store a value, replacing any other."""
+        """Store a value under a key, in place of an earlier one."""
 
     @abstractmethod
     def get(self, key: str, timeout: float) -> bytes:
-        """The key's value, waiting until somebody sets it; `TimeoutError` after ``timeout`` s."""
+        """Return a key's value, and wait until somebody sets it.
+
+        Raises:
+            TimeoutError: Nobody has set it within `timeout` seconds.
+        """
 
     @abstractmethod
     def try_get(self, key: str) -> bytes | None:
-        """The key's value now, or None."""
+        """Return a key's value, or None if nobody has set it yet."""
 
     @abstractmethod
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter (a missing key counts as 0) and return the sum.
+        """Add to a counter and return the sum, in one atomic step.
 
-        A counter's value reads as decimal digits; `ValueError` when the key holds something else.
+        The value of a counter is its decimal digits. A missing key counts as 0.
+
+        Raises:
+            ValueError: The value of the key is not a counter.
         """
 
     @abstractmethod
     def delete(self, key: str) -> bool:
-        """Remove a key; whether it existed."""
+        """Remove a key, and return whether it existed."""
 
     @abstractmethod
     def keys(self, prefix: str) -> list[str]:
-        """The keys that begin with ``prefix``, sorted."""
+        """Return the keys that begin with `prefix`, sorted."""
 
     @abstractmethod
     def derive_key(self, purpose: str) -> bytes:
-        """32 secret bytes that all users of this store share, other ones for each purpose.
+        """Return 32 secret bytes that all users of this store share, different for each purpose.
 
-        Made from the key that the store itself is protected by; nothing of it travels.
+        They are computed from the key that protects the store, so nothing travels.
         """
 
     def close(self) -> None:  # noqa: B027 (optional for stores that hold nothing)
-        """Release what this object holds; the values live on where they are kept."""
+        """Release the connections of this object. The values stay where they are kept."""
 
 
-def derived(key: bytes, purpose: str) -> bytes:
+def derive(key: bytes, purpose: str) -> bytes:
+    """Return the secret bytes for a purpose, made from the key of a store."""
     return hmac.new(key, b"purpose " + purpose.encode(), hashlib.sha256).digest()
 
 
-def timed_out(key: str, timeout: float) -> TimeoutError:
+def timeout_error(key: str, timeout: float) -> TimeoutError:
+    """Return the error of a `get` that has waited too long."""
     return TimeoutError(f"nobody set {key!r} in the job's store within {timeout:g} s")
 
 
@@ -99,10 +108,10 @@ class MemoryStore(Store):
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._watchers: list[Callable[[str], None]] = []
-        self.secret = secrets.token_bytes(32)  # or the key of the server that serves it
+        self.secret = secrets.token_bytes(32)  # a `StoreServer` puts its own key here
 
     def watch(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback(key)`` after every change that gives a key a value. It must be quick."""
+        """Call `callback` with the key after every change of a value. It must return soon."""
         self._watchers.append(callback)
 
     def set(self, key: str, value: bytes) -> None:
@@ -110,7 +119,7 @@ class MemoryStore(Store):
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
-        self._tell(key)
+        self._call_watchers(key)
 
     def get(self, key: str, timeout: float) -> bytes:
         deadline = time.monotonic() + timeout
@@ -118,7 +127,7 @@ class MemoryStore(Store):
             while key not in self._values:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._changed.wait(min(left, threading.TIMEOUT_MAX)):
-                    raise timed_out(key, timeout)
+                    raise timeout_error(key, timeout)
             return self._values[key]
 
     def try_get(self, key: str) -> bytes | None:
@@ -134,7 +143,7 @@ class MemoryStore(Store):
                 raise ValueError(f"{key!r} in the job's store is not a counter") from None
             self._values[key] = b"%d" % total
             self._changed.notify_all()
-        self._tell(key)
+        self._call_watchers(key)
         return total
 
     def delete(self, key: str) -> bool:
@@ -146,8 +155,9 @@ class MemoryStore(Store):
             return sorted(key for key in self._values if key.startswith(prefix))
 
     def derive_key(self, purpose: str) -> bytes:
-        return derived(self.secret, purpose)
+        return derive(self.secret, purpose)
 
-    def _tell(self, key: str) -> None:
+    def _call_watchers(self, key: str) -> None:
+        """Call the watchers, without the lock: they may use the store themselves."""
         for callback in self._watchers:
             callback(key)

@@ -1,14 +1,13 @@
 """Serves a `MemoryStore` to the ranks of one job.
 
-The launcher starts one `StoreServer`, or rank 0 when a foreign launcher started the job. Imported
-through `horovod.common.store`. One daemon thread drives all connections without ever blocking on
-one of them: a slow, silent or hostile peer costs the others nothing.
+The launcher starts one `StoreServer`; where a foreign launcher started the job, rank 0 does.
+Imported through `horovod.common.store`. One daemon thread drives all connections without ever
+blocking on one of them: a slow, silent or hostile peer costs the others nothing.
 """
 
 from __future__ import annotations
 
 import errno
-import heapq
 import itertools
 import math
 import os
@@ -22,6 +21,7 @@ from collections import deque
 from typing import Any
 
 from horovod.common.logging import get_logger
+from horovod.common.parked_requests import ParkedRequests
 from horovod.common.store_memory import MemoryStore
 from horovod.common.wire import MAX_FRAME, Message, Session, WireError, check_key
 
@@ -33,12 +33,13 @@ _OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def _most_pending() -> int:
+    """Return how many unfinished handshakes leave most of this process's descriptors free."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1024 if soft == resource.RLIM_INFINITY else max(8, min(1024, soft // 4))
 
 
 class _Connection:
-    """One peer: its protocol state and the bytes it has not taken yet."""
+    """One peer: the state of its protocol, and the answers that it has not read yet."""
 
     def __init__(self, sock: socket.socket, peer: str, session: Session, deadline: float) -> None:
         self.socket = sock
@@ -46,20 +47,27 @@ class _Connection:
         self.session = session
         self.handshake_deadline = deadline
         self.output: deque[memoryview] = deque()
-        self.parked: dict[int, str] = {}
         self.events = selectors.EVENT_READ
-        self.open = True
+        self.is_open = True
 
 
 class StoreServer:
-    """A store reachable at ``address:port`` by whoever knows the key.
+    """A store at ``address:port`` for all processes that know the key.
 
-    It listens on exactly the address given. Peers that do not complete the handshake within
-    ``handshake_timeout`` seconds are dropped, and of more than ``max_pending`` unfinished
-    handshakes the oldest (by default as many as leave most of this process's descriptors free).
-    ``rejected`` counts the connections that were refused or broke the protocol; the 1st, 10th,
-    100th ... is told in a warning, all at level debug. ``store`` is the served store, for use
-    inside the serving process; several servers may share one, to serve it on several addresses.
+    `rejected` counts the connections that were refused or broke the protocol. The 1st, 10th, 100th,
+    ... of them is logged as a warning, all of them at level debug. `store` is the served store, for
+    use inside this process.
+
+    Args:
+        host: The address to listen on; no other is used.
+        key: The key of the job.
+        port: The port to listen on; by default a free one.
+        store: The store to serve, by default a new one. Several servers may share a store, to
+            serve it on several addresses.
+        handshake_timeout: Seconds within which a peer must complete the handshake.
+        max_pending: How many unfinished handshakes there may be; of more, the oldest are dropped.
+            By default as many as leave most of this process's descriptors free.
+        max_frame: The largest message that is accepted, in bytes.
     """
 
     def __init__(
@@ -79,7 +87,7 @@ class StoreServer:
         self._max_frame = max_frame
         self._pid = os.getpid()
         self.store = MemoryStore() if store is None else store
-        self.store.secret = key  # what the clients derive keys from
+        self.store.secret = key  # the clients derive keys from the same
         self.rejected = 0
         self._next_warning = 1
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -91,13 +99,10 @@ class StoreServer:
         self._waker_in.setblocking(False)
         self._waker_out.setblocking(False)
         self._connections: set[_Connection] = set()
-        self._pending: dict[_Connection, None] = {}
-        self._parked: dict[str, dict[int, _Connection]] = {}
-        self._num_parked = 0
-        self._deadlines: list[tuple[float, int, str]] = []
-        self._tickets = itertools.count()
-        self._changed_keys: deque[str] = deque()
-        self._accept_again = math.inf
+        self._pending: dict[_Connection, None] = {}  # in the handshake; an ordered set
+        self._parked: ParkedRequests[_Connection] = ParkedRequests()
+        self._changed_keys: deque[str] = deque()  # by other threads; append and popleft are atomic
+        self._accept_again = math.inf  # when the listener is polled again
         self._closing = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -121,6 +126,7 @@ class StoreServer:
     # Called from any thread
 
     def _key_changed(self, key: str) -> None:
+        """Let the server's thread answer the requests that wait for a key."""
         if threading.current_thread() is self._thread:
             self._release(key)
         elif not self._closing:
@@ -128,6 +134,7 @@ class StoreServer:
             self._wake()
 
     def _wake(self) -> None:
+        """Wake the server's thread."""
         try:
             self._waker_out.send(b"\0")
         except OSError:
@@ -136,6 +143,7 @@ class StoreServer:
     # Everything below runs in the server's thread
 
     def _serve(self) -> None:
+        """Serve all connections until `close`."""
         try:
             while not self._closing:
                 for ready, events in self._selector.select(self._next_deadline()):
@@ -147,6 +155,7 @@ class StoreServer:
             self._close_descriptors()
 
     def _handle(self, fileobj: Any, connection: _Connection | None, events: int) -> None:
+        """Do what a descriptor that is ready asks for."""
         if connection is not None:
             try:
                 self._progress(connection, events)
@@ -162,7 +171,7 @@ class StoreServer:
                 pass
 
     def _close_descriptors(self) -> None:
-        # Also runs in a forked child, so nothing here may do more than drop descriptors.
+        """Close all descriptors. A forked child calls this too, so it does nothing else."""
         self._selector.close()
         for sock in (self._listener, self._waker_in, self._waker_out):
             sock.close()
@@ -170,29 +179,27 @@ class StoreServer:
             connection.socket.close()
 
     def _next_deadline(self) -> float | None:
-        first = self._accept_again
-        if self._deadlines:
-            first = min(first, self._deadlines[0][0])
+        """Return the seconds until `_expire` has something to do; None for never."""
+        first = min(self._accept_again, self._parked.next_deadline)
         for connection in self._pending:  # oldest first, all with the same time allowed
             first = min(first, connection.handshake_deadline)
             break
         return None if first == math.inf else max(first - time.monotonic(), 0.0)
 
     def _expire(self, now: float) -> None:
+        """Do what is due by now: accept again, answer `get`s without a value, drop strangers."""
         if now >= self._accept_again:
             self._accept_again = math.inf
             self._selector.register(self._listener, selectors.EVENT_READ)
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, ticket, key = heapq.heappop(self._deadlines)
-            connection = self._unpark(key, ticket)
-            if connection is not None:
-                self._reply(connection, {"found": False})
+        for connection in self._parked.take_expired(now):
+            self._reply(connection, {"found": False})
         for connection in list(
             itertools.takewhile(lambda pending: pending.handshake_deadline <= now, self._pending)
         ):
             self._reject(connection, "no complete handshake in time")
 
     def _accept(self) -> None:
+        """Accept all connections that are waiting."""
         while True:
             try:
                 sock, peer = self._listener.accept()
@@ -201,7 +208,7 @@ class StoreServer:
             except OSError as error:
                 if error.errno not in _OUT_OF_RESOURCES:
                     raise
-                if self._pending:  # whoever holds descriptors without a word makes room
+                if self._pending:  # the oldest peer that has not proved itself makes room
                     self._reject(next(iter(self._pending)), "out of descriptors")
                     continue
                 get_logger(__name__).warning("the store cannot accept connections: %s", error)
@@ -224,12 +231,14 @@ class StoreServer:
                 self._reject(next(iter(self._pending)), "too many unfinished handshakes")
 
     def _progress(self, connection: _Connection, events: int) -> None:
-        if connection.open and events & selectors.EVENT_WRITE:
+        """Send and receive what a connection is ready for."""
+        if connection.is_open and events & selectors.EVENT_WRITE:
             self._send(connection)
-        if connection.open and events & selectors.EVENT_READ:
+        if connection.is_open and events & selectors.EVENT_READ:
             self._receive(connection)
 
     def _receive(self, connection: _Connection) -> None:
+        """Take what has arrived, and answer the requests in it."""
         try:
             data = connection.socket.recv(_RECEIVE_BYTES)
         except BlockingIOError:
@@ -253,10 +262,11 @@ class StoreServer:
         if session.established:
             self._pending.pop(connection, None)
         for message in messages:
-            if connection.open:
+            if connection.is_open:
                 self._answer(connection, message)
 
     def _answer(self, connection: _Connection, message: Message) -> None:
+        """Do what a request asks for, and answer it now or once its key has a value."""
         header = message.header
         operation, key = header.get("op"), header.get("key")
         if not isinstance(key, str):
@@ -268,7 +278,7 @@ class StoreServer:
             value = self.store.try_get(key)
             timeout = header.get("timeout", 0.0) if operation == "get" else 0.0
             if value is None and isinstance(timeout, (int, float)) and timeout > 0:
-                self._park(connection, key, timeout)
+                self._parked.park(connection, key, time.monotonic() + timeout)
             else:
                 self._reply(connection, {"found": value is not None}, value or b"")
         elif operation == "add" and isinstance(header.get("amount"), int):
@@ -283,39 +293,16 @@ class StoreServer:
         else:
             self._reject(connection, f"an unknown request {operation!r}")
 
-    def _park(self, connection: _Connection, key: str, timeout: float) -> None:
-        ticket = next(self._tickets)
-        self._parked.setdefault(key, {})[ticket] = connection
-        connection.parked[ticket] = key
-        self._num_parked += 1
-        if len(self._deadlines) > 2 * self._num_parked + 64:
-            # Requests answered early leave their deadlines behind.
-            self._deadlines = [
-                entry for entry in self._deadlines if entry[1] in self._parked.get(entry[2], ())
-            ]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (time.monotonic() + timeout, ticket, key))
-
-    def _unpark(self, key: str, ticket: int) -> _Connection | None:
-        waiting = self._parked.get(key, {})
-        connection = waiting.pop(ticket, None)
-        if not waiting:
-            self._parked.pop(key, None)
-        if connection is not None:
-            self._num_parked -= 1
-            del connection.parked[ticket]
-        return connection
-
     def _release(self, key: str) -> None:
+        """Answer the requests that wait for a key, if it has a value."""
         value = self.store.try_get(key)
         if value is not None:
-            for ticket in list(self._parked.get(key, ())):
-                connection = self._unpark(key, ticket)
-                if connection is not None:
-                    self._reply(connection, {"found": True}, value)
+            for connection in self._parked.take(key):
+                self._reply(connection, {"found": True}, value)
 
     def _reply(self, connection: _Connection, header: dict[str, Any], body: bytes = b"") -> None:
-        if not connection.open:
+        """Send an answer."""
+        if not connection.is_open:
             return
         try:
             frame = connection.session.seal(header, body)
@@ -324,11 +311,13 @@ class StoreServer:
         self._queue(connection, frame)
 
     def _queue(self, connection: _Connection, data: bytes) -> None:
+        """Send bytes after those that are queued already."""
         if data:
             connection.output.append(memoryview(data))
             self._send(connection)
 
     def _send(self, connection: _Connection) -> None:
+        """Send what the kernel takes of the queued bytes."""
         output = connection.output
         try:
             while output:
@@ -349,7 +338,8 @@ class StoreServer:
             self._selector.modify(connection.socket, events, connection)
 
     def _reject(self, connection: _Connection, reason: str) -> None:
-        if not connection.open:
+        """Drop a peer that does not belong to the job, and count it."""
+        if not connection.is_open:
             return
         self.rejected += 1
         if self.rejected >= self._next_warning:  # a flood of them must not flood the log
@@ -365,14 +355,14 @@ class StoreServer:
         self._drop(connection, reason)
 
     def _drop(self, connection: _Connection, reason: str) -> None:
-        if not connection.open:
+        """Close a connection and forget its requests."""
+        if not connection.is_open:
             return
-        connection.open = False
+        connection.is_open = False
         get_logger(__name__).debug("store: dropped %s: %s", connection.peer, reason)
         self._pending.pop(connection, None)
         self._connections.discard(connection)
-        for ticket, key in list(connection.parked.items()):
-            self._unpark(key, ticket)
+        self._parked.drop(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()
 

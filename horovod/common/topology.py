@@ -1,4 +1,4 @@
-"""A process's place in the job."""
+"""The ranks of a process in its job."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Topology:
     """Ranks and sizes of this process.
 
-    ``cross_rank`` counts the hosts that have a process of this local rank, so it differs by
-    local rank where hosts run different numbers of processes.
+    `cross_rank` is the number of this host among the hosts that have a process of this local rank.
+    So it differs by local rank where hosts run different numbers of processes.
     """
 
     rank: int = 0

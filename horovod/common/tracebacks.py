@@ -1,9 +1,9 @@
 """Tracebacks that end where the user's own code does.
 
-`init` installs this as the hook for exceptions that nobody caught;
-`horovod.runner.functions.run_task` uses it as well. Our frames say nothing to most readers: each
-run of them becomes one line. The last of ours stays where the error is not one of ours, since it
-may be our mistake. HOROVOD_LOG_LEVEL=debug (or trace) shows all of them.
+`init` installs this as the hook for uncaught exceptions; `horovod.runner.functions.run_task` uses
+it as well. Our frames say nothing to most readers, so consecutive frames of ours become one line.
+If the error is not one of Horovod's own, the last of our frames stays, since it may be our mistake.
+HOROVOD_LOG_LEVEL=debug (or trace) shows all of them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 
 def install_hook() -> None:
-    """Use it for uncaught exceptions, unless the program has a hook of its own."""
+    """Show uncaught exceptions this way, unless the program has a hook of its own."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
 
 
 def format_error(error: BaseException) -> str:
-    """The traceback of an error, as Python would print it, with our frames folded."""
-    whole = traceback.TracebackException.from_exception(error)
+    """Return the traceback of an error, as Python would print it, with our frames folded."""
+    summary = traceback.TracebackException.from_exception(error)
     if not get_logger().isEnabledFor(logging.DEBUG):
-        _fold(whole, isinstance(error, (HorovodInternalError, HostsUpdatedInterrupt)))
-    return "".join(whole.format()) + _device_hint(str(error))
+        _fold(summary, isinstance(error, (HorovodInternalError, HostsUpdatedInterrupt)))
+    return "".join(summary.format()) + _device_hint(str(error))
 
 
 def _device_hint(message: str) -> str:
@@ -52,6 +52,7 @@ def _device_hint(message: str) -> str:
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught exception; this is the hook."""
     try:
         text = format_error(error)
         sys.stderr.write(text)
@@ -60,22 +61,24 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
         sys.__excepthook__(kind, error, trace)
 
 
-def _fold(told: traceback.TracebackException | None, entirely: bool) -> None:
+def _fold(summary: traceback.TracebackException | None, entirely: bool) -> None:
+    """Fold our frames in an error and in those that it was raised from or after."""
     seen: set[int] = set()
-    while told is not None and id(told) not in seen:
-        seen.add(id(told))
-        _fold_stack(told.stack, entirely)
-        told = told.__cause__ or told.__context__
+    while summary is not None and id(summary) not in seen:
+        seen.add(id(summary))
+        _fold_stack(summary.stack, entirely)
+        summary = summary.__cause__ or summary.__context__
 
 
 def _fold_stack(stack: traceback.StackSummary, entirely: bool) -> None:
+    """Replace consecutive frames of ours by one; keep the very last unless `entirely`."""
     kept: list[traceback.FrameSummary] = []
     run: list[traceback.FrameSummary] = []
 
     def end_run(keep_last: bool) -> None:
         shown = [run.pop()] if run and keep_last else []
         if len(run) == 1:
-            kept.extend(run)  # a line in place of a line
+            kept.extend(run)  # a line that stands for one frame would be no shorter
         elif run:
             last = run[-1]
             text = f"({len(run)} calls inside horovod; HOROVOD_LOG_LEVEL=debug shows them)"

@@ -1,7 +1,7 @@
 """Small public helpers that the bindings, the launcher and user scripts share.
 
-The capability queries answer for the machine they run on without importing a framework into the
-calling process: the launcher must start fast, and importing MPI would initialise it. They ask a
+The capability queries answer for the machine that they run on, without importing a framework into
+the calling process: the launcher must start fast, and importing MPI would initialise it. They ask a
 child process once and remember the answer.
 """
 
@@ -45,7 +45,7 @@ print(json.dumps({"mpi": MPI.Get_library_version()}))
 
 
 def _ask_child(code: str, verbose: bool) -> dict[str, Any]:
-    """What `code`, run by a fresh interpreter, printed as JSON; empty if it failed."""
+    """Return what `code` prints as JSON in a fresh interpreter; empty if it fails."""
     try:
         child = subprocess.run(
             [sys.executable, "-c", code],
@@ -68,6 +68,7 @@ def _ask_child(code: str, verbose: bool) -> dict[str, Any]:
 
 @cache
 def _probe_torch(verbose: bool) -> dict[str, Any]:
+    """Return what the installed torch can do."""
     if importlib.util.find_spec("torch") is None:
         if verbose:
             print("PyTorch is not installed.", file=sys.stderr)
@@ -77,6 +78,7 @@ def _probe_torch(verbose: bool) -> dict[str, Any]:
 
 @cache
 def _probe_mpi(verbose: bool) -> dict[str, Any]:
+    """Return the version of the installed MPI."""
     if importlib.util.find_spec("mpi4py") is None:
         if verbose:
             print("mpi4py is not installed.", file=sys.stderr)
@@ -85,7 +87,12 @@ def _probe_mpi(verbose: bool) -> dict[str, Any]:
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether the binding ``horovod.<ext_base_name>`` ("torch", ...) can be imported."""
+    """Return whether a binding can be imported.
+
+    Args:
+        ext_base_name: The name of the binding, such as "torch" for ``horovod.torch``.
+        verbose: Whether to print why it cannot.
+    """
     module = f"horovod.{ext_base_name}"
     if not ext_base_name.isidentifier() or importlib.util.find_spec(module) is None:
         if verbose:
@@ -95,38 +102,50 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether the framework of a binding sees a GPU."""
+    """Return whether the framework of a binding sees a GPU.
+
+    Args:
+        ext_base_name: The name of the binding; only "torch" is asked.
+        verbose: Whether to print why the question cannot be answered.
+    """
     return ext_base_name == "torch" and bool(_probe_torch(verbose).get("gpu"))
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Whether mpi4py and an MPI library are installed."""
+    """Return whether mpi4py and an MPI library are installed; `verbose` prints why not."""
     return "mpi4py.MPI" in sys.modules or "mpi" in _probe_mpi(verbose)
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Whether PyTorch has Gloo."""
+    """Return whether PyTorch has Gloo; `verbose` prints why it cannot be asked."""
     return bool(_probe_torch(verbose).get("gloo"))
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """PyTorch's NCCL version as major * 10000 + minor * 100 + patch; 0 without NCCL."""
+    """Return PyTorch's NCCL version as major * 10000 + minor * 100 + patch; 0 without NCCL."""
     return int(_probe_torch(verbose).get("nccl", 0))
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """IBM's DDL was upstream's optional back end; there is none here."""
+    """Return False: IBM's DDL, an optional back end of upstream, is not here."""
     return False
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """oneCCL was upstream's optional back end; CPU tensors use shared memory, Gloo or MPI here."""
+    """Return False: oneCCL, an optional back end of upstream, is not here.
+
+    CPU tensors use shared memory, TCP or MPI instead.
+    """
     return False
 
 
 @contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Variables of this process for the time of a block; None values are left as they are."""
+    """Set variables of this process for the time of a block.
+
+    Args:
+        **kwargs: The variables. One whose value is None is left as it is.
+    """
     wanted = {name: value for name, value in kwargs.items() if value is not None}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -141,10 +160,14 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 
 def split_list(items: Sequence[Item], num_parts: int) -> list[list[Item]]:
-    """Cut `items` into `num_parts` contiguous parts whose lengths differ by one at most.
+    """Cut a list into contiguous parts whose lengths differ by one at most, longer ones first.
 
-    The longer ones come first. No part is empty: fewer items than parts give one part for each.
-    ValueError if `num_parts` is not positive.
+    Args:
+        items: The list.
+        num_parts: The number of parts. No part is empty: fewer items give fewer parts.
+
+    Raises:
+        ValueError: `num_parts` is not positive.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts must be positive, not {num_parts}")
@@ -159,7 +182,15 @@ def split_list(items: Sequence[Item], num_parts: int) -> list[list[Item]]:
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether a version is `target` (as major.minor.patch) or newer, whatever follows the patch."""
+    """Return whether a version is `target` or newer.
+
+    Args:
+        ver: The version. What follows the patch number does not count.
+        target: The version to compare with, as major.minor.patch.
+
+    Raises:
+        ValueError: `target` does not have three numbers.
+    """
     from packaging.version import Version
 
     wanted = Version(target)
@@ -169,20 +200,29 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
+    """Return whether a number of ranks is a power of two."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def check_num_rank_power_of_2(num_rank: int) -> None:
-    """ValueError if `num_rank` is not a power of two.
+    """Raise ValueError if a number of ranks is not a power of two.
 
-    For scripts that guard Adasum as upstream needed it; here Adasum takes any number.
+    Scripts call it before Adasum, which needs that in upstream; here Adasum takes any number.
     """
     if not num_rank_is_power_2(num_rank):
         raise ValueError(f"the number of ranks, {num_rank}, is not a power of two")
 
 
 def resolve_reduce_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
-    """The reduction that the arguments `op` and `average` (upstream's older flag) ask for."""
+    """Return the reduction that two arguments ask for together.
+
+    Args:
+        op: The reduction; None for Average.
+        average: Upstream's older flag for Average or Sum, instead of `op`.
+
+    Raises:
+        ValueError: Both are given, or `op` is not a reduction.
+    """
     if average is None:
         if op is None:
             return Average

@@ -56,17 +56,21 @@ class WireError(ConnectionError):
 
 
 def new_key() -> bytes:
-    """A fresh random key for one job."""
+    """Return a fresh random key for one job."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 def encode_key(key: bytes) -> str:
-    """The key as text, for an environment variable. Never log the result."""
+    """Return the key as text, for an environment variable. Never log the result."""
     return base64.b64encode(check_key(key)).decode("ascii")
 
 
 def decode_key(text: str) -> bytes:
-    """The key from its text form; the error never repeats the text."""
+    """Return the key from its text form.
+
+    Raises:
+        ValueError: The text is not a key. The message does not repeat the text.
+    """
     try:
         key = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -77,6 +81,7 @@ def decode_key(text: str) -> bytes:
 
 
 def check_key(key: bytes) -> bytes:
+    """Return the key; raise ValueError if it is not one."""
     if not isinstance(key, bytes) or len(key) != KEY_BYTES:
         raise ValueError(f"the job's key must be {KEY_BYTES} bytes")
     return key
@@ -84,13 +89,14 @@ def check_key(key: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Message:
-    """One frame's content."""
+    """The content of one frame."""
 
     header: dict[str, Any]
     body: bytes = b""
 
 
 def _mac(key: bytes, *parts: bytes | bytearray | memoryview) -> bytes:
+    """Return the HMAC of some bytes."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         mac.update(part)
@@ -100,9 +106,14 @@ def _mac(key: bytes, *parts: bytes | bytearray | memoryview) -> bytes:
 class Session:
     """The protocol of one connection, without input or output of its own.
 
-    Give received bytes to `feed`, which returns the complete messages in them; send whatever
-    `take_output` returns after construction and after every `feed`; wrap messages with `seal`.
-    Any `WireError` or `PermissionError` means: close the connection.
+    The caller passes received bytes to `feed`, which returns the complete messages in them. After
+    construction and after every `feed` it sends what `take_output` returns. It sends messages as
+    the frames that `seal` makes. After a `WireError` or `PermissionError` it closes the connection.
+
+    Args:
+        key: The key of the job.
+        server: Which side of the handshake this is.
+        max_frame: The largest message that is accepted, in bytes.
     """
 
     def __init__(self, key: bytes, *, server: bool, max_frame: int = MAX_FRAME) -> None:
@@ -127,17 +138,22 @@ class Session:
 
     @property
     def between_frames(self) -> bool:
-        """Whether the peer may end the connection here without having cut a frame."""
+        """Whether no frame is incomplete, so that the peer may end the connection now."""
         return self.established and not self._input
 
     def take_output(self) -> bytes:
-        """Handshake bytes that must be sent now."""
+        """Return the bytes of the handshake that must be sent now."""
         output = bytes(self._output)
         self._output.clear()
         return output
 
     def feed(self, data: bytes) -> list[Message]:
-        """Digest received bytes and return the messages they completed."""
+        """Take received bytes, and return the messages that they complete.
+
+        Raises:
+            WireError: The peer does not speak our protocol, or a frame is wrong.
+            PermissionError: The peer does not know the key.
+        """
         self._input += data
         if not self.established:
             self._handshake()
@@ -150,7 +166,12 @@ class Session:
         return messages
 
     def seal(self, header: Mapping[str, Any], body: bytes = b"") -> bytes:
-        """The frame that carries this message; frames must be sent in the order sealed."""
+        """Return the frame of a message. Frames must be sent in the order in which they are made.
+
+        Raises:
+            WireError: The handshake is not complete.
+            ValueError: The message is too large.
+        """
         if not self.established:
             raise WireError("no message can be sent before the handshake is complete")
         text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
@@ -165,6 +186,7 @@ class Session:
         return b"".join((lengths, text, body, tag))
 
     def _handshake(self) -> None:
+        """Go on with the handshake, as far as the received bytes allow."""
         self._check_hello()
         if self._server:
             self._handshake_as_server()
@@ -172,6 +194,7 @@ class Session:
             self._handshake_as_client()
 
     def _check_hello(self) -> None:
+        """Raise as soon as the first bytes show that the peer speaks another protocol."""
         if self._peer_nonce:
             return
         seen = bytes(self._input[: len(_HELLO)])
@@ -186,6 +209,7 @@ class Session:
             )
 
     def _handshake_as_server(self) -> None:
+        """Answer the client's nonce with ours and a proof, then check the client's proof."""
         if not self._peer_nonce:
             if len(self._input) < len(_HELLO) + _NONCE_BYTES:
                 return
@@ -199,6 +223,7 @@ class Session:
         self._establish()
 
     def _handshake_as_client(self) -> None:
+        """Check the server's proof, then send ours."""
         if len(self._input) < len(_HELLO) + _NONCE_BYTES + _TAG_BYTES:
             return
         reply = self._take(len(_HELLO) + _NONCE_BYTES + _TAG_BYTES)
@@ -209,22 +234,26 @@ class Session:
         self._establish()
 
     def _take(self, count: int) -> bytes:
+        """Remove and return the first `count` received bytes."""
         taken = bytes(self._input[:count])
         del self._input[:count]
         return taken
 
     def _proof(self, label: bytes) -> bytes:
+        """Return the HMAC of a label and both nonces, the client's first."""
         if self._server:
             return _mac(self._key, label, self._peer_nonce, self._nonce)
         return _mac(self._key, label, self._nonce, self._peer_nonce)
 
     def _establish(self) -> None:
+        """Complete the handshake: from now on each direction has a key of its own."""
         up, down = self._proof(b"client to server"), self._proof(b"server to client")
         self._send_key, self._receive_key = (down, up) if self._server else (up, down)
-        self._key = b""
+        self._key = b""  # not needed any more
         self.established = True
 
     def _next_message(self) -> Message | None:
+        """Remove and return the first message, if its frame is complete."""
         if len(self._input) < _LENGTHS.size:
             return None
         header_length, body_length = _LENGTHS.unpack_from(self._input)
@@ -266,9 +295,11 @@ class Stream:
     def connect(
         cls, address: str, port: int, key: bytes, timeout: float, max_frame: int = MAX_FRAME
     ) -> Stream:
-        """Open and authenticate a connection, all within ``timeout`` seconds.
+        """Open and authenticate a connection, all within `timeout` seconds.
 
-        `PermissionError` when the server has another key, `OSError` when there is no server.
+        Raises:
+            PermissionError: The server has another key.
+            OSError: There is no server, or it does not answer in time.
         """
         deadline = time.monotonic() + timeout
         session = Session(key, server=False, max_frame=max_frame)
@@ -287,20 +318,21 @@ class Stream:
         return stream
 
     def send(self, header: Mapping[str, Any], body: bytes = b"", *, timeout: float) -> None:
+        """Send a message; raise TimeoutError if the peer does not take it in time."""
         self._write(self._session.seal(header, body), time.monotonic() + timeout)
 
     def receive(self, timeout: float) -> Message:
-        """The next message; `TimeoutError` when none arrives in time."""
+        """Return the next message; raise TimeoutError if none arrives in time."""
         deadline = time.monotonic() + timeout
         while not self._messages:
             self._read(deadline)
         return self._messages.pop(0)
 
     def abort(self) -> None:
-        """End the connection under a thread that may be waiting in it, which then sees an error.
+        """End the connection while another thread may wait in it; that thread gets an error.
 
-        The descriptor stays until the stream is dropped, so that the waiting thread never works
-        on a number that meanwhile belongs to another file.
+        The descriptor stays open until the stream is dropped. If it were closed here, its number
+        could belong to another file before the waiting thread uses it.
         """
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -308,13 +340,14 @@ class Stream:
             pass
 
     def close(self) -> None:
-        """Close this process's descriptor (a parent's or child's copy is not affected)."""
+        """Close this process's descriptor. The copy of a parent or child is not affected."""
         self._socket.close()
 
     def __del__(self) -> None:
         self._socket.close()
 
     def _flush(self, deadline: float) -> None:
+        """Send the bytes of the handshake that are due."""
         self._write(self._session.take_output(), deadline)
 
     def _write(self, data: bytes, deadline: float) -> None:
@@ -331,6 +364,7 @@ class Stream:
         self._messages += self._session.feed(data)
 
     def _limit(self, deadline: float) -> None:
+        """Let the next call of the socket end at the deadline."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"no answer from {self.peer} in time")

@@ -1,6 +1,6 @@
-"""Data loaders of our own shape: `BaseDataLoader` and `AsyncDataLoaderMixin`.
+"""Classes to build data loaders from: `BaseDataLoader` and `AsyncDataLoaderMixin`.
 
-The loaders of `horovod.spark.data_loaders` are built from them, and so may be yours.
+The loaders of `horovod.spark.data_loaders` are built from them.
 """
 
 from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader

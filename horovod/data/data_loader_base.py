@@ -1,4 +1,4 @@
-"""The base of data loaders, and a mixin that loads the next batches in a background thread."""
+"""The base class of data loaders, and a mixin that loads batches in a background thread."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _PATIENCE = 0.1  # seconds between looks at whether the loader was closed
 
 
 class BaseDataLoader(ABC):
-    """A loader says how many batches an epoch has, and makes them."""
+    """A data loader. A subclass says how many batches an epoch has, and makes them."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many batches an epoch has."""
+        """Return how many batches an epoch has."""
 
     @abstractmethod
     def _iterate(self) -> Iterator[Any]:
-        """The batches of one epoch."""
+        """Yield the batches of one epoch."""
 
     def __iter__(self) -> Iterator[Any]:
-        """The processed batches of one epoch."""
+        """Yield the processed batches of one epoch."""
         for batch in self._iterate():
             yield self._process_batch(batch)
 
     def _process_batch(self, batch: Any) -> Any:
-        """What is done to each batch before the training loop gets it."""
+        """Return a batch as the training loop gets it; by default unchanged."""
         return batch
 
 
@@ -54,6 +54,7 @@ class _Worker:
         self._thread.start()
 
     def _put(self, item: Any) -> None:
+        """Put an item into the queue, and wait for room unless the loader is closed."""
         while not self._stop.is_set():
             try:
                 return self.queue.put(item, timeout=_PATIENCE)
@@ -61,9 +62,10 @@ class _Worker:
                 continue
 
     def _run(self) -> None:
+        """Load epoch after epoch."""
         try:
             while not self._stop.is_set():
-                # Always the loader's own _iterate: _process_batch belongs to the consumer's thread.
+                # Not the loader's __iter__: _process_batch runs in the consumer's thread.
                 for batch in self._loader._iterate():
                     if self._stop.is_set():
                         return
@@ -73,8 +75,9 @@ class _Worker:
             self._put(_Failure(error))
 
     def stop(self) -> None:
+        """End the thread, and wait for it."""
         self._stop.set()
-        while True:  # wake a thread that waits for room
+        while True:  # make room, for which the thread may wait
             try:
                 self.queue.get_nowait()
             except queue.Empty:
@@ -84,12 +87,23 @@ class _Worker:
 
 
 class AsyncDataLoaderMixin:
-    """Loads ahead in a background thread; put it before the loader among the bases.
+    """Lets a loader work ahead in a background thread.
+
+    It comes before the loader among the base classes:
 
         class MyAsyncLoader(AsyncDataLoaderMixin, MyLoader): ...
 
-    At most `async_loader_queue_size` batches wait (0: no thread). None in the queue ends an epoch;
-    the thread goes on with the next one. What it raises is raised where the batches are consumed.
+    An exception of the thread is raised where the batches are consumed. After the last batch of an
+    epoch the thread goes on with the next epoch.
+
+    Args:
+        async_loader_queue_size: The number of batches that may wait; 0 for no thread. Default: 64.
+        debug_data_loader: Whether to log when the training loop has to wait. Default: False.
+        *args: Passed to the loader.
+        **kwargs: Passed to the loader.
+
+    Raises:
+        ValueError: `async_loader_queue_size` is negative.
     """
 
     def __init__(
@@ -110,7 +124,7 @@ class AsyncDataLoaderMixin:
         super().__init__(*args, **kwargs)
 
     def close_async_loader(self) -> None:
-        """End the thread and forget what it has loaded; iterating again starts another."""
+        """End the thread and drop what it has loaded. Iterating again starts another thread."""
         worker, self._worker = self._worker, None
         self._in_epoch = False
         if worker is not None:
@@ -119,14 +133,15 @@ class AsyncDataLoaderMixin:
             worker.stop()
 
     def __iter__(self) -> Iterator[Any]:
-        """The processed batches of one epoch."""
+        """Yield the processed batches of one epoch."""
         assert isinstance(self, BaseDataLoader)
         if self.async_loader_queue_size == 0:
             yield from BaseDataLoader.__iter__(self)
             return
-        # A consumer that knows the length takes that many and never asks for the end.
+        # The consumer of the last epoch may have taken all batches without asking for more: then
+        # the next item is None, the end of that epoch. Else it left in the middle: begin again.
         if self._in_epoch and self._worker is not None and self._worker.queue.get() is not None:
-            self.close_async_loader()  # it left in the middle: begin a new epoch
+            self.close_async_loader()
         if self._worker is None:
             self._worker = _Worker(self, self.async_loader_queue_size)
         worker = self._worker

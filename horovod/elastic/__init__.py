@@ -1,1 +1,1 @@
-"""Elastic jobs: ranks come and go while training goes on. `worker` is the workers' side."""
+"""Elastic jobs, whose ranks come and go while training goes on. `worker` is the workers' side."""

@@ -1,13 +1,13 @@
 """The training loop's side of an elastic worker: agreeing on changes, and leaving when told to.
 
-`horovod.common.elastic.run_fn` uses it through the bindings' ``elastic.run``. What happens below,
-decisions and generations, is `horovod.common.membership`'s.
+`horovod.common.elastic.run_fn` uses it through the bindings' ``elastic.run``. Decisions and
+generations, on which it is built, are in `horovod.common.membership`.
 
 SIGTERM is a request to leave: the worker goes on until the next commit (or check), where all ranks
-learn of it together; it then ends with exit code 0 and nothing is lost. If all of them are to leave
-while others wait to join, they first meet those, and leave at the commit after that. Whoever sends
-the signal must allow for the time until then: a worker that is killed before costs the others what
-they did since the last commit, like any failure.
+learn of it together; it then ends with exit code 0 and nothing is lost. If all workers are to leave
+while others wait to join, they first form a generation with those, and leave at the commit after
+that. The sender of the signal must wait until then: a worker that is killed before costs the others
+the steps since the last commit, like any failure.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Worker:
         self._member = member
 
     def agree(self, notified: bool) -> Verdict:
+        # One allreduce of the maximum tells each rank what any of them knows.
         generation, leaving = self._member.generation, self._member.leaving
         assert generation is not None, "the engine runs, so there is a generation"
         newest = self._member.newest.number
@@ -55,7 +56,9 @@ class Worker:
         return Verdict.STAY
 
     def newest_state(self, version: int) -> tuple[int, int]:
-        # Usually rank 0, the oldest. But it may have failed just before it got the state.
+        # Usually rank 0, the oldest worker, has it, but that may have failed just before it got
+        # the state. Version and rank travel in one number, of which the maximum is taken: the
+        # highest version, and the lowest rank that has it.
         newest = torch.tensor([(version << _RANK_BITS) - runtime.topology.rank])
         runtime.allreduce([newest], [newest], "elastic.state", Max, background=False).wait()
         version = -(-int(newest) >> _RANK_BITS)
@@ -65,19 +68,19 @@ class Worker:
         self._member.leave()
 
     def can_recover(self, error: HorovodInternalError) -> bool:
-        hopeful = self._member.can_recover()
+        can_recover = self._member.can_recover()
         generation = self._member.generation
-        if generation is not None:  # nobody may wait for what is still in flight
+        if generation is not None:  # other ranks may still wait for collectives of this one
             runtime.abort(f"rank {generation.topology.rank} goes back: {error}", generation)
             self._member.report_broken(generation, error)
-        return hopeful
+        return can_recover
 
     def finish(self) -> None:
         self._member.finish()
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
-        """SIGTERM asks to leave, meanwhile; SIGUSR1 too, where the program does not handle it."""
+        """Let SIGTERM ask this worker to leave; SIGUSR1 too, if the program does not handle it."""
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may receive signals
             return
@@ -96,16 +99,17 @@ class Worker:
             _handler_of_parent = None
 
     def _on_sigterm(self, number: int, _frame: Any) -> None:
+        """Note that this worker was asked to leave."""
         if not self._member.leaving:
             self._member.leaving = True
             logger.warning(f"{signal.Signals(number).name}: leaving the job at the next commit")
 
 
-_handler_of_parent: Any = None  # what SIGTERM did before, while it asks to leave
+_handler_of_parent: Any = None  # the handler of SIGTERM before ours, while ours is installed
 
 
 def _after_fork_in_child() -> None:
-    # A data loader's worker has to end on SIGTERM, not to leave the job at its next commit.
+    # A data loader's worker must end on SIGTERM. With our handler it would wait for a commit.
     if _handler_of_parent is not None:
         signal.signal(signal.SIGTERM, _handler_of_parent)
 
@@ -114,6 +118,6 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def this_worker() -> Worker | None:
-    """This process as a worker of an elastic job; None when it is not in one."""
+    """Return this process as a worker of an elastic job; None if it is not in one."""
     member = membership()
     return None if member is None else Worker(member)

@@ -192,7 +192,7 @@ class HorovodBasics:
             raise ValueError("Horovod is not initialised: call hvd.init() first")
         if not self.mpi_enabled():
             raise ValueError("this job does not use MPI, so its thread level is unknown")
-        mpi4py = mpi.initialised(not runtime.config.mpi_threads_disable)
+        mpi4py = mpi.initialise(not runtime.config.mpi_threads_disable)
         return bool(mpi4py.Query_thread() == mpi4py.THREAD_MULTIPLE)
 
     def gloo_built(self) -> bool:

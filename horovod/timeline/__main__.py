@@ -31,7 +31,12 @@ View:    open https://ui.perfetto.dev (or chrome://tracing in Chrome) and drop t
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m horovod.timeline") -> int:
-    """The command line; returns the exit status."""
+    """Run the command line, and return the exit status.
+
+    Args:
+        arguments: The arguments; by default those of this process.
+        prog: The name of the command in messages.
+    """
     parser = argparse.ArgumentParser(
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -69,26 +74,28 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m horovod.
 
 
 def _report(files: Sequence[str], html: str | None) -> None:
+    """Print the report, and write it as a page if that is asked for."""
     if html is not None and html.endswith(".json"):
         raise ValueError(f"--html {html} looks like a timeline: name a file to write, OUT.html")
-    found = analyse(align(read_recordings(files)))
-    advice = advise(found)
-    sys.stdout.write(report(found, advice))
+    analysis = analyse(align(read_recordings(files)))
+    advice = advise(analysis)
+    sys.stdout.write(report(analysis, advice))
     if html is not None:
         with open(html, "w", encoding="utf-8") as file:
-            file.write(page(found, advice))
+            file.write(page(analysis, advice))
         print(f"\n{html}: open it in a browser")
 
 
 def _command(commands: argparse._SubParsersAction, name: str, what: str) -> argparse.ArgumentParser:  # type: ignore[type-arg]
-    made: argparse.ArgumentParser = commands.add_parser(
+    """Add a command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=what,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=f"{what[0].upper()}{what[1:]}.",
         epilog=HOW_TO,
     )
-    return made
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What to try first, each with the number behind it. Facts in, sentences out.
+"""What to try first, as sentences with the measurements behind them.
 
-Used by `text` and `page`. Each piece of advice has what its subject costs in the whole recording,
-and the most expensive comes first. Nothing is said about what costs less than every job loses: see
-`faults`. How often advice is right is measured by `tests/timeline/test_faults.py`.
+Used by `text` and `page`. Each piece of advice says what its subject costs in the whole recording,
+and the most expensive comes first. A subject that costs no more than every job loses is left out:
+see `faults`. `tests/timeline/test_faults.py` measures how often advice is right.
 """
 
 from __future__ import annotations
@@ -16,31 +16,29 @@ from horovod.timeline.faults import Advice
 from horovod.timeline.rank_advice import advise_on_ranks
 from horovod.timeline.splitting import PARTS
 
-ALL_COMPUTE = 0.97  # the share of a step from which on Horovod has nothing left to gain
+ALL_COMPUTE = 0.97  # the share of compute in a step from which on Horovod cannot gain anything
 
 
-def advise(found: Analysis) -> list[Advice]:
-    """What could make the job faster, the most expensive first."""
-    losses = found.losses
+def advise(analysis: Analysis) -> list[Advice]:
+    """Return what could make the job faster, the most expensive first."""
+    losses = analysis.losses
     if losses is None:
         return []
-    run = found.run_time
-    candidates = [*advise_on_ranks(found, losses), *advise_on_exchange(found, losses)]
+    run = analysis.run_time
+    candidates = [*advise_on_ranks(analysis, losses), *advise_on_exchange(analysis, losses)]
     given = [each for each in candidates if each.cost >= each.fault.worth * run]
     return sorted(given, key=lambda advice: -advice.cost)
 
 
-def verdict(found: Analysis) -> str:
-    """One sentence on the whole."""
-    if not found.steps:
+def verdict(analysis: Analysis) -> str:
+    """Return one sentence on the whole job."""
+    if not analysis.steps:
         return "No steps were found: record while training runs."
-    shares = {part: fmean(found.share(rank, part) for rank in found.ranks) for part in PARTS}
-    told = (
-        f"{percent(shares['compute'], 1)} of a step of {milliseconds(found.overall('duration'))} "
-        f"is compute"
-    )
-    long = found.long.excess(of_cores=False)
-    longs = f" Long steps take {percent(long, found.run_time)} of the run." if long else ""
+    shares = {part: fmean(analysis.share(rank, part) for rank in analysis.ranks) for part in PARTS}
+    step = milliseconds(analysis.overall("duration"))
+    told = f"{percent(shares['compute'], 1)} of a step of {step} is compute"
+    long = analysis.long_steps.excess(of_cores=False)
+    longs = f" Long steps take {percent(long, analysis.run_time)} of the run." if long else ""
     if shares["compute"] >= ALL_COMPUTE:
         return f"{told}: Horovod has nothing left to gain; look at the model and its data.{longs}"
     words = {

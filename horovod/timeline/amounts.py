@@ -1,4 +1,4 @@
-"""Times and sizes as people write them. Used by what writes the report."""
+"""Times, sizes and numbers as people write them. Used by the modules that write the report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def milliseconds(time: float) -> str:
-    """Of microseconds."""
+    """Return a time in microseconds as milliseconds."""
     value = time / 1000
     if abs(value) >= 100:
         return f"{value:.0f} ms"
@@ -14,6 +14,7 @@ def milliseconds(time: float) -> str:
 
 
 def size_of(nbytes: float | None) -> str:
+    """Return a number of bytes with a unit; "?" if it is unknown."""
     if nbytes is None:
         return "?"
     if nbytes >= 1 << 20:
@@ -22,24 +23,25 @@ def size_of(nbytes: float | None) -> str:
 
 
 def shortened(names: Sequence[str], most: int = 3) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first `most` names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def time_of(time: float) -> str:
-    """Microseconds as seconds, or as milliseconds if they are few."""
+    """Return a time in microseconds as seconds, or as milliseconds if it is short."""
     if time < 1e6:
         return milliseconds(time)
     return f"{time / 1e6:.1f} s" if time < 1e7 else f"{time / 1e6:.0f} s"
 
 
 def percent(part: float, whole: float) -> str:
+    """Return a part of a whole in per cent."""
     return f"{100 * part / whole:.0f} %" if whole else "0 %"
 
 
 def ranks_named(ranks: Sequence[int], most: int = 6) -> str:
-    """ "rank 2", or "ranks 2, 3 and 5"."""
+    """Return a text such as "rank 2" or "ranks 2, 3 and 5"; of many ranks, the first few."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > most:
@@ -49,7 +51,7 @@ def ranks_named(ranks: Sequence[int], most: int = 6) -> str:
 
 
 def ordinal(number: int) -> str:
-    """ "10th", or "3rd"."""
+    """Return a text such as "10th" or "3rd"."""
     if number % 100 in (11, 12, 13):
         return f"{number}th"
     return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"

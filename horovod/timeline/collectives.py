@@ -1,4 +1,4 @@
-"""What a job's collectives were: who was waited for, over what, in how many operations.
+"""A job's collectives: which ranks they waited for, which transport they used, how many there were.
 
 Used by `analysis`.
 """
@@ -16,32 +16,32 @@ from horovod.timeline.recording import Phase, Recording, TimeSpan
 
 
 @dataclass(frozen=True)
-class Awaited:
-    """The collectives of one name, and how ranks waited for each other in them."""
+class AwaitedCollective:
+    """All collectives of one name, and how long ranks waited for each other in them."""
 
     name: str
     count: int
     nbytes: int | None  # of one
     tensors: tuple[str, ...]
     spread: float  # microseconds between the first and the last rank, on average
-    waited: float  # by all ranks for the last one, in all
-    last_rank: int | None  # most often
-    last_share: float  # how often
+    waited: float  # microseconds that all ranks together waited for the last one
+    last_rank: int | None  # the rank that was the last most often
+    last_share: float  # the share of the collectives in which it was
 
 
-def awaited(matches: Sequence[Match]) -> list[Awaited]:
-    """By name, those first that ranks waited for longest."""
+def find_awaited(matches: Sequence[Match]) -> list[AwaitedCollective]:
+    """Return the collectives by name, those first that ranks waited for longest."""
     groups: dict[str, list[Match]] = {}
     for each in matches:
         groups.setdefault(each.name, []).append(each)
-    found = []
+    rows = []
     for name, group in groups.items():
         ready = [each.ready.values() for each in group]
         last = Counter(each.last_rank for each in group if each.last_rank is not None)
         rank, times = last.most_common(1)[0] if last else (None, 0)
         parts = next(iter(group[-1].parts.values()))
-        found.append(
-            Awaited(
+        rows.append(
+            AwaitedCollective(
                 name=name,
                 count=len(group),
                 nbytes=group[-1].nbytes,
@@ -52,11 +52,11 @@ def awaited(matches: Sequence[Match]) -> list[Awaited]:
                 last_share=times / len(group),
             )
         )
-    return sorted(found, key=lambda each: (-each.spread * each.count, each.name))
+    return sorted(rows, key=lambda each: (-each.spread * each.count, each.name))
 
 
-def transports(recordings: Sequence[Recording]) -> list[str]:
-    """What carried the data, the most used first."""
+def find_transports(recordings: Sequence[Recording]) -> list[str]:
+    """Return the names of the transports that carried the data, the most used first."""
     names = Counter(
         phase.name.rpartition("_")[0] for recording in recordings for phase in _moving(recording)
     )
@@ -64,11 +64,11 @@ def transports(recordings: Sequence[Recording]) -> list[str]:
 
 
 def count_operations(recording: Recording, steps: Iterable[TimeSpan]) -> int:
-    """How often data was moved and reduced in these steps.
+    """Count how often data was moved and reduced in these steps.
 
     A collective of several tensors takes several operations if they do not fit the fusion buffer,
-    and collectives that are fused take one together. A transport does one after the other, so
-    phases that overlap are one operation, which upstream writes into the row of each tensor.
+    and collectives that are fused take one together. A transport does one operation after the
+    other, so phases that overlap are one operation, which is recorded in the row of each tensor.
     """
     begins: list[float] = []
     free = float("-inf")
@@ -80,7 +80,7 @@ def count_operations(recording: Recording, steps: Iterable[TimeSpan]) -> int:
 
 
 def _moving(recording: Recording) -> Iterable[Phase]:
-    """The phases in which data is moved and reduced."""
+    """Yield the phases in which data is moved and reduced."""
     for each in recording.collectives:
         for phase in each.phases:
             if phase.name.endswith(f"_{each.kind}"):

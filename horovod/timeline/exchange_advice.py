@@ -12,52 +12,58 @@ from horovod.timeline.format import DEVICES
 from horovod.timeline.losses import Losses
 
 LOCAL = ("SHM", "SINGLE", "")  # transports inside one host
-FEWEST_OPERATIONS = 3  # of a step: fewer are not many
-SMALL = 1 << 20  # bytes: operations below cost more to start than to move
-SMALL_THRESHOLD = 1 << 20  # bytes of fusion below which nobody gains anything
+FEWEST_OPERATIONS = 3  # in a step: fewer are not many
+SMALL = 1 << 20  # bytes: starting a smaller operation takes longer than moving it
+SMALL_THRESHOLD = 1 << 20  # bytes: a lower HOROVOD_FUSION_THRESHOLD helps nobody
 SLOW_LINK = 60e6  # bytes a second: half of what 1 Gbit/s carries
 
-# Bytes a microsecond that every machine moves: what is beyond was not for the bytes.
+# Bytes a microsecond that every machine moves: an exchange that takes longer has other reasons.
 _LOCAL_RATE, _NETWORK_RATE, _DEVICE_RATE = 1000.0, 110.0, 5000.0
 
 
-def advise_on_exchange(found: Analysis, losses: Losses) -> Iterator[Advice]:
-    """Advice on how gradients are exchanged, at most one: they are about the same time."""
-    small = _small_operations(found, losses)
-    if small is not None and small.cost >= small.fault.worth * found.run_time:
+def advise_on_exchange(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
+    """Yield at most one advice on the exchange of gradients, as all are about the same time."""
+    small = _advise_on_small_operations(analysis, losses)
+    if small is not None and small.cost >= small.fault.worth * analysis.run_time:
         yield small
         return
-    network = _network(found, losses)
+    network = _advise_on_network(analysis, losses)
     if network is not None:
         yield network
         return
-    negotiation = found.overall("negotiation")
+    negotiation = analysis.overall("negotiation")
     if negotiation > losses.exchange / 2 and negotiation > 0:
-        yield _negotiation(found, losses)
+        yield _advise_on_negotiation(analysis, losses)
         return
-    yield _exchange(found, losses)
+    yield _advise_to_send_less(analysis, losses)
 
 
-def crosses_hosts(found: Analysis) -> bool:
-    """Whether gradients travel between hosts."""
-    return len(set(found.hosts.values())) > 1 or bool({*found.transports} - {*LOCAL, *DEVICES})
+def crosses_hosts(analysis: Analysis) -> bool:
+    """Return whether gradients travel between hosts."""
+    return len(set(analysis.hosts.values())) > 1 or bool(
+        {*analysis.transports} - {*LOCAL, *DEVICES}
+    )
 
 
-def _small_operations(found: Analysis, losses: Losses) -> Advice | None:
-    """Many operations for few bytes: starting them takes the time."""
-    count = found.operations_per_step
-    if count < FEWEST_OPERATIONS or found.bytes_per_step / count >= SMALL:
+def _advise_on_small_operations(analysis: Analysis, losses: Losses) -> Advice | None:
+    """Return advice if many operations move few bytes, so that starting them takes the time."""
+    count = analysis.operations_per_step
+    if count < FEWEST_OPERATIONS or analysis.bytes_per_step / count >= SMALL:
         return None
-    needed = losses.exchange / count + found.bytes_per_step / _usual_rate(found)
+    needed = losses.exchange / count + analysis.bytes_per_step / _usual_rate(analysis)
     cost = max(0.0, losses.exchange - needed)
     number = (
-        f"{count:.0f} operations in each step, of {size_of(found.bytes_per_step / count)} on "
+        f"{count:.0f} operations in each step, of {size_of(analysis.bytes_per_step / count)} on "
         f"average, take {_ms(losses.exchange)}, {percent(losses.exchange, losses.step)} of it, for "
-        f"{size_of(found.bytes_per_step)} ({_rate(found, losses)}); one for all would take about "
-        f"{_ms(needed)}"
+        f"{size_of(analysis.bytes_per_step)} ({_rate(analysis, losses)}); one for all would take "
+        f"about {_ms(needed)}"
     )
-    threshold = found.fusion_threshold
-    if threshold is not None and threshold < SMALL_THRESHOLD and count > found.collectives_per_step:
+    threshold = analysis.fusion_threshold
+    if (
+        threshold is not None
+        and threshold < SMALL_THRESHOLD
+        and count > analysis.collectives_per_step
+    ):
         action = (
             f"HOROVOD_FUSION_THRESHOLD is {threshold}, so that hardly anything is put together: "
             f"leave it out, or let horovodrun --autotune find it"
@@ -78,75 +84,75 @@ def _small_operations(found: Analysis, losses: Losses) -> Advice | None:
         "many small operations",
         number,
         action,
-        cost * len(found.steps),
+        cost * len(analysis.steps),
     )
 
 
-def _network(found: Analysis, losses: Losses) -> Advice | None:
-    """Links between hosts carry less than any network should."""
-    hosts = len(set(found.hosts.values()))
-    moving = found.overall("reduction") + found.overall("hidden")
-    if not crosses_hosts(found) or moving <= 0:
+def _advise_on_network(analysis: Analysis, losses: Losses) -> Advice | None:
+    """Return advice if links between hosts carry less than any network should."""
+    hosts = len(set(analysis.hosts.values()))
+    moving = analysis.overall("reduction") + analysis.overall("hidden")
+    if not crosses_hosts(analysis) or moving <= 0:
         return None
-    sent = found.bytes_per_step * (2 * (hosts - 1) / hosts if hosts > 1 else 1.0)
+    sent = analysis.bytes_per_step * (2 * (hosts - 1) / hosts if hosts > 1 else 1.0)
     rate = sent / moving * 1e6
-    if rate >= SLOW_LINK or found.bytes_per_step < SMALL / 4:
+    if rate >= SLOW_LINK or analysis.bytes_per_step < SMALL / 4:
         return None
     number = (
         f"links between hosts carry {rate / 1e6:.1f} MB/s ({rate * 8 / 1e9:.2g} Gbit/s): "
-        f"{size_of(found.bytes_per_step)} take {_ms(moving)} of each step, of which nothing hides "
-        f"{_ms(losses.exchange)}"
+        f"{size_of(analysis.bytes_per_step)} take {_ms(moving)} of each step, of which nothing "
+        f"hides {_ms(losses.exchange)}"
     )
     action = (
         "See whether the job uses the right interface (horovodrun --network-interfaces) and what "
-        f"iperf3 measures between the hosts. Until then: {'; '.join(_ways_to_send_less(found))}"
+        f"iperf3 measures between the hosts. Until then: {'; '.join(_ways_to_send_less(analysis))}"
     )
     return Advice(
-        Fault.NETWORK, "the network is slow", number, action, losses.exchange * len(found.steps)
+        Fault.NETWORK, "the network is slow", number, action, losses.exchange * len(analysis.steps)
     )
 
 
-def _negotiation(found: Analysis, losses: Losses) -> Advice:
-    """Agreeing takes time, and it is not the number of collectives."""
-    negotiation = min(found.overall("negotiation"), losses.exchange)
+def _advise_on_negotiation(analysis: Analysis, losses: Losses) -> Advice:
+    """Return advice for an agreement that takes long, though collectives are not too many."""
+    negotiation = min(analysis.overall("negotiation"), losses.exchange)
     number = (
-        f"agreeing on {found.collectives_per_step:.1f} collectives takes {_ms(negotiation)} of "
+        f"agreeing on {analysis.collectives_per_step:.1f} collectives takes {_ms(negotiation)} of "
         f"each step, {percent(negotiation, losses.step)}"
     )
     action = (
         "It is not the number of collectives: try a shorter HOROVOD_CYCLE_TIME, and give every "
         "process its own cores (--cpu-bind core, OMP_NUM_THREADS)"
     )
-    cost = negotiation * len(found.steps)
+    cost = negotiation * len(analysis.steps)
     return Advice(Fault.NEGOTIATION, "agreeing takes long", number, action, cost)
 
 
-def _exchange(found: Analysis, losses: Losses) -> Advice:
-    """It takes long, at a rate that is to be expected."""
+def _advise_to_send_less(analysis: Analysis, losses: Losses) -> Advice:
+    """Return advice for an exchange that takes long at a rate that is to be expected."""
     number = (
-        f"{size_of(found.bytes_per_step)} a step ({_rate(found, losses)}): what nothing hides "
-        f"takes {_ms(losses.exchange)} of each step, {percent(losses.exchange, losses.step)}"
+        f"{size_of(analysis.bytes_per_step)} a step ({_rate(analysis, losses)}): what nothing "
+        f"hides takes {_ms(losses.exchange)} of each step, {percent(losses.exchange, losses.step)}"
     )
-    ways = "; ".join(_ways_to_send_less(found))
+    ways = "; ".join(_ways_to_send_less(analysis))
     return Advice(
         Fault.EXCHANGE,
         "exchanging gradients takes long",
         number,
         ways[0].upper() + ways[1:],
-        losses.exchange * len(found.steps),
+        losses.exchange * len(analysis.steps),
     )
 
 
-def _ways_to_send_less(found: Analysis) -> list[str]:
-    """How to send less, or at another time."""
+def _ways_to_send_less(analysis: Analysis) -> list[str]:
+    """Return sentences on how to send less, or at another time."""
     ways = []
-    achieved, possible = found.overlap_achieved or 0.0, found.overlap_possible
+    achieved, possible = analysis.overlap_achieved or 0.0, analysis.overlap_possible
     if possible is not None and possible - achieved > 0.1:
         hidden = (
             f"{percent(achieved, 1)} of the reductions are hidden behind backward, which is long "
             f"enough for {percent(possible, 1)}"
         )
-        if found.on_devices or crosses_hosts(found):
+        if analysis.on_devices or crosses_hosts(analysis):
             way = "with overlap_forward=model in the optimizer the next forward hides some"
         else:
             way = (
@@ -154,7 +160,7 @@ def _ways_to_send_less(found: Analysis) -> list[str]:
                 "to spare"
             )
         ways.append(f"{way} ({hidden})")
-    if found.on_devices or crosses_hosts(found):
+    if analysis.on_devices or crosses_hosts(analysis):
         ways.append("with compression=hvd.Compression.bf16 half the bytes are sent")
     ways.append(
         "with larger batches, or backward_passes_per_step=2 in the optimizer, the same data needs "
@@ -163,13 +169,15 @@ def _ways_to_send_less(found: Analysis) -> list[str]:
     return ways
 
 
-def _rate(found: Analysis, losses: Losses) -> str:
-    moving = max(losses.exchange, found.overall("reduction") + found.overall("hidden"))
-    rate = found.bytes_per_step / moving if moving else 0.0  # bytes a microsecond
+def _rate(analysis: Analysis, losses: Losses) -> str:
+    """Return how fast gradients are exchanged, as text."""
+    moving = max(losses.exchange, analysis.overall("reduction") + analysis.overall("hidden"))
+    rate = analysis.bytes_per_step / moving if moving else 0.0  # bytes a microsecond
     return f"{rate:.0f} MB/s" if rate >= 10 else f"{rate:.1f} MB/s"
 
 
-def _usual_rate(found: Analysis) -> float:
-    if found.on_devices:
+def _usual_rate(analysis: Analysis) -> float:
+    """Return the bytes a microsecond that the transport moves on every machine."""
+    if analysis.on_devices:
         return _DEVICE_RATE
-    return _NETWORK_RATE if crosses_hosts(found) else _LOCAL_RATE
+    return _NETWORK_RATE if crosses_hosts(analysis) else _LOCAL_RATE

@@ -1,4 +1,4 @@
-"""What can be wrong with a job, as the report tells it. Used by all that gives advice."""
+"""What can be wrong with a job: the kinds of advice. Used by the modules that give advice."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from enum import Enum
 class Fault(Enum):
     """A kind of advice, with the least share of the run that it must cost to be given.
 
-    A job without any fault loses something to each of them: to chance, to the operating system, and
-    to the recording itself.
+    Even a job without any fault loses something to each of them: to chance, to the operating
+    system, and to the recording itself.
     """
 
     LONG_STEPS = "long steps", 0.03
@@ -35,4 +35,4 @@ class Advice:
     subject: str
     number: str  # what was measured
     action: str
-    cost: float  # microseconds of the recording that are lost to it, at most
+    cost: float  # microseconds of the recording that the fault costs, at most

@@ -1,6 +1,6 @@
-"""Reading the file of one rank: also of one that was killed, and of earlier versions.
+"""Reading the file of one rank, even of a rank that was killed or of an earlier version.
 
-Used by `recording`, which gives the events a meaning.
+Used by `recording`, which interprets the events.
 """
 
 from __future__ import annotations
@@ -12,39 +12,43 @@ Event = dict[str, Any]
 
 
 def load(path: str) -> list[Event]:
-    """The events of one file, as far as they are complete.
+    """Return the complete events of one file.
 
     A kill, a full disk or a copy made while the job runs may have cut the file anywhere.
+
+    Raises:
+        ValueError: The file is empty, or is not a timeline.
+        OSError: The file cannot be read.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         text = file.read().strip("\0 \t\r\n")
     if not text:
         raise ValueError(f"{path} is empty: did the rank end before it started to record?")
-    events = _whole(text)
+    events = _parse_whole(text)
     if events is None:
-        events = _by_line(text)
+        events = _parse_events(text)
     if events is None:
         raise ValueError(f"{path} is not a timeline: it is not a JSON array of events")
     return events
 
 
-def _whole(text: str) -> list[Event] | None:
-    """An intact file; what other programs have written may be spread over lines in other ways."""
+def _parse_whole(text: str) -> list[Event] | None:
+    """Return the events of an intact file, which another program may have formatted its own way."""
     if not text.endswith(("]", "}")):
         return None
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except ValueError:
         return None
-    if isinstance(found, dict):
-        found = found.get("traceEvents")
-    if not isinstance(found, list) or not all(isinstance(event, dict) for event in found):
+    if isinstance(content, dict):
+        content = content.get("traceEvents")
+    if not isinstance(content, list) or not all(isinstance(event, dict) for event in content):
         return None
-    return found
+    return content
 
 
-def _by_line(text: str) -> list[Event] | None:
-    """One event after the other, up to the one in which the file was cut."""
+def _parse_events(text: str) -> list[Event] | None:
+    """Return one event after the other, up to the one in which the file was cut."""
     if not text.startswith("["):
         return None
     decoder = json.JSONDecoder()
@@ -67,4 +71,4 @@ def _by_line(text: str) -> list[Event] | None:
     return events or None
 
 
-_LONGEST_EVENT = 1 << 20  # characters: what is longer is no event that was cut
+_LONGEST_EVENT = 1 << 20  # characters: a longer text is not an event that was cut

@@ -10,6 +10,6 @@ WAIT = "WAIT"  # a thread of the program waits for results
 STEP = "STEP"  # from the end of one exchange of gradients to the end of the next
 BACKWARD = "BACKWARD"  # from the first gradient of a step until they are waited for
 
-VERSION = 2  # 1 has no spans, no clock and no numbers; upstream's files do not tell
+VERSION = 2  # version 1 has no spans, no clock and no numbers; upstream's files have no version
 
 DEVICES = ("NCCL", "XCCL")  # transports whose collectives run on a device, by its clock

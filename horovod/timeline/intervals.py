@@ -1,4 +1,4 @@
-"""Sets of time as sorted lists of stretches that do not touch. Used by `analysis`."""
+"""Sets of times, as sorted lists of stretches that do not touch. Used by `splitting`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Stretch = tuple[float, float]
 
 
 def union(stretches: Iterable[Stretch]) -> list[Stretch]:
-    """All that is in any of them; empty and reversed ones count for nothing."""
+    """Return the times that are in any stretch; empty and reversed stretches do not count."""
     joined: list[Stretch] = []
     for began, ended in sorted(stretch for stretch in stretches if stretch[0] < stretch[1]):
         if joined and began <= joined[-1][1]:
@@ -20,7 +20,7 @@ def union(stretches: Iterable[Stretch]) -> list[Stretch]:
 
 
 def intersection(one: Sequence[Stretch], other: Sequence[Stretch]) -> list[Stretch]:
-    """What is in both."""
+    """Return the times that are in both."""
     common, left, right = [], 0, 0
     while left < len(one) and right < len(other):
         began = max(one[left][0], other[right][0])
@@ -35,7 +35,7 @@ def intersection(one: Sequence[Stretch], other: Sequence[Stretch]) -> list[Stret
 
 
 def difference(one: Sequence[Stretch], other: Sequence[Stretch]) -> list[Stretch]:
-    """What is in the first and not in the second."""
+    """Return the times that are in the first and not in the second."""
     if not one:
         return []
     rest: list[Stretch] = []
@@ -48,11 +48,12 @@ def difference(one: Sequence[Stretch], other: Sequence[Stretch]) -> list[Stretch
 
 
 def clip(stretches: Sequence[Stretch], began: float, ended: float) -> list[Stretch]:
-    """What lies between the two times."""
+    """Return the times that lie between `began` and `ended`."""
     first = bisect_right(stretches, began, key=lambda stretch: stretch[1])
     last = bisect_left(stretches, ended, key=lambda stretch: stretch[0])
     return [(max(a, began), min(b, ended)) for a, b in stretches[first:last]]
 
 
 def length(stretches: Iterable[Stretch]) -> float:
+    """Return the length of all stretches together."""
     return sum(ended - began for began, ended in stretches)

@@ -1,7 +1,7 @@
 """Steps that are much longer than the others: how much time they take, how often, who was last.
 
-An evaluation, a checkpoint, a log that is written by one rank while the others wait. Used by
-`analysis`, which keeps them out of what it says about usual steps, and by `advice`.
+Examples are an evaluation, a checkpoint, or a log that one rank writes while the others wait. Used
+by `analysis`, which keeps them apart from the usual steps, and by `advice`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from statistics import median
 
 from horovod.timeline.splitting import StepSplit
 
-LONG_STEP = 2.5  # times the median, and ...
-_OUTSIDE = 9.0  # ... this many times as far from the median as half of the steps are
+# A long step takes at least this many times the median, and is at least this many times as far from
+# it as the median step is.
+LONG_STEP, _OUTSIDE = 2.5, 9.0
 WARM_UP = 5  # steps at the beginning that may be long without meaning anything
 _REGULAR = 0.75  # the share of distances between long steps that a period must explain
 
@@ -32,7 +33,7 @@ class Where(Enum):
 
 @dataclass(frozen=True)
 class LongStep:
-    """One of them."""
+    """One long step."""
 
     step: StepSplit
     excess: float  # microseconds beyond the median
@@ -42,28 +43,28 @@ class LongStep:
 
 @dataclass(frozen=True)
 class LongSteps:
-    """All of them, except those at the beginning."""
+    """All long steps, except those at the beginning."""
 
     steps: tuple[LongStep, ...] = ()
-    warm_up: int = 0  # how many were at the beginning
+    warm_up: int = 0  # the number of those at the beginning
 
     @property
     def numbers(self) -> list[int]:
+        """The numbers of the steps."""
         return [each.step.number for each in self.steps]
 
     def excess(self, *, of_cores: bool) -> float:
-        """Microseconds beyond usual, in all: of those that lacked a core, or of all others."""
-        chosen = [each for each in self.steps if (each.where is Where.CORES) == of_cores]
-        return sum(each.excess for each in chosen)
+        """Return the excess of the steps that lacked a core, or of all others."""
+        return sum(each.excess for each in self.steps if (each.where is Where.CORES) == of_cores)
 
     @property
     def counted(self) -> list[LongStep]:
-        """Those that are not for lack of a core."""
+        """The steps that have another reason than a lack of cores."""
         return [each for each in self.steps if each.where is not Where.CORES]
 
     @property
     def period(self) -> int | None:
-        """Every how many steps one is long; None if they come at irregular distances."""
+        """The usual distance between two long steps; None if distances are irregular."""
         distances = [b - a for a, b in pairwise(each.step.number for each in self.counted)]
         if len(distances) < 2:
             return None
@@ -71,13 +72,13 @@ class LongSteps:
         if usual < 2:
             return None
         slack = 0.05 * usual
-        # One may be hidden among the usual steps.
+        # Twice the distance counts too: one long step may have passed for a usual one.
         near = [min(abs(each - usual), abs(each - 2 * usual)) <= slack for each in distances]
         return usual if sum(near) >= _REGULAR * len(near) else None
 
     @property
     def where(self) -> Where:
-        """What was long in most of this time."""
+        """What was long, for most of the excess time."""
         excess: Counter[Where] = Counter()
         for each in self.counted:
             excess[each.where] += round(each.excess)
@@ -85,7 +86,7 @@ class LongSteps:
 
     @property
     def last(self) -> tuple[int, int] | None:
-        """The rank that came late in most of them, and in how many; None if it is not one rank."""
+        """The rank that came late in most of them, and in how many; None if no rank did."""
         late = [each.last for each in self.counted if each.where is Where.ONE_RANK]
         if not late:
             return None
@@ -94,7 +95,7 @@ class LongSteps:
 
 
 def set_apart(steps: Sequence[StepSplit]) -> tuple[list[StepSplit], LongSteps]:
-    """The usual steps, and what is known about the long ones."""
+    """Return the usual steps, and the long ones."""
     if not steps:
         return [], LongSteps()
     durations = [step.duration for step in steps]
@@ -107,12 +108,12 @@ def set_apart(steps: Sequence[StepSplit]) -> tuple[list[StepSplit], LongSteps]:
     rest = [step for step in long if step.number not in first]
     length = median(step.duration for step in usual)
     exchange = median(step.duration - max(step.computes.values()) for step in usual)
-    found = tuple(_look_at(step, length, exchange) for step in rest)
-    return usual, LongSteps(found, len(long) - len(rest))
+    long_steps = tuple(_explain(step, length, exchange) for step in rest)
+    return usual, LongSteps(long_steps, len(long) - len(rest))
 
 
-def _look_at(step: StepSplit, usual: float, usual_exchange: float) -> LongStep:
-    """See what was long in it, knowing what a step and its exchange usually take."""
+def _explain(step: StepSplit, usual: float, usual_exchange: float) -> LongStep:
+    """Find what was long in a step, given what a step and its exchange usually take."""
     excess = step.duration - usual
     computes = step.computes
     last = max(computes, key=lambda rank: computes[rank])

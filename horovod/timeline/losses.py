@@ -1,13 +1,13 @@
-"""What a usual step loses, and to what. Used by `analysis`.
+"""What a usual step loses, and to which cause. Used by `analysis`.
 
-In synchronous training a step is as long as the computing of the rank that computes longest, and
-the exchange that nothing hides. Computing is peeled, one cause after the other, so that no
+In synchronous training a step lasts as long as the rank that computes longest, plus the exchange
+that nothing hides. Causes are taken off the computing time one after the other, so that no
 microsecond is counted twice:
 
-- cores: what the slowest computation would be shorter by, had every rank had a core when it wanted
+- cores: what the longest computation would be shorter by if every rank had a core when it wanted
   one;
-- slow ranks: what would be left of it without the ranks that are slow in all steps;
-- taking turns: what the slowest of the remaining ranks takes longer than the one in the middle;
+- slow ranks: what it would then be shorter by without the ranks that are slow in all steps;
+- turns: what the slowest of the remaining ranks takes longer than the rank in the middle;
 - computing: the rest.
 """
 
@@ -28,10 +28,10 @@ class Losses:
     """Microseconds of a usual step, on average."""
 
     step: float
-    computing: float  # of a rank in the middle, which nothing here makes shorter
+    computing: float  # of a rank in the middle: advice cannot make it shorter
     turns: float
-    slow: SlowRanks | None
-    cores: float  # also while it exchanged gradients
+    slow_ranks: SlowRanks | None
+    cores: float  # while ranks computed, and while they exchanged gradients
     exchange: float  # what remains of the step: the exchange that nothing hides
 
 
@@ -59,18 +59,18 @@ def find_losses(usual: Sequence[StepSplit]) -> Losses | None:
         step=step,
         computing=fmean(median(times) for times in rest),
         turns=fmean(max(times) - median(times) for times in rest),
-        slow=slow,
+        slow_ranks=slow,
         cores=longest - undisturbed + lost_there,
         exchange=exchange - lost_there,
     )
 
 
 def _comparable(steps: Sequence[StepSplit]) -> list[StepSplit]:
-    """The steps in which all ranks are known: the file of one may end earlier."""
+    """Return the steps that have all ranks: the file of one rank may end earlier."""
     ranks = {rank for step in steps for rank in step.computes}
     return [step for step in steps if step.computes.keys() == ranks]
 
 
 def _starved_exchanging(step: StepSplit) -> float:
-    """For how long ranks had no core outside of computing, by their median."""
+    """Return how long ranks had no core outside of computing, as their median."""
     return median((each.starved or 0.0) - each.starved_computing for each in step.ranks.values())

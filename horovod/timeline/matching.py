@@ -1,4 +1,4 @@
-"""One collective in the files of several ranks. Used by `clocks`, `merging` and `analysis`."""
+"""Finding one collective in the files of all ranks. Used by `clocks`, `merging`, `analysis`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Match:
 
     name: str
     parts: dict[int, Collective]  # by rank
-    ready: dict[int, float]  # when each rank had submitted it, also of ranks without a file
+    ready: dict[int, float]  # when each rank submitted it, also ranks without a file
 
     @property
     def last_rank(self) -> int | None:
@@ -26,7 +26,7 @@ class Match:
 
     @property
     def last_ready(self) -> float | None:
-        """When everybody had submitted it, as far as known."""
+        """When all ranks had submitted it; None if only one is known."""
         return max(self.ready.values()) if len(self.ready) > 1 else None
 
     @property
@@ -40,6 +40,7 @@ class Match:
 
     @property
     def nbytes(self) -> int | None:
+        """The bytes of its tensors, if known."""
         known = [part.nbytes for part in self.parts.values() if part.nbytes is not None]
         return known[0] if known else None
 
@@ -50,19 +51,22 @@ class Match:
 
 
 def by_key(recordings: Sequence[Recording]) -> dict[tuple[Key, int], dict[int, Collective]]:
-    """Agreed collectives by rank; by key and, as ids of process sets are used again, occurrence."""
-    found: dict[tuple[Key, int], dict[int, Collective]] = {}
+    """Return the agreed collectives of each rank, by key and occurrence of that key.
+
+    A key may occur several times, because the ids of process sets are used again.
+    """
+    collectives: dict[tuple[Key, int], dict[int, Collective]] = {}
     for recording in recordings:
         seen: dict[Key, int] = {}
         for each in recording.collectives:
             if each.agreed is not None:
                 seen[each.key] = seen.get(each.key, -1) + 1
-                found.setdefault((each.key, seen[each.key]), {})[recording.rank] = each
-    return found
+                collectives.setdefault((each.key, seen[each.key]), {})[recording.rank] = each
+    return collectives
 
 
 def match(recordings: Sequence[Recording]) -> list[Match]:
-    """The collectives of aligned recordings, in the order in which they were agreed on."""
+    """Return the collectives of aligned recordings, in the order in which they were agreed on."""
     files = {recording.rank for recording in recordings}
     matches = []
     for ((_, _, name), _), parts in by_key(recordings).items():

@@ -1,4 +1,4 @@
-"""Advice on what ranks do by themselves: who is late, why, and in which steps. Used by `advice`."""
+"""Advice on what single ranks do: who is late, why, and in which steps. Used by `advice`."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from horovod.timeline.long_steps import Where
 from horovod.timeline.losses import Losses
 from horovod.timeline.splitting import StepSplit
 
-FEWEST_LONG_STEPS = 2  # one alone may be anything: a note tells of it
+FEWEST_LONG_STEPS = 2  # a single one may have any reason, and gets a note only
 FEWEST_FOR_A_PERIOD = 3
-FORWARD_SHARE = 0.5  # of backward: what forward takes of it in most models
-SLOW_INPUT = 4.0  # times as long as backward is what no forward and update should take
+FORWARD_SHARE = 0.5  # forward takes this share of backward's time in most models
+SLOW_INPUT = 4.0  # times backward: no forward and update should take that long
 
 
-def advise_on_ranks(found: Analysis, losses: Losses) -> Iterator[Advice]:
-    """Advice that has nothing to do with the exchange of gradients."""
-    yield from _long_steps(found)
-    yield from _slow_ranks(found, losses)
-    yield from _cores(found, losses)
-    yield from _turns(found, losses)
-    yield from _input(found, losses)
+def advise_on_ranks(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
+    """Yield the advice that has nothing to do with the exchange of gradients."""
+    yield from _advise_on_long_steps(analysis)
+    yield from _advise_on_slow_ranks(analysis, losses)
+    yield from _advise_on_cores(analysis, losses)
+    yield from _advise_on_turns(analysis, losses)
+    yield from _advise_on_input(analysis, losses)
 
 
 # -- long steps ------------------------------------------------------------------------------
 
 
-def _long_steps(found: Analysis) -> Iterator[Advice]:
-    """Some steps are much longer than the others."""
-    long = found.long
+def _advise_on_long_steps(analysis: Analysis) -> Iterator[Advice]:
+    """Yield advice if some steps are much longer than the others."""
+    long = analysis.long_steps
     steps = long.counted
     if len(steps) < FEWEST_LONG_STEPS:
         return
@@ -43,16 +43,17 @@ def _long_steps(found: Analysis) -> Iterator[Advice]:
     when = f"every {ordinal(period)} step" if period else "at irregular distances"
     if len(steps) < FEWEST_FOR_A_PERIOD:
         when = f"number {' and '.join(str(each.step.number) for each in steps)}"
-    usual, longer = found.step_time, median(each.step.duration for each in steps)
+    usual, longer = analysis.step_time, median(each.step.duration for each in steps)
     number = (
-        f"{len(steps)} of {len(found.all_steps)} steps, {when}, take {_ms(longer)} (median) "
-        f"instead of {_ms(usual)}. {_who_was_last(found)}"
+        f"{len(steps)} of {len(analysis.all_steps)} steps, {when}, take {_ms(longer)} (median) "
+        f"instead of {_ms(usual)}. {_who_was_last(analysis)}"
     )
-    yield Advice(Fault.LONG_STEPS, "long steps", number, _what_is_long(found), cost)
+    yield Advice(Fault.LONG_STEPS, "long steps", number, _what_is_long(analysis), cost)
 
 
-def _who_was_last(found: Analysis) -> str:
-    where, last = found.long.where, found.long.last
+def _who_was_last(analysis: Analysis) -> str:
+    """Return a sentence on who was last in the long steps."""
+    where, last = analysis.long_steps.where, analysis.long_steps.last
     if where is Where.EXCHANGE:
         return "The exchange of gradients takes long in them"
     if where is Where.ALL_RANKS:
@@ -60,11 +61,12 @@ def _who_was_last(found: Analysis) -> str:
     if last is None:
         return "Now one rank is the last in them, now another"
     rank, times = last
-    return f"Rank {rank}{_on_host(found, rank)} is the last in {times} of them"
+    return f"Rank {rank}{_on_host(analysis, rank)} is the last in {times} of them"
 
 
-def _what_is_long(found: Analysis) -> str:
-    where, last = found.long.where, found.long.last
+def _what_is_long(analysis: Analysis) -> str:
+    """Return what to look for in the long steps."""
+    where, last = analysis.long_steps.where, analysis.long_steps.last
     if where is Where.EXCHANGE:
         return "Look for what else uses the network, or the memory of the hosts, at these times"
     if where is Where.ALL_RANKS:
@@ -88,9 +90,9 @@ def _what_is_long(found: Analysis) -> str:
 # -- slow ranks ------------------------------------------------------------------------------
 
 
-def _slow_ranks(found: Analysis, losses: Losses) -> Iterator[Advice]:
-    """Ranks are slow in all steps."""
-    slow = losses.slow
+def _advise_on_slow_ranks(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
+    """Yield advice if ranks are slow in all steps."""
+    slow = losses.slow_ranks
     if slow is None:
         return
     named = ranks_named(slow.ranks)
@@ -98,26 +100,26 @@ def _slow_ranks(found: Analysis, losses: Losses) -> Iterator[Advice]:
     whose = "it is" if len(slow.ranks) == 1 else "one of them is"
     number = (
         f"{whose} the last in {slow.times_last} of {slow.num_steps} steps. "
-        f"{named[0].upper()}{named[1:]}{_on_hosts(found, slow.ranks)} "
+        f"{named[0].upper()}{named[1:]}{_on_hosts(analysis, slow.ranks)} "
         f"compute{'s' if len(slow.ranks) == 1 else ''} {_ms(slow.excess)} (median) longer than the "
         f"others"
     )
-    action = _where_slow(found, slow.ranks)
+    action = _where_slow(analysis, slow.ranks)
     yield Advice(
-        Fault.SLOW_RANKS, f"{named} {are} slow", number, action, slow.cost * len(found.steps)
+        Fault.SLOW_RANKS, f"{named} {are} slow", number, action, slow.cost * len(analysis.steps)
     )
 
 
-def _where_slow(found: Analysis, ranks: Sequence[int]) -> str:
-    """Whether it is before the first gradient that ranks lose time, or in backward."""
-    before, backward = (_compared(found, ranks, part) for part in ("before_backward", "backward"))
+def _where_slow(analysis: Analysis, ranks: Sequence[int]) -> str:
+    """Return where to look: slow ranks lose time before the first gradient, or in backward."""
+    before, backward = (_compare(analysis, ranks, part) for part in ("before_backward", "backward"))
     if before is None or backward is None:
         return (
             "Look at data loading there (more or faster loader workers), at the cores and their "
             "clock: all ranks take as long as the slowest"
         )
     excess = max(before.excess, backward.excess)
-    blocked = None if found.on_devices else _compared(found, ranks, "blocked")
+    blocked = None if analysis.on_devices else _compare(analysis, ranks, "blocked")
     rests = ""
     if blocked is not None and blocked.excess > excess / 2:
         rests = f", and for {_ms(blocked.excess)} of that it does not run: it waits for something"
@@ -134,7 +136,7 @@ def _where_slow(found: Analysis, ranks: Sequence[int]) -> str:
     )
 
 
-class _Compared(NamedTuple):
+class _Comparison(NamedTuple):
     """How long something takes on some ranks and on the others."""
 
     own: float
@@ -142,17 +144,20 @@ class _Compared(NamedTuple):
 
     @property
     def excess(self) -> float:
+        """How much longer it takes on these ranks."""
         return self.own - self.others
 
 
-def _compared(found: Analysis, ranks: Sequence[int], part: str) -> _Compared | None:
-    own = _middle(found, ranks, part)
-    others = _middle(found, [rank for rank in found.ranks if rank not in ranks], part)
-    return None if own is None or others is None else _Compared(own, others)
+def _compare(analysis: Analysis, ranks: Sequence[int], part: str) -> _Comparison | None:
+    """Compare a part of a step on some ranks with the others; None if it is not known."""
+    own = _median_over(analysis, ranks, part)
+    others = _median_over(analysis, [rank for rank in analysis.ranks if rank not in ranks], part)
+    return None if own is None or others is None else _Comparison(own, others)
 
 
-def _middle(found: Analysis, ranks: Sequence[int], part: str) -> float | None:
-    values = [found.known(rank, part) for rank in ranks if rank in found.ranks]
+def _median_over(analysis: Analysis, ranks: Sequence[int], part: str) -> float | None:
+    """Return the median over some ranks of a part of a step; None if it is not known."""
+    values = [analysis.median_of(rank, part) for rank in ranks if rank in analysis.ranks]
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
@@ -160,20 +165,20 @@ def _middle(found: Analysis, ranks: Sequence[int], part: str) -> float | None:
 # -- cores, and ranks that take turns --------------------------------------------------------
 
 
-def _cores(found: Analysis, losses: Losses) -> Iterator[Advice]:
-    """Ranks are ready to run and have no core."""
-    cost = losses.cores * len(found.steps) + found.long.excess(of_cores=True)
+def _advise_on_cores(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
+    """Yield advice if ranks are ready to run and have no core."""
+    cost = losses.cores * len(analysis.steps) + analysis.long_steps.excess(of_cores=True)
     if cost <= 0:
         return
-    starved = {rank: _mean(found.all_steps, rank, "starved") for rank in found.ranks}
-    host, ranks, cores = _most_crowded(found)
+    starved = {rank: _mean(analysis.all_steps, rank, "starved") for rank in analysis.ranks}
+    host, ranks, cores = _most_crowded(analysis)
     most = max(starved, key=lambda rank: starved[rank])
     number = (
         f"ranks are ready to run and have no core for {_ms(median(starved.values()))} of a step "
-        f"(mean), rank {most}{_on_host(found, most)} for {_ms(starved[most])}"
+        f"(mean), rank {most}{_on_host(analysis, most)} for {_ms(starved[most])}"
     )
     if ranks > cores > 0:
-        on = f" of {host}" if len(set(found.hosts.values())) > 1 else ""
+        on = f" of {host}" if len(set(analysis.hosts.values())) > 1 else ""
         number += f"; {ranks} ranks share {cores} core{'' if cores == 1 else 's'}{on}"
         yield Advice(
             Fault.CORES,
@@ -193,45 +198,49 @@ def _cores(found: Analysis, losses: Losses) -> Iterator[Advice]:
     yield Advice(Fault.CORES, "cores are busy with something else", number, action, cost)
 
 
-def _most_crowded(found: Analysis) -> tuple[str, int, int]:
-    """The host with the most ranks for its cores: its name, its ranks and its cores."""
-    places: dict[str, list[int]] = {}
-    for rank in found.cores:
-        places.setdefault(found.hosts[rank], []).append(rank)
+def _most_crowded(analysis: Analysis) -> tuple[str, int, int]:
+    """Return name, ranks and cores of the host that has the most ranks for its cores."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank in analysis.cores:
+        ranks_of.setdefault(analysis.hosts[rank], []).append(rank)
     crowds = [
-        (host, len(ranks), len(frozenset().union(*(found.cores[rank] for rank in ranks))))
-        for host, ranks in places.items()
+        (host, len(ranks), len(frozenset().union(*(analysis.cores[rank] for rank in ranks))))
+        for host, ranks in ranks_of.items()
     ]
     return max(crowds, key=lambda each: each[1] / each[2], default=("", 0, 0))
 
 
-def _turns(found: Analysis, losses: Losses) -> Iterator[Advice]:
-    """Ranks are late in turn: their steps differ in length."""
+def _advise_on_turns(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
+    """Yield advice if ranks are late in turn, because their steps differ in length."""
     if losses.turns <= 0:
         return
-    most = max(found.slowest_counts.values(), default=0)
+    most = max(analysis.slowest_counts.values(), default=0)
     number = (
         f"in each step some rank computes {_ms(losses.turns)} (mean) longer than the rank in the "
-        f"middle, and no rank is the last in more than {most} of {len(found.steps)} steps"
+        f"middle, and no rank is the last in more than {most} of {len(analysis.steps)} steps"
     )
     action = (
         "Make the batches of a step equally long (sort samples by length, drop the last batch), "
         "and give every rank more loader workers"
     )
     yield Advice(
-        Fault.TURNS, "ranks are late in turn", number, action, losses.turns * len(found.steps)
+        Fault.TURNS, "ranks are late in turn", number, action, losses.turns * len(analysis.steps)
     )
 
 
 # -- input -----------------------------------------------------------------------------------
 
 
-def _input(found: Analysis, losses: Losses) -> Iterator[Advice]:
-    """All ranks take long before their first gradient."""
-    ranks = [rank for rank in found.ranks if losses.slow is None or rank not in losses.slow.ranks]
-    before = _middle(found, ranks, "before_backward")
-    backward = _middle(found, ranks, "backward")
-    blocked = 0.0 if found.on_devices else _middle(found, ranks, "blocked") or 0.0
+def _advise_on_input(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
+    """Yield advice if all ranks take long before their first gradient."""
+    ranks = [
+        rank
+        for rank in analysis.ranks
+        if losses.slow_ranks is None or rank not in losses.slow_ranks.ranks
+    ]
+    before = _median_over(analysis, ranks, "before_backward")
+    backward = _median_over(analysis, ranks, "backward")
+    blocked = 0.0 if analysis.on_devices else _median_over(analysis, ranks, "blocked") or 0.0
     if before is None or backward is None:
         return
     action = (
@@ -240,10 +249,10 @@ def _input(found: Analysis, losses: Losses) -> Iterator[Advice]:
     )
     told = f"it takes {_ms(before)} until the first gradient of a step, and {_ms(backward)} from "
     told += "there to the last"
-    beyond = before - FORWARD_SHARE * backward  # of input, if forward takes what it usually does
-    # Where cores are short, a thread also waits for the other threads of its rank, which have none.
+    beyond = before - FORWARD_SHARE * backward  # input, if forward takes its usual share
+    # If there are too few cores, a thread also waits for other threads of its rank without a core.
     has_cores = losses.cores < Fault.CORES.worth * losses.step
-    starved = _middle(found, ranks, "starved") or 0.0
+    starved = _median_over(analysis, ranks, "starved") or 0.0
     if not has_cores and blocked < 2 * starved:
         blocked = 0.0
     if beyond > FORWARD_SHARE * blocked > 0:
@@ -251,9 +260,9 @@ def _input(found: Analysis, losses: Losses) -> Iterator[Advice]:
             f"{told}; for {_ms(blocked)} of a step ranks neither run nor wait for other ranks, but "
             f"for something else"
         )
-        mean = median(_mean(found.steps, rank, "blocked") for rank in ranks)
+        mean = median(_mean(analysis.steps, rank, "blocked") for rank in ranks)
         yield Advice(
-            Fault.INPUT, "all ranks wait for input", number, action, mean * len(found.steps)
+            Fault.INPUT, "all ranks wait for input", number, action, mean * len(analysis.steps)
         )
     elif has_cores and before > SLOW_INPUT * backward:
         number = f"{told}; forward usually takes half as long as backward"
@@ -262,21 +271,22 @@ def _input(found: Analysis, losses: Losses) -> Iterator[Advice]:
             "input takes long on all ranks",
             number,
             f"{action}. If most of the model is frozen, forward itself may take as long",
-            (before - backward) * len(found.steps),
+            (before - backward) * len(analysis.steps),
         )
 
 
 def _mean(steps: Sequence[StepSplit], rank: int, part: str) -> float:
-    """The mean of what not all steps tell; 0 for those."""
+    """Return the mean of a part that some steps do not have, which count as 0."""
     return fmean(step.ranks[rank].part(part) or 0.0 for step in steps if rank in step.ranks)
 
 
-def _on_host(found: Analysis, rank: int) -> str:
-    several = len(set(found.hosts.values())) > 1
-    return f" (host {found.hosts[rank]})" if several and rank in found.hosts else ""
+def _on_host(analysis: Analysis, rank: int) -> str:
+    """Return the host of a rank in brackets, if there are several hosts."""
+    several = len(set(analysis.hosts.values())) > 1
+    return f" (host {analysis.hosts[rank]})" if several and rank in analysis.hosts else ""
 
 
-def _on_hosts(found: Analysis, ranks: Sequence[int]) -> str:
-    """Of which host they are, if they are all of one of several."""
-    hosts = {found.hosts.get(rank) for rank in ranks}
-    return _on_host(found, ranks[0]) if len(hosts) == 1 else ""
+def _on_hosts(analysis: Analysis, ranks: Sequence[int]) -> str:
+    """Return the host of some ranks in brackets, if all are on one of several hosts."""
+    hosts = {analysis.hosts.get(rank) for rank in ranks}
+    return _on_host(analysis, ranks[0]) if len(hosts) == 1 else ""

@@ -1,6 +1,7 @@
-"""What one rank recorded, with a meaning: collectives, waits, steps. Used by all that reads files.
+"""What one rank recorded: its events interpreted as collectives, waits and steps.
 
-Times are microseconds on the rank's own clock until `clocks` has put them on that of the job.
+All modules that read files use it. Times are microseconds on the rank's own clock until `clocks`
+has put them on one clock for the job.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class Collective:
     started: float | None = None  # of a barrier in upstream's files: never
     ended: float | None = None
     phases: list[Phase] = field(default_factory=list)
-    ready: dict[int, float] = field(default_factory=dict)  # when which rank had submitted it
+    ready: dict[int, float] = field(default_factory=dict)  # when each rank had submitted it
     about: dict[str, Any] = field(default_factory=dict)  # dtype, shape, count, bytes, tensors
 
     @property
     def is_direct(self) -> bool:
-        """Whether a device began it without asking other ranks, and waited for them inside of it.
+        """Whether a device began it without an agreement, and waited for other ranks inside of it.
 
         Only collectives on which ranks agreed have a number.
         """
@@ -69,9 +70,9 @@ class TimeSpan:
     began: float
     ended: float
     number: int = 0  # of the step
-    what: str = ""  # is waited for
-    ran: float | None = None  # for how long the step's thread had a core; None where unknown
-    starved: float | None = None  # for how long it was ready to run and had none
+    what: str = ""  # the program waits for
+    ran: float | None = None  # how long the step's thread had a core; None where unknown
+    starved: float | None = None  # how long it was ready to run and had none
 
 
 @dataclass
@@ -97,23 +98,37 @@ class Recording:
 
 
 def read_recordings(paths: Sequence[str]) -> list[Recording]:
-    """The recordings in these files, by rank; ValueError if they are not of one job's ranks."""
-    found: dict[int, Recording] = {}
+    """Return the recordings in these files, in rank order.
+
+    Raises:
+        ValueError: A file is not a timeline, or two files are of one rank.
+        OSError: A file cannot be read.
+    """
+    recordings: dict[int, Recording] = {}
     for position, path in enumerate(paths):
         recording = interpret(load(path), path, position)
-        other = found.get(recording.rank)
+        other = recordings.get(recording.rank)
         if other is not None:
             raise ValueError(
                 f"{other.path} and {path} are both of rank {recording.rank}: leave one out"
             )
-        found[recording.rank] = recording
-    if not found:
+        recordings[recording.rank] = recording
+    if not recordings:
         raise ValueError("no timeline: name at least one file")
-    return [found[rank] for rank in sorted(found)]
+    return [recordings[rank] for rank in sorted(recordings)]
 
 
 def interpret(events: Sequence[Event], path: str = "", position: int = 0) -> Recording:
-    """The meaning of one rank's events."""
+    """Return what one rank's events mean.
+
+    Args:
+        events: The events.
+        path: Their file, for messages, and because its name may have the rank.
+        position: The rank if neither the events nor the name of the file have it.
+
+    Raises:
+        ValueError: The events are not those of one rank.
+    """
     about = _origin(events)
     if about is None:
         hint = "it was merged already" if _is_merged(events) else "it was not written by Horovod"
@@ -146,12 +161,13 @@ class _Reader:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self._open: dict[str, Collective] = {}
-        self._last: dict[str, Collective] = {}
+        self._open: dict[str, Collective] = {}  # by row
+        self._last: dict[str, Collective] = {}  # by row
         self._numbered: dict[tuple[str, int], Collective] = {}
-        self._phases: dict[str, list[Phase | None]] = {}
+        self._phases: dict[str, list[Phase | None]] = {}  # what is open in each row
 
     def take(self, event: Event, row: str) -> None:
+        """Take the next event of a row."""
         phase, time = event.get("ph"), float(event["ts"])
         if phase == "B":
             self._begin(row, str(event.get("name", "")), time)
@@ -163,6 +179,7 @@ class _Reader:
             self.recording.cycles.append(time)
 
     def _begin(self, row: str, what: str, time: float) -> None:
+        """Begin a negotiation, a collective or a phase of it."""
         stack = self._phases.setdefault(row, [])
         if what.startswith(NEGOTIATE):
             stack.clear()  # what an aborted collective left open
@@ -183,14 +200,16 @@ class _Reader:
             current.phases.append(part)
 
     def _new(self, row: str, kind: str, time: float) -> Collective:
-        made = Collective(row, kind, (0, -1, row), time)
-        self._open[row] = self._last[row] = made
-        self.recording.collectives.append(made)
+        """Add a collective that was submitted at `time`."""
+        collective = Collective(row, kind, (0, -1, row), time)
+        self._open[row] = self._last[row] = collective
+        self.recording.collectives.append(collective)
         if row in self.recording.tensors:
-            made.about["names"] = self.recording.tensors[row]
-        return made
+            collective.about["names"] = self.recording.tensors[row]
+        return collective
 
     def _end(self, row: str, time: float, about: Any) -> None:
+        """End what was begun last in a row."""
         stack, current = self._phases.get(row), self._open.get(row)
         if not stack or current is None:
             return  # its beginning was not recorded
@@ -210,6 +229,7 @@ class _Reader:
             del self._open[row]
 
     def _span(self, row: str, event: Event, time: float) -> None:
+        """Take an event that has a duration: a wait, a step, or when a rank had submitted."""
         name, duration = str(event.get("name", "")), float(event.get("dur") or 0)
         about = event.get("args") if isinstance(event.get("args"), dict) else {}
         assert isinstance(about, dict)
@@ -224,14 +244,14 @@ class _Reader:
             spans.setdefault(row, []).append(span)
         elif name.isdigit():
             last = self._last.get(row)
-            if "number" in about:  # it was written later: by then the name may be in use again
+            if "number" in about:  # it was written later, when the name may be in use again
                 last = self._numbered.get((row, _number(about["number"], -1)))
             if last is not None:
                 last.ready.setdefault(int(name), time)
 
 
 def _origin(events: Iterable[Event]) -> dict[str, Any] | None:
-    """The arguments of the record that says when, and since 0.29 on which rank, it was written."""
+    """Return the arguments of the event that says when, and since 0.29 by which rank, it began."""
     for event in events:
         about = event.get("args")
         if isinstance(about, dict) and START_TIME in about:
@@ -240,11 +260,12 @@ def _origin(events: Iterable[Event]) -> dict[str, Any] | None:
 
 
 def _is_merged(events: Iterable[Event]) -> bool:
+    """Return whether `merging` has written these events."""
     return any(event.get("name") == "thread_name" for event in events)
 
 
 def _rows(events: Iterable[Event], recording: Recording) -> dict[Any, str]:
-    """The names of the rows, which upstream's format calls processes."""
+    """Return the names of the rows, which upstream's format calls processes."""
     rows = {}
     for event in events:
         about = event.get("args")
@@ -256,27 +277,30 @@ def _rows(events: Iterable[Event], recording: Recording) -> dict[Any, str]:
 
 
 def _is_timed(event: Event) -> bool:
+    """Return whether an event has a time."""
     stamp = event.get("ts")
     return isinstance(stamp, (int, float)) and not isinstance(stamp, bool)
 
 
 def _number(value: Any, otherwise: int) -> int:
+    """Return a number, or `otherwise` if the value is none."""
     return int(value) if isinstance(value, (int, float)) else otherwise
 
 
 def _maybe_number(value: Any) -> int | None:
+    """Return a number, or None if the value is none."""
     return int(value) if isinstance(value, (int, float)) else None
 
 
 def _cores(value: Any) -> frozenset[int]:
-    """The numbers of cores, if that is what it is."""
+    """Return the numbers of cores, or nothing if the value is not a list of them."""
     if not isinstance(value, list):
         return frozenset()
     return frozenset(core for core in value if isinstance(core, int))
 
 
 def _number_by_occurrence(collectives: Iterable[Collective]) -> None:
-    """In files without numbers: the k-th collective of a name is the same one on all ranks."""
+    """Number collectives in files without numbers: the k-th of a name is the same on all ranks."""
     seen: dict[str, int] = {}
     for each in collectives:
         count = seen[each.name] = seen.get(each.name, 0) + 1
@@ -285,16 +309,16 @@ def _number_by_occurrence(collectives: Iterable[Collective]) -> None:
 
 
 def rank_in_name(path: str, otherwise: int) -> int:
-    """Rank 7 of run.json writes run.rank7.json."""
-    found = re.search(r"\.rank(\d+)(\.[^.]*)?$", os.path.basename(path))
-    return int(found[1]) if found else otherwise
+    """Return the rank in a name such as run.rank7.json, or `otherwise` if there is none."""
+    match = re.search(r"\.rank(\d+)(\.[^.]*)?$", os.path.basename(path))
+    return int(match[1]) if match else otherwise
 
 
 _SIZES = {"bool": 1, "bfloat16": 2, "half": 2, "float": 4, "double": 8, "int": 4, "long": 8}
 
 
 def bytes_of(dtype: Any, shape: Any) -> int | None:
-    """Bytes of a tensor as the timeline describes it: "float32" and "[2, 3]"."""
+    """Return the bytes of a tensor that is described by texts like "float32" and "[2, 3]"."""
     if not isinstance(dtype, str) or not isinstance(shape, str):
         return None
     digits = re.search(r"(\d+)$", dtype)

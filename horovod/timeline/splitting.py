@@ -2,12 +2,12 @@
 
 Every moment of a step of a rank is one of four things:
 
-- compute: the program runs; what collectives do meanwhile is hidden behind it. Data loading, the
-  optimizer's update and everything else that is the program's own count as well;
-- wait: the program waits for results, and a rank has not yet submitted something that is pending
-  here. If other collectives run meanwhile, they are hidden behind that rank's delay;
+- compute: the program runs, and hides what collectives do meanwhile. Data loading, the optimizer's
+  update and everything else that the program does count as well;
+- wait: the program waits for results, and a rank has not yet submitted a collective that is pending
+  here. If other collectives run meanwhile, that rank's delay hides them;
 - reduction: it waits, all ranks have submitted, and a collective moves and reduces data;
-- negotiation: it waits, all ranks have submitted, and they have yet to agree.
+- negotiation: it waits, all ranks have submitted, and they have not agreed yet.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ class Split:
     negotiation: float
     wait: float
     reduction: float
-    hidden: float = 0.0  # of reductions, behind compute here or on a rank that is late
+    hidden: float = 0.0  # reductions behind compute, here or on a rank that is late
     before_backward: float | None = None  # until the first gradient: update, data loading, forward
-    backward: float | None = None  # from the first gradient until they are waited for
+    backward: float | None = None  # from the first gradient until the program waits for them
     starved: float | None = None  # the thread wanted a core and had none; None where unknown
-    blocked: float | None = None  # of compute, at least: it neither ran nor wanted a core
+    blocked: float | None = None  # compute in which it neither ran nor wanted a core, at least
 
     @property
     def compute(self) -> float:
+        """What remains of the step."""
         return max(0.0, self.duration - self.negotiation - self.wait - self.reduction)
 
     @property
     def starved_computing(self) -> float:
-        """The part of `starved` that fell into compute, taken as spread over all but the wait."""
+        """The part of `starved` in compute, if it is spread evenly over all but the wait."""
         busy = self.duration - self.wait
         return min(self.compute, (self.starved or 0.0) * self.compute / busy) if busy > 0 else 0.0
 
     def part(self, name: str) -> float:
+        """Return the field or property with this name."""
         value: float = getattr(self, name)
         return value
 
@@ -60,29 +62,30 @@ class StepSplit:
     number: int
     began: float
     ranks: dict[int, Split]
-    slowest: int | None  # that the others waited for; None if no rank was late
+    slowest: int | None  # the rank that the others waited for; None if no rank was late
     lateness: float  # how much later it came than the others
-    arrivals: dict[int, float] = field(default_factory=dict)  # of ranks without a file, when
-    # each had submitted all of the step, in microseconds after its beginning
+    # How long, in microseconds, each rank without a file took to submit all of the step.
+    arrivals: dict[int, float] = field(default_factory=dict)
 
     @property
     def duration(self) -> float:
+        """The median over the ranks."""
         return median(split.duration for split in self.ranks.values())
 
     @property
     def computes(self) -> dict[int, float]:
-        """How long each rank computed, as far as anything tells."""
+        """How long each rank computed, as far as the files tell."""
         return self.arrivals | {rank: split.compute for rank, split in self.ranks.items()}
 
     @property
     def starved(self) -> dict[int, float]:
-        """For how long each rank had no core while it computed; 0 where unknown."""
+        """How long each rank had no core while it computed; 0 where unknown."""
         known = {rank: split.starved_computing for rank, split in self.ranks.items()}
         return dict.fromkeys(self.arrivals, 0.0) | known
 
 
 class RankTimes:
-    """What one rank did when, ready to be cut into steps."""
+    """What one rank did at which times, ready to be cut into steps."""
 
     def __init__(self, recording: Recording, matches: Sequence[Match]) -> None:
         rank = recording.rank
@@ -96,7 +99,7 @@ class RankTimes:
             ended = part.ended or recording.ended
             last = part.agreed
             if each.last_ready is not None:
-                # A device waits for other ranks inside of a collective that it began by itself.
+                # A device waits for other ranks inside of a collective that had no agreement.
                 latest = ended if part.is_direct else part.agreed
                 last = min(max(each.last_ready, part.submitted), latest)
             waiting.append((part.submitted, last))
@@ -108,7 +111,7 @@ class RankTimes:
         self.executing = union(executing)
         if recording.version >= 2:
             self.exposed = union((span.began, span.ended) for span in recording.waits)
-        else:  # nothing tells when the program waited: take all collectives as waited for
+        else:  # the file does not tell when the program waited: take all collectives as waited for
             self.exposed = union([*executing, *waiting, *negotiating])
         self.wait = intersection(self.exposed, union(waiting))
         rest = difference(self.exposed, union(waiting))
@@ -119,7 +122,7 @@ class RankTimes:
         self.backwards.sort(key=lambda span: span.ended)
 
     def split(self, span: TimeSpan) -> Split:
-        """The parts of the step that lasted this long."""
+        """Return the parts of the step that `span` is."""
         began, ended = span.began, span.ended
         reduction = length(clip(self.reduction, began, ended))
         exposed = length(clip(self.exposed, began, ended))
@@ -142,6 +145,7 @@ class RankTimes:
         )
 
     def _backward(self, step: TimeSpan) -> TimeSpan | None:
+        """Return the last backward pass inside a step, if there is one."""
         index = bisect_right(self.backwards, step.ended, key=lambda span: span.ended) - 1
-        found = self.backwards[index] if index >= 0 else None
-        return found if found is not None and found.began >= step.began else None
+        last = self.backwards[index] if index >= 0 else None
+        return last if last is not None and last.began >= step.began else None

@@ -1,4 +1,4 @@
-"""The chart of steps and the list of long ones, as parts of the report's page. Used by `page`."""
+"""The chart of steps and the list of long steps, two sections of the report's page. See `page`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from horovod.timeline.analysis import Analysis
 from horovod.timeline.long_steps import LongStep, Where
 from horovod.timeline.splitting import PARTS, StepSplit
 
-MOST_COLUMNS = 160  # more steps are put together
+MOST_COLUMNS = 160  # of more steps, several share a column
 MOST_ROWS = 20
 MOST_RANKS = 8  # below the chart
 
-WIDE, HIGH, LEFT, ROW = 900.0, 200.0, 64.0, 16.0  # of the chart, its left margin, and a row below
+WIDE, HIGH, LEFT, ROW = 900.0, 200.0, 64.0, 16.0  # chart, its left margin, height of a row below
 HEADROOM = 12.0  # above the highest bar
 
 WORDS = {
@@ -28,10 +28,10 @@ WORDS = {
 }
 
 
-def step_chart(found: Analysis) -> str:
-    """Step time over the steps; below it which were long, and who was last."""
-    columns = _columns(found.all_steps)
-    long = {each.step.number: each for each in found.long.steps}
+def step_chart(analysis: Analysis) -> str:
+    """Return the chart of step times; below it are marks for long steps and the last ranks."""
+    columns = _columns(analysis.all_steps)
+    long = {each.step.number: each for each in analysis.long_steps.steps}
     usual = [[step for step in steps if step.number not in long] for steps in columns]
     bars = [{part: _mean_part(kept, part) for part in PARTS} for kept in usual]
     top = max(sum(bar.values()) for bar in bars) or 1.0
@@ -42,10 +42,10 @@ def step_chart(found: Analysis) -> str:
         drawn += _column(bar, steps, long, LEFT + index * width, width - gap, top)
     rows: list[tuple[str, str, list[float]]] = []
     if long:
-        rows.append(("long", "long", _shares(columns, found.long.numbers)))
-    last = Counter(step.slowest for step in found.all_steps if step.slowest is not None)
+        rows.append(("long", "long", _shares(columns, analysis.long_steps.numbers)))
+    last = Counter(step.slowest for step in analysis.all_steps if step.slowest is not None)
     for rank, _ in last.most_common(MOST_RANKS):
-        late = [step.number for step in found.all_steps if step.slowest == rank]
+        late = [step.number for step in analysis.all_steps if step.slowest == rank]
         rows.append((f"rank {rank}", "late", _shares(columns, late)))
     for line, (label, kind, shares) in enumerate(rows):
         drawn += _row(label, kind, shares, columns, HIGH + 14 + line * ROW, width, gap)
@@ -64,18 +64,18 @@ def step_chart(found: Analysis) -> str:
     )
 
 
-def long_steps(found: Analysis) -> str:
-    """The long steps one by one, as a section; nothing if there are none."""
-    long = found.long
+def long_steps(analysis: Analysis) -> str:
+    """Return the section that lists the long steps; empty if there are none."""
+    long = analysis.long_steps
     if not long.steps:
         return ""
     period = f", every {ordinal(long.period)} step" if long.period else ""
     lost = sum(each.excess for each in long.steps)
     told = (
-        f"{len(long.steps)} of {len(found.all_steps)} steps{period}: {time_of(lost)} more than "
-        f"usual steps, {percent(lost, found.run_time)} of the run."
+        f"{len(long.steps)} of {len(analysis.all_steps)} steps{period}: {time_of(lost)} more than "
+        f"usual steps, {percent(lost, analysis.run_time)} of the run."
     )
-    rows = "".join(_long_row(each, found) for each in long.steps[:MOST_ROWS])
+    rows = "".join(_long_row(each, analysis) for each in long.steps[:MOST_ROWS])
     more = len(long.steps) - MOST_ROWS
     rest = f"<p class=quiet>and {more} more</p>" if more > 0 else ""
     return (
@@ -85,8 +85,9 @@ def long_steps(found: Analysis) -> str:
     )
 
 
-def _long_row(each: LongStep, found: Analysis) -> str:
-    share = each.step.duration / max(one.step.duration for one in found.long.steps)
+def _long_row(each: LongStep, analysis: Analysis) -> str:
+    """Return the row of a long step."""
+    share = each.step.duration / max(one.step.duration for one in analysis.long_steps.steps)
     what = each.where.value
     if each.where in (Where.ONE_RANK, Where.CORES):
         what = f"{what} (rank {each.last})"
@@ -99,6 +100,7 @@ def _long_row(each: LongStep, found: Analysis) -> str:
 
 
 def _legend(*, has_long: bool) -> str:
+    """Return the meaning of the colours."""
     words = {**WORDS, "long": "a step that is much longer than the others"}
     shown = [*PARTS, *(["long"] if has_long else [])]
     keys = "".join(
@@ -108,6 +110,7 @@ def _legend(*, has_long: bool) -> str:
 
 
 def _columns(steps: Sequence[StepSplit]) -> list[Sequence[StepSplit]]:
+    """Divide the steps into columns of the chart."""
     count = min(len(steps), MOST_COLUMNS)
     bounds = [len(steps) * index // count for index in range(count + 1)]
     return [steps[a:b] for a, b in pairwise(bounds)]
@@ -121,7 +124,7 @@ def _column(
     width: float,
     top: float,
 ) -> Iterator[str]:
-    """One bar of the chart; a column of nothing but long steps reaches the top."""
+    """Yield one bar of the chart; a column that has only long steps reaches the top."""
     told = [f"step {_span(steps)}"]
     told += [f"{part} {milliseconds(value)}" for part, value in bar.items() if value]
     told += [f"long: {milliseconds(s.duration)}" for s in steps if s.number in long]
@@ -145,7 +148,7 @@ def _row(
     width: float,
     gap: float,
 ) -> Iterator[str]:
-    """Marks below the chart for the columns that have a share of something."""
+    """Yield the marks of a row below the chart, for the columns whose share is above 0."""
     yield f"<text class=axis x={LEFT - 8:.0f} y={y + 10:.0f}>{label}</text>"
     words = "long" if kind == "long" else "last"
     for index, (share, steps) in enumerate(zip(shares, columns, strict=True)):
@@ -158,22 +161,25 @@ def _row(
 
 
 def _shares(columns: Sequence[Sequence[StepSplit]], numbers: Iterable[int]) -> list[float]:
-    """The share of the steps of each column that these are."""
-    chosen = set(numbers)
-    return [sum(step.number in chosen for step in steps) / len(steps) for steps in columns]
+    """Return, for each column, the share of its steps that have one of these numbers."""
+    marked = set(numbers)
+    return [sum(step.number in marked for step in steps) / len(steps) for steps in columns]
 
 
 def _mean_part(steps: Sequence[StepSplit], part: str) -> float:
+    """Return the mean time of a part of these steps, over all ranks."""
     values = [split.part(part) for step in steps for split in step.ranks.values()]
     return fmean(values) if values else 0.0
 
 
 def _span(steps: Sequence[StepSplit]) -> str:
+    """Return the numbers of some steps, as text."""
     first, last = steps[0].number, steps[-1].number
     return str(first) if first == last else f"{first} to {last}"
 
 
 def _axis(top: float) -> str:
+    """Return the vertical axis, which ends at `top` microseconds."""
     lines = []
     for share in (0.0, 0.5, 1.0):
         y = HIGH - (HIGH - HEADROOM) * share

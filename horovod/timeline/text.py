@@ -1,4 +1,4 @@
-"""The report as text, for a terminal. Behind ``horovod.timeline report``."""
+"""The report as text, for a terminal. ``horovod.timeline report`` prints it."""
 
 from __future__ import annotations
 
@@ -18,56 +18,62 @@ MOST_ROWS = 10
 MOST_RANKS = 32
 
 
-def report(found: Analysis, advice: Sequence[Advice]) -> str:
-    """All of it, with a line end after each line."""
-    return "\n".join([*_lines(found, advice), ""])
+def report(analysis: Analysis, advice: Sequence[Advice]) -> str:
+    """Return the report, with a line end after each line."""
+    return "\n".join([*_lines(analysis, advice), ""])
 
 
-def _lines(found: Analysis, advice: Sequence[Advice]) -> Iterator[str]:
-    ranks, hosts = len(found.hosts), len(set(found.hosts.values()))
-    yield f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}, {_count(len(found.steps), 'step')}"
-    if found.steps_from:
-        yield f"Steps: {found.steps_from}, from the end of one exchange to the end of the next"
-    yield from _wrapped(verdict(found))
-    for note in found.notes:
+def _lines(analysis: Analysis, advice: Sequence[Advice]) -> Iterator[str]:
+    """Yield the lines of the report."""
+    ranks, hosts = len(analysis.hosts), len(set(analysis.hosts.values()))
+    steps = _count(len(analysis.steps), "step")
+    yield f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}, {steps}"
+    if analysis.steps_from:
+        yield f"Steps: {analysis.steps_from}, from the end of one exchange to the end of the next"
+    yield from _wrapped(verdict(analysis))
+    for note in analysis.notes:
         yield from _wrapped(f"Note: {note}")
-    if found.steps:
-        yield from _split_table(found)
-        yield from _long_steps(found)
-        yield from _slowest(found)
-        yield from _overlap(found)
-    yield from _awaited_table(found)
+    if analysis.steps:
+        yield from _split_table(analysis)
+        yield from _long_steps(analysis)
+        yield from _slowest(analysis)
+        yield from _overlap(analysis)
+    yield from _awaited_table(analysis)
     yield ""
     yield "What to try first"
     if not advice:
-        yield "  nothing: no part of the run besides compute is worth it" if found.steps else "  -"
+        yield (
+            "  nothing: no part of the run besides compute is worth it" if analysis.steps else "  -"
+        )
     for number, each in enumerate(advice, 1):
-        cost = f"{time_of(each.cost)}, {percent(each.cost, found.run_time)} of the run"
+        cost = f"{time_of(each.cost)}, {percent(each.cost, analysis.run_time)} of the run"
         yield from _wrapped(f"{number}. {each.subject} ({cost}): {each.number}.", "  ", "     ")
         yield from _wrapped(f"{each.action}.", "     ", "     ")
 
 
-def _split_table(found: Analysis) -> Iterator[str]:
+def _split_table(analysis: Analysis) -> Iterator[str]:
+    """Yield the table of what each rank does in a step."""
     yield ""
     yield "Where a step goes (mean)"
     yield f"  {'rank':<20} {'step':>9}" + "".join(f" {part:>12}" for part in PARTS)
-    for rank in found.ranks[:MOST_RANKS]:
-        name = f"{rank} ({found.hosts[rank]})"
-        cells = "".join(f" {100 * found.share(rank, part):10.1f} %" for part in PARTS)
-        yield f"  {name:<20.20} {milliseconds(found.mean(rank, 'duration')):>9}{cells}"
-    if len(found.ranks) > MOST_RANKS:
-        yield f"  and {len(found.ranks) - MOST_RANKS} more ranks: see the page (--html)"
+    for rank in analysis.ranks[:MOST_RANKS]:
+        name = f"{rank} ({analysis.hosts[rank]})"
+        cells = "".join(f" {100 * analysis.share(rank, part):10.1f} %" for part in PARTS)
+        yield f"  {name:<20.20} {milliseconds(analysis.mean(rank, 'duration')):>9}{cells}"
+    if len(analysis.ranks) > MOST_RANKS:
+        yield f"  and {len(analysis.ranks) - MOST_RANKS} more ranks: see the page (--html)"
 
 
-def _long_steps(found: Analysis) -> Iterator[str]:
-    long = found.long
+def _long_steps(analysis: Analysis) -> Iterator[str]:
+    """Yield the list of long steps, if there are any."""
+    long = analysis.long_steps
     if not long.steps:
         return
     yield ""
     lost = sum(each.excess for each in long.steps)
     yield (
-        f"Long steps: {len(long.steps)} of {len(found.all_steps)}, {time_of(lost)} more than usual "
-        f"ones, {percent(lost, found.run_time)} of the run"
+        f"Long steps: {len(long.steps)} of {len(analysis.all_steps)}, {time_of(lost)} more than "
+        f"usual ones, {percent(lost, analysis.run_time)} of the run"
     )
     for each in long.steps[:MOST_ROWS]:
         whose = f" (rank {each.last})" if each.where in (Where.ONE_RANK, Where.CORES) else ""
@@ -79,25 +85,27 @@ def _long_steps(found: Analysis) -> Iterator[str]:
         yield f"  and {len(long.steps) - MOST_ROWS} more"
 
 
-def _slowest(found: Analysis) -> Iterator[str]:
+def _slowest(analysis: Analysis) -> Iterator[str]:
+    """Yield the list of ranks that were the slowest of a step."""
     yield ""
     yield "The slowest rank of a step"
-    counts = found.slowest_counts
+    counts = analysis.slowest_counts
     for rank, times in counts.most_common(MOST_ROWS):
-        late = [step.lateness for step in found.steps if step.slowest == rank]
+        late = [step.lateness for step in analysis.steps if step.slowest == rank]
         yield (
-            f"  rank {rank}: {times} of {len(found.steps)} steps, later than the others by "
+            f"  rank {rank}: {times} of {len(analysis.steps)} steps, later than the others by "
             f"{milliseconds(median(late))} (median), {milliseconds(max(late))} at most"
         )
-    nobody = len(found.steps) - sum(counts.values())
+    nobody = len(analysis.steps) - sum(counts.values())
     if nobody:
-        yield f"  nobody late: {nobody} of {len(found.steps)} steps"
-    if counts and found.slow is None:
+        yield f"  nobody late: {nobody} of {len(analysis.steps)} steps"
+    if counts and analysis.slow_ranks is None:
         yield "  no rank was late more often than chance explains, by an amount that matters"
 
 
-def _overlap(found: Analysis) -> Iterator[str]:
-    achieved, possible = found.overlap_achieved, found.overlap_possible
+def _overlap(analysis: Analysis) -> Iterator[str]:
+    """Yield how much of the reductions is hidden, and what a step exchanges."""
+    achieved, possible = analysis.overlap_achieved, analysis.overlap_possible
     if achieved is None:
         return
     told = "unknown (no backward pass was recorded)"
@@ -107,14 +115,15 @@ def _overlap(found: Analysis) -> Iterator[str]:
     hidden = f"{100 * achieved:.0f} % of the reductions hidden behind compute"
     yield f"Overlap: {hidden}; possible: {told}"
     yield (
-        f"In a step: {found.collectives_per_step:.1f} collectives in "
-        f"{found.operations_per_step:.1f} operations, "
-        f"{size_of(found.bytes_per_step)}, over {', '.join(found.transports) or 'nothing'}"
+        f"In a step: {analysis.collectives_per_step:.1f} collectives in "
+        f"{analysis.operations_per_step:.1f} operations, "
+        f"{size_of(analysis.bytes_per_step)}, over {', '.join(analysis.transports) or 'nothing'}"
     )
 
 
-def _awaited_table(found: Analysis) -> Iterator[str]:
-    rows = [row for row in found.awaited if row.waited > 0][:MOST_ROWS]
+def _awaited_table(analysis: Analysis) -> Iterator[str]:
+    """Yield the list of collectives that ranks waited for longest."""
+    rows = [row for row in analysis.awaited_collectives if row.waited > 0][:MOST_ROWS]
     if not rows:
         return
     yield ""
@@ -135,10 +144,12 @@ def _awaited_table(found: Analysis) -> Iterator[str]:
 
 
 def _count(number: int, word: str) -> str:
+    """Return a number with its noun, in the singular or the plural."""
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+    """Break a text into lines; `first` and `rest` indent the first line and the others."""
     return textwrap.wrap(
         text, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False
     )

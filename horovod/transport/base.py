@@ -47,7 +47,8 @@ class Group:
         Transports call it while they connect and wait for their peers without using the store.
         """
         with contextlib.suppress(TimeoutError):
-            self.store.get("nobody sets this", 0.0)  # a store raises before it waits for a key
+            # The store of an elastic generation raises another error once somebody has given up.
+            self.store.get("nobody sets this", 0.0)
 
 
 class Transport(ABC):

@@ -1,9 +1,9 @@
 """A sum over ranks that travels in 8 bits. Used by the TCP transport.
 
-Like `direct_reduction`, but what travels are rows of `eight_bits`: ranks send their numbers as
-such to the rank that adds them up in float32, and it sends the coded sum to all. Everybody, itself
-included, goes by what the code says, so results are bitwise the same. Each block is coded when it
-is its turn to be sent and decoded when it has arrived, so that arithmetic and network overlap.
+It works like `direct_reduction`, but rows of `eight_bits` travel: ranks send their coded numbers to
+the rank that adds them up in float32, and that rank sends the coded sum to all. All ranks, that one
+included, decode the same sum, so results are bitwise the same. Each block is coded when it is its
+turn to be sent and decoded when it has arrived, so that arithmetic and network overlap.
 """
 
 from __future__ import annotations
@@ -16,23 +16,33 @@ import torch
 from horovod.transport import eight_bits
 from horovod.transport.base import Transport
 from horovod.transport.pairwise import split_evenly
-from horovod.transport.shares import Block, SharePlan
+from horovod.transport.shares import ShareBlock, SharePlan
 from horovod.transport.streams import MessageStream
 
 Tensor = torch.Tensor
 
-AHEAD = 2  # blocks of each peer that may wait for those of others
+AHEAD = 2  # blocks of each peer that may wait for the same blocks of other peers
 BLOCK_BYTES = 1024 * eight_bits.ROW  # of one block, coded
 
 
 def plan_rows(counts: Sequence[int], size: int) -> SharePlan:
-    """Who adds up which rows of tensors with these many elements."""
+    """Return which rank adds up which rows of tensors with these numbers of elements."""
     rows = [eight_bits.num_rows(count) for count in counts]
     return SharePlan(rows, eight_bits.ROW, size, BLOCK_BYTES)
 
 
 class CodedReduction:
-    """What one sum still has to do; only the messages that it waits for refer to it."""
+    """One sum that is under way. Only the messages that it waits for refer to it.
+
+    Args:
+        rank: Our rank.
+        streams: The messages of each peer.
+        plan: Which rank adds up which rows, see `plan_rows`.
+        tensors: What to add up, in place.
+        scale: The factor for the result.
+        kind: The 8-bit type.
+        rows: Memory for all rows of all tensors.
+    """
 
     def __init__(
         self,
@@ -42,7 +52,7 @@ class CodedReduction:
         tensors: Sequence[Tensor],
         scale: float,
         kind: torch.dtype,
-        rows: Tensor,  # memory for all rows of all tensors
+        rows: Tensor,
     ) -> None:
         self._rank = rank
         self._streams = streams
@@ -51,8 +61,8 @@ class CodedReduction:
         self._scale = scale
         self._kind = kind
         self._rows = rows
-        self._mine = plan.blocks[rank]
-        self._arrived: list[dict[int, Tensor]] = [{} for _ in self._mine]  # of each block, by rank
+        self._own_blocks = plan.blocks[rank]
+        self._operands: list[dict[int, Tensor]] = [{} for _ in self._own_blocks]  # by rank
         starts, first = [], 0
         for tensor in self._tensors:
             starts.append(first)
@@ -65,35 +75,36 @@ class CodedReduction:
             for block in self._plan.blocks[peer]:
                 rows = self._rows_of(block)
                 stream.send([rows.numpy()], block.nbytes, partial(self._encode, block, rows))
-        for number in range(min(AHEAD, len(self._mine))):
+        for number in range(min(AHEAD, len(self._own_blocks))):
             self._expect(number)
-        if not self._mine:
+        if not self._own_blocks:
             for peer, stream in self._streams.items():
                 self._expect_results(peer, stream)
 
-    def _rows_of(self, block: Block) -> Tensor:
-        """The memory of a block: its parts follow each other."""
-        first = block.parts[0]
+    def _rows_of(self, block: ShareBlock) -> Tensor:
+        """Return the memory of a block, whose spans follow each other."""
+        first = block.spans[0]
         start = self._first_rows[first.tensor] + first.start
         return self._rows[start : start + block.edges[-1]]
 
-    def _numbers(self, block: Block) -> Tensor:
-        """This rank's numbers of a block, as float32."""
+    def _numbers(self, block: ShareBlock) -> Tensor:
+        """Return this rank's numbers of a block, as float32."""
         return torch.cat([eight_bits.in_blocks(part) for part in self._parts(block)])
 
-    def _parts(self, block: Block) -> list[Tensor]:
-        """The elements of the tensors that a block covers."""
+    def _parts(self, block: ShareBlock) -> list[Tensor]:
+        """Return the elements of the tensors that a block covers."""
         width = eight_bits.BLOCK
         return [
-            self._tensors[part.tensor][part.start * width : (part.start + part.elements) * width]
-            for part in block.parts
+            self._tensors[span.tensor][span.start * width : (span.start + span.elements) * width]
+            for span in block.spans
         ]
 
-    def _encode(self, block: Block, rows: Tensor) -> None:
+    def _encode(self, block: ShareBlock, rows: Tensor) -> None:
+        """Write this rank's numbers of a block into rows, just before they are sent."""
         eight_bits.encode(self._numbers(block), rows, self._kind)
 
-    def _decode(self, block: Block, rows: Tensor) -> None:
-        """Put the result of a block where it belongs."""
+    def _decode(self, block: ShareBlock, rows: Tensor) -> None:
+        """Write the result of a block into the tensors."""
         blocks = torch.empty(len(rows), eight_bits.BLOCK)
         eight_bits.decode(rows, blocks, self._kind)
         if self._scale != 1.0:
@@ -102,31 +113,34 @@ class CodedReduction:
             part.copy_(blocks[edge:].view(-1)[: part.numel()])
 
     def _expect(self, number: int) -> None:
-        block = self._mine[number]
+        """Expect every peer's rows for a block of our share, and results after the last block."""
+        block = self._own_blocks[number]
         for peer, stream in self._streams.items():
             theirs = torch.empty(block.edges[-1], eight_bits.ROW, dtype=torch.uint8)
             stream.receive(
-                [theirs.numpy()], block.nbytes, partial(self._came, number, peer, theirs)
+                [theirs.numpy()], block.nbytes, partial(self._on_arrival, number, peer, theirs)
             )
-            if number == len(self._mine) - 1:
+            if number == len(self._own_blocks) - 1:
                 self._expect_results(peer, stream)
 
     def _expect_results(self, peer: int, stream: MessageStream) -> None:
+        """Expect the coded results of a peer's share."""
         for block in self._plan.blocks[peer]:
             rows = self._rows_of(block)
             stream.receive([rows.numpy()], block.nbytes, partial(self._decode, block, rows))
 
-    def _came(self, number: int, peer: int, theirs: Tensor) -> None:
-        arrived = self._arrived[number]
+    def _on_arrival(self, number: int, peer: int, theirs: Tensor) -> None:
+        """Add up a block and send the sum, once the rows of all peers have arrived."""
+        arrived = self._operands[number]
         arrived[peer] = theirs
         if len(arrived) < len(self._streams):
             return
-        block = self._mine[number]
+        block = self._own_blocks[number]
         rows = self._rows_of(block)
         total = (
             self._numbers(block) if self._rank == 0 else torch.zeros(len(rows), eight_bits.BLOCK)
         )
-        for rank in range(len(self._streams) + 1):  # in this order, whoever adds up
+        for rank in range(len(self._streams) + 1):  # in rank order, whichever rank adds up
             if rank != self._rank:
                 eight_bits.decode(arrived[rank], total, self._kind, add=True)
             elif rank:
@@ -136,14 +150,14 @@ class CodedReduction:
         for stream in self._streams.values():
             stream.send([rows.numpy()], block.nbytes)
         self._decode(block, rows)
-        if number + AHEAD < len(self._mine):
+        if number + AHEAD < len(self._own_blocks):
             self._expect(number + AHEAD)
 
 
 def add_up_among_many(
     transport: Transport, tensor: Tensor, scale: float, kind: torch.dtype
 ) -> None:
-    """The same among many ranks: shares go to those that add them up, and sums to all."""
+    """Add up a tensor among many ranks: shares go to the ranks that add them up, sums to all."""
     flat = tensor.view(-1)
     blocks = eight_bits.in_blocks(flat)
     rows = torch.empty(len(blocks), eight_bits.ROW, dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""Real numbers in 8 bits: blocks of 256 that share a scale, which travels behind them.
+"""Real numbers in 8 bits: blocks of 256 numbers that share a scale, which follows them.
 
 The largest magnitude of a block is the largest number of the 8-bit type times the scale, a float32;
-a *row* of 260 bytes holds both. As ``torch.int8`` the numbers of a block are evenly spaced; as
+a *row* of 260 bytes has both. As ``torch.int8`` the numbers of a block are evenly spaced; as
 ``torch.float8_e4m3fn`` (four bits of exponent, three of mantissa) small ones keep more of their
 precision, and large ones less. Used by `coded_reduction` between hosts and by the hook
 `horovod.torch.hooks.eightbit`.
@@ -31,17 +31,17 @@ _memory = threading.local()
 
 
 def is_coded(wire: torch.dtype | None) -> TypeGuard[torch.dtype]:
-    """Whether what travels as this type travels in rows."""
+    """Return whether tensors that travel as this type travel in rows."""
     return wire in LARGEST
 
 
 def num_rows(count: int) -> int:
-    """The rows that so many numbers take."""
+    """Return how many rows `count` numbers take."""
     return -(-count // BLOCK)
 
 
 def in_blocks(flat: Tensor) -> Tensor:
-    """Numbers as float32, one block a row, the last one filled up with zeros."""
+    """Return numbers as float32, one block a row, the last block filled up with zeros."""
     missing = -flat.numel() % BLOCK
     wide = flat.to(torch.float32)
     if missing:
@@ -50,7 +50,7 @@ def in_blocks(flat: Tensor) -> Tensor:
 
 
 def encode(blocks: Tensor, rows: Tensor, kind: torch.dtype) -> None:
-    """Write blocks of float32 into rows of bytes. One with an inf or NaN gets such a scale."""
+    """Write blocks of float32 into rows of bytes. The scale of a block with inf or NaN is such."""
     step = _step(blocks)
     for start in range(0, len(blocks), step):
         some, target = blocks[start : start + step], rows[start : start + step]
@@ -65,7 +65,7 @@ def encode(blocks: Tensor, rows: Tensor, kind: torch.dtype) -> None:
 
 
 def decode(rows: Tensor, blocks: Tensor, kind: torch.dtype, add: bool = False) -> None:
-    """Write the numbers of rows into blocks of float32, or add them to what is there."""
+    """Write the numbers of rows into blocks of float32, or `add` them to these."""
     step = _step(blocks)
     for start in range(0, len(rows), step):
         some, target = rows[start : start + step], blocks[start : start + step]
@@ -94,5 +94,5 @@ def _scratch(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _step(blocks: Tensor) -> int:
-    """How many blocks to work on at a time; on a device, all."""
+    """Return how many blocks to work on at a time; on a device, all."""
     return _IN_CACHE if blocks.is_cpu else max(1, len(blocks))

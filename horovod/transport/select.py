@@ -146,7 +146,7 @@ def _tcp(group: Group) -> Transport:
 def _mpi(group: Group) -> Transport:
     """Connect the ranks over MPI."""
     try:
-        mpi.initialised(not group.config.mpi_threads_disable)
+        mpi.initialise(not group.config.mpi_threads_disable)
         from horovod.transport.mpi import MpiTransport, communicator_of
     except ImportError as error:
         raise ValueError(

@@ -13,22 +13,14 @@ import torch
 
 from horovod.transport import address_arrays
 from horovod.transport.arithmetic import as_blocks
-from horovod.transport.spans import pieces, share
+from horovod.transport.spans import Span, pieces, share
 
 
-class Part(NamedTuple):
-    """Elements of one tensor."""
-
-    tensor: int
-    start: int
-    elements: int
-
-
-class Block(NamedTuple):
+class ShareBlock(NamedTuple):
     """Elements that travel and are reduced together."""
 
-    parts: list[Part]
-    edges: list[int]  # where each part begins in the block, and the end
+    spans: list[Span]
+    edges: list[int]  # where each span begins in the block, and the end
     nbytes: int
 
 
@@ -44,7 +36,7 @@ class SharePlan:
 
     def __init__(self, counts: Sequence[int], width: int, size: int, block: int) -> None:
         total, most = sum(counts), max(1, block // width)
-        self.blocks: list[list[Block]] = []
+        self.blocks: list[list[ShareBlock]] = []
         for rank in range(size):
             lo, hi = share(total, width, rank, size)
             self.blocks.append(
@@ -55,13 +47,13 @@ class SharePlan:
             )
 
 
-def _block(counts: Sequence[int], width: int, lo: int, hi: int) -> Block:
+def _block(counts: Sequence[int], width: int, lo: int, hi: int) -> ShareBlock:
     """Return the block of elements `lo` to `hi` of all tensors, end to end."""
-    parts = [Part(*each) for each in pieces(counts, lo, hi)]
+    spans = [Span(*each) for each in pieces(counts, lo, hi)]
     edges = [0]
-    for part in parts:
-        edges.append(edges[-1] + part.elements)
-    return Block(parts, edges, (hi - lo) * width)
+    for span in spans:
+        edges.append(edges[-1] + span.elements)
+    return ShareBlock(spans, edges, (hi - lo) * width)
 
 
 class Memory:
@@ -73,32 +65,37 @@ class Memory:
         self._width = self._dtype.itemsize
         self._addresses = [tensor.data_ptr() for tensor in tensors]
 
-    def buffers(self, block: Block) -> list[Any]:
+    def buffers(self, block: ShareBlock) -> list[Any]:
         """Return the block's memory, as bytes."""
         width, addresses = self._width, self._addresses
         arrays = address_arrays.arrays(
             torch.uint8,
-            [addresses[part.tensor] + part.start * width for part in block.parts],
-            [part.elements * width for part in block.parts],
+            [addresses[span.tensor] + span.start * width for span in block.spans],
+            [span.elements * width for span in block.spans],
         )
         if arrays is not None:
             return arrays
-        return [part.view(torch.uint8).numpy() for part in self._parts(block)]
+        return [part.view(torch.uint8).numpy() for part in self._tensor_parts(block)]
 
-    def operands(self, block: Block) -> list[Any]:
+    def operands(self, block: ShareBlock) -> list[Any]:
         """Return the block's elements, as arrays or tensors, whichever arithmetic takes."""
         width, addresses = self._width, self._addresses
         arrays = address_arrays.arrays(
             self._dtype,
-            [addresses[part.tensor] + part.start * width for part in block.parts],
-            [part.elements for part in block.parts],
+            [addresses[span.tensor] + span.start * width for span in block.spans],
+            [span.elements for span in block.spans],
         )
-        return arrays if arrays is not None else [as_blocks(part) for part in self._parts(block)]
+        return (
+            arrays
+            if arrays is not None
+            else [as_blocks(part) for part in self._tensor_parts(block)]
+        )
 
-    def _parts(self, block: Block) -> list[torch.Tensor]:
+    def _tensor_parts(self, block: ShareBlock) -> list[torch.Tensor]:
+        """Return the spans of a block as tensors."""
         return [
-            self._tensors[part.tensor].view(-1)[part.start : part.start + part.elements]
-            for part in block.parts
+            self._tensors[span.tensor].view(-1)[span.start : span.start + span.elements]
+            for span in block.spans
         ]
 
 

@@ -304,7 +304,7 @@ class TcpTransport(PairwiseTransport):
     def _begin_coded(
         self, tensors: Sequence[torch.Tensor], scale: float, kind: torch.dtype
     ) -> None:
-        """The same for a sum that travels in 8 bits."""
+        """Queue the messages of a sum that travels in 8 bits, among few ranks."""
         counts = [tensor.numel() for tensor in tensors]
         plan = plan_rows(counts, self.size)
         rows = self._row_memory(sum(num_rows(count) for count in counts))
@@ -312,6 +312,7 @@ class TcpTransport(PairwiseTransport):
         CodedReduction(self.rank, streams, plan, tensors, scale, kind, rows).begin()
 
     def _row_memory(self, count: int) -> torch.Tensor:
+        """Return memory for `count` rows, which the next call may return as well."""
         if len(self._rows) < count:
             self._rows = torch.empty(count, ROW, dtype=torch.uint8)
         return self._rows[:count]
@@ -404,7 +405,7 @@ class TcpTransport(PairwiseTransport):
 
 
 def _usable(wire: torch.dtype | None, op: ReduceOp) -> torch.dtype | None:
-    """The narrower type to use for an operation: in 8 bits ranks can only add up."""
+    """Return the narrower type to use for an operation: in 8 bits ranks can only add up."""
     return None if is_coded(wire) and op is not ReduceOp.SUM else wire
 
 

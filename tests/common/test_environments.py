@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horovod.common.environments import ENVIRONMENTS, Environment, RendezvousMethod, detect
-from horovod.common.environments.base import computed_cross
+from horovod.common.environments.base import compute_cross
 from horovod.common.environments.horovodrun import HorovodRun
 from horovod.common.environments.hydra import Hydra
 from horovod.common.environments.jsrun import JSRun
@@ -209,7 +209,7 @@ def test_contract_name_meeting_and_job(kind: type[Environment]) -> None:
     environments = [detect(MAKERS[kind](place)) for place in (first, second)]
     assert len({environment.job_id() for environment in environments}) == 1
     assert environments[0].name
-    assert environments[0].meeting is not RendezvousMethod.ALONE
+    assert environments[0].rendezvous is not RendezvousMethod.NOT_NEEDED
 
 
 def test_contract_half_of_a_pair_is_an_error_naming_it(kind: type[Environment]) -> None:
@@ -266,7 +266,7 @@ def test_nothing_means_one_process() -> None:
     found = detect({"PATH": "/bin", "LOCAL_RANK": "3", "MASTER_ADDR": "192.0.2.1"})
     assert type(found) is Single
     assert found.topology() == Topology()
-    assert found.meeting is RendezvousMethod.ALONE
+    assert found.rendezvous is RendezvousMethod.NOT_NEEDED
 
 
 # HOROVOD_*
@@ -470,8 +470,8 @@ def test_computed_cross_of_equal_hosts(hosts: int, ranks: int, data: st.DataObje
     host = data.draw(st.integers(0, hosts - 1))
     local = data.draw(st.integers(0, ranks - 1))
     size = hosts * ranks
-    assert computed_cross(host * ranks + local, size, local, ranks) == (host, hosts)
-    in_turn = computed_cross(local * hosts + host, size, local, ranks)
+    assert compute_cross(host * ranks + local, size, local, ranks) == (host, hosts)
+    in_turn = compute_cross(local * hosts + host, size, local, ranks)
     if (local * hosts + host) % ranks != local:  # otherwise both numberings fit
         assert in_turn == (host, hosts)
 
@@ -481,5 +481,5 @@ def test_computed_cross_is_consistent_for_any_shape(size: int, data: st.DataObje
     rank = data.draw(st.integers(0, size - 1))
     local_size = data.draw(st.integers(1, size))
     local_rank = data.draw(st.integers(0, local_size - 1))
-    cross_rank, cross_size = computed_cross(rank, size, local_rank, local_size)
+    cross_rank, cross_size = compute_cross(rank, size, local_rank, local_size)
     assert 0 <= cross_rank < cross_size

@@ -41,7 +41,7 @@ else:
     time.sleep(0.5)  # rank 0 is on its way into MPI_Init_thread: most likely there by now
     (folder / "question").touch()
     wait_for("answer")
-print(mpi.initialised().COMM_WORLD.size)
+print(mpi.initialise().COMM_WORLD.size)
 """
 
 

@@ -20,7 +20,7 @@ from horovod.common.bootstraps import LocalSocket, SharedFile
 from horovod.common.config import Config
 from horovod.common.environments import detect
 from horovod.common.launcher_process import launcher_process
-from horovod.common.rendezvous import _Closing, connect
+from horovod.common.rendezvous import _Withdrawal, connect
 from horovod.common.store import MemoryStore, StoreServer
 from horovod.common.wire import encode_key, new_key
 from tests.ports import reserved_port
@@ -319,11 +319,11 @@ def test_rank_zero_keeps_one_server_and_forked_children_get_none() -> None:
     first.set("kept", b"yes")
     again = connect(detect(environ), Config(), environ)
     assert again.try_get("kept") == b"yes"
-    (server, _) = next(iter(rendezvous._met.servers.values()))
+    (server, _) = next(iter(rendezvous._results.servers.values()))
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.write(write_end, b"%d" % len(rendezvous._met.servers))
+        os.write(write_end, b"%d" % len(rendezvous._results.servers))
         os._exit(0)
     os.waitpid(pid, 0)
     assert os.read(read_end, 10) == b"0"
@@ -424,7 +424,7 @@ def test_the_end_waits_for_a_thread_that_takes_the_offer_away():
             assert may_end.wait(LONG)
             events.append("finished")
 
-    closing = _Closing(Slow())  # type: ignore[arg-type]
+    closing = _Withdrawal(Slow())  # type: ignore[arg-type]
     thread = threading.Thread(target=closing)
     thread.start()
     assert begun.wait(LONG)

@@ -34,7 +34,7 @@ def test_nobody_is_slow_if_all_are_alike(ranks):
     ],
 )
 def test_slow_ranks_are_found_with_what_they_cost(means, slow):
-    found = find_slow_ranks(noisy(1, means), least=0.5)
+    found = find_slow_ranks(noisy(1, means), least_gap=0.5)
     assert found is not None
     assert found.ranks == slow
     excess = max(means) - min(means)
@@ -44,23 +44,23 @@ def test_slow_ranks_are_found_with_what_they_cost(means, slow):
 
 
 def test_one_fast_rank_makes_no_others_slow():
-    assert find_slow_ranks(noisy(1, [5.0, 10.0, 10.0, 10.0]), least=0.5) is None
+    assert find_slow_ranks(noisy(1, [5.0, 10.0, 10.0, 10.0]), least_gap=0.5) is None
 
 
 def test_an_excess_that_is_certain_and_small_is_not_worth_a_word():
     times = {0: [10.0] * 50, 1: [10.1] * 50}
-    assert find_slow_ranks(times, least=0.5) is None
-    assert find_slow_ranks(times, least=0.05) is not None
+    assert find_slow_ranks(times, least_gap=0.5) is None
+    assert find_slow_ranks(times, least_gap=0.05) is not None
 
 
 def test_a_few_steps_prove_nothing():
     times = {0: [10.0] * 5, 1: [15.0] * 5}
-    assert find_slow_ranks(times, least=0.5) is None
+    assert find_slow_ranks(times, least_gap=0.5) is None
 
 
 def test_a_rank_that_was_slow_for_a_while_is_not_slow():
     times = {0: [10.0] * 80, 1: [14.0] * 45 + [9.9] * 35}
-    assert find_slow_ranks(times, least=0.5) is None
+    assert find_slow_ranks(times, least_gap=0.5) is None
 
 
 def test_often_enough_and_not():

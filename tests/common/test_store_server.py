@@ -256,8 +256,8 @@ def test_abandoned_waits_are_forgotten(server: StoreServer) -> None:
     other.sendall(session.seal({"op": "get", "key": "more", "timeout": 1000.0}))
     other.sendall(session.seal({"op": "set", "key": "sent again"}))
     server.store.get("sent again", LONG)
-    assert list(server._parked) == ["more"]
-    assert len(server._deadlines) < 100
+    assert list(server._parked._by_key) == ["more"]
+    assert len(server._parked._deadlines) < 100
     other.close()
 
 

@@ -31,7 +31,7 @@ def test_no_microsecond_is_lost_or_counted_twice():
     for name, make in JOBS.items():
         losses = found_in(make(3, 4)[0]).losses
         parts = losses.computing + losses.turns + losses.cores + losses.exchange
-        parts += losses.slow.cost if losses.slow is not None else 0.0
+        parts += losses.slow_ranks.cost if losses.slow_ranks is not None else 0.0
         assert parts == pytest.approx(losses.step, rel=0.02), name
 
 

@@ -63,7 +63,7 @@ def test_one_slow_rank_is_found_with_all_its_numbers():
     assert found.share(0, "wait") == pytest.approx(5000 / 17_050, abs=1e-3)
     assert found.share(1, "wait") == 0
     assert found.step_time == pytest.approx(17_050)
-    (row,) = found.awaited
+    (row,) = found.awaited_collectives
     assert (row.name, row.count, row.nbytes, row.tensors) == (ROW, 20, 4_000_000, ("b", "a"))
     assert row.spread == pytest.approx(5000)
     assert row.waited == pytest.approx(20 * 2 * 5000)
@@ -75,7 +75,7 @@ def test_nobody_is_late_in_an_even_job():
     found = found_in(even(10, 3))
     assert not found.slowest_counts
     assert all(step.slowest is None for step in found.steps)
-    assert found.awaited[0].spread == 0
+    assert found.awaited_collectives[0].spread == 0
 
 
 @settings(max_examples=examples(20), deadline=None)
@@ -102,13 +102,13 @@ def test_long_steps_are_set_apart_with_what_was_long_in_them():
     compute[37] = [200_000.0, 210_000.0]
     reduction[47] = 90_000.0
     found = found_in(MadeJob(compute, reduction))
-    assert (len(found.steps), found.long.numbers) == (55, [17, 27, 37, 47])
-    assert found.long.warm_up == 1
+    assert (len(found.steps), found.long_steps.numbers) == (55, [17, 27, 37, 47])
+    assert found.long_steps.warm_up == 1
     late, all_ranks, exchange = Where.ONE_RANK, Where.ALL_RANKS, Where.EXCHANGE
-    assert [each.where for each in found.long.steps] == [late, late, all_ranks, exchange]
-    assert [each.last for each in found.long.steps[:3]] == [1, 1, 1]
-    assert found.long.period == 10
-    assert found.long.excess(of_cores=False) == pytest.approx(889_000)
+    assert [each.where for each in found.long_steps.steps] == [late, late, all_ranks, exchange]
+    assert [each.last for each in found.long_steps.steps[:3]] == [1, 1, 1]
+    assert found.long_steps.period == 10
+    assert found.long_steps.excess(of_cores=False) == pytest.approx(889_000)
     assert found.overall("wait") == 0
     assert found.run_time == pytest.approx(55 * 11_050 + 4 * 11_050 + 889_000)
 
@@ -131,7 +131,7 @@ def test_one_file_tells_of_the_others_by_its_ticks():
     found = analyse(align([interpret(events)]))
     assert found.slowest_counts == Counter({1: 10})
     assert found.share(0, "wait") == pytest.approx(5000 / 17_050, abs=1e-3)
-    assert found.missing == [1, 2]
+    assert found.missing_ranks == [1, 2]
     assert "rank 1, 2 are not here" in found.notes[0]
 
 

@@ -46,7 +46,7 @@ def test_a_shifted_clock_is_found_within_the_median_of_the_delays(offset, latene
     )
     recordings = job.recordings()
     difference = estimate(compare(recordings[:1], recordings[1:]))
-    ahead = difference.ahead[0] + recordings[1].clock - recordings[0].clock
+    ahead = difference.leads[0] + recordings[1].clock - recordings[0].clock
     middle = sorted(lateness)[15]
     assert ahead - offset <= middle + 2
     assert ahead - offset >= -2
@@ -80,13 +80,16 @@ def test_the_estimate_is_never_against_causality(drawn, true):
     for at, ours_earlier, theirs_earlier, late in drawn:
         comparisons.append(
             Comparison(
-                at, true + late, least=true - theirs_earlier, most=true + late + ours_earlier
+                at,
+                true + late,
+                least_difference=true - theirs_earlier,
+                most_difference=true + late + ours_earlier,
             )
         )
-    found = estimate(sorted(comparisons, key=lambda each: each.at))
-    least = max(each.least for each in comparisons)
-    most = min(each.most for each in comparisons)
-    assert least - 1e-3 <= found.ahead[0] <= most + 1e-3
+    found = estimate(sorted(comparisons, key=lambda each: each.time))
+    least = max(each.least_difference for each in comparisons)
+    most = min(each.most_difference for each in comparisons)
+    assert least - 1e-3 <= found.leads[0] <= most + 1e-3
 
 
 def test_three_hosts_where_two_have_nothing_in_common_but_the_third():

@@ -223,7 +223,7 @@ def test_recordings_that_began_at_different_times_are_matched_by_number(wrong_cl
 def test_a_wrong_clock_is_found_out(wrong_clock):
     first, second = wrong_clock
     difference = estimate(compare([first], [second]))
-    shift = difference.ahead[0] + second.clock - first.clock
+    shift = difference.leads[0] + second.clock - first.clock
     assert shift == pytest.approx(SHIFT * 1e6, abs=0.5e6)  # microseconds; messages take less
     one, other = align(wrong_clock)
     theirs = {c.key: c for c in other.collectives}

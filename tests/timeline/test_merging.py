@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from horovod.engine.timeline import Timeline, path_of_rank
 from horovod.timeline.clocks import align
-from horovod.timeline.merging import Slice, merge, merged_events, place
+from horovod.timeline.merging import TraceSlice, arrange_rows, merge, merged_events
 from horovod.timeline.recording import interpret
 from tests.effort import examples
 from tests.timeline.made import ROW, Clock, MadeJob, even, with_slow_rank
@@ -85,8 +85,8 @@ def test_any_job_makes_a_valid_trace(data, ranks, steps, offset):
 @settings(max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=30), st.booleans())
 def test_placing_loses_nothing_and_cuts_nothing(drawn, nested):
-    slices = [Slice("", began, began + length) for began, length in drawn]
-    rows = place(slices, nested)
+    slices = [TraceSlice("", began, began + length) for began, length in drawn]
+    rows = arrange_rows(slices, nested)
     assert sorted((s.began, s.ended) for row in rows for s in row) == sorted(
         (s.began, s.ended) for s in slices
     )

@@ -29,7 +29,7 @@ def test_every_element_is_in_one_block_in_order(
         (part.tensor, part.start + offset)
         for shares in plan.blocks
         for each in shares
-        for part in each.parts
+        for part in each.spans
         for offset in range(part.elements)
     ]
     assert elements == [(t, e) for t, length in enumerate(lengths) for e in range(length)]
@@ -42,7 +42,7 @@ def test_blocks_say_what_they_hold_and_keep_to_the_limit(
 ):
     for shares in SharePlan(lengths, width, size, block).blocks:
         for each in shares:
-            held = [part.elements for part in each.parts]
+            held = [part.elements for part in each.spans]
             assert min(held) > 0
             assert each.edges == [sum(held[:place]) for place in range(len(held) + 1)]
             assert each.nbytes == sum(held) * width
@@ -78,7 +78,7 @@ def test_buffers_and_operands_are_the_tensors_memory(
         buffers = memory.buffers(block)
         assert sum(len(buffer) for buffer in buffers) == block.nbytes
         found += b"".join(np.asarray(buffer).tobytes() for buffer in buffers)
-        for operand, part in zip(memory.operands(block), block.parts, strict=True):
+        for operand, part in zip(memory.operands(block), block.spans, strict=True):
             assert len(operand) == part.elements
             operand *= 0
     assert found == content

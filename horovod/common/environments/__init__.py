@@ -1,15 +1,15 @@
 """Which launcher started this process?
 
-`detect` looks at the environment and returns the one `Environment` that holds, in this order:
+`detect` looks at the variables and returns the first `Environment` of this list that applies:
 
-0. An elastic job's HOROVOD_WORKER_ID: its driver alone decides about places.
+0. An elastic job's HOROVOD_WORKER_ID: its driver alone decides about ranks.
 1. HOROVOD_*: explicit, so nothing else is asked.
 2. torchrun's agent (TORCHELASTIC_RUN_ID): it may itself run once per node under srun or mpirun,
    whose variables then describe the agents and not this process.
-3. MPI launchers, and RANK/WORLD_SIZE without an agent. Where several are there they must agree.
-4. Slurm, in a job step. mpirun may run inside Slurm, so an MPI launcher that disagrees with it is
-   believed; one that agrees was started by srun, which knows more about the hosts.
-5. Nothing: a job of one process.
+3. MPI launchers, and RANK/WORLD_SIZE without an agent. If there are several, they must agree.
+4. Slurm, in a job step. mpirun may run inside Slurm, so an MPI launcher that disagrees with Slurm
+   is believed. If the two agree, srun started the ranks, and it knows more about the hosts.
+5. None of these: a job of one process.
 """
 
 from __future__ import annotations
@@ -36,11 +36,18 @@ _MPI: tuple[type[Environment], ...] = (JSRun, OpenMPI, MVAPICH2, Hydra, PMIx)
 _TORCH: tuple[type[Environment], ...] = (TorchRun, Kubeflow)
 
 ENVIRONMENTS: tuple[type[Environment], ...] = (HorovodRun, *_MPI, *_TORCH, Slurm, Single)
-"""Those that read a fixed place from variables, in the order in which they are asked."""
+"""The environments that read fixed ranks from variables, in the order in which they are asked."""
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> Environment:
-    """The launcher that started this process; `ValueError` when the variables contradict."""
+    """Return the launcher that started this process.
+
+    Args:
+        environ: The variables; by default those of this process.
+
+    Raises:
+        ValueError: The variables of several launchers contradict each other.
+    """
     if Elastic.detects(environ):
         return Elastic(environ)
     if HorovodRun.detects(environ):
@@ -53,28 +60,29 @@ def detect(environ: Mapping[str, str] = os.environ) -> Environment:
     torch = [kind(environ) for kind in _TORCH if kind.detects(environ)]
     slurm = Slurm(environ) if Slurm.detects(environ) else None
     if (mpi or slurm) and not (environ.get("RANK") and environ.get("WORLD_SIZE")):
-        torch = []  # half of a pair is a left-over, not a launcher
+        torch = []  # one variable of the two is left over from something else
     if len(mpi) > 1 and isinstance(mpi[-1], PMIx):
-        mpi.pop()  # the launchers before it in the list pass PMIx's variables on
+        mpi.pop()  # the launchers before it in the list set PMIx's variables too
     _require_agreement([*mpi, *torch])
 
     if slurm is not None:
         if torch and isinstance(torch[0], Kubeflow) and not mpi:
             _require_agreement([slurm, *torch])
             return slurm
-        agrees = not torch and all(found.claim() == slurm.claim() for found in mpi)
-        if agrees and not any(isinstance(found, (JSRun, OpenMPI, MVAPICH2)) for found in mpi):
+        agrees = not torch and all(launcher.claim() == slurm.claim() for launcher in mpi)
+        if agrees and not any(isinstance(each, (JSRun, OpenMPI, MVAPICH2)) for each in mpi):
             return slurm
     return next(iter([*mpi, *torch]), None) or Single(environ)
 
 
-def _require_agreement(found: list[Environment]) -> None:
-    if len({environment.claim() for environment in found}) < 2:
+def _require_agreement(environments: list[Environment]) -> None:
+    """Raise ValueError if launchers claim different ranks for this process."""
+    if len({environment.claim() for environment in environments}) < 2:
         return
     told = "; ".join(
         f"{environment.name} says rank {environment.claim()[0]} of {environment.claim()[1]} "
         f"({describe(environment.environ, _names(environment))})"
-        for environment in found
+        for environment in environments
     )
     raise ValueError(
         f"cannot tell this process's rank, because launchers contradict each other: {told}. Unset "
@@ -84,4 +92,5 @@ def _require_agreement(found: list[Environment]) -> None:
 
 
 def _names(environment: Environment) -> tuple[str, str]:
+    """Return the variables in which a launcher passes rank and size."""
     return environment.variables.rank, environment.variables.size

@@ -1,7 +1,7 @@
-"""What a launcher told this process: the seam that every launcher's file fills in.
+"""What a launcher tells this process: the interface that every launcher's file implements.
 
-`horovod.common.environments.detect` chooses one `Environment`; the engine takes the process's place
-in the job from `Environment.topology`, and `horovod.common.rendezvous` reads `Environment.meeting`
+`horovod.common.environments.detect` chooses one `Environment`. The engine takes the ranks of this
+process from `Environment.topology`, and `horovod.common.rendezvous` reads `Environment.rendezvous`
 to let the ranks find each other.
 """
 
@@ -19,7 +19,7 @@ from horovod.common.topology import Topology
 class RendezvousMethod(Enum):
     """How the ranks of a job find each other."""
 
-    ALONE = "there is one rank"
+    NOT_NEEDED = "there is one rank"
     LAUNCHER_STORE = "the launcher serves the job's store and gave its address and key"
     TORCH_STORE = "through torch's TCPStore at MASTER_ADDR:MASTER_PORT"
     MPI = "through the host they share, or through MPI itself"
@@ -28,7 +28,7 @@ class RendezvousMethod(Enum):
 
 @dataclass(frozen=True)
 class Variables:
-    """The names under which a launcher passes a process's place."""
+    """The names of the variables in which a launcher passes a process its ranks."""
 
     rank: str
     size: str
@@ -43,41 +43,48 @@ class Environment(ABC):
     """
 
     name: ClassVar[str]
-    meeting: ClassVar[RendezvousMethod]
+    rendezvous: ClassVar[RendezvousMethod]
     variables: ClassVar[Variables]
     job_variables: ClassVar[tuple[str, ...]] = ()
-    """Variables whose values, as far as they are set, together name the job."""
+    """Variables whose values together name the job; some of them may be unset."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
 
     @classmethod
     def detects(cls, environ: Mapping[str, str]) -> bool:
-        """Whether this launcher's variables are there."""
+        """Return whether this launcher's variables are set."""
         names = cls.variables
         return bool(environ.get(names.rank) or environ.get(names.size))
 
     def claim(self) -> tuple[int, int]:
-        """Rank and size; `ValueError` when they are incomplete or contradict each other."""
+        """Return rank and size.
+
+        Raises:
+            ValueError: They are incomplete or contradict each other.
+        """
         names = self.variables
         self._require_both(names.rank, names.size)
         return self._pair(names.rank, names.size)
 
     def local(self) -> tuple[int, int]:
-        """Local rank and local size."""
+        """Return local rank and local size; raise ValueError like `claim`."""
         names = self.variables
         self._require_both(names.local_rank, names.local_size)
         return self._pair(names.local_rank, names.local_size)
 
     def cross(self) -> tuple[int, int] | None:
-        """Cross rank and cross size when the launcher tells them."""
+        """Return cross rank and cross size if the launcher tells them."""
         return None
 
     def topology(self) -> Topology:
-        """This process's place in the job.
+        """Return the ranks and sizes of this process.
 
-        Where the launcher does not tell the cross rank it is computed for hosts with equally many
-        ranks; the engine corrects it from the members themselves.
+        Where the launcher does not tell the cross rank, it is computed as if all hosts had equally
+        many ranks; the engine corrects it when it knows all ranks.
+
+        Raises:
+            ValueError: The variables are incomplete or contradict each other.
         """
         (rank, size), (local_rank, local_size) = self.claim(), self.local()
         if local_size > size:
@@ -87,15 +94,16 @@ class Environment(ABC):
                 names.size,
                 names.local_size,
             )
-        cross = self.cross() or computed_cross(rank, size, local_rank, local_size)
+        cross = self.cross() or compute_cross(rank, size, local_rank, local_size)
         return Topology(rank, size, local_rank, local_size, *cross)
 
     def job_id(self) -> str | None:
-        """A name that all ranks of the job know and no other job has at the same time."""
+        """Return a name that all ranks of the job know and no other running job has, if any."""
         values = [self.environ[name] for name in self.job_variables if self.environ.get(name)]
         return ".".join(values) or None
 
     def _integer(self, name: str) -> int:
+        """Return the number in a variable."""
         text = self.environ[name]
         try:
             value = int(text)
@@ -106,17 +114,20 @@ class Environment(ABC):
         return value
 
     def _pair(self, rank_name: str, size_name: str) -> tuple[int, int]:
+        """Return a rank and the size that it is below, from two variables."""
         rank, size = self._integer(rank_name), self._integer(size_name)
         if rank >= size:
             raise self._error("gives a rank that is not below its size", rank_name, size_name)
         return rank, size
 
     def _require_both(self, *names: str) -> None:
+        """Raise ValueError if one of the variables is not set."""
         missing = [name for name in names if not self.environ.get(name)]
         if missing:
             raise self._error(f"did not set {' and '.join(missing)}", *names)
 
     def _error(self, problem: str, *names: str) -> ValueError:
+        """Return the error for variables from which no rank follows."""
         seen = describe(self.environ, names)
         return ValueError(
             f"cannot tell this process's rank: {self.name} {problem} ({seen}). Start it with a "
@@ -126,16 +137,16 @@ class Environment(ABC):
 
 
 def describe(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """``NAME=value`` for people."""
+    """Return the variables and their values as text for people."""
     shown = (f"{name}={environ[name]}" if environ.get(name) else f"{name} unset" for name in names)
     return ", ".join(dict.fromkeys(shown))
 
 
-def computed_cross(rank: int, size: int, local_rank: int, local_size: int) -> tuple[int, int]:
-    """Cross rank and size if all hosts have ``local_size`` ranks.
+def compute_cross(rank: int, size: int, local_rank: int, local_size: int) -> tuple[int, int]:
+    """Return cross rank and size of a process, as if all hosts had `local_size` ranks.
 
-    Ranks are numbered host by host, or in turn over the hosts; otherwise (hosts of different
-    sizes) this is a guess that is at least consistent.
+    Ranks may be numbered host by host, or in turn over the hosts. Where hosts have different sizes
+    the result is a guess, but a consistent one.
     """
     num_hosts = -(-size // local_size)
     if rank % local_size == local_rank or rank // num_hosts != local_rank:

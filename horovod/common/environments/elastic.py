@@ -1,4 +1,4 @@
-"""A worker of an elastic job: its place is the driver's to decide, and changes while it runs."""
+"""A worker of an elastic job: the driver decides about its rank, which may change at any time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from horovod.common.topology import Topology
 class Elastic(Environment):
     """horovodrun with --min-np or a discovery script: HOROVOD_ELASTIC and HOROVOD_WORKER_ID.
 
-    The place comes from the decision that the engine entered last (`horovod.common.membership`).
+    The ranks come from the decision that the engine entered last (`horovod.common.membership`).
     """
 
     name = "horovodrun (elastic)"
-    meeting = RendezvousMethod.LAUNCHER_STORE
+    rendezvous = RendezvousMethod.LAUNCHER_STORE
 
     @classmethod
     def detects(cls, environ: Mapping[str, str]) -> bool:
         return is_elastic(environ)
 
-    def world(self) -> Generation:
-        """The world that this process has entered."""
+    def generation(self) -> Generation:
+        """Return the generation that this process has entered; raise ValueError if none."""
         member = membership(self.environ)
         if member is None or member.generation is None:
             raise ValueError("a worker of an elastic job has no place before it calls init()")
@@ -38,4 +38,4 @@ class Elastic(Environment):
         return topology.cross_rank, topology.cross_size
 
     def topology(self) -> Topology:
-        return self.world().topology
+        return self.generation().topology

@@ -1,4 +1,4 @@
-"""horovodrun, and anybody else who sets HOROVOD_RANK and HOROVOD_SIZE."""
+"""horovodrun, and any other launcher or person that sets HOROVOD_RANK and HOROVOD_SIZE."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ CROSS_SIZE = "HOROVOD_CROSS_SIZE"
 
 
 class HorovodRun(Environment):
-    """Explicit variables, before everything else. Without the local ones: one rank per host."""
+    """Explicit variables, which win over all others. Without local ones, a host has one rank."""
 
     name = "HOROVOD_* (horovodrun)"
-    meeting = RendezvousMethod.LAUNCHER_STORE
+    rendezvous = RendezvousMethod.LAUNCHER_STORE
     variables = Variables(
         rank="HOROVOD_RANK",
         size="HOROVOD_SIZE",

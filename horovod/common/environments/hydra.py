@@ -6,10 +6,10 @@ from horovod.common.environments.base import Environment, RendezvousMethod, Vari
 
 
 class Hydra(Environment):
-    """PMI_RANK and PMI_SIZE; the local place is Hydra's (MPI_LOCALRANKID) or PALS's."""
+    """PMI_RANK and PMI_SIZE; the local rank comes from Hydra (MPI_LOCALRANKID) or PALS."""
 
     name = "MPICH or Intel MPI mpirun"
-    meeting = RendezvousMethod.MPI
+    rendezvous = RendezvousMethod.MPI
     variables = Variables(
         rank="PMI_RANK",
         size="PMI_SIZE",

@@ -6,8 +6,10 @@ from horovod.common.environments.base import Environment, RendezvousMethod, Vari
 
 
 class JSRun(Environment):
+    """JSM_NAMESPACE_RANK and JSM_NAMESPACE_SIZE."""
+
     name = "LSF jsrun"
-    meeting = RendezvousMethod.MPI
+    rendezvous = RendezvousMethod.MPI
     variables = Variables(
         rank="JSM_NAMESPACE_RANK",
         size="JSM_NAMESPACE_SIZE",

@@ -8,8 +8,10 @@ from horovod.common.environments.base import Environment, RendezvousMethod, Vari
 
 
 class Kubeflow(Environment):
+    """RANK and WORLD_SIZE, without LOCAL_RANK."""
+
     name = "Kubeflow PyTorchJob"
-    meeting = RendezvousMethod.TORCH_STORE
+    rendezvous = RendezvousMethod.TORCH_STORE
     variables = Variables(rank="RANK", size="WORLD_SIZE", local_rank="", local_size="")
 
     @classmethod

@@ -6,8 +6,10 @@ from horovod.common.environments.base import Environment, RendezvousMethod, Vari
 
 
 class MVAPICH2(Environment):
+    """MV2_COMM_WORLD_RANK and MV2_COMM_WORLD_SIZE."""
+
     name = "MVAPICH2 mpirun"
-    meeting = RendezvousMethod.MPI
+    rendezvous = RendezvousMethod.MPI
     variables = Variables(
         rank="MV2_COMM_WORLD_RANK",
         size="MV2_COMM_WORLD_SIZE",

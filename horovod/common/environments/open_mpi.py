@@ -6,8 +6,10 @@ from horovod.common.environments.base import Environment, RendezvousMethod, Vari
 
 
 class OpenMPI(Environment):
+    """OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE."""
+
     name = "Open MPI mpirun"
-    meeting = RendezvousMethod.MPI
+    rendezvous = RendezvousMethod.MPI
     variables = Variables(
         rank="OMPI_COMM_WORLD_RANK",
         size="OMPI_COMM_WORLD_SIZE",

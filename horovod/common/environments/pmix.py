@@ -1,7 +1,7 @@
 """Launchers that speak PMIx only, such as prterun.
 
-PMIx passes a process its rank by environment but not the size, which a program would ask the PMIx
-server for. The size is taken from whatever else the launcher left in the environment.
+PMIx passes a process its rank in a variable but not the size, which a program would ask the PMIx
+server for. The size is taken from other variables that such launchers set.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_WORLD_LOCAL_SIZE")
 
 
 class PMIx(Environment):
+    """PMIX_RANK, and a size from one of several variables."""
+
     name = "PMIx launcher"
-    meeting = RendezvousMethod.MPI
+    rendezvous = RendezvousMethod.MPI
     variables = Variables(
         rank="PMIX_RANK", size=_SIZES[0], local_rank=_LOCAL_RANKS[0], local_size=_LOCAL_SIZES[0]
     )
@@ -36,6 +38,7 @@ class PMIx(Environment):
         return self._pair(self._first(_LOCAL_RANKS), self._first(_LOCAL_SIZES))
 
     def _first(self, names: tuple[str, ...]) -> str:
+        """Return the first of some variables that is set."""
         for name in names:
             if self.environ.get(name):
                 return name

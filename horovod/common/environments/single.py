@@ -9,8 +9,10 @@ from horovod.common.topology import Topology
 
 
 class Single(Environment):
+    """One rank, whatever the variables are."""
+
     name = "no launcher"
-    meeting = RendezvousMethod.ALONE
+    rendezvous = RendezvousMethod.NOT_NEEDED
 
     @classmethod
     def detects(cls, environ: Mapping[str, str]) -> bool:

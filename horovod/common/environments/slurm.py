@@ -1,7 +1,7 @@
 """Slurm's srun.
 
 Only a job *step* has ranks. A batch script, or the shell that salloc opens, sees most of the same
-variables but is one process; and a program that mpirun starts inside Slurm is MPI's.
+variables but is one process; and a program that mpirun starts inside Slurm has MPI's ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ _MAX_NODES = 1_000_000
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """``"4(x2),3"`` as ``[4, 4, 3]``."""
+    """Return the list that a text of Slurm means: ``[4, 4, 3]`` for ``"4(x2),3"``.
+
+    Raises:
+        ValueError: The text is not such a list.
+    """
     counts: list[int] = []
     for part in text.split(","):
         match = _NODE_GROUP.fullmatch(part.strip())
@@ -33,8 +37,10 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 class Slurm(Environment):
+    """SLURM_PROCID and SLURM_STEP_NUM_TASKS, in a job step."""
+
     name = "Slurm srun"
-    meeting = RendezvousMethod.SHARED_HOME
+    rendezvous = RendezvousMethod.SHARED_HOME
     variables = Variables(
         rank="SLURM_PROCID",
         size="SLURM_NTASKS",
@@ -76,6 +82,7 @@ class Slurm(Environment):
         return peers.index(node), len(peers)
 
     def _nodes(self) -> tuple[list[int], int]:
+        """Return the number of tasks of each node, and the index of this node."""
         name = self._counts_name()
         self._require_both("SLURM_NODEID", self.variables.local_rank, name)
         try:
@@ -94,8 +101,9 @@ class Slurm(Environment):
         return counts, node
 
     def _counts_name(self) -> str:
+        """Return the name of the variable that lists the tasks of each node."""
         return self._of_step("SLURM_STEP_TASKS_PER_NODE", self.variables.local_size)
 
     def _of_step(self, step_name: str, job_name: str) -> str:
-        # The step's own word counts: the job may have more tasks than this step.
+        """Return the step's variable if it is set: the job may have more tasks than this step."""
         return step_name if self.environ.get(step_name) else job_name

@@ -8,12 +8,14 @@ from horovod.common.environments.base import Environment, RendezvousMethod, Vari
 
 
 class TorchRun(Environment):
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."""
+
     name = "torchrun"
-    meeting = RendezvousMethod.TORCH_STORE
+    rendezvous = RendezvousMethod.TORCH_STORE
     variables = Variables(
         rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE"
     )
-    # The restart count: a store that outlives restarts may still hold what an earlier try left.
+    # With the restart count, because a store that outlives restarts may still have old values.
     job_variables = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
     @classmethod
@@ -22,7 +24,7 @@ class TorchRun(Environment):
 
     @property
     def started_by_agent(self) -> bool:
-        """Whether torchrun's own agent is the parent: then no outer launcher's word counts."""
+        """Whether torchrun's own agent is the parent; then no outer launcher is believed."""
         return bool(self.environ.get("TORCHELASTIC_RUN_ID"))
 
     def cross(self) -> tuple[int, int] | None:
