@@ -1,6 +1,6 @@
-"""Training on all ranks' gradients: an optax transformation, and the wrappers of ``jax.grad``.
+"""Trains with the gradients of all ranks: an optax transformation, and wrappers of ``jax.grad``.
 
-Exported to users by `horovod.jax`.
+`horovod.jax` exports them to users.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from horovod.jax.reductions import reduce_gradients
 
 
 class AccumulationState(NamedTuple):
-    """What `DistributedOptimizer` keeps between passes if it does not step in each."""
+    """The state of a `DistributedOptimizer` with several backward passes per step."""
 
-    passes: Any  # since the last step
-    sums: Any  # of this rank's gradients
-    inner: Any  # the state of the optimizer
+    passes: Any  # the number of passes since the last step
+    sums: Any  # the sums of this rank's gradients
+    inner: Any  # the state of the wrapped optimizer
 
 
 def DistributedOptimizer(
@@ -40,9 +40,9 @@ def DistributedOptimizer(
 ) -> Any:
     """Wrap an optax optimizer so that it works on the gradients of all ranks.
 
-    All gradients of a step are reduced as one operation. What clips or scales gradients belongs
-    into `optimizer`, which gets the reduced ones. With one backward pass for each step the state is
-    that of `optimizer`.
+    All gradients of a step are reduced as one operation. Transformations that clip or scale
+    gradients belong into `optimizer`, which gets the reduced gradients. With one backward pass per
+    step the state is the state of `optimizer`.
 
     Args:
         optimizer: Optax transformation, such as `optax.adam(1e-3)`.
@@ -107,7 +107,7 @@ def DistributedOptimizer(
             divisor = passes if average_aggregated_gradients else 1
             given = jax.tree.map(lambda total: total / divisor, sums)
             updates, new = step(given, state.inner, params, extra)
-            zeros = jax.tree.map(jnp.zeros_like, sums)  # not even NaN stays
+            zeros = jax.tree.map(jnp.zeros_like, sums)  # multiplying by zero would keep NaN
             return updates, AccumulationState(jnp.zeros_like(count), zeros, new)
 
         def another(_: None) -> tuple[Any, AccumulationState]:
@@ -218,8 +218,8 @@ def grad(
 
     @functools.wraps(fun)
     def distributed(*args: Any, **kwargs: Any) -> Any:
-        found = local(*args, **kwargs)
-        return (reduce(found[0]), found[1]) if has_aux else reduce(found)
+        result = local(*args, **kwargs)
+        return (reduce(result[0]), result[1]) if has_aux else reduce(result)
 
     return distributed
 
@@ -231,7 +231,7 @@ def _reduction(
     predivide: float,
     process_set: ProcessSet,
 ) -> Callable[[Any], Any]:
-    """What reduces a tree of gradients; the identity on ranks outside of the set."""
+    """Return a function that reduces a tree of gradients; ranks outside the set keep theirs."""
     op = resolve_reduce_op(op, None)
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"gradients take op=Average, op=Sum or op=Adasum, not {op!r}")
