@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from horovod.common.wire import new_key
 from horovod.runner.compute_service import ComputeService
+from tests.effort import examples
 from tests.hosts import Hosts, host_address
 from tests.hosts import available as hosts_available
 from tests.ranks import RankPool, start_ranks
@@ -86,7 +87,7 @@ def test_configuration(tf_pool2: RankPool, tmp_path: Path):
     def check() -> None:
         from horovod.tensorflow.data.compute_service import TfDataServiceConfig
 
-        @settings(max_examples=50, deadline=None, database=None)
+        @settings(max_examples=examples(50), deadline=None, database=None)
         @given(
             dispatchers=st.integers(1, 9),
             workers_per_dispatcher=st.integers(1, 9),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from horovod.common.decisions import broken_key, parse_answer, seen_key
@@ -34,7 +35,7 @@ from horovod.runner.elastic.job_state import (
 )
 from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.mailbox import Mailbox
-from horovod.runner.elastic.polling import DISCOVER_HOSTS_FREQUENCY_SECS, HostPoller
+from horovod.runner.elastic.polling import HostPoller
 from horovod.runner.elastic.status import Status, count
 from horovod.runner.output.progress import Progress
 from horovod.runner.output.report import Outcome, exit_status
@@ -51,6 +52,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+DISCOVER_HOSTS_FREQUENCY_SECS = 1.0
 _TICK = 0.5
 """Seconds after which the loop looks at the clock, if nothing else happens."""
 
@@ -105,9 +107,8 @@ class Driver:
         self._store.watch(self._on_key)
         self._supervisor.held = True
         self._tick()
-        poller = HostPoller(
-            self._manager.discovery, lambda answer: self._mailbox.post("hosts", answer)
-        )
+        tell = partial(self._mailbox.post, "hosts")
+        poller = HostPoller(self._manager.discovery, tell, DISCOVER_HOSTS_FREQUENCY_SECS)
         try:
             self._supervisor.run(self)
         finally:
@@ -156,7 +157,7 @@ class Driver:
         state.discovered = True
         self._last_problem = ""
         for host in before.host_slots:
-            if host not in answer and state.on(host):
+            if state.number and host not in answer and state.on(host):
                 state.causes.append(f"{host} is not available any more")
         self._status.note("hosts", hosts=answer)
         return True
@@ -329,6 +330,7 @@ class Driver:
         state.resting = frozenset(host for host in state.hosts if not hosts.is_ready(host))
         state.connecting = any(map(hosts.is_connecting, state.resting))
         state.interrupted = bool(self._supervisor.signals)
+        state.obstacle = hosts.obstacle()
         return state
 
     def _mind_hosts(self) -> None:
@@ -401,6 +403,6 @@ class Driver:
 
     def _end(self, ending: termination.Ending) -> None:
         self._outcome, self.last_failure = termination.outcome(self._state, ending), ending.failure
-        if ending.problem or ending.failure:
+        if ending.problem or ending.failure or self._state.alive:
             self._decisions.announce_the_end()
         self._supervisor.stop(FAILURE_GRACE)

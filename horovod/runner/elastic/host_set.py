@@ -91,6 +91,10 @@ class HostSet(ABC):
         look for it in their environment before they call `init`, which tells the real one.
         """
 
+    def obstacle(self) -> str:
+        """Say why workers that were to start have not for a while; nothing if none is known."""
+        return ""
+
     @abstractmethod
     def stop(self, name: str, worker: int, grace: float) -> None:
         """End a worker, by force after `grace` seconds. Nothing if its host is lost."""

@@ -125,6 +125,7 @@ class JobState:
     discovered: bool = False  # it is known which there are
     no_hosts: str = ""  # why none will come any more
     host_problem: str = ""  # the last that was said about one
+    obstacle: str = ""  # why the cluster does not start workers that it was asked for
     fenced_until: float = 0.0  # workers that we cannot kill may live until then
     short_since: float | None = None  # since when there are too few workers
     shortage: str = ""  # what people were told about that

@@ -8,18 +8,24 @@ from collections.abc import Callable
 
 from horovod.runner.elastic.discovery import HostDiscovery
 
-DISCOVER_HOSTS_FREQUENCY_SECS = 1.0
 _CLOSE_SECONDS = 5.0
 
 
 class HostPoller:
-    """Calls `tell` with every answer, or with the exception that came instead, from its thread."""
+    """Calls `tell` with every answer, or with the exception that came instead, from its thread.
+
+    It asks again `pause` seconds after each answer.
+    """
 
     def __init__(
-        self, discovery: HostDiscovery, tell: Callable[[dict[str, int] | Exception], None]
+        self,
+        discovery: HostDiscovery,
+        tell: Callable[[dict[str, int] | Exception], None],
+        pause: float,
     ) -> None:
         self._discovery = discovery
         self._tell = tell
+        self._pause = pause
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="horovod-discovery", daemon=True)
         self._thread.start()
@@ -34,7 +40,7 @@ class HostPoller:
             if self._closing.is_set():
                 return
             self._tell(answer)
-            self._closing.wait(DISCOVER_HOSTS_FREQUENCY_SECS)
+            self._closing.wait(self._pause)
 
     @property
     def running(self) -> bool:
