@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from horovod.common.optimizer_arguments import check_passes, predivide_factors
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp, Sum
 from horovod.common.util import resolve_reduce_op
@@ -58,7 +59,7 @@ def DistributedOptimizer(
             1.
         average_aggregated_gradients: Whether to divide the sum of several backward passes by their
             number. The default is False.
-        process_set: Ranks to reduce with. By default all ranks; a rank outside of the set keeps its
+        process_set: Ranks to reduce with. By default all ranks; a rank outside the set keeps its
             own gradients.
 
     Returns:
@@ -79,8 +80,7 @@ def DistributedOptimizer(
             f"{type(optimizer).__name__}"
         )
     passes = backward_passes_per_step
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise ValueError(f"backward_passes_per_step must be positive, not {passes!r}")
+    check_passes(passes)
     reduce = _reduction(name, compression, op, gradient_predivide_factor, process_set)
     inner = optax.with_extra_args_support(optimizer)
 
@@ -152,7 +152,7 @@ def value_and_grad(
         gradient_predivide_factor: Divide the gradients by this number before the sum, and by size /
             number after it; the result is still the average. It needs `op=Average`. The default is
             1.
-        process_set: Ranks to reduce with. By default all ranks; a rank outside of the set keeps its
+        process_set: Ranks to reduce with. By default all ranks; a rank outside the set keeps its
             own gradients.
         **options: Further arguments of `jax.value_and_grad`.
 
@@ -202,7 +202,7 @@ def grad(
         gradient_predivide_factor: Divide the gradients by this number before the sum, and by size /
             number after it; the result is still the average. It needs `op=Average`. The default is
             1.
-        process_set: Ranks to reduce with. By default all ranks; a rank outside of the set keeps its
+        process_set: Ranks to reduce with. By default all ranks; a rank outside the set keeps its
             own gradients.
         **options: Further arguments of `jax.grad`.
 
@@ -235,14 +235,11 @@ def _reduction(
     op = resolve_reduce_op(op, None)
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"gradients take op=Average, op=Sum or op=Adasum, not {op!r}")
-    if not predivide > 0:
-        raise ValueError(f"gradient_predivide_factor must be a positive number, not {predivide!r}")
-    if predivide != 1.0 and op is not Average:
-        raise ValueError("gradient_predivide_factor needs op=Average")
+    factors = predivide_factors(predivide, op)
 
     def reduce(gradients: Any) -> Any:
         if process_set is not global_process_set and process_set.included() is False:
             return gradients
-        return reduce_gradients(gradients, name, compression, op, predivide, process_set)
+        return reduce_gradients(gradients, name, compression, op, factors, process_set)
 
     return reduce

@@ -71,12 +71,12 @@ def reduce_gradients(
     name: str | None,
     compression: type[Compressor],
     op: ReduceOp,
-    predivide: float,
+    factors: tuple[float, float],
     process_set: ProcessSet,
 ) -> Any:
-    """Reduce the tree of a step's gradients."""
+    """Reduce the tree of a step's gradients, with factors before and after the sum."""
     leaves = flatten(gradients)
-    call = _call(leaves, name, op, None, 1.0 / predivide, predivide, process_set)
+    call = _call(leaves, name, op, None, *factors, process_set)
     return _reduce_tree(dataclasses.replace(call, ends_step=True), leaves, compression)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import mxnet as mx
 
+from horovod.common.optimizer_arguments import predivide_factors
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
 from horovod.common.util import split_list
@@ -23,14 +24,9 @@ from horovod.mxnet.compression import Compression, Compressor
 
 def _check_arguments(gradient_predivide_factor: float, num_groups: int) -> tuple[float, float]:
     """Return the factors before and after a reduction; ValueError if an argument is wrong."""
-    if not gradient_predivide_factor > 0:
-        raise ValueError(
-            "gradient_predivide_factor must be a positive number, not "
-            f"{gradient_predivide_factor!r}"
-        )
     if num_groups < 0:
         raise ValueError(f"num_groups must not be negative, not {num_groups!r}")
-    return 1.0 / gradient_predivide_factor, gradient_predivide_factor
+    return predivide_factors(gradient_predivide_factor, Average)
 
 
 def _average(
@@ -60,7 +56,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
             number after it; the result is still the average. The default is 1.
         num_groups: Number of operations in which the gradients that MXNet passes together are
             reduced. The default is 0: one operation for each gradient.
-        process_set: Ranks to average with. By default all ranks; a rank outside of the set trains
+        process_set: Ranks to average with. By default all ranks; a rank outside the set trains
             on its own gradients.
 
     Raises:
@@ -204,7 +200,7 @@ class DistributedTrainer(mx.gluon.Trainer):
             trainers apart. By default there is none.
         num_groups: Number of operations in which the gradients are reduced; there are more if their
             types differ. The default is 0: one operation for each gradient.
-        process_set: Ranks to average with. By default all ranks; a rank outside of the set trains
+        process_set: Ranks to average with. By default all ranks; a rank outside the set trains
             on its own gradients.
 
     Raises:
