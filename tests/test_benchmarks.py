@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import collectives, collectives_report, elastic, training, training_options
+from benchmarks import compile as compile_benchmark
 from benchmarks.elastic_journals import Journals
 from benchmarks.gpus import MPS_CONTROL, Gpus, gpus_for
 from benchmarks.named_hosts import host_counts
@@ -561,3 +562,16 @@ def test_a_kill_is_measured(tmp_path: Path):
         (row,) = csv.DictReader(file)
     assert (row["ranks"], row["processes_lost"], row["problem"]) == ("3", "0", "")
     assert float(row["seconds_to_step_of_survivors"]) > 0
+
+
+def test_the_report_about_compiled_steps(capsys: pytest.CaptureFixture[str]):
+    """Ratios are of turns of the same round, and so is what is exposed."""
+    times = {"ours": [2.0, 4.0, 2.0], "ddp": [3.0, 6.0, 3.0], "plain": [1.0, 2.0, 1.0]}
+    samples = times | {f"{name} eager": values for name, values in times.items()}
+    assert compile_benchmark.show_steps("title", samples) == 1.5
+    calls = {"in place": [20.0, 30.0], "new": [40.0, 40.0]}
+    calls |= {"in place eager": [12.0, 22.0], "new eager": [50.0, 30.0]}
+    assert compile_benchmark.show_operator(calls) == 8.0
+    printed = capsys.readouterr().out
+    assert re.search(r"exposed, ours +1\.00 ms +1\.00 ms", printed)
+    assert "ddp / ours: 1.500" in printed
