@@ -20,6 +20,7 @@ from horovod.lightning.optimizers import Optimizers
 from horovod.lightning.options import Options
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.hooks.base import CommunicationHook
+from horovod.torch.outer import OuterSGD
 
 # Precision plugins that belong to strategies which spread a model over devices.
 _FOREIGN_PRECISION = ("FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision")
@@ -49,6 +50,14 @@ class HorovodBase(Collectives):
         process_set: ProcessSet = global_process_set,
         shard_state: bool = False,
         communication_hook: CommunicationHook | None = None,
+        local_steps: int | None = None,
+        outer: OuterSGD | None = None,
+        warmup_steps: int = 0,
+        average_state: bool = False,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float | None = None,
+        within: ProcessSet | None = None,
         join: bool = False,
         **lightning: Any,
     ) -> None:
@@ -66,6 +75,14 @@ class HorovodBase(Collectives):
             "process_set": process_set,
             "shard_state": shard_state,
             "communication_hook": communication_hook,
+            "local_steps": local_steps,
+            "outer": outer,
+            "warmup_steps": warmup_steps,
+            "average_state": average_state,
+            "fragments": fragments,
+            "delay": delay,
+            "alpha": alpha,
+            "within": within,
         }
         unknown = sorted(set(lightning) - _OF_ALL_STRATEGIES - {self.precision_argument})
         if unknown:
@@ -75,6 +92,10 @@ class HorovodBase(Collectives):
         self.join = join
         if join and process_set is not global_process_set:
             raise ValueError("join=True works with all ranks, not with a process_set")
+        if join and local_steps is not None:
+            raise ValueError(
+                "join=True does not go with local_steps, with which all ranks take as many steps"
+            )
         self._options = Options(**options)
         self._reduced = Optimizers(self._options)
         lightning.setdefault("cluster_environment", flavours.environment(self.flavour)(process_set))

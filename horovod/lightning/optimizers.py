@@ -20,6 +20,7 @@ from horovod.common.reduce_op import Adasum, Max
 from horovod.lightning.options import Options
 from horovod.torch import reducing_optimizer
 from horovod.torch.buckets import Named
+from horovod.torch.local_optimizer import LocalStepsOptimizer
 
 
 class Optimizers:
@@ -101,6 +102,12 @@ class Optimizers:
             active = [each for each, yes in zip(active, agreed.tolist(), strict=True) if yes]
         for optimizer in active:
             optimizer.synchronize()
+
+    def synchronize_parameters(self) -> None:
+        """Let all ranks have the same parameters, where they have stepped alone. Collective."""
+        for optimizer in self._wrapped:
+            if isinstance(optimizer, LocalStepsOptimizer):
+                optimizer.synchronize_parameters()
 
     def before_step(self, optimizer: Any, complete: bool, scaled: bool) -> None:
         """The last thing before an optimizer steps, or before a scaler looks at its gradients.

@@ -15,6 +15,7 @@ from horovod.common.reduce_op import Average, ReduceOp
 from horovod.torch.buckets import Named
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.hooks.base import CommunicationHook
+from horovod.torch.outer import OuterSGD
 from horovod.torch.reducing_optimizer import ReducingOptimizer
 
 
@@ -32,6 +33,14 @@ class Options:
     process_set: ProcessSet = global_process_set
     shard_state: bool = False
     communication_hook: CommunicationHook | None = None
+    local_steps: int | None = None
+    outer: OuterSGD | None = None
+    warmup_steps: int = 0
+    average_state: bool = False
+    fragments: int = 1
+    delay: int = 0
+    alpha: float | None = None
+    within: ProcessSet | None = None
 
     def wrapped(self, optimizer: Any, named: Iterable[Named], passes: int) -> Any:
         """`optimizer` as a DistributedOptimizer; a script's own stays as it is."""
@@ -57,6 +66,14 @@ class Options:
             shard_state=self.shard_state,
             # One keeps the state of one optimizer; there may be several, and several fits.
             communication_hook=copy.deepcopy(self.communication_hook),
+            local_steps=self.local_steps,
+            outer=self.outer,
+            warmup_steps=self.warmup_steps,
+            average_state=self.average_state,
+            fragments=self.fragments,
+            delay=self.delay,
+            alpha=self.alpha,
+            within=self.within,
         )
 
     def _groups_of(self, params: list[torch.Tensor]) -> Any:

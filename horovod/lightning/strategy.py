@@ -22,10 +22,12 @@ class TrainerStrategy(HorovodBase):
     """Train on all ranks of a Horovod job, each with its own copy of the module.
 
     `compression`, `backward_passes_per_step`, `op`, `gradient_predivide_factor`, `num_groups`,
-    `groups`, `sparse_as_dense`, `process_set`, `shard_state` and `communication_hook` are those of
-    `hvd.DistributedOptimizer`. With `join` ranks may have different numbers of batches: one that
-    has no more waits in `hvd.join()` until the epoch is over for all. `lightning`: what all of
-    Lightning's strategies take (``checkpoint_io``, ...). ValueError for a wrong option.
+    `groups`, `sparse_as_dense`, `process_set`, `shard_state`, `communication_hook`, `local_steps`,
+    `outer`, `warmup_steps`, `average_state`, `fragments`, `delay`, `alpha` and `within` are those
+    of `hvd.DistributedOptimizer`; with `local_steps` the ranks' parameters are the same again when
+    training ends. With `join` ranks may have different numbers of batches: one that has no more
+    waits in `hvd.join()` until the epoch is over for all. `lightning`: what all of Lightning's
+    strategies take (``checkpoint_io``, ...). ValueError for a wrong option.
 
     Examples:
         >>> strategy = HorovodStrategy(compression=hvd.Compression.bf16)
@@ -204,6 +206,7 @@ class TrainerStrategy(HorovodBase):
         modules.share_buffers(self.lightning_module, self.process_set)
 
     def on_train_end(self) -> None:
+        self._reduced.synchronize_parameters()
         modules.share_buffers(self.lightning_module, self.process_set)
 
     def _release_optimizers(self) -> None:
@@ -247,5 +250,6 @@ _OF_THE_INNER = (
     "skip_synchronize",
     "state_dict",
     "synchronize",
+    "synchronize_parameters",
     "zero_grad",
 )
