@@ -6,7 +6,7 @@ Mixed in before Lightning's own classes by `horovod.lightning.flavours`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -57,7 +57,7 @@ class HorovodBase(Collectives):
         fragments: int = 1,
         delay: int = 0,
         alpha: float | None = None,
-        within: ProcessSet | None = None,
+        within: ProcessSet | Literal["host"] | None = None,
         join: bool = False,
         **lightning: Any,
     ) -> None:

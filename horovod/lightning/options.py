@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,7 +40,7 @@ class Options:
     fragments: int = 1
     delay: int = 0
     alpha: float | None = None
-    within: ProcessSet | None = None
+    within: ProcessSet | Literal["host"] | None = None
 
     def wrapped(self, optimizer: Any, named: Iterable[Named], passes: int) -> Any:
         """`optimizer` as a DistributedOptimizer; a script's own stays as it is."""
