@@ -172,6 +172,20 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     return process_set
 
 
+def shared_process_set(ranks: Sequence[int]) -> ProcessSet:
+    """The registered set of these ranks, made where there is none, for a part of Horovod itself.
+
+    Whatever ``init`` was told about dynamic sets. Every rank must call it with the same ranks.
+    """
+    engine = _running()
+    if list(ranks) == list(range(engine.topology.size)):
+        return global_process_set
+    number = _known(engine).get(tuple(ranks))
+    made = ProcessSet(ranks)
+    _adopt(made, engine.add_process_set(ranks) if number is None else number)
+    return made
+
+
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Unregister a process set; every rank must call it.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ from horovod.lightning.optimizers import Optimizers
 from horovod.lightning.options import Options
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.hooks.base import CommunicationHook
+from horovod.torch.outer import OuterSGD
 
 # Precision plugins of strategies that spread one model over several devices.
 _FOREIGN_PRECISION = ("FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision")
@@ -50,6 +51,14 @@ class HorovodBase(Collectives):
         process_set: ProcessSet = global_process_set,
         shard_state: bool = False,
         communication_hook: CommunicationHook | None = None,
+        local_steps: int | None = None,
+        outer: OuterSGD | None = None,
+        warmup_steps: int = 0,
+        average_state: bool = False,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float | None = None,
+        within: ProcessSet | Literal["host"] | None = None,
         join: bool = False,
         **lightning: Any,
     ) -> None:
@@ -71,6 +80,14 @@ class HorovodBase(Collectives):
             process_set=process_set,
             shard_state=shard_state,
             communication_hook=communication_hook,
+            local_steps=local_steps,
+            outer=outer,
+            warmup_steps=warmup_steps,
+            average_state=average_state,
+            fragments=fragments,
+            delay=delay,
+            alpha=alpha,
+            within=within,
         )
         # Kept so that an equal strategy can be made for the other package of Lightning.
         self.given_arguments = {**vars(self._options), "join": join, **lightning}
@@ -78,6 +95,10 @@ class HorovodBase(Collectives):
         self.join = join
         if join and process_set is not global_process_set:
             raise ValueError("join=True works with all ranks, not with a process_set")
+        if join and local_steps is not None:
+            raise ValueError(
+                "join=True does not go with local_steps, with which all ranks take as many steps"
+            )
         self._distributed_optimizers = Optimizers(self._options)
         lightning.setdefault("cluster_environment", environment_class(self.flavour)(process_set))
         super().__init__(**lightning)

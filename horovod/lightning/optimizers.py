@@ -21,6 +21,7 @@ from horovod.common.reduce_op import Adasum, Max
 from horovod.lightning.options import Options
 from horovod.torch import reducing_optimizer
 from horovod.torch.buckets import Named
+from horovod.torch.local_optimizer import LocalStepsOptimizer
 
 
 class Optimizers:
@@ -108,6 +109,12 @@ class Optimizers:
             ]
         for optimizer in active:
             optimizer.synchronize()
+
+    def synchronize_parameters(self) -> None:
+        """Let all ranks have the same parameters, where they have stepped alone. Collective."""
+        for optimizer in self._wrapped:
+            if isinstance(optimizer, LocalStepsOptimizer):
+                optimizer.synchronize_parameters()
 
     def before_step(self, optimizer: Any, is_automatic: bool, is_scaled: bool) -> None:
         """Finish the gradients just before an optimizer steps, or before a scaler inspects them.

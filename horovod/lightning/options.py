@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,6 +15,7 @@ from horovod.common.reduce_op import Average, ReduceOp
 from horovod.torch.buckets import Named
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.hooks.base import CommunicationHook
+from horovod.torch.outer import OuterSGD
 from horovod.torch.reducing_optimizer import ReducingOptimizer
 
 
@@ -32,6 +33,14 @@ class Options:
     process_set: ProcessSet = global_process_set
     shard_state: bool = False
     communication_hook: CommunicationHook | None = None
+    local_steps: int | None = None
+    outer: OuterSGD | None = None
+    warmup_steps: int = 0
+    average_state: bool = False
+    fragments: int = 1
+    delay: int = 0
+    alpha: float | None = None
+    within: ProcessSet | Literal["host"] | None = None
 
     def wrap_optimizer(self, optimizer: Any, named: Iterable[Named], passes: int) -> Any:
         """Wrap `optimizer` in a DistributedOptimizer, unless the script has done so itself."""
@@ -57,6 +66,14 @@ class Options:
             shard_state=self.shard_state,
             # A hook keeps the state of one optimizer; a program may have several, and fit again.
             communication_hook=copy.deepcopy(self.communication_hook),
+            local_steps=self.local_steps,
+            outer=self.outer,
+            warmup_steps=self.warmup_steps,
+            average_state=self.average_state,
+            fragments=self.fragments,
+            delay=self.delay,
+            alpha=self.alpha,
+            within=self.within,
         )
 
     def _select_groups(self, params: list[torch.Tensor]) -> Any:

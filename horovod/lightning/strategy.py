@@ -39,6 +39,17 @@ class TrainerStrategy(HorovodBase):
         process_set: The ranks that train together; all ranks by default.
         shard_state: Whether to spread the optimizer's state over the ranks; False by default.
         communication_hook: A hook that replaces the reduction of gradients; None by default.
+        local_steps: How many steps each rank takes alone before all synchronise their parameters; None
+            (the default) averages gradients in every step. When training ends the parameters of all
+            ranks are the same again.
+        outer: The optimizer of the step that the ranks take together when they synchronise; None
+            (the default) averages their parameters.
+        warmup_steps: Ordinary steps before the first local one; 0 by default.
+        average_state: Whether synchronising averages the optimizer's state, too; False by default.
+        fragments: How many parts of the model are synchronised in turn; 1 by default.
+        delay: Steps from sending a part to updating it; 0 by default.
+        alpha: What remains of a rank's own parameters then; 0.5 by default with `delay`.
+        within: The process set, or "host", in which gradients are averaged in every step.
         join: Whether ranks may have different numbers of batches; False by default. A rank without
             further batches then waits in `hvd.join()` until the epoch is over on all ranks.
         **lightning: What all of Lightning's strategies take, such as `checkpoint_io`.
@@ -230,6 +241,7 @@ class TrainerStrategy(HorovodBase):
         modules.share_buffers(self.lightning_module, self.process_set)
 
     def on_train_end(self) -> None:
+        self._reduced.synchronize_parameters()
         modules.share_buffers(self.lightning_module, self.process_set)
 
     def _release_optimizers(self) -> None:
@@ -274,6 +286,7 @@ _FORWARDED_METHODS = (
     "skip_synchronize",
     "state_dict",
     "synchronize",
+    "synchronize_parameters",
     "zero_grad",
 )
 

@@ -25,7 +25,7 @@ from horovod.engine.runtime import runtime
 from horovod.torch.buckets import Named
 from horovod.torch.exchanger import Exchanger
 from horovod.torch.fragments import Fragment, make_fragments
-from horovod.torch.local_steps import LocalSteps
+from horovod.torch.local_steps import HOST, LocalSteps, set_of_this_host
 from horovod.torch.objects import allgather_object
 from horovod.torch.optimizer_checks import takes_part
 from horovod.torch.parameters import broadcast_nested
@@ -50,6 +50,8 @@ class LocalStepsOptimizer(ReducingOptimizer):
     ) -> None:
         before = self._shown_progress() if self._fragments else self._progress
         self._chosen: LocalSteps = arguments["local_steps"]
+        within = self._chosen.within
+        self._within = set_of_this_host() if within == HOST else within
         self._name = ""
         self._agreed_in: Topology | None = None  # the job whose ranks have agreed on the name
         chosen = self._chosen
@@ -71,7 +73,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
     def _gradient_set(self) -> ProcessSet | None:
         if not self._is_warm:
             return super()._gradient_set()
-        within = self._chosen.within
+        within = self._within
         return within if within is not None and takes_part(within) else None
 
     # -- stepping --------------------------------------------------------------------------

@@ -7,16 +7,21 @@ and carried out by `horovod.torch.local_optimizer`.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from horovod.common.process_sets import ProcessSet
+from horovod.common.host import host_name
+from horovod.common.process_sets import ProcessSet, global_process_set, shared_process_set
 from horovod.common.reduce_op import Average
 from horovod.engine.arguments import set_id
+from horovod.engine.runtime import runtime
 from horovod.torch.buckets import Named
 from horovod.torch.dtensors import is_dtensor
+from horovod.torch.objects import allgather_object
 from horovod.torch.outer import AVERAGING, OuterSGD
+
+HOST = "host"  # for `within`: the ranks of a host are a cluster
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class LocalSteps:
     fragments: int = 1
     delay: int = 0
     alpha: float | None = None
-    within: ProcessSet | None = None
+    within: ProcessSet | Literal["host"] | None = None
 
     @property
     def steps(self) -> int:
@@ -53,7 +58,8 @@ class LocalSteps:
         """What must be equal on all ranks, by the names of the arguments."""
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
         shown["average_buffers"] = self.average_buffers is not None
-        shown["within"] = self.within is not None  # each rank has a set of its own
+        if isinstance(self.within, ProcessSet):
+            shown["within"] = "a process set"  # each rank has one of its own
         return {name: str(value) for name, value in shown.items()}
 
 
@@ -120,10 +126,17 @@ def _check_kinds(chosen: LocalSteps) -> None:
         raise ValueError(
             f"average_buffers must be the model, a torch.nn.Module, not {type(model).__name__}"
         )
-    if within is not None:
+    if within == HOST:
+        if runtime.config.elastic:
+            raise ValueError(
+                'within="host" does not work in elastic jobs, in which hosts come and go: leave '
+                "within out"
+            )
+    elif within is not None:
         if not isinstance(within, ProcessSet):
             raise ValueError(
-                f"within must be the hvd.ProcessSet of this rank's cluster, not {within!r}"
+                f"within must be the hvd.ProcessSet of this rank's cluster or {HOST!r}, "
+                f"not {within!r}"
             )
         set_id(within)  # an unregistered one is refused
         if not within.included():
@@ -133,6 +146,8 @@ def _check_kinds(chosen: LocalSteps) -> None:
 
 
 def _check_other_arguments(chosen: LocalSteps, arguments: dict[str, Any]) -> None:
+    if chosen.within == HOST and arguments["process_set"] is not global_process_set:
+        raise ValueError('within="host" works with all ranks: leave process_set out')
     if arguments["op"] != Average:
         raise ValueError("local_steps averages models: leave op at hvd.Average")
     if arguments["shard_state"]:
@@ -150,6 +165,15 @@ def _check_other_arguments(chosen: LocalSteps, arguments: dict[str, Any]) -> Non
             "a communication_hook sends either gradients or what local steps exchange: leave it "
             "out, or warmup_steps and within"
         )
+
+
+def set_of_this_host() -> ProcessSet:
+    """The process set of the ranks on this rank's host. Collective over all ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(allgather_object(host_name(), "local_steps.hosts")):
+        ranks.setdefault(name, []).append(rank)
+    sets = {name: shared_process_set(members) for name, members in ranks.items()}
+    return sets[host_name()]
 
 
 def layers(named: list[Named]) -> list[list[Named]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -45,7 +45,7 @@ def DistributedOptimizer(
     fragments: int = 1,
     delay: int = 0,
     alpha: float | None = None,
-    within: ProcessSet | None = None,
+    within: ProcessSet | Literal["host"] | None = None,
 ) -> Any:
     """Wrap `optimizer` so that `step` first averages the gradients over all ranks.
 
@@ -90,8 +90,9 @@ def DistributedOptimizer(
             training, and a step waits only if it has not arrived by then. 0 waits at once.
         alpha: What remains of a rank's own parameters when a delayed fragment is updated: 0.5 by
             default with `delay`.
-        within: The process set of this rank's cluster: in it gradients are averaged in every
-            step, and the models of all clusters every `local_steps` steps.
+        within: The process set of this rank's cluster, or ``"host"`` for the ranks of its host: in
+            it gradients are averaged in every step, and the models of all clusters every
+            `local_steps` steps.
 
     Raises:
         ValueError: A wrong argument, on every rank, also if only one rank has it; or the models of

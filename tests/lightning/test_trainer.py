@@ -176,3 +176,18 @@ def test_every_option_of_the_optimizer_is_one_of_the_strategy():
     ours = set(inspect.signature(HorovodStrategy.__init__).parameters)
     # A Trainer looks at complete gradients after backward: nothing is left for the next forward.
     assert theirs - {"optimizer", "named_parameters", "overlap_forward"} <= ours
+
+
+@pytest.mark.parametrize("local_steps", [1, 3])
+def test_local_steps_end_with_equal_models(ranks: RankPool, local_steps: int):
+    def plain(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    def train() -> list[torch.Tensor]:
+        strategy = HorovodStrategy(local_steps=local_steps)
+        return fitted(Net(plain, seed=1 + hvd.rank()), strategy)[0]
+
+    found = ranks.run(train)
+    assert all(map(torch.equal, *found))
+    if local_steps == 1:  # averaging parameters is averaging gradients then
+        assert_same(found, alone(Net(plain)))

@@ -328,6 +328,9 @@ def _clustered(rank: int, size: int) -> tuple[list[list[torch.Tensor]], bool]:
     mine = sets[rank // 2]
     options = {"local_steps": 3, "within": mine, "warmup_steps": 2}
     history = _trained([(4,), (2, 3)], 8, options)
+    by_host = _trained([(4,), (2, 3)], 8, {**options, "within": "host"})
+    for ours, theirs in zip(by_host, history, strict=True):
+        assert all(map(torch.equal, ours, theirs))
     model = _model()
     optimizer = _wrapped(model, options)
     with pytest.raises(ValueError, match="belongs to"):
@@ -336,8 +339,19 @@ def _clustered(rank: int, size: int) -> tuple[list[list[torch.Tensor]], bool]:
     return history, copied._chosen.within.ranks == mine.ranks
 
 
+def _on_two_hosts(rank: int) -> dict[str, str]:
+    host, local = divmod(rank, 2)
+    return {
+        "HOROVOD_HOSTNAME": f"host{host}",
+        "HOROVOD_LOCAL_RANK": str(local),
+        "HOROVOD_LOCAL_SIZE": "2",
+        "HOROVOD_CROSS_RANK": str(host),
+        "HOROVOD_CROSS_SIZE": "2",
+    }
+
+
 def test_clusters_step_together_and_meet_now_and_then():
-    results = [history for history, _ in run_ranks(_clustered, 4)]
+    results = [history for history, _ in run_ranks(_clustered, 4, env=_on_two_hosts)]
     for step in range(1, 9):
         equal = [
             [all(map(torch.equal, results[a][step - 1], results[b][step - 1])) for b in range(4)]

@@ -32,6 +32,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"local_steps": 4, "outer": hvd.OuterSGD(momentum=1)}, "momentum of hvd.OuterSGD"),
     ({"local_steps": 4, "average_buffers": True}, "average_buffers must be the model"),
     ({"local_steps": 4, "within": [0]}, "within must be the hvd.ProcessSet"),
+    ({"local_steps": 4, "within": "rack"}, "within must be the hvd.ProcessSet"),
     ({"local_steps": 4, "within": hvd.ProcessSet([0, 1])}, "registered"),
     ({"local_steps": 4, "shard_state": True}, "does not go with shard_state"),
     ({"local_steps": 4, "op": hvd.Adasum}, "leave op at hvd.Average"),
