@@ -156,5 +156,7 @@ class HorovodTrainer(DataParallelTrainer):
         Raises:
             TrainingFailedError: The loop failed, more often than `FailureConfig` allows.
         """
+        if not ray.is_initialized():
+            ray.init()  # as Ray Train would: it takes the handler of SIGTERM away
         restore_sigterm()
         return super().fit()
