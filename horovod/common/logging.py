@@ -33,6 +33,9 @@ _our_level = logging.NOTSET
 _lock = threading.Lock()
 _logged_keys: set[Hashable] = set()  # of `log_once`
 
+TORCH_VERSION_SAID = "_HOROVOD_TORCH_VERSION_SAID"
+"""Set for processes whose driver has warned of its torch, which is theirs as well."""
+
 
 class _Formatter(logging.Formatter):
     """Makes a line of a record."""

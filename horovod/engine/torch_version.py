@@ -11,7 +11,7 @@ import os
 import torch
 from packaging.version import Version
 
-from horovod.common.logging import get_logger, log_once
+from horovod.common.logging import TORCH_VERSION_SAID, get_logger, log_once
 
 OLDEST = "2.4"
 NEWEST = "2.15"
@@ -32,8 +32,8 @@ def complaint(version: str) -> str | None:
 
 
 def warn_about_torch() -> None:
-    """Say it once in a job: on rank 0, as far as the environment tells."""
+    """Say it once in a job: on rank 0, as far as the environment tells, or in its driver."""
     words = complaint(torch.__version__)
     first = next((os.environ[name] for name in _RANKS if os.environ.get(name)), "0") == "0"
-    if words is not None and first:
+    if words is not None and first and TORCH_VERSION_SAID not in os.environ:
         log_once(get_logger(__name__), logging.WARNING, "torch version", words)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from horovod.common.logging import TORCH_VERSION_SAID
 from horovod.engine.torch_version import NEWEST, OLDEST, complaint
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +38,12 @@ def test_versions_outside_the_range_are_named_with_the_range(version: str, age: 
         assert f"{OLDEST} to {NEWEST}" in words
 
 
-@pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])
-def test_it_is_said_once_and_still_tried(rank: str, times: int):
+@pytest.mark.parametrize(
+    ("rank", "more", "times"),
+    [("0", {}, 1), ("1", {}, 0), ("0", {TORCH_VERSION_SAID: "1"}, 0)],
+    ids=["first", "second", "said by its driver"],
+)
+def test_it_is_said_once_and_still_tried(rank: str, more: dict[str, str], times: int):
     program = (
         "import os, torch; torch.__version__ = '9.9.9'; rank = os.environ.pop('HOROVOD_RANK')\n"
         "os.environ['RANK'] = rank\n"
@@ -47,7 +52,7 @@ def test_it_is_said_once_and_still_tried(rank: str, times: int):
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HOROVOD_RANK": rank},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HOROVOD_RANK": rank, **more},
         capture_output=True,
         text=True,
         timeout=120,

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from horovod.spark import conf
-from tests.docs.pages import check_links
+from tests.docs.pages import blocks, check_links
+from tests.spark.cluster import HANG, REPOSITORY, spark_environment
 
 pytestmark = pytest.mark.timeout(900)  # a busy machine may take minutes to start Java
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "spark.md"
 
 
-@pytest.mark.usefixtures("whole")
-def test_the_blocks_about_functions_run():
-    text = PAGE.read_text()
-    part = text[: text.index("\n## Data prepared on Spark")]
-    namespace: dict[str, Any] = {"__name__": "__main__"}  # so that functions travel by value
-    for found in re.finditer(r"^```python\n(.*?)^```$", part, re.DOTALL | re.MULTILINE):
-        lines_before = part[: found.start(1)].count("\n")  # tracebacks point into the page
-        exec(compile("\n" * lines_before + found[1], str(PAGE), "exec"), namespace)
-    assert namespace["results"] == [(0, 30.0), (1, 30.0)]
-    assert namespace["first"] == (0, 30.0)
-    assert namespace["steps"] == [20]
-    assert len(namespace["settings"]) == 3
+def test_every_block_is_a_program(tmp_path: Path):
+    """Each is pasted into a new file; the page says what is printed."""
+    files, expected = [], []
+    for number, (block, _) in enumerate(blocks(PAGE, "python")):
+        files.append(tmp_path / f"block_{number}.py")
+        files[-1].write_text(block)
+        expected += re.findall(r"^print\(.*\)  # ([^:\n]+)", block, re.MULTILINE)
+    assert expected == ["[(0, 30.0), (1, 30.0)]", "(0, 30.0)", "[20]", "true"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.spark.paste", *map(str, files)],
+        env=spark_environment(),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stdout.splitlines() == expected
 
 
 def test_links_lead_somewhere():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
+
+from horovod.common.logging import TORCH_VERSION_SAID
 
 
 class Backend(ABC):
@@ -81,6 +84,10 @@ class SparkBackend(Backend):
         full = dict(os.environ if self._env is None else self._env)
         full.update(env or {})
         full.pop("CUDA_VISIBLE_DEVICES", None)
+        if "horovod.engine" in sys.modules:
+            full[TORCH_VERSION_SAID] = (
+                "1"  # this process, which has the same torch, has warned of its version
+            )
         return list(
             horovod.spark.run(
                 fn,

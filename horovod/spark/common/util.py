@@ -21,7 +21,16 @@ from horovod.spark.common.checks import (
 from horovod.spark.common.columns import ColumnError
 from horovod.spark.common.filesystem import split_url
 from horovod.spark.common.metadata import quoted
+from horovod.spark.common.old_util import (
+    data_type_to_numpy,
+    data_type_to_str,
+    get_col_info,
+    numpy_type_to_str,
+    spark_scalar_to_python_type,
+    to_list,
+)
 from horovod.spark.common.reader import ParquetFiles
+from horovod.spark.common.store import is_databricks
 
 __all__ = [
     "check_columns",
@@ -29,10 +38,18 @@ __all__ = [
     "check_validation",
     "choose_columns",
     "clear_training_cache",
+    "data_type_to_numpy",
+    "data_type_to_str",
     "default_feature_columns",
+    "get_col_info",
     "get_dataset_properties",
     "get_simple_meta_from_parquet",
+    "is_databricks",
+    "numpy_type_to_str",
     "prepare_data",
+    "spark_scalar_to_python_type",
+    "to_list",
+    "train_val_split",
 ]
 
 logger = get_logger(__name__)
@@ -234,6 +251,32 @@ def _split(
         return df.filter(~marked).select(*chosen), df.filter(marked).select(*chosen)
     train, val = df.select(*chosen).randomSplit([1.0 - validation, float(validation)], seed)
     return train, val
+
+
+def train_val_split(df: Any, validation: float | str | None) -> tuple[Any, Any, float]:
+    """Split a DataFrame as `fit` does.
+
+    Args:
+        df: The DataFrame.
+        validation: Fraction of the rows to validate with, or the name of a column that marks them.
+
+    Returns:
+        The rows to train with, the rows to validate with (None without `validation`), and the
+        fraction of rows to validate with.
+    """
+    check_validation(validation, df)
+    train, val = _split(df, df.columns, validation, None)
+    if val is None:
+        return train, None, 0.0
+    if isinstance(validation, str):
+        train_rows, val_rows = train.count(), val.count()
+        return train, val, val_rows / max(1, train_rows + val_rows)
+    return train, val, float(validation or 0.0)
+
+
+# Upstream's tests and programs have these names.
+_get_col_info = get_col_info
+_train_val_split = train_val_split
 
 
 def _write_frame(frame: Any, path: str, compress_sparse: bool, partitions: int) -> None:
