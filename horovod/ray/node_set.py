@@ -30,7 +30,7 @@ from horovod.ray.worker import ElasticWorker, WorkerEnd, WorkerInfo, own_version
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
 from horovod.runner.elastic.driver import Driver
-from horovod.runner.elastic.host_set import HostSet, place_variables
+from horovod.runner.elastic.host_set import HostSet, assignment_variables
 from horovod.runner.elastic.mailbox import Mailbox
 from horovod.runner.functions.function_call import Failure
 
@@ -159,7 +159,7 @@ class NodeSet(HostSet):
                 "HOROVOD_ELASTIC": "1",
                 WORKER_ID: f"w{worker}",
                 "HOROVOD_HOSTNAME": identity,
-                **place_variables(place),
+                **assignment_variables(place),
                 SECRET_KEY: encode_key(self._place.key),
             },
             probe_request(self._place, nics_of(settings), settings.timeout_s),

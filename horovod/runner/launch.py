@@ -21,8 +21,7 @@ from horovod.runner.options.arguments import parse_args as parse_args  # upstrea
 from horovod.runner.options.completion import completion_script
 from horovod.runner.options.parser import make_parser
 from horovod.runner.options.tunables import settings
-from horovod.runner.output.colours import Colour
-from horovod.runner.output.console import Console
+from horovod.runner.output.console import Colour, Console
 from horovod.runner.output.report import LaunchError, exit_status
 from horovod.runner.slots.worker_env import terminal_variables
 
@@ -104,7 +103,7 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
 def _run_elsewhere(controller: str, options: argparse.Namespace, console: Console) -> int:
     """Let mpirun or jsrun start the processes; does not return unless this is a dry run."""
     request = make_request(options, options.command, os.environ)
-    plan = controllers.plan(controller, options, request, dry=options.dry_run)
+    plan = controllers.make_plan(controller, options, request, dry=options.dry_run)
     program = os.path.basename(plan.command[0])
     wanted = ["dashboard"] * (settings(options, os.environ).dashboard is not None)
     wanted += ["progress"] * options.progress
@@ -117,7 +116,7 @@ def _run_elsewhere(controller: str, options: argparse.Namespace, console: Consol
         console.say(f"{program} starts the processes here; --gloo lets horovodrun do it itself")
     if options.verbose:
         console.say(f"running {plan.command!r}")
-    controllers.replace_us(plan)
+    controllers.replace_process(plan)
 
 
 def _open_standard_descriptors() -> None:

@@ -22,8 +22,7 @@ from horovod.runner.dashboard.watching import INTERVAL, title_of
 from horovod.runner.jobs import controllers
 from horovod.runner.jobs.request import make_request
 from horovod.runner.jobs.run_job import find_command, run_job
-from horovod.runner.output.colours import Colour
-from horovod.runner.output.console import Console
+from horovod.runner.output.console import Colour, Console
 from horovod.runner.output.report import Exit, LaunchError, exit_status
 from horovod.runner.scaling_report import (
     Report,
@@ -146,7 +145,7 @@ class _Study:
         began = time.monotonic()
         if self.controller == controllers.GLOO:
             return self._run_here(options, env, began)
-        plan = controllers.plan(
+        plan = controllers.make_plan(
             self.controller, options, make_request(options, options.command, env)
         )
         code = controllers.run_and_wait(plan)
@@ -235,6 +234,6 @@ def _describe(controller: str, options: argparse.Namespace, env: Mapping[str, st
         if controller == controllers.GLOO:
             plan = describe_plan(request)
         else:
-            plan = controllers.describe(controllers.plan(controller, job, request, dry=True))
+            plan = controllers.describe(controllers.make_plan(controller, job, request, dry=True))
         lines += [f"== {ranks_of(size)}, {times}\n", plan, ""]
     return "\n".join(lines)

@@ -13,9 +13,9 @@ from horovod.runner.elastic.discovery import (
     HostDiscovery,
     HostDiscoveryScript,
     HostManager,
+    HostPoller,
     HostUpdateResult,
 )
-from horovod.runner.elastic.polling import HostPoller
 from horovod.runner.options.arguments import make_options
 
 
@@ -184,7 +184,7 @@ class _Moody(HostDiscovery):
 
 
 def test_answers_and_failures_are_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("horovod.runner.elastic.polling.DISCOVER_HOSTS_FREQUENCY_SECS", 0.0)
+    monkeypatch.setattr("horovod.runner.elastic.discovery.DISCOVER_HOSTS_FREQUENCY_SECS", 0.0)
     answers: list[dict[str, int] | Exception] = []
     enough = threading.Event()
 

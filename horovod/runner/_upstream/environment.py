@@ -25,7 +25,7 @@ from horovod.common.wire import new_key as make_secret_key
 from horovod.runner.slots.allocation import read_lsf
 from horovod.runner.slots.hosts import is_local
 from horovod.runner.slots.worker_env import KEY as HOROVOD_SECRET_KEY
-from horovod.runner.slots.worker_env import travelling
+from horovod.runner.slots.worker_env import travelling_variables
 
 __all__ = ["HOROVOD_SECRET_KEY", "host_hash", "make_secret_key"]
 
@@ -45,7 +45,7 @@ _PAIRS = (
 def is_exportable(v: str) -> bool:
     """Return whether a variable of this name goes along to another host."""
     ignored = any(re.fullmatch(pattern, v) for pattern in IGNORE_REGEXES)
-    return not ignored and v in travelling({v: ""})
+    return not ignored and v in travelling_variables({v: ""})
 
 
 def get_env_rank_and_size() -> tuple[int, int]:

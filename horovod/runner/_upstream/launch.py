@@ -139,7 +139,7 @@ def _run(args: Any) -> list[Any] | None:
         return None
     try:
         request = make_request(options, options.command, os.environ)
-        controllers.replace_us(controllers.plan(controller, options, request))
+        controllers.replace_process(controllers.make_plan(controller, options, request))
     except LaunchError as error:
         raise RuntimeError(str(error)) from None
 

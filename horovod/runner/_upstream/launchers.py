@@ -160,9 +160,9 @@ def _run_elsewhere(
     options = options_of([*as_arguments(settings, nics), f"--{controller}"], command, env)
     try:
         request = make_request(options, options.command, env)
-        plan = controllers.plan(controller, options, request)
+        plan = controllers.make_plan(controller, options, request)
         if not settings.run_func_mode:
-            controllers.replace_us(plan)
+            controllers.replace_process(plan)
         status = controllers.run_and_wait(plan)
     except LaunchError as error:
         raise RuntimeError(str(error)) from None

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from horovod.runner.agents.processes import family, signal_all, signal_groups
+from horovod.runner.agents.processes import find_descendants, signal_all, signal_groups
 from horovod.runner.output.console import Source
 from horovod.runner.output.lines import LineSplitter
 
@@ -63,7 +63,7 @@ def execute(
 
 def terminate_executor_shell_and_children(pid: int) -> None:
     """End a process that leads a session, with all that it started: asked first, then killed."""
-    members = family(pid)
+    members = find_descendants(pid)
     signal_all(members, signal.SIGKILL)
     signal_groups([pid], signal.SIGKILL)
 
@@ -90,7 +90,7 @@ def _pump(pipe: Any, out: TextIO, index: int | None, stream: str, timestamps: bo
         data = pipe.read1(1 << 16)
         lines = splitter.feed(data) if data else splitter.finish()
         for line in lines:
-            shown = (source.before(timestamps) if source else b"") + line.text + line.end
+            shown = (source.line_prefix(timestamps) if source else b"") + line.text + line.end
             out.write(shown.decode(errors="replace"))
         out.flush()
         if not data:

@@ -29,7 +29,7 @@ from horovod.runner.dashboard.server import Server
 from horovod.runner.dashboard.stacks import StackRequests
 from horovod.runner.dashboard.tails import OutputTails
 from horovod.runner.output.lines import Line
-from horovod.runner.output.report import Exit, LaunchError, Outcome, exit_status, ranges
+from horovod.runner.output.report import Exit, LaunchError, Outcome, exit_status, format_ranks
 from horovod.runner.output.watcher import JobWatcher, StackRequest
 from horovod.runner.slots.worker_env import CROWDED_ADVICE
 
@@ -220,7 +220,7 @@ class Dashboard(JobWatcher):
         if outcome is not None:
             blamed = [] if self._board.elastic else culprits(outcome)
             if blamed:
-                self._board.blame(blamed, f"ended after rank {ranges(blamed)} had failed")
+                self._board.blame(blamed, f"ended after rank {format_ranks(blamed)} had failed")
             self._board.end(exit_status(outcome), describe_cause(outcome), outcome.account, now)
         elif isinstance(error, LaunchError):
             self._board.end(error.status, f"the job could not start: {error}", "", now)
@@ -249,13 +249,13 @@ class Dashboard(JobWatcher):
 def describe_cause(outcome: Outcome) -> str:
     """One line on why a job ended; empty where it simply finished."""
     first, lost = outcome.first_failure, outcome.lost
-    if outcome.gone_early:
-        who = ranges([one.rank for one in outcome.gone_early])
+    if outcome.early_exits:
+        who = format_ranks([one.rank for one in outcome.early_exits])
         return f"rank {who} left the job while other ranks still needed it"
     if first is not None:
         return f"rank {first.rank} on {first.host}: {first.describe()}"
     if lost is not None:
-        return f"{lost.name} (rank {ranges(lost.ranks)}) {lost.how}"
+        return f"{lost.name} (rank {format_ranks(lost.ranks)}) {lost.how}"
     if outcome.problem:
         return outcome.problem
     if outcome.interrupted is not None:
@@ -270,13 +270,15 @@ def what_ended(code: int, details: Mapping[str, Any]) -> str:
     if code == 0 or details.get("because_of") is None:
         return ""
     ranks = [int(rank) for rank in details["because_of"]]
-    return f"ended because rank {ranges(ranks)} was lost" if ranks else "ended because of others"
+    return (
+        f"ended because rank {format_ranks(ranks)} was lost" if ranks else "ended because of others"
+    )
 
 
 def culprits(outcome: Outcome) -> list[int]:
     """The ranks by which a job has failed."""
-    if outcome.gone_early:
-        return [one.rank for one in outcome.gone_early]
+    if outcome.early_exits:
+        return [one.rank for one in outcome.early_exits]
     if outcome.first_failure is not None:
         return [outcome.first_failure.rank]
     return list(outcome.lost.ranks) if outcome.lost is not None else []

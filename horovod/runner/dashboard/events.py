@@ -12,7 +12,7 @@ from typing import Any
 
 from horovod.runner.dashboard.reports import text
 from horovod.runner.dashboard.stragglers import Straggler
-from horovod.runner.output.report import ranges
+from horovod.runner.output.report import format_ranks
 
 _MOST = 400
 _QUIET = 20.0
@@ -70,7 +70,7 @@ class EventLog:
         self._told |= dict.fromkeys(((rank, kind) for rank in new), now)
         if len(new) > _TOLD_TOGETHER:  # such as all of a host, or of the job
             first = next(iter(new.values()))
-            self.add("slow", f"{len(new)} ranks ({ranges(list(new))}): {first.text}", now)
+            self.add("slow", f"{len(new)} ranks ({format_ranks(list(new))}): {first.text}", now)
         else:
             for rank, finding in new.items():
                 self.add("slow", f"rank {rank}: {finding.text}", now)
@@ -82,7 +82,7 @@ class EventLog:
         new = [rank for rank in ranks if now - self._told.get((rank, ""), -_QUIET) >= _QUIET]
         self._told |= dict.fromkeys(((rank, "") for rank in new), now)
         if len(new) > _TOLD_TOGETHER:
-            self.add("well", f"{len(new)} ranks ({ranges(new)}) keep up again", now)
+            self.add("well", f"{len(new)} ranks ({format_ranks(new)}) keep up again", now)
         else:
             for rank in new:
                 self.add("well", f"rank {rank} keeps up again", now)

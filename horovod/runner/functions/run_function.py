@@ -232,7 +232,7 @@ def _run_elsewhere(
             SECRET_KEY: encode_key(place.key),
         }
         request = make_request(options, options.command, {**env, **where})
-        status = controllers.run_and_wait(controllers.plan(controller, options, request))
+        status = controllers.run_and_wait(controllers.make_plan(controller, options, request))
     finally:
         place.close()
     if status != 0:
