@@ -1,4 +1,4 @@
-"""``horovodrun``: from the command line to the exit status.
+"""Run ``horovodrun``, from the command line to the exit status.
 
 The console script and ``python -m horovod.runner`` call `run_commandline`. Everything here is cheap
 to import (no framework): workers start within a fraction of a second.
@@ -29,16 +29,20 @@ _OLD_NAMES = ("_run", "_run_elastic", "check_build", "is_gloo_used", "run_contro
 
 
 def __getattr__(name: str) -> Any:
-    """Names of Horovod 0.28.1 (docs/old_names.md), which a launch does not need."""
+    """Import names of Horovod 0.28.1 (docs/old_names.md) when a program asks for them."""
     if name in _OLD_NAMES:
-        from horovod.runner._upstream import launch as upstream
+        from horovod.runner._upstream import launchers as upstream
 
         return getattr(upstream, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def run_commandline(argv: Sequence[str] | None = None) -> int:
-    """Run ``horovodrun`` with these arguments (the process's own by default)."""
+    """Run ``horovodrun``, and return its exit status.
+
+    Args:
+        argv: The arguments; by default those of this process.
+    """
     _open_standard_descriptors()
     options = parse_args(argv)
     console = Console(timestamps=options.prefix_timestamp)
@@ -96,7 +100,7 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         console.say(str(error), Colour.FAILURE)
         return error.status
-    except KeyboardInterrupt:  # before the supervisor took the signals over
+    except KeyboardInterrupt:  # before the supervisor handled signals
         return 130
 
 
@@ -120,7 +124,7 @@ def _run_elsewhere(controller: str, options: argparse.Namespace, console: Consol
 
 
 def _open_standard_descriptors() -> None:
-    """A shell may have closed some (``>&-``): other files must not get their numbers."""
+    """Open descriptors 0 to 2 that a shell has closed (``>&-``): no other file may get them."""
     for fd in range(3):
         try:
             os.fstat(fd)

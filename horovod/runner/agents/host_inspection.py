@@ -56,7 +56,7 @@ def gather_facts(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_working_folder(path: str) -> bool:
-    """Whether the program runs in that folder; the agent takes another where it is missing."""
+    """Return whether the program runs in that folder; the agent uses another if it is missing."""
     try:
         return os.path.samefile(path, ".")
     except OSError:
@@ -64,7 +64,7 @@ def is_working_folder(path: str) -> bool:
 
 
 def is_here(name: str) -> bool:
-    """Whether a program is on PATH, or a file in the working folder."""
+    """Return whether a program is on PATH, or a file in the working folder."""
     return shutil.which(name) is not None or os.path.exists(name)
 
 

@@ -88,7 +88,7 @@ class LinkServer(ABC, Generic[Link]):
             return list(self._links)
 
     def living(self) -> list[Link]:
-        """The links whose hosts hold their connection."""
+        """Return the links whose hosts hold their connections."""
         return [link for link in self.links() if link.is_alive]
 
     def wait(self, seconds: float) -> None:

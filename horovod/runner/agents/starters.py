@@ -187,7 +187,7 @@ class Srun:
 
 
 def is_allocation(environ: Mapping[str, str]) -> bool:
-    """Whether this process is in a Slurm job, from which srun can start steps."""
+    """Return whether this process is in a Slurm job, from which srun can start steps."""
     has_srun = shutil.which("srun", path=environ.get("PATH")) is not None
     return bool(environ.get("SLURM_JOB_ID")) and has_srun
 

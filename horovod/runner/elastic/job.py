@@ -15,7 +15,7 @@ from horovod.runner.agents.link_server import JoinServer
 from horovod.runner.agents.starters import make_starter
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
-from horovod.runner.dashboard.watching import watched
+from horovod.runner.dashboard.watching import watched_environment
 from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.discovery import (
     FixedHosts,
@@ -99,7 +99,7 @@ def run_elastic_job(
     )
     request = WorkerRequest(
         command=command,
-        env=watched({**env, **settings_environment(options, env)}, watcher),
+        env=watched_environment({**env, **settings_environment(options, env)}, watcher),
         cwd=os.getcwd(),
         starter=make_starter(options, env, config.start_timeout),
         nics=options.network_interfaces or (),

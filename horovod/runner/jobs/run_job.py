@@ -22,7 +22,7 @@ from horovod.runner.agents.channel import ChannelLink
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
-from horovod.runner.dashboard.watching import open_watcher, title_of, watched
+from horovod.runner.dashboard.watching import open_watcher, title_of, watched_environment
 from horovod.runner.jobs.request import JobRequest, make_request
 from horovod.runner.jobs.static_job import StaticJob
 from horovod.runner.options.secret import job_secret
@@ -78,7 +78,7 @@ def run_job(
     if any(is_local(name) for name in request.hosts):
         find_command(command[0], request.env.get("PATH"))
     with watch() as watcher:
-        request = replace(request, env=watched(request.env, watcher))
+        request = replace(request, env=watched_environment(request.env, watcher))
         return _run_request(options, request, store, console, watcher)
 
 
@@ -118,7 +118,7 @@ def _run_joined(
         options.hosts += [Host(n, link.slots) for n, link in links.items() if n not in known]
         request = make_request(options, command, environ)
         with watch() as watcher:
-            request = replace(request, env=watched(request.env, watcher))
+            request = replace(request, env=watched_environment(request.env, watcher))
             return _run_request(options, request, store, console, watcher, links)
     finally:
         server.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 from horovod.common.store import MemoryStore
 from horovod.runner.dashboard.board import Board
-from horovod.runner.dashboard.process_state import ProcessStates
+from horovod.runner.dashboard.processes import ProcessStates
 from horovod.runner.dashboard.reports import KEY_PREFIX, parse_key, parse_report
 from horovod.runner.dashboard.stragglers import BACKWARD, COMPUTE, LINK, SILENT, STOPPED
 from horovod.runner.dashboard.watching import INTERVAL
@@ -49,7 +49,7 @@ class StatusLine(JobWatcher):
 
     def note(self, event: str, **details: Any) -> None:
         if event == "decision":
-            self._board.place(int(details["number"]), details["workers"], time.time())
+            self._board.take_decision(int(details["number"]), details["workers"], time.time())
         elif event == "started":
             self._board.started_worker(str(details["worker"]), int(details["pid"]))
         elif event == "exited":

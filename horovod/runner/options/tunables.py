@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod.common.config import KNOBS, Config, Knob
-from horovod.runner.dashboard.address import PATTERN
+from horovod.runner.dashboard.watching import PATTERN
 
 _KNOBS = {knob.env: knob for knob in KNOBS}
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
