@@ -4,10 +4,13 @@
 #              Keras, JAX, Spark and Ray in .venv-frameworks (`make test-core`, `test-programs`,
 #              `test-lightning`, `test-tensorflow`, `test-jax`, `test-spark` and `test-ray` do one
 #              part); MXNet in .venv-mxnet where it can be installed (`make test-mxnet`)
+# make test-long   the same with all examples of the property-based tests, four times as many
 # make test-versions   tests/torch and tests/engine with the oldest, a middle and the newest PyTorch,
 #              each in an environment of its own (old versions bring CUDA on x86-64)
 # make test-gpu   all tests that want a GPU, with one or more of them; GPU_PYTHON=python3 takes an
 #              interpreter that has torch, pytest and hypothesis, and installs nothing
+# make simulate   elastic jobs with faults in a simulated cluster, from seeds (SEEDS=0-999);
+#              `make simulate-mutants` tries whether mistakes in the code are found
 # make docs    build the documentation site into build/site, in .venv-docs, with all links checked
 # make bench   install into .venv and compare collectives with Gloo and Open MPI
 #
@@ -27,8 +30,8 @@ TF      := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
 INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-core test-programs test-lightning test-tensorflow test-jax
-.PHONY: test-spark test-ray test-mxnet test-versions test-gpu lint docs bench clean
+.PHONY: help train test test-long test-core test-programs test-lightning test-tensorflow test-jax
+.PHONY: simulate simulate-mutants test-spark test-ray test-mxnet test-versions test-gpu lint docs bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
@@ -53,6 +56,9 @@ endef
 export NEXT_STEPS
 
 test: test-core test-programs test-lightning test-tensorflow test-jax test-spark test-ray test-mxnet
+
+test-long:
+	HOROVOD_TEST_LONG=1 $(MAKE) test
 
 PROGRAMS := $(addprefix tests/,examples docs dashboard test_benchmarks.py test_scaling_model.py)
 OTHERS   := $(addprefix tests/,lightning jax bindings mxnet spark ray)
@@ -102,6 +108,11 @@ GPU_PYTHON ?= $(BIN)/python
 
 test-gpu: $(if $(filter file,$(origin GPU_PYTHON)),$(VENV)/.test)
 	$(GPU_PYTHON) -m tests.gpu.run $(GPU_OPTIONS)
+
+SEEDS ?= 0-999
+
+simulate simulate-mutants: $(VENV)/.test
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(if $(findstring mutants,$@),--mutants)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

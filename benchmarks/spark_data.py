@@ -180,7 +180,7 @@ def training(path: str, rows: int, seconds: float) -> tuple[float, float]:
     import torch
 
     from horovod.spark.torch.datamodule import PetastormDataModule
-    from horovod.spark.torch.remote import as_input
+    from horovod.spark.torch.feeding import as_input
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

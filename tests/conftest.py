@@ -8,12 +8,16 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from tests.effort import examples
 from tests.missing import summarise
 from tests.ranks import RankPool
 
 # How long an example takes says something about the machine, not about the code.
 hypothesis.settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "any machine",
+    deadline=None,
+    max_examples=examples(100),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("any machine")
 

@@ -213,6 +213,18 @@ def test_below_the_bindings_no_module_knows_who_uses_it(layer: str):
     assert not _circle(parts, at_import=False)
 
 
+def test_bindings_have_no_circle_through_late_imports():
+    """Together, because `_keras` uses `tensorflow` and `jax`, and the fronts of Keras use `_keras`.
+
+    torch is missing: importing `horovod.torch` registers it with Lightning, which uses it in turn.
+    """
+    bindings = ["tensorflow", "jax", "mxnet", "lightning", "_keras", "keras"]
+    parts = {
+        _name(path): path for path in _modules() if path.relative_to(PACKAGE).parts[0] in bindings
+    }
+    assert not _circle(parts, at_import=False)
+
+
 def test_a_circle_is_seen(tmp_path: Path):
     modules = {f"horovod.engine.{name}": tmp_path / f"{name}.py" for name in "abc"}
     sources = ["from horovod.engine import b", "import horovod.engine.c", "from .a import thing"]

@@ -32,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps-per-epoch", type=int, default=100, help="of all together")
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
     parser.add_argument("--batches-per-commit", type=int, default=10)
-    parser.add_argument("--lr", type=float, default=0.002)
+    parser.add_argument("--lr", type=float, default=0.005)
     parser.add_argument(
         "--target-accuracy", type=float, help="exit with status 1 if the result is below (0 to 1)"
     )

@@ -22,7 +22,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--address", help="of a running cluster, such as auto or ray://HOST:10001")
     parser.add_argument("--num-workers", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
     parser.add_argument("--lr", type=float, default=0.004, help="learning rate of one process")
     parser.add_argument("--target-accuracy", type=float, help="exit with status 1 if it is below")

@@ -1,4 +1,4 @@
-"""The callbacks for `fit`, without the Keras they belong to.
+"""The callbacks for `fit`, as mixins that belong to no particular Keras.
 
 `horovod.tensorflow.keras.callbacks` and `horovod.keras.callbacks` combine each with the Callback
 class of their Keras.
@@ -16,7 +16,7 @@ import torch
 from horovod._keras import learning_rate
 from horovod._keras.flavour import backend_of, is_tf_keras
 from horovod._keras.optimizer import is_distributed
-from horovod._keras.variables import broadcast_model, errors_of
+from horovod._keras.variables import broadcast_model, raise_errors_of
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger
 from horovod.common.reduce_op import Average
@@ -27,21 +27,21 @@ logger = get_logger(__name__)
 
 
 class HorovodCallback:
-    """Mixed in before a Keras Callback class."""
+    """The base of our callbacks, mixed in before a Keras Callback class."""
 
     model: Any
     params: dict[str, Any]
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)  # type: ignore[misc]
-        _leave_out_xla(model)
+        _disable_xla(model)
 
 
-def _leave_out_xla(model: Any) -> None:
+def _disable_xla(model: Any) -> None:
     """Train without XLA where Keras would choose it by itself, on TensorFlow with a GPU.
 
-    XLA cannot compile the exchange of gradients. Who asks for it by ``jit_compile=True`` on other
-    machines is told so when the step is built.
+    XLA cannot compile the exchange of gradients. A program that asks for ``jit_compile=True`` on
+    other machines gets an error when the step is built.
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or is_tf_keras(model) or backend_of(model) != "tensorflow":
@@ -61,12 +61,15 @@ def _leave_out_xla(model: Any) -> None:
 class BroadcastGlobalVariablesCallbackBase(HorovodCallback):
     """Gives all ranks the model and the optimizer state of `root_rank`, after the first batch.
 
-    By then everything exists that optimizers make at their first step.
+    Optimizers make some of their variables in their first step, so they all exist by then.
 
     Args:
-        root_rank: The rank whose values all get.
+        root_rank: The rank whose values all ranks get.
         device: Accepted for compatibility.
-        local_variables: These stay what they are on each rank.
+        local_variables: Variables that keep their own values on each rank; none by default.
+
+    Raises:
+        ValueError: `local_variables` contains something that is not a variable.
     """
 
     def __init__(
@@ -94,7 +97,10 @@ class MetricAverageCallbackBase(HorovodCallback):
     """Averages the metrics of an epoch over all ranks, in one exchange.
 
     Put it before callbacks that use metrics, such as ReduceLROnPlateau, EarlyStopping or
-    TensorBoard. `device` is accepted for compatibility.
+    TensorBoard.
+
+    Args:
+        device: Accepted for compatibility.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -103,22 +109,24 @@ class MetricAverageCallbackBase(HorovodCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
-            with errors_of(backend_of(self.model)):
+            with raise_errors_of(backend_of(self.model)):
                 _average(logs)
 
 
 def _average(logs: dict[str, Any]) -> None:
+    """Replace all numbers in `logs` by their averages over the ranks. Collective."""
     metrics = {}
     for name in sorted(logs):
         try:
             metrics[name] = np.array(logs[name], dtype=np.float64)
         except (TypeError, ValueError):
             continue  # not a number
-    # The average of what tells the names apart is one's own only if they are all the same.
-    mark = float(zlib.crc32("\n".join(metrics).encode()))
-    vector = np.concatenate([[mark], *(value.ravel() for value in metrics.values())])
+    # A checksum of the metrics' names travels with the values: its average is equal to this rank's
+    # checksum only if all ranks have the same names.
+    checksum = float(zlib.crc32("\n".join(metrics).encode()))
+    vector = np.concatenate([[checksum], *(value.ravel() for value in metrics.values())])
     averages = allreduce_(torch.from_numpy(vector), name="MetricAverage", op=Average).numpy()
-    if averages[0] != mark:
+    if averages[0] != checksum:
         raise HorovodInternalError(
             f"the ranks have different metrics: those of rank {runtime.topology.rank} are "
             f"{', '.join(metrics)}"
@@ -134,16 +142,17 @@ class LearningRateScheduleCallbackBase(HorovodCallback):
     """Sets the learning rate to `initial_lr` times `multiplier(epoch)`.
 
     Args:
-        initial_lr: The rate that the multiplier is for.
-        multiplier: A function of the epoch; a number m means m ** (epoch - start_epoch).
-        start_epoch: The first epoch that it changes.
-        end_epoch: The first that it does not change any more; None: it goes on.
-        staircase: Once in each epoch; else for every batch, with fractions of epochs.
-        momentum_correction: Scale what momentum has gathered with the rate.
-        steps_per_epoch: Needed only where Keras does not know it.
+        initial_lr: The learning rate that is multiplied.
+        multiplier: A function of the epoch; a number m stands for m ** (epoch - start_epoch).
+        start_epoch: The first epoch whose rate is set; 0 by default.
+        end_epoch: The first epoch whose rate is not set any more; None (the default) for no end.
+        staircase: Whether to set the rate once in each epoch (the default). Otherwise it is set for
+            every batch, and `multiplier` gets fractions of epochs.
+        momentum_correction: Whether to scale accumulated momentum with the rate; True by default.
+        steps_per_epoch: The number of batches in an epoch, needed only where Keras does not know.
 
     Raises:
-        ValueError: There is no `initial_lr`, or the optimizer's rate is a schedule of its own.
+        ValueError: There is no `initial_lr`, or the optimizer has a learning rate schedule.
     """
 
     def __init__(
@@ -178,6 +187,7 @@ class LearningRateScheduleCallbackBase(HorovodCallback):
             self.steps_per_epoch = self._steps()
 
     def _steps(self) -> int:
+        """Return the number of steps in an epoch, from what Keras tells its callbacks."""
         if self.params.get("steps"):
             return int(self.params["steps"])
         if self.params.get("samples") and self.params.get("batch_size"):
@@ -201,24 +211,24 @@ class LearningRateScheduleCallbackBase(HorovodCallback):
             self._adjust(epoch)
 
     def _adjust(self, epoch: float) -> None:
-        learning_rate.change(
-            self.model, self.initial_lr * self.multiplier(epoch), self.momentum_correction
-        )
+        rate = self.initial_lr * self.multiplier(epoch)
+        learning_rate.change_rate(self.model, rate, self.momentum_correction)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
-            logs["lr"] = learning_rate.current(self.model)
+            logs["lr"] = learning_rate.read_rate(self.model)
 
 
 class LearningRateWarmupCallbackBase(LearningRateScheduleCallbackBase):
     """Raises the learning rate from `initial_lr` / size to `initial_lr`, over `warmup_epochs`.
 
     Args:
-        initial_lr: The one that was scaled by the number of ranks; batch by batch it comes nearer.
-        warmup_epochs: How many epochs that takes.
-        momentum_correction: Scale what momentum has gathered with the rate.
-        steps_per_epoch: Needed only where Keras does not know it.
-        verbose: Whether to print when it is over.
+        initial_lr: The final learning rate, already scaled by the number of ranks. The rate
+            approaches it batch by batch.
+        warmup_epochs: The number of epochs that this takes; 5 by default.
+        momentum_correction: Whether to scale accumulated momentum with the rate; True by default.
+        steps_per_epoch: The number of batches in an epoch, needed only where Keras does not know.
+        verbose: 1 to print a line when the warm-up is over; 0 by default.
     """
 
     def __init__(
@@ -231,9 +241,9 @@ class LearningRateWarmupCallbackBase(LearningRateScheduleCallbackBase):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
-            done = epoch + 1.0 / self.steps_per_epoch  # so that epochs end at round numbers
+            progress = epoch + 1.0 / self.steps_per_epoch  # an integer after an epoch's last batch
             size = runtime.topology.size
-            return (done * (size - 1) / warmup_epochs + 1) / size
+            return (progress * (size - 1) / warmup_epochs + 1) / size
 
         super().__init__(
             initial_lr,
@@ -249,15 +259,15 @@ class LearningRateWarmupCallbackBase(LearningRateScheduleCallbackBase):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0:
-            rate = learning_rate.current(self.model)
+            rate = learning_rate.read_rate(self.model)
             print(f"\nEpoch {epoch + 1}: the learning rate has warmed up to {rate:g}.")
 
 
 class BestModelCheckpointBase:
-    """Keeps the best model only, in a file named later: set `filepath` before training.
+    """Saves only the best model, in the file `filepath`, which must be set before training.
 
-    `monitor`, `verbose`, `mode` and `save_freq` (and `save_weights_only` with tf-keras) are those
-    of Keras's ModelCheckpoint. The Spark estimator uses it.
+    The Spark estimator uses it. The arguments `monitor`, `verbose`, `mode` and `save_freq`, and
+    `save_weights_only` in `horovod.tensorflow.keras`, are those of Keras's ModelCheckpoint.
     """
 
     filepath: Any

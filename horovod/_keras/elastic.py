@@ -1,10 +1,10 @@
-"""Elastic training with Keras, on whatever backend, and what TensorFlow's own states share with it.
+"""Elastic training with Keras on any backend, and the base of TensorFlow's own states.
 
 `horovod.keras.elastic`, `horovod.tensorflow.keras.elastic` and `horovod.tensorflow.elastic` offer
-these to users. The loop, and what a failure costs, are `horovod.common.elastic`'s.
+these classes to users. The loop around the training function is in `horovod.common.elastic`.
 
-The values of variables are kept as torch tensors in host memory, because that is what the engine
-sends. A commit copies them there, into memory that is used again.
+A commit keeps the values of variables as torch tensors in host memory, because the engine sends
+such tensors. The next commit uses the same memory again.
 """
 
 from __future__ import annotations
@@ -49,9 +49,16 @@ _basics = HorovodBasics()
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """Decorate the training function `func`, whose first argument is the state.
 
-    It is called again with the state of the last commit when a rank is lost, and with the present
-    state when ranks come or go. Collectives belong inside of it: a rank that joins later begins
-    there. Without an elastic launcher it is a plain call.
+    When a rank is lost, the function is called again with the state of the last commit. When ranks
+    are added or removed in an orderly way, it is called again with the present state. All
+    collectives belong inside it, because a rank that joins later begins there. Without an elastic
+    launcher the decorated function is called once, as usual.
+
+    Args:
+        func: The training function.
+
+    Returns:
+        The decorated function.
 
     Examples:
         >>> @hvd.elastic.run
@@ -60,15 +67,15 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
     @functools.wraps(func)
     def with_our_errors(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with _our_errors():
+        with _raise_our_errors():
             return func(state, *args, **kwargs)
 
     return run_fn(with_our_errors, _reset, this_worker)
 
 
 @contextlib.contextmanager
-def _our_errors() -> Iterator[None]:
-    """Raise as `HorovodInternalError` what a framework makes of it."""
+def _raise_our_errors() -> Iterator[None]:
+    """Raise frameworks' errors that contain a `HorovodInternalError` as that error."""
     try:
         yield
     except (HorovodInternalError, HostsUpdatedInterrupt):
@@ -81,6 +88,7 @@ def _our_errors() -> Iterator[None]:
 
 
 def _reset() -> None:
+    """Initialise Horovod again, with the ranks that are there now."""
     _basics.shutdown()
     _basics.init()
 
@@ -89,32 +97,32 @@ def _reset() -> None:
 
 
 class VariablesState(ObjectState):
-    """Attributes, as in `ObjectState`, and variables of a framework."""
+    """A state of attributes, as in `ObjectState`, and of a framework's variables."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(broadcast_object, lambda: runtime.topology.rank, **kwargs)
         self._snapshots = Snapshots()
-        self._saved_variables: list[Any] = []  # those of the snapshot
+        self._saved_variables: list[Any] = []  # the variables whose values the snapshot has
         self.save()
 
     @abstractmethod
     def _shared_variables(self) -> list[Any]:
-        """Those that are the same on all ranks."""
+        """Return the variables that have the same values on all ranks."""
 
     def _own_variables(self) -> list[Any]:
-        """Those that each rank has for itself."""
+        """Return the variables whose values differ between ranks."""
         return []
 
     @abstractmethod
     def _read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
-        """The variables' values; may be views of their memory."""
+        """Return the variables' values, possibly as views of their memory."""
 
     @abstractmethod
     def _write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
         """Assign values, whose memory the variables may keep."""
 
     def on_reset(self) -> None:
-        with _our_errors():  # there are scripts whose callbacks train a step
+        with _raise_our_errors():  # some scripts train a step in their reset callbacks
             super().on_reset()
 
     def save(self) -> None:
@@ -134,7 +142,8 @@ class VariablesState(ObjectState):
         variables = self._shared_variables()
         values = self._read(variables)
         self._check_forms(variables, values)
-        if runtime.topology.rank != self._root:  # the variables change when everything has come
+        if runtime.topology.rank != self._root:
+            # Receive into new memory: the variables change only once everything has arrived.
             contiguous = torch.contiguous_format
             values = [torch.empty_like(value, memory_format=contiguous) for value in values]
         parts = {f"elastic.variable.{i:06}": _bytes(value) for i, value in enumerate(values)}
@@ -142,12 +151,12 @@ class VariablesState(ObjectState):
         if runtime.topology.rank != self._root:
             self._write(variables, values)
         super().sync()
-        self.save()  # a failure before the next commit must not bring back what was before
+        self.save()  # so that a failure before the next commit does not restore older values
 
     def _check_forms(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
-        """`ValueError` on a rank whose variables cannot take the root's values.
+        """Raise ValueError if this rank's variables cannot take the root's values.
 
-        Only there: the others go on without it.
+        Only such a rank raises it; the others continue without that rank.
         """
         ours = [(str(each.dtype).removeprefix("torch."), tuple(each.shape)) for each in values]
         roots = self._bcast_object(ours, root_rank=self._root)
@@ -156,11 +165,11 @@ class VariablesState(ObjectState):
         if len(ours) != len(roots):
             problem = f"{len(ours)} variables, and rank {self._root} has {len(roots)}"
         else:
-            place = next(place for place, form in enumerate(ours) if form != roots[place])
-            variable = variables[place]
+            index = next(index for index, form in enumerate(ours) if form != roots[index])
+            variable = variables[index]
             problem = (
                 f"the variable {getattr(variable, 'path', variable.name)} of type and shape "
-                f"{ours[place]}, and rank {self._root} has {roots[place]} in its place"
+                f"{ours[index]}, and rank {self._root} has {roots[index]} in its place"
             )
         raise ValueError(
             f"the states of the ranks differ: rank {runtime.topology.rank} has {problem}. All "
@@ -169,12 +178,13 @@ class VariablesState(ObjectState):
 
 
 class KerasStateBase(VariablesState):
-    """A Keras model, its optimizer, and attributes: ``KerasState(model, epoch=0, batch=0)``.
+    """The state of a Keras model, its optimizer, and attributes.
 
     Args:
         model: A Keras model that is built.
-        optimizer: The model's unless another is given; it is built for the model's trainable
-            variables if it is not yet, so that it can receive its state.
+        optimizer: The optimizer; the model's own by default. If it is not built yet, it is built
+            for the model's trainable variables, so that it can receive its state.
+        **kwargs: Attributes with their initial values, such as ``epoch=0, batch=0``.
 
     Raises:
         ValueError: The model is not built.
@@ -202,31 +212,31 @@ class KerasStateBase(VariablesState):
 
     def restore(self) -> None:
         if hasattr(self.model, "jax_state_sync"):
-            # What went into a step that failed is gone: for the metrics there are new ones, and
-            # the values that Keras would put into the variables at the next occasion are of no use.
+            # A step that failed has consumed its input arrays. So the metrics start anew, and the
+            # values that Keras would write back into the variables are dropped.
             self.model._jax_state = None
             self.model.reset_metrics()
             programs = sys.modules.get("horovod.jax.primitive")
-            if programs is not None:  # a step that failed must not let the next fail
+            if programs is not None:  # else the failed step's error would end the next step, too
                 programs.forget_programs()
         super().restore()
 
     def _shared_variables(self) -> list[Any]:
         model, optimizer = self.model, self.optimizer
         if hasattr(model, "jax_state_sync"):
-            model.jax_state_sync()  # JAX has them elsewhere during an epoch
+            model.jax_state_sync()  # during an epoch the current values are not in the variables
         if optimizer is None:
             return list(model.weights)
         _build(optimizer, model)
         variables = [*model.weights, *optimizer_variables(optimizer)]
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if hasattr(inner, "_hvd_unfinished"):
-            variables += inner._hvd_unfinished(model.trainable_variables)
+        if hasattr(inner, "_hvd_pending_variables"):
+            variables += inner._hvd_pending_variables(model.trainable_variables)
         return variables
 
     def _own_variables(self) -> list[Any]:
         weights = {id(variable) for variable in self.model.weights}
-        # The states of random generators, where Keras keeps them in variables.
+        # These are the states of random generators, where Keras keeps them in variables.
         return [variable for variable in self.model.variables if id(variable) not in weights]
 
     def _read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
@@ -260,7 +270,7 @@ class KerasStateBase(VariablesState):
 
 
 def _build(optimizer: Any, model: Any) -> None:
-    """Have an optimizer make all that it keeps now, instead of in its first step."""
+    """Let an optimizer make all its variables now instead of in its first step."""
     if hasattr(optimizer, "_create_all_weights"):  # tf_keras.optimizers.legacy
         optimizer._create_all_weights(model.trainable_variables)
     elif not has_state(optimizer):
@@ -268,6 +278,7 @@ def _build(optimizer: Any, model: Any) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's memory as bytes: a broadcast need not know types."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -275,9 +286,16 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CommitStateCallbackBase(HorovodCallback):
-    """Commits `state` every `batches_per_commit` batches and at the end of every epoch.
+    """Commits the state every few batches and at the end of every epoch.
 
-    Put it behind callbacks that change the state, so that what they do is committed as well.
+    Put it after callbacks that change the state, so that the commit contains their changes.
+
+    Args:
+        state: The elastic state to commit.
+        batches_per_commit: The number of batches between commits; 1 by default.
+
+    Raises:
+        ValueError: `batches_per_commit` is less than 1.
     """
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
@@ -302,22 +320,28 @@ class CommitStateCallbackBase(HorovodCallback):
 
 
 class _EpochIsComplete:
-    """What `stop_training` is set to when the rest of the epoch, but no more, is to be left out."""
+    """The type of a true value for `stop_training` that ends the present epoch only."""
 
 
 _EPOCH_IS_COMPLETE = _EpochIsComplete()
 
 
 class UpdateBatchStateCallbackBase(HorovodCallback):
-    """Keeps in ``state.batch`` of `state` how many batches of the epoch are done.
+    """Keeps the number of batches done in the epoch in ``state.batch``.
 
-    An epoch that begins with some done, because the ranks changed in the middle of it, is shorter
-    by as many, if Keras knows the number of steps.
+    If the ranks changed in the middle of an epoch, the new `fit` begins with some batches done. The
+    epoch is then shorter by this number, if Keras knows the number of steps.
+
+    Args:
+        state: The elastic state, made with ``KerasState(model, batch=0)``.
+
+    Raises:
+        ValueError: The state has no `batch`.
     """
 
     def __init__(self, state: Any) -> None:
         super().__init__()
-        _check_has(state, "batch")
+        _check_attribute(state, "batch")
         self.state = state
         self._done_before = 0
 
@@ -337,30 +361,37 @@ class UpdateBatchStateCallbackBase(HorovodCallback):
 
 
 class UpdateEpochStateCallbackBase(HorovodCallback):
-    """Keeps in ``state.epoch`` of `state` how many epochs are done, over all calls of `fit`.
+    """Keeps the number of epochs done, over all calls of `fit`, in ``state.epoch``.
 
     Call ``fit(epochs=total - state.epoch)``, or ``fit(epochs=total, initial_epoch=state.epoch)``.
+
+    Args:
+        state: The elastic state, made with ``KerasState(model, epoch=0)``.
+
+    Raises:
+        ValueError: The state has no `epoch`.
     """
 
     def __init__(self, state: Any) -> None:
         super().__init__()
-        _check_has(state, "epoch")
+        _check_attribute(state, "epoch")
         self.state = state
         self._done_before: int = state.epoch
-        self._first: int | None = None
+        self._first_epoch: int | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._done_before, self._first = self.state.epoch, None
+        self._done_before, self._first_epoch = self.state.epoch, None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if self._first is None:
-            self._first = epoch
+        if self._first_epoch is None:
+            self._first_epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.state.epoch = self._done_before + epoch + 1 - (self._first or 0)
+        self.state.epoch = self._done_before + epoch + 1 - (self._first_epoch or 0)
 
 
-def _check_has(state: State, name: str) -> None:
+def _check_attribute(state: State, name: str) -> None:
+    """Raise ValueError if the state has no attribute of this name."""
     if not hasattr(state, name):
         raise ValueError(
             f"the state has no {name!r} to keep: make it with KerasState(model, {name}=0)"

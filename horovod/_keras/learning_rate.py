@@ -1,4 +1,4 @@
-"""Changing the learning rate of a model in training, for the callbacks that do."""
+"""Changes the learning rate of a model in training, for the callbacks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 from horovod._keras.flavour import is_tf_keras, keras_of
 
 
-def current(model: Any) -> float:
-    """The learning rate of the model's optimizer."""
+def read_rate(model: Any) -> float:
+    """Return the learning rate of the model's optimizer."""
     optimizer = model.optimizer
     if is_tf_keras(optimizer):
         return float(keras_of(optimizer).backend.get_value(optimizer.learning_rate))
     return float(keras_of(optimizer).ops.convert_to_numpy(optimizer.learning_rate))
 
 
-def change(model: Any, rate: float, momentum_correction: bool) -> None:
-    """Set the learning rate; with `momentum_correction` scale what momentum has gathered with it.
+def change_rate(model: Any, rate: float, momentum_correction: bool) -> None:
+    """Set the learning rate; with `momentum_correction` also scale the accumulated momentum.
 
-    Keras has the learning rate inside of what momentum gathers: v = m * v - rate * gradient. After
-    a change, v would be as large as the old rate made it. Scaling v does what scaling m for one
-    step would, and m is a constant of the compiled step.
+    In Keras the accumulated momentum v contains the learning rate: v = m * v - rate * gradient.
+    After a change of the rate, v still has the scale of the old rate. Scaling v has the same effect
+    as scaling m for one step, which is not possible: m is a constant of the compiled step.
     """
     optimizer = model.optimizer
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -30,23 +30,23 @@ def change(model: Any, rate: float, momentum_correction: bool) -> None:
             "it: give the optimizer a number"
         )
     keras = keras_of(optimizer)
-    before = current(model)
+    before = read_rate(model)
     if is_tf_keras(optimizer):
         keras.backend.set_value(optimizer.learning_rate, rate)
     else:
         optimizer.learning_rate = rate
     if momentum_correction and before > 0 and rate != before:
         factor = rate / before
-        for gathered in _gathered(inner):
+        for variable in _momentum_variables(inner):
             if is_tf_keras(optimizer):
-                value = keras.backend.get_value(gathered)
-                keras.backend.set_value(gathered, value * value.dtype.type(factor))
+                value = keras.backend.get_value(variable)
+                keras.backend.set_value(variable, value * value.dtype.type(factor))
             else:
-                gathered.assign(keras.ops.multiply(gathered, factor))
+                variable.assign(keras.ops.multiply(variable, factor))
 
 
-def _gathered(optimizer: Any) -> list[Any]:
-    """What momentum has gathered, in optimizers that have an option of that name."""
+def _momentum_variables(optimizer: Any) -> list[Any]:
+    """Return the variables that accumulate momentum; none if the optimizer has no such option."""
     slots = getattr(optimizer, "_slots", None)
     if isinstance(slots, dict):  # tf_keras.optimizers.legacy
         return [each["momentum"] for each in slots.values() if "momentum" in each]

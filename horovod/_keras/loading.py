@@ -1,4 +1,4 @@
-"""`load_model`: a saved model, ready to go on training on all ranks."""
+"""`load_model`, which loads a saved model and makes its optimizer a distributed one."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def load_model(
     custom_objects: dict[str, Any] | None,
     compression: Any,
 ) -> Any:
-    """The model in `filepath`, whose optimizer, with its saved state, is distributed."""
+    """Load the model in `filepath`; its optimizer keeps its saved state and becomes distributed."""
     optimizers = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
     model = keras.models.load_model(
         filepath, custom_objects={**optimizers, **(custom_objects or {})}
     )
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not is_distributed(optimizer):
-        if _is_astray(optimizer, model):
+        if _is_built_for_nothing(optimizer, model):
             logger.warning("the state of the optimizer in %s is lost to Keras 3", filepath)
             optimizer = type(optimizer).from_config(optimizer.get_config())
         model.optimizer = distribute_in_place(optimizer, compression=compression)
     return model
 
 
-def _is_astray(optimizer: Any, model: Any) -> bool:
-    """Whether the optimizer was built for no variables, as Keras 3 does for .h5 files.
+def _is_built_for_nothing(optimizer: Any, model: Any) -> bool:
+    """Return whether the optimizer was built for no variables, as Keras 3 does for .h5 files.
 
-    It could not take a step.
+    Such an optimizer cannot take a step.
     """
     return (
         not is_tf_keras(optimizer)

@@ -1,7 +1,8 @@
-"""A word to scripts that pass ``experimental_run_tf_function=False`` to Keras 3's `compile`.
+"""Explains the error that ``experimental_run_tf_function=False`` causes in Keras 3's `compile`.
 
-Horovod's documentation has had it for years, and tf-keras takes it. Keras 3 raises a TypeError
-before any object of ours is asked, so the explanation is added when such an error ends the program.
+Horovod's documentation showed this option for years, and tf-keras accepts it. Keras 3 raises a
+TypeError before it calls any object of ours, so we add an explanation when the error ends the
+program.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ EXPLANATION = (
 
 @functools.cache
 def explain_when_it_fails() -> None:
-    """Have uncaught errors about that option explained from now on."""
+    """Install a hook that explains uncaught errors about that option."""
     previous = sys.excepthook
 
     def hook(

@@ -1,7 +1,7 @@
-"""`DistributedOptimizer` for any Keras: what the front ends export, and `load_model`.
+"""Makes Keras optimizers distributed, for the front ends' `DistributedOptimizer` and `load_model`.
 
-A Keras optimizer becomes one of a class derived from its own, which reduces gradients before they
-are clipped, accumulated or checked for overflow. How it does that is in `keras3_optimizer` and
+The distributed optimizer belongs to a class derived from that of the user's optimizer. It reduces
+gradients before they are clipped, accumulated or checked for overflow; see `keras3_optimizer` and
 `tf_keras_optimizer`.
 """
 
@@ -11,23 +11,27 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from horovod._keras.distribution import Distribution
 from horovod._keras.flavour import backend_of, is_optimizer, is_tf_keras
-from horovod._keras.rebuild import derived_class, rebuilt, taken_over
-from horovod._keras.reduction import Distribution
+from horovod._keras.rebuild import derive_class, rebuild, take_over
+from horovod._keras.reduction import HostReduction
 from horovod.common.compression import NoneCompressor
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import ReduceOp
 
 
 def distribute(optimizer: Any, *, num_groups: int = 0, **arguments: Any) -> Any:
-    """An optimizer like `optimizer` that uses the gradients of all ranks."""
+    """Return an optimizer like `optimizer` that uses the gradients of all ranks.
+
+    `arguments` are the fields of `Distribution`.
+    """
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
         if arguments.get("groups") is None:
             arguments["groups"] = num_groups
     distribution = Distribution(**arguments)
     _check(optimizer)
-    return _distributed(optimizer, distribution, rebuilt)
+    return _make_distributed(optimizer, distribution, rebuild)
 
 
 def PartialDistributedOptimizer(
@@ -46,11 +50,34 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A `DistributedOptimizer` that leaves `local_layers`, one or several, to each rank.
+    """Return a `DistributedOptimizer` that does not reduce the gradients of `local_layers`.
 
-    `optimizer`, `name`, `device_dense`, `device_sparse`, `compression`, `sparse_as_dense`,
-    `gradient_predivide_factor`, `op`, `backward_passes_per_step`, `average_aggregated_gradients`,
-    `groups`, `process_set` and `scale_local_gradients` are those of `DistributedOptimizer`.
+    Args:
+        optimizer: An optimizer of Keras.
+        name: Name of the reductions; "DistributedOptimizer" by default.
+        device_dense: Accepted for compatibility.
+        device_sparse: Accepted for compatibility.
+        compression: How gradients are compressed on the way; not at all by default.
+        sparse_as_dense: Whether to turn sparse gradients into dense ones; False by default.
+        gradient_predivide_factor: Divide gradients by this factor before the sum and by
+            `size / factor` after it; the result is still the average. 1.0 by default.
+        op: `Average` (the default) or `Sum`.
+        backward_passes_per_step: The number of passes whose gradients are added up before the ranks
+            exchange them and take a step; 1 by default.
+        average_aggregated_gradients: Whether to divide that sum by the number of passes; False by
+            default.
+        groups: The number of groups in which gradients are reduced, or lists of variables that form
+            a group; None (the default) for a single group.
+        process_set: The ranks to reduce with; all ranks by default.
+        local_layers: One layer or several, whose gradients stay on their rank; none by default.
+        scale_local_gradients: Whether to divide gradients that stay on their rank by the number of
+            ranks; True by default.
+
+    Returns:
+        An optimizer of a class derived from that of `optimizer`.
+
+    Raises:
+        ValueError: An argument is wrong, or the optimizer is distributed already.
     """
     distributed = distribute(
         optimizer,
@@ -71,14 +98,14 @@ def PartialDistributedOptimizer(
 
 
 def distribute_in_place(optimizer: Any, **arguments: Any) -> Any:
-    """Turn an optimizer that nobody else uses, with its state, into a distributed one."""
+    """Turn this optimizer itself, with its state, into a distributed one, and return it."""
     distribution = Distribution(**arguments)
     _check(optimizer)
-    return _distributed(optimizer, distribution, taken_over)
+    return _make_distributed(optimizer, distribution, take_over)
 
 
 def register_local_layers(optimizer: Any, layers: Any) -> Any:
-    """Leave the gradients of some layers' weights to each rank; returns the optimizer."""
+    """Exclude the gradients of some layers' weights from the reduction; return the optimizer."""
     if layers is None:
         return optimizer
     for layer in layers if isinstance(layers, Iterable) else [layers]:
@@ -90,12 +117,13 @@ def register_local_layers(optimizer: Any, layers: Any) -> Any:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether this optimizer reduces gradients."""
+    """Return whether this optimizer, or the one inside it, reduces gradients."""
     inner = getattr(optimizer, "inner_optimizer", None)
     return hasattr(type(optimizer), "_hvd") or hasattr(type(inner), "_hvd")
 
 
 def _check(optimizer: Any) -> None:
+    """Refuse objects that are not Keras optimizers, and optimizers that are distributed already."""
     if not is_optimizer(optimizer):
         raise ValueError(
             f"expected an optimizer of Keras, not {optimizer!r}; horovod.tensorflow and "
@@ -105,21 +133,48 @@ def _check(optimizer: Any) -> None:
         raise ValueError("this optimizer is a DistributedOptimizer already")
 
 
-def _distributed(optimizer: Any, distribution: Distribution, make: Any) -> Any:
-    distribution.start(backend_of(optimizer))
+def _make_distributed(optimizer: Any, distribution: Distribution, make: Any) -> Any:
+    """Derive a class from the optimizer's and return `make(optimizer, derived_class)`."""
+    distribution.reduce = _make_reduction(distribution, backend_of(optimizer))
     if not is_tf_keras(optimizer):
         from horovod._keras.keras3_optimizer import Keras3Optimizer
 
         mixin: type = Keras3Optimizer
     else:
-        from horovod._keras.tf_keras_optimizer import TfKerasOptimizer, with_inner
+        from horovod._keras.tf_keras_optimizer import TfKerasOptimizer, replace_inner
 
         if hasattr(optimizer, "inner_optimizer"):
-            # This one asks its inner optimizer for the gradients of all, before it looks at them.
-            inner = _distributed(optimizer.inner_optimizer, distribution, make)
-            return with_inner(optimizer, inner)
+            # A loss scale optimizer of tf-keras lets its inner optimizer reduce the gradients
+            # before it checks them for overflow.
+            inner = _make_distributed(optimizer.inner_optimizer, distribution, make)
+            return replace_inner(optimizer, inner)
         mixin = TfKerasOptimizer
-    made = make(optimizer, derived_class(type(optimizer), mixin, {"_hvd": distribution}))
-    if not is_tf_keras(made) and made.built:
-        made._hvd_after_build()
-    return made
+    distributed = make(optimizer, derive_class(type(optimizer), mixin, {"_hvd": distribution}))
+    if not is_tf_keras(distributed) and distributed.built:
+        distributed._hvd_after_build()
+    return distributed
+
+
+def _make_reduction(distribution: Distribution, backend: str) -> Any:
+    """Return the object that reduces the gradients of this backend."""
+    if backend == "tensorflow":
+        from horovod.tensorflow.compression import Compression
+        from horovod.tensorflow.reduced_gradients import OptimizerReduction
+
+        return OptimizerReduction(
+            op=distribution.op,
+            compression=distribution.compression or Compression.none,
+            sparse_as_dense=distribution.sparse_as_dense,
+            gradient_predivide_factor=distribution.gradient_predivide_factor,
+            groups=distribution.groups,
+            process_set=distribution.process_set,
+            scale_local_gradients=distribution.scale_local_gradients,
+            name=distribution.name or "DistributedOptimizer",
+            device_dense=distribution.device_dense,
+            device_sparse=distribution.device_sparse,
+        )
+    if backend == "jax":
+        from horovod._keras.jax_reduction import JaxReduction
+
+        return JaxReduction(distribution)
+    return HostReduction(distribution)

@@ -1,10 +1,10 @@
-"""A tf-keras (Keras 2) optimizer that reduces gradients: the part in front of the user's class.
+"""The mixin that makes a tf-keras (Keras 2) optimizer reduce gradients.
 
-What computes gradients returns those of all ranks, and notes that they are. What applies gradients
-reduces those that nobody has reduced: both generations of tf-keras optimizers aggregate them in a
-method of its own, which their loss scale optimizers call on the inner optimizer before they look
-for overflow, so it is done there. For classes that apply gradients without it `apply_gradients`
-calls it first.
+Methods that compute gradients return reduced ones, and mark them as reduced. Methods that apply
+gradients reduce those that are not marked. Both generations of tf-keras optimizers have a method
+that aggregates gradients, and their loss scale optimizers call it on the inner optimizer before
+they look for overflow, so the reduction happens there. `apply_gradients` calls that method first,
+for classes that would apply gradients without it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod._keras.accumulation import dense
+from horovod._keras.accumulation import to_dense
 from horovod._keras.callable_list import CallableList
-from horovod._keras.reduction import Distribution
-from horovod.tensorflow.reduced_gradients import Done, note, noted, take_notes
+from horovod._keras.distribution import Distribution
+from horovod.tensorflow.reduced_gradients import Done, mark, mark_of, take_marks
 
 Pairs = list[tuple[Any, Any]]
 
@@ -27,29 +27,29 @@ class TfKerasOptimizer:
     """Mixed in before an optimizer class of tf-keras, with its `Distribution` as `_hvd`."""
 
     _hvd: Distribution
-    _hvd_sums: _Sums | None = None  # if the ranks do not exchange the gradients of every pass
-    _hvd_has_reduced = False  # whether we have, and call what applies the gradients
+    _hvd_sums: _Sums | None = None  # only with backward_passes_per_step > 1
+    _hvd_has_reduced = False  # set while the gradients, reduced by us, are being applied
     iterations: Any
 
     def aggregate_gradients(self, grads_and_vars: Any) -> Pairs:
-        """The gradients of all ranks."""
+        """Return the reduced gradients with their variables."""
         pairs = list(grads_and_vars)
         if self._hvd_has_reduced or not pairs:
             return pairs
         gradients, variables = zip(*pairs, strict=True)
-        done = take_notes(gradients, variables)
-        return list(zip(self._hvd_reduced(gradients, variables, done), variables, strict=True))
+        done = take_marks(gradients, variables)
+        return list(zip(self._hvd_reduce(gradients, variables, done), variables, strict=True))
 
-    _aggregate_gradients = aggregate_gradients  # what tf_keras.optimizers.legacy calls it
+    _aggregate_gradients = aggregate_gradients  # the name in tf_keras.optimizers.legacy
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> Pairs:
-        """The gradients of all ranks with their variables, for `apply_gradients`."""
+        """Return the reduced gradients with their variables, for `apply_gradients`."""
         return self._compute_gradients(loss, var_list, tape=tape)
 
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> Pairs:
-        """The same under the name that it has in tf_keras.optimizers.legacy."""
+        """Do the same under the name that tf_keras.optimizers.legacy uses."""
         base: Any = super()
         if hasattr(base, "_compute_gradients"):
             pairs = base._compute_gradients(loss, var_list, grad_loss, tape)
@@ -59,25 +59,25 @@ class TfKerasOptimizer:
             raise ValueError("grad_loss is for optimizers of tf_keras.optimizers.legacy only")
         gradients = [gradient for gradient, _ in pairs]
         variables = [variable for _, variable in pairs]
-        return list(zip(self._hvd_computed(gradients, variables), variables, strict=True))
+        return list(zip(self._hvd_reduce_computed(gradients, variables), variables, strict=True))
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
-        """The gradients of all ranks, in a v1 graph; of tf_keras.optimizers.legacy only."""
+        """Return the reduced gradients in a v1 graph; only tf_keras.optimizers.legacy has this."""
         gradients = super().get_gradients(loss, params)  # type: ignore[misc]
-        return self._hvd_computed(gradients, tf.nest.flatten(params))
+        return self._hvd_reduce_computed(gradients, tf.nest.flatten(params))
 
-    def _hvd_computed(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Computed gradients, reduced: by us, or by a distributed tape that computed them."""
-        done = [noted(gradient) for gradient in gradients]
-        reduced = self._hvd_reduced(gradients, variables, done)
-        note(reduced, variables, Done.ADDED_UP)
+    def _hvd_reduce_computed(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Reduce and mark computed gradients, unless a distributed tape has reduced them."""
+        done = [mark_of(gradient) for gradient in gradients]
+        reduced = self._hvd_reduce(gradients, variables, done)
+        mark(reduced, variables, Done.ADDED_UP)
         return reduced
 
-    def _hvd_reduced(
+    def _hvd_reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], done: Sequence[Done]
     ) -> list[Any]:
         if self._hvd.backward_passes_per_step == 1:
-            return list(self._hvd.reduce.reduce_rest(gradients, variables, done))
+            return list(self._hvd.reduce.reduce_unreduced(gradients, variables, done))
         if Done.ADDED_UP in done:
             return list(gradients)
         return self._hvd_make_sums().add(gradients, variables, done)
@@ -94,7 +94,7 @@ class TfKerasOptimizer:
         if not skip_gradients_aggregation and experimental_aggregate_gradients:
             pairs = self.aggregate_gradients(pairs)
         else:
-            take_notes([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
+            take_marks([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
         if name is not None:
             kwargs["name"] = name
         apply = functools.partial(super().apply_gradients, pairs, **kwargs)  # type: ignore[misc]
@@ -103,7 +103,7 @@ class TfKerasOptimizer:
             if self._hvd_sums is None:
                 return apply()
             self._hvd_prepare([variable for _, variable in pairs])
-            with _after([gradient for gradient, _ in pairs]):
+            with _run_after([gradient for gradient, _ in pairs]):
                 is_complete = self._hvd_sums.is_complete()
             return tf.cond(
                 is_complete,
@@ -114,7 +114,7 @@ class TfKerasOptimizer:
             object.__setattr__(self, "_hvd_has_reduced", False)
 
     def _hvd_prepare(self, variables: list[Any]) -> None:
-        """Make the optimizer's variables, which cannot be made inside of a condition."""
+        """Make the optimizer's variables now, because tf.cond cannot make variables."""
         me: Any = self
         with tf.init_scope():
             if hasattr(me, "_create_all_weights"):
@@ -125,12 +125,12 @@ class TfKerasOptimizer:
             me._compute_current_learning_rate()
 
     def register_local_var(self, var: Any) -> None:
-        """Leave the gradient of a variable to this rank."""
+        """Do not reduce the gradient of the variable `var`."""
         self._hvd.register_local(var)
 
     @property
     def _agg_helper(self) -> _Sums | None:
-        """What adds up the gradients of several passes, under the name that scripts look for."""
+        """The sums of the gradients of several passes, under the name that scripts use."""
         return None if self._hvd.backward_passes_per_step == 1 else self._hvd_make_sums()
 
     def _hvd_make_sums(self) -> _Sums:
@@ -139,10 +139,10 @@ class TfKerasOptimizer:
         assert self._hvd_sums is not None
         return self._hvd_sums
 
-    def _hvd_unfinished(self, variables: list[Any]) -> list[Any]:
-        """The variables that belong to a step whose passes are not complete, for elastic states.
+    def _hvd_pending_variables(self, variables: list[Any]) -> list[Any]:
+        """Return the variables of a step whose passes are not complete, for elastic states.
 
-        They are none of `variables`, because files do not have them either.
+        The optimizer's `variables` do not contain them, because files shall not contain them.
         """
         if self._hvd.backward_passes_per_step == 1:
             return []
@@ -150,96 +150,101 @@ class TfKerasOptimizer:
 
     @property
     def variables(self) -> CallableList:
-        found = super().variables  # type: ignore[misc]
-        return CallableList(found() if callable(found) else found)
+        variables = super().variables  # type: ignore[misc]
+        return CallableList(variables() if callable(variables) else variables)
 
 
-def _after(results: Sequence[Any]) -> Any:
-    """A scope for what must come later in a v1 graph, where the order of calls means nothing."""
+def _run_after(results: Sequence[Any]) -> Any:
+    """Return a scope whose operations run after `results`, since v1 graphs ignore program order."""
     return tf.control_dependencies([each for each in results if each is not None])
 
 
 def _value_after(result: Any, variable: Any) -> Any:
-    with _after([result] if tf.is_tensor(result) or isinstance(result, tf.Operation) else []):
+    """Return the value that the variable has after `result` was computed."""
+    with _run_after([result] if tf.is_tensor(result) or isinstance(result, tf.Operation) else []):
         return variable.read_value()
 
 
 class _Sums:
-    """The sums of gradients since the last step, and how many passes they are of."""
+    """The sums of gradients since the last step, and the number of passes in them."""
 
-    def __init__(self, terms: Distribution) -> None:
-        self._terms = terms
+    def __init__(self, distribution: Distribution) -> None:
+        self._distribution = distribution
         self._totals: dict[int, Any] = {}
         with tf.init_scope():
             self._passes = _variable(tf.zeros([], tf.int64))
 
     def add(self, gradients: Any, variables: Any, done: Sequence[Done]) -> list[Any]:
-        """The reduced sums, if it is time for a step; else zeros, which never overflow."""
-        gradients = [dense(gradient, self._terms) for gradient in gradients]
-        places = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        totals = [self._total(gradients[place], variables[place]) for place in places]
+        """Add gradients, and return the reduced sums after the last pass of a step, else zeros.
+
+        Zeros never overflow, so a loss scale optimizer accepts them.
+        """
+        gradients = [to_dense(gradient, self._distribution) for gradient in gradients]
+        indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        totals = [self._total(gradients[index], variables[index]) for index in indices]
         added = [self._passes.assign_add(1, read_value=False)]
-        for place, total in zip(places, totals, strict=True):
-            added.append(total.assign_add(gradients[place], read_value=False))
-        divisor = (
-            self._terms.backward_passes_per_step if self._terms.average_aggregated_gradients else 1
-        )
+        for index, total in zip(indices, totals, strict=True):
+            added.append(total.assign_add(gradients[index], read_value=False))
 
         def step() -> list[Any]:
+            divisor = self._distribution.pass_divisor
             given = [total.read_value() / tf.cast(divisor, total.dtype) for total in totals]
-            reduced = self._terms.reduce.reduce_rest(
-                given, [variables[place] for place in places], [done[place] for place in places]
+            reduced = self._distribution.reduce.reduce_unreduced(
+                given, [variables[index] for index in indices], [done[index] for index in indices]
             )
-            with _after(reduced):  # not even NaN stays
+            with _run_after(reduced):  # assign zeros: multiplying by zero would keep NaN
                 zeros = [total.assign(tf.zeros_like(total), read_value=False) for total in totals]
-            with _after(zeros):
+            with _run_after(zeros):
                 return [tf.identity(gradient) for gradient in reduced]
 
         def wait() -> list[Any]:
             return [tf.zeros_like(total) for total in totals]
 
         results: list[Any] = [None] * len(gradients)
-        if places:
-            with _after(added):
+        if indices:
+            with _run_after(added):
                 reduced = tf.cond(self.is_complete(), step, wait)
-            for place, gradient in zip(places, tf.nest.flatten(reduced), strict=True):
-                results[place] = gradient
+            for index, gradient in zip(indices, tf.nest.flatten(reduced), strict=True):
+                results[index] = gradient
         return results
 
     def variables(self, trained: list[Any]) -> list[Any]:
-        """All that is kept here for the gradients of these variables."""
+        """Return all variables that are kept here for the gradients of the `trained` variables."""
         return [self._passes, *(self._total(variable, variable) for variable in trained)]
 
     @property
     def counter(self) -> Any:
-        """How many passes the next step has so far."""
-        return self._passes.read_value() % self._terms.backward_passes_per_step
+        """The number of passes that the next step has so far."""
+        return self._passes.read_value() % self._distribution.backward_passes_per_step
 
     def is_complete(self) -> Any:
-        """Whether a step is taken with what was added last."""
+        """Return whether the last pass that was added completes a step."""
         passes = self._passes.read_value()
-        return tf.equal(passes % self._terms.backward_passes_per_step, 0)
+        return tf.equal(passes % self._distribution.backward_passes_per_step, 0)
 
     def _total(self, gradient: Any, variable: Any) -> Any:
+        """Return the variable with the sum of the gradients of `variable`, made if necessary."""
         key = id(getattr(variable, "handle", variable))
         if key not in self._totals:
             with tf.init_scope():
                 zeros = tf.zeros(variable.shape, gradient.dtype)
-                self._totals[key] = _variable(zeros), variable  # held: no other gets its identity
+                # Keep a reference, so that no other variable can get the same id.
+                self._totals[key] = _variable(zeros), variable
         return self._totals[key][0]
 
 
 def _variable(value: Any) -> Any:
+    """Make a variable that is not trained, and that Keras initialises in a v1 graph."""
     variable = tf.Variable(value, trainable=False)
-    if not tf.executing_eagerly():  # a v1 graph: have Keras initialise it
+    if not tf.executing_eagerly():
         from tf_keras.src import backend
 
         backend.track_variable(variable)
     return variable
 
 
-def with_inner(scaler: Any, inner: Any) -> Any:
-    """A loss scale optimizer of tf-keras like `scaler`, around another optimizer."""
+def replace_inner(scaler: Any, inner: Any) -> Any:
+    """Return a loss scale optimizer of tf-keras like `scaler`, around another optimizer."""
     if inner is not scaler.inner_optimizer:
         arguments = {"dynamic": scaler.dynamic, "initial_scale": scaler.initial_scale}
         if scaler.dynamic:

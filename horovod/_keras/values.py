@@ -1,7 +1,7 @@
-"""Collectives on single values: numbers, arrays and tensors of whatever backend.
+"""Collectives on single values: numbers, arrays and tensors of any backend.
 
-`horovod.tensorflow.keras` and `horovod.keras` export them. Results are there
-at once, as tensors of the backend; in a v1 graph of TensorFlow the session is asked for them.
+`horovod.tensorflow.keras` and `horovod.keras` export them. They return tensors of the backend; in a
+v1 graph of TensorFlow they run the session to get the results.
 """
 
 from __future__ import annotations
@@ -38,13 +38,18 @@ class Values:
         """Reduce a number, array or tensor over all ranks.
 
         Args:
-            value: Of the same shape and type on all ranks.
-            name: Ranks match operations by name; left out, by the order of their calls.
+            value: This rank's value, with the same shape and type on all ranks.
+            name: The name by which ranks match operations; without one they match the order of
+                their calls.
             average: Older form of `op`: True for `Average`, False for `Sum`.
-            prescale_factor: Multiplies tensors before the reduction.
-            postscale_factor: Multiplies the result.
+            prescale_factor: A factor for tensors before the reduction; 1.0 by default.
+            postscale_factor: A factor for the result; 1.0 by default.
             op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
-            compression: What travels in place of a tensor, such as `Compression.fp16`.
+            compression: How the tensor is compressed on the way, such as `Compression.fp16`; not at
+                all by default.
+
+        Returns:
+            The reduced value, as a tensor of the backend.
         """
         return _run(
             self._backend,
@@ -58,39 +63,61 @@ class Values:
         )
 
     def allgather(self, value: Any, name: str | None = None) -> Any:
-        """All ranks' `value`, concatenated along the first dimension.
+        """Concatenate the values of all ranks along the first dimension.
 
-        `name` is for the ranks to match operations by; left out, they match by order.
+        Args:
+            value: This rank's value; ranks may differ in the first dimension.
+            name: The name by which ranks match operations; without one they match the order of
+                their calls.
+
+        Returns:
+            The values of all ranks in the order of ranks, as a tensor of the backend.
         """
         return _run(self._backend, "allgather", value, name=name)
 
     def broadcast(self, value: Any, root_rank: int, name: str | None = None) -> Any:
-        """The `value` that `root_rank` has, on every rank.
+        """Give every rank the value of one rank.
 
-        `name` is for the ranks to match operations by; left out, they match by order.
+        Args:
+            value: This rank's value, with the same shape and type on all ranks.
+            root_rank: The rank whose value all ranks get.
+            name: The name by which ranks match operations; without one they match the order of
+                their calls.
+
+        Returns:
+            The value of `root_rank`, as a tensor of the backend.
         """
         return _run(self._backend, "broadcast", value, root_rank=root_rank, name=name)
 
     def reducescatter(
         self, value: Any, name: str | None = None, op: ReduceOp = ReduceOp.AVERAGE
     ) -> Any:
-        """This rank's share of the reduced `value`.
+        """Reduce a value over all ranks, and return this rank's share of the result.
 
-        `op` is `Average` or `Sum`. `name` is for the ranks to match operations by; left out, they
-        match by order.
+        Args:
+            value: This rank's value, with the same shape and type on all ranks.
+            name: The name by which ranks match operations; without one they match the order of
+                their calls.
+            op: `Average` (the default) or `Sum`.
+
+        Returns:
+            This rank's part of the first dimension of the reduced value.
         """
         return _run(self._backend, "reducescatter", value, name=name, op=op)
 
     def broadcast_global_variables(self, root_rank: int) -> Any:
-        """In a v1 graph of TensorFlow: give every rank the values that `root_rank` has of all
-        global variables.
+        """Give all global variables of a v1 graph of TensorFlow their values on one rank.
 
-        RuntimeError elsewhere: there is no list of all variables.
+        Args:
+            root_rank: The rank whose values all ranks get.
+
+        Raises:
+            RuntimeError: The program does not use a v1 graph, so there is no list of all variables.
         """
         if self._backend == "tensorflow":
             from horovod.tensorflow.functions import broadcast_global_variables as broadcast_all
 
-            return _evaluated(broadcast_all(root_rank))
+            return _evaluate(broadcast_all(root_rank))
         raise RuntimeError(
             f"Keras on {self._backend} has no list of all variables: pass "
             "BroadcastGlobalVariablesCallback(root_rank) to fit()"
@@ -98,10 +125,11 @@ class Values:
 
 
 def _run(backend: str, name_of_function: str, value: Any, **arguments: Any) -> Any:
+    """Call one of the binding's operations with a value, and return a tensor of the backend."""
     if backend == "tensorflow":
         from horovod.tensorflow import mpi_ops as tensorflow_ops
 
-        return _evaluated(getattr(tensorflow_ops, name_of_function)(value, **arguments))
+        return _evaluate(getattr(tensorflow_ops, name_of_function)(value, **arguments))
     function: Callable[..., torch.Tensor] = getattr(mpi_ops, name_of_function)
     from keras import ops
 
@@ -112,7 +140,8 @@ def _run(backend: str, name_of_function: str, value: Any, **arguments: Any) -> A
     return ops.convert_to_tensor(to_numpy(function(to_torch(array), **arguments), like=array))
 
 
-def _evaluated(result: Any) -> Any:
+def _evaluate(result: Any) -> Any:
+    """Return the tensor itself, or in a v1 graph its value from the session."""
     import tensorflow as tf
 
     if tf.executing_eagerly():

@@ -1,7 +1,7 @@
-"""Giving all ranks the same values of Keras variables.
+"""Gives Keras variables the same values on all ranks.
 
-Values travel as numpy arrays in host memory: that is what every backend can read and assign, and
-it happens once in a training.
+Values travel as numpy arrays in host memory, which every backend can read and assign. It happens
+once in a training, so speed does not matter.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from horovod.torch.objects import allgather_object
 def broadcast_model(model: Any, root_rank: int, local_variables: Sequence[Any] = ()) -> None:
     """Overwrite a model's weights and its optimizer's state with the root's, on all ranks.
 
-    The states of random generators are left alone: each rank shall drop other units. So are sums
-    of gradients that the ranks have yet to exchange: they are every rank's own.
+    The states of random generators stay different, so that each rank drops other units. The sums of
+    gradients that the ranks have not exchanged yet stay as they are, too.
     """
     optimizer = getattr(model, "optimizer", None)
     sums = None if is_tf_keras(model) else getattr(optimizer, "_hvd_sums", None)
     own = [*local_variables, *(sums.variables if sums else ())]
-    left_out = {identity(variable) for variable in own}
+    left_out = {variable_key(variable) for variable in own}
     variables = [
         variable
         for variable in [*model.weights, *optimizer_variables(optimizer)]
-        if identity(variable) not in left_out
+        if variable_key(variable) not in left_out
     ]
     keras = keras_of(model)
     values = _read(variables, keras, is_tf_keras(model))
-    with errors_of(backend_of(model)):
+    with raise_errors_of(backend_of(model)):
         _check_same(variables, values, root_rank)
         received = _broadcast(values, root_rank)
     _write(variables, received, keras, is_tf_keras(model))
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """Everything that an optimizer keeps."""
+    """Return all variables of an optimizer."""
     if optimizer is None:
         return []
-    found = optimizer.variables
-    variables = list(found() if callable(found) else found)
+    listed = optimizer.variables
+    variables = list(listed() if callable(listed) else listed)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    # What tf-keras keeps apart: the learning rate, and of its legacy optimizers other options too.
-    apart = [getattr(inner, "_learning_rate", None), *getattr(inner, "_hyper", {}).values()]
-    there = {id(variable) for variable in variables}
-    return variables + [each for each in apart if hasattr(each, "assign") and id(each) not in there]
+    # tf-keras does not list the learning rate, nor the other options of its legacy optimizers.
+    others = [getattr(inner, "_learning_rate", None), *getattr(inner, "_hyper", {}).values()]
+    known = {id(variable) for variable in variables}
+    return variables + [v for v in others if hasattr(v, "assign") and id(v) not in known]
 
 
-def identity(variable: Any) -> int:
-    """The same for a variable of TensorFlow and for the Keras variable that wraps it."""
+def variable_key(variable: Any) -> int:
+    """Return a key that a variable of TensorFlow shares with the Keras variable around it."""
     return id(getattr(variable, "handle", variable))
 
 
 @contextlib.contextmanager
-def errors_of(backend: str) -> Iterator[None]:
-    """Raise the engine's errors as TensorFlow's where TensorFlow computes."""
+def raise_errors_of(backend: str) -> Iterator[None]:
+    """Raise the engine's errors inside this context as those of the backend."""
     if backend != "tensorflow":
         yield
         return
@@ -95,7 +95,7 @@ def _write(variables: Sequence[Any], values: Sequence[Any], keras: Any, legacy: 
 
 
 def _check_same(variables: Sequence[Any], values: Sequence[Any], root_rank: int) -> None:
-    """`ValueError` on all ranks if one rank's variables cannot take the root's values."""
+    """Raise ValueError on all ranks if one rank's variables cannot take the root's values."""
     mine = [
         (str(getattr(variable, "path", variable.name)), value.shape, value.dtype.name)
         for variable, value in zip(variables, values, strict=True)

@@ -1,31 +1,26 @@
 """Every knob of Horovod, declared once.
 
-`Config` is the table: a field is the variable ``HOROVOD_<FIELD>`` with its type, default, lower
-bound and meaning. The engine and the launcher read it through `Config.from_env`; the launcher
-makes its options, and ``python -m horovod.common.config`` makes docs/knobs.md, from `KNOBS`.
+`Config` is the table: a field is the variable ``HOROVOD_<FIELD>`` with its type, default, bounds
+and meaning. The engine and the launcher read it through `Config.from_env`; from `KNOBS` the
+launcher makes its options, and `knobs_page` makes docs/knobs.md.
 
 A variable that is unset or empty has its default. A value that cannot be understood is a
-`ValueError` naming the variable, because a typing error that silently means "default" costs a
+`ValueError` that names the variable, because a typing error that silently means "default" costs a
 day on a cluster.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-import sys
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from horovod.common.knob import Knob
 from horovod.common.logging import LEVELS, get_logger, log_once
-
-PREFIX = "HOROVOD_"
-_TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"0", "false", "no", "off"}
 
 
 def _knob(
@@ -37,6 +32,7 @@ def _knob(
     maximum: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
+    """Return the dataclass field of one knob."""
     metadata = {
         "section": section,
         "help": help_text,
@@ -52,12 +48,12 @@ _TRANSPORT = "Transports"
 _WATCH = "Seeing what happens"
 _LAUNCH = "Starting"
 _TUNE = "Autotuning"
-_COMPAT = "Accepted for compatibility"
+COMPATIBILITY = "Accepted for compatibility"
 
 
 @dataclass(frozen=True)
 class Config:
-    """The knobs of this process; immutable."""
+    """The values of all knobs in this process; immutable."""
 
     fusion_threshold: int = _knob(
         134217728,
@@ -248,26 +244,35 @@ class Config:
     )
 
     batch_d2d_memcopies: bool = _knob(
-        True, _COMPAT, "Batched copies into the fusion buffer; there is no such kernel to switch."
+        True,
+        COMPATIBILITY,
+        "Batched copies into the fusion buffer; there is no such kernel to switch.",
     )
     autotune_gaussian_process_noise: float = _knob(
         0.8,
-        _COMPAT,
+        COMPATIBILITY,
         "Without effect, 0 to 1: autotuning uses no Gaussian process.",
         minimum=0,
         maximum=1,
     )
-    ccl_cache: bool = _knob(False, _COMPAT, "oneCCL is not used.")
+    ccl_cache: bool = _knob(False, COMPATIBILITY, "oneCCL is not used.")
     disable_nvtx_ranges: bool = _knob(
         False, _WATCH, "No NVTX ranges, even where a tool takes them."
     )
     adasum_mpi_chunk_size: int = _knob(
-        1 << 30, _COMPAT, "Adasum does not send in chunks.", minimum=1
+        1 << 30, COMPATIBILITY, "Adasum does not send in chunks.", minimum=1
     )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
-        """The knobs as the environment sets them."""
+        """Return the knobs as the environment sets them.
+
+        Args:
+            environ: The variables; by default those of this process.
+
+        Raises:
+            ValueError: A variable has a value that cannot be understood, or is out of bounds.
+        """
         values: dict[str, Any] = {}
         for knob in KNOBS:
             text = environ.get(knob.env, "").strip()
@@ -294,68 +299,19 @@ class Config:
         return config
 
 
-def chosen(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """The knobs that the environment sets, be it to their defaults: autotuning keeps them."""
+def chosen_knobs(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
+    """Return the names of the knobs that the environment sets, even if to their defaults.
+
+    Autotuning does not change these.
+
+    Args:
+        environ: The variables; by default those of this process.
+    """
     return frozenset(knob.name for knob in KNOBS if environ.get(knob.env, "").strip())
 
 
-@dataclass(frozen=True)
-class Knob:
-    """One row of the table."""
-
-    name: str
-    type: type
-    optional: bool
-    default: Any
-    section: str
-    help: str
-    minimum: float | None
-    maximum: float | None
-    choices: tuple[str, ...]
-
-    @property
-    def env(self) -> str:
-        """The environment variable."""
-        return PREFIX + self.name.upper()
-
-    def parse(self, text: str) -> Any:
-        """The value that ``text`` stands for; `ValueError` naming the variable."""
-        try:
-            value = _PARSERS[self.type](text)
-        except ValueError:
-            raise ValueError(f"{self.env}={text!r} is not {_KINDS[self.type]}") from None
-        if self.choices:
-            value = value.lower()
-            if value not in self.choices:
-                if self.name == "log_level":  # upstream's rule: a bad level must not end a job
-                    return self.default
-                expected = ", ".join(self.choices)
-                raise ValueError(f"{self.env}={text!r} is not one of {expected}")
-        if self.minimum is not None and value < self.minimum:
-            raise ValueError(f"{self.env}={text} is below the least allowed value {self.minimum:g}")
-        if self.maximum is not None and value > self.maximum:
-            raise ValueError(f"{self.env}={text} is above the greatest value {self.maximum:g}")
-        return value
-
-
-def _parse_bool(text: str) -> bool:
-    if text.lower() in _TRUE | _FALSE:
-        return text.lower() in _TRUE
-    return int(text) > 0
-
-
-def _parse_float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
-    return value
-
-
-_PARSERS: dict[type, Any] = {bool: _parse_bool, int: int, float: _parse_float, str: str}
-_KINDS = {bool: "a yes or no (1 or 0)", int: "a whole number", float: "a number", str: "text"}
-
-
 def _make_knobs() -> tuple[Knob, ...]:
+    """Make the rows of the table from the fields of `Config`."""
     hints = typing.get_type_hints(Config)
     knobs = []
     for field in dataclasses.fields(Config):
@@ -378,64 +334,3 @@ def _make_knobs() -> tuple[Knob, ...]:
 
 
 KNOBS: tuple[Knob, ...] = _make_knobs()
-
-IDENTITY: tuple[tuple[str, str], ...] = (
-    ("HOROVOD_RANK, HOROVOD_SIZE", "This process's rank and the number of ranks."),
-    ("HOROVOD_LOCAL_RANK, HOROVOD_LOCAL_SIZE", "The same among the ranks of this host."),
-    (
-        "HOROVOD_CROSS_RANK, HOROVOD_CROSS_SIZE",
-        "The same among the hosts that have a process of this local rank.",
-    ),
-    ("HOROVOD_HOSTNAME", "This host's name as the launcher knows it."),
-    (
-        "HOROVOD_WORKER_ID",
-        "This process's name in an elastic job, whose driver decides about ranks while it runs.",
-    ),
-    (
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR, HOROVOD_GLOO_RENDEZVOUS_PORT",
-        "Where the launcher serves the job's store.",
-    ),
-    ("_HOROVOD_SECRET_KEY", "The job's key in base64. Keep it out of logs and command lines."),
-)
-"""Variables that launchers set for each rank, which are no knobs."""
-
-
-def knobs_page() -> str:
-    """docs/knobs.md."""
-    lines = [
-        "# Environment variables",
-        "",
-        "<!-- Generated by `python -m horovod.common.config`: edit horovod/common/config.py. -->",
-        "",
-        "Unset or empty means the default. Yes-or-no values are 1 or 0 (also true/false, yes/no,",
-        "on/off). A value that cannot be understood is an error at `init`.",
-    ]
-    for section in dict.fromkeys(knob.section for knob in KNOBS):
-        lines += ["", f"## {section}", ""]
-        if section == _COMPAT:
-            lines += ["Known to upstream; they are read and checked but change nothing.", ""]
-        lines += ["| Variable | Type | Default | Meaning |", "|---|---|---|---|"]
-        lines += [_row(knob) for knob in KNOBS if knob.section == section]
-    lines += ["", "## Set by launchers", "", "| Variable | Meaning |", "|---|---|"]
-    for names, meaning in IDENTITY:
-        quoted = ", ".join(f"`{name}`" for name in names.split(", "))
-        lines.append(f"| {quoted} | {meaning} |")
-    return "\n".join(lines) + "\n"
-
-
-def _row(knob: Knob) -> str:
-    kind = ", ".join(f"`{choice}`" for choice in knob.choices)
-    if not kind:
-        kind = {bool: "yes or no", int: "integer", float: "number", str: "text"}[knob.type]
-    if knob.type is bool and knob.default is not None:
-        default = "1" if knob.default else "0"
-    elif knob.type is float and knob.default is not None:
-        default = f"{knob.default:g}"
-    else:
-        default = "unset" if knob.default is None else str(knob.default)
-    least = "" if knob.minimum in (None, 0) or knob.type is float else f" At least {knob.minimum}."
-    return f"| `{knob.env}` | {kind} | {default} | {knob.help}{least} |"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(knobs_page())

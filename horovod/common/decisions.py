@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 from horovod.common.topology import Topology
 
+DRIVER_LOST = 75
+"""Exit status of a worker that ends because it cannot reach the driver: sysexits' EX_TEMPFAIL."""
+
 LATEST = "elastic/latest"
 """The number of the newest decision, as text."""
 
@@ -124,6 +127,11 @@ class Decision:
     def too_few(self) -> bool:
         """Whether its workers wait for others."""
         return 0 < len(self.slots) < self.min_np
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job ends with it: nobody has a place any more."""
+        return not self.slots
 
     def breaks(self, generation: Decision) -> bool:
         """Whether the workers of the older decision `generation` cannot go on together until they

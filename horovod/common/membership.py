@@ -19,6 +19,7 @@ an attempt that somebody has left is over for all.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -27,6 +28,7 @@ from typing import NoReturn
 
 from horovod.common.config import Config
 from horovod.common.decisions import (
+    DRIVER_LOST,
     LATEST,
     Assignment,
     Decision,
@@ -154,6 +156,7 @@ class Membership:
         self._expected = 0  # the decision that we hope for after what happened
         self._fruitless = (0, 0)  # decision, how many of its generations broke before a commit
         self._finished = False
+        self._has_lost_driver = False
         self._had_place = False  # in any decision so far
 
     @property
@@ -203,6 +206,7 @@ class Membership:
                     self.unrecoverable = (
                         f"the workers of decision {number} did not meet within {patience:g} s"
                     )
+                self._end_without_driver()
                 if self.unrecoverable is not None:
                     raise HorovodInternalError(f"{self.unrecoverable}; last: {error}") from error
                 logger.info("%s did not come about: %s", generation, error)
@@ -213,12 +217,13 @@ class Membership:
     def _enter(self) -> Generation:
         while True:
             decision = self._choose()
+            self._end_without_driver()
             if self.unrecoverable is not None:
                 raise HorovodInternalError(self.unrecoverable)
             number, slot = decision.number, decision.slots.get(self.worker_id)
             if self.may_leave:
                 self.leave()
-            if slot is None and self._had_place:
+            if slot is None and (self._had_place or decision.is_final):
                 self._finished = True
                 logger.warning(
                     "worker %s ends: it has no place in the job any more (%s)",
@@ -264,6 +269,7 @@ class Membership:
 
     def can_recover(self) -> bool:
         """Whether it is of use to meet again, after a collective has failed."""
+        self._end_without_driver()
         generation = self.generation
         if generation is not None and generation.standing and not generation.made_progress:
             number = generation.decision.number
@@ -286,6 +292,13 @@ class Membership:
         self._finished = True
         with contextlib.suppress(OSError):
             self.store.set(done_key(self.worker_id), b"")
+
+    def retire(self) -> None:
+        """Stop watching the driver: this worker's function has ended, well or not.
+
+        The driver may then be gone at any moment, which is nothing to complain about.
+        """
+        self._finished = True
 
     def leave(self) -> NoReturn:
         """Leave the job on purpose: say so, and end the process in order."""
@@ -333,9 +346,12 @@ class Membership:
     def _lose_driver(self, error: OSError) -> None:
         """Nobody can tell us about the job any more: end, in order if possible."""
         reason = f"the driver of this elastic job (horovodrun) is gone or out of reach: {error}"
-        logger.error("worker %s ends: %s", self.worker_id, reason)
+        expected = self._newest is not None and self._newest.is_final
+        level = logging.INFO if expected else logging.ERROR
+        logger.log(level, "worker %s ends: %s", self.worker_id, reason)
         with self._changed:
             self.unrecoverable = reason
+            self._has_lost_driver = True
             generation = self.generation
             self._changed.notify_all()
             if generation is not None:
@@ -345,7 +361,16 @@ class Membership:
         time.sleep(_LAST_WORDS)
         if not self._finished:
             logger.error("worker %s did not end by itself within %g s", self.worker_id, _LAST_WORDS)
-            os._exit(1)
+            os._exit(DRIVER_LOST)
+
+    def _end_without_driver(self) -> None:
+        """End the process if the driver is out of reach, with a status that tells it why.
+
+        The cause may be a link that works again later. The driver must not take it for an error of
+        the program, with which it would end the job when all workers have it.
+        """
+        if self._has_lost_driver:
+            raise SystemExit(DRIVER_LOST)
 
 
 _membership: Membership | None = None
@@ -360,6 +385,12 @@ def membership(environ: Mapping[str, str] = os.environ) -> Membership | None:
         store = launchers_store(environ).connect(_CONNECT_SECONDS)
         _membership = Membership(store, environ[WORKER_ID])
     return _membership
+
+
+def retire() -> None:
+    """Stop watching the driver, if this process has ever taken part in an elastic job."""
+    if _membership is not None:
+        _membership.retire()
 
 
 def _after_fork_in_child() -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from horovod.engine.compilations import difference_hint
 from horovod.engine.request import Request
 from horovod.transport.base import Group
 
@@ -60,8 +61,14 @@ def describe_deadlock(waiting: Sequence[Mapping[str, Mapping[str, Any]]], group:
         parts.append(
             f"{who}{more} wait{'s' if len(ranks) == 1 else ''} for {kind} {label!r} ({source})"
         )
+    counts = {
+        group.global_ranks[rank]: entry["graphs"]
+        for rank, entries in enumerate(waiting)
+        for entry in entries.values()
+    }
     return (
         f"deadlock: every rank waits for an operation that the others have not submitted, and "
         f"cannot submit while they wait: {'; '.join(parts)}. Call blocking operations in the same "
         f"order on all ranks, or submit them with their _async forms before waiting for any"
+        f"{difference_hint(counts)}"
     )

@@ -17,6 +17,7 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.compilations import difference_hint
 from horovod.engine.deadlock import describe_deadlock, is_stuck
 from horovod.engine.lane import LanePlan
 from horovod.engine.request import Kind, Request
@@ -263,7 +264,9 @@ def _mismatch(name: str, entries: Mapping[int, Entry], group: Group) -> str:
         who = ", ".join(str(group.global_ranks[rank]) for rank in ranks[:6])
         more = " ..." if len(ranks) > 6 else ""
         parts.append(f"{value} on rank {who}{more} ({entries[ranks[0]]['source']})")
-    return f"{name!r}: mismatched {what} between ranks: " + "; ".join(parts)
+    counts = {group.global_ranks[rank]: entry["graphs"] for rank, entry in entries.items()}
+    differing = f"{name!r}: mismatched {what} between ranks: {'; '.join(parts)}"
+    return differing + difference_hint(counts)
 
 
 def _labelled(entry: Entry) -> tuple[str, ...]:
@@ -305,8 +308,10 @@ def _shown(key: str, entry: Entry) -> str:
 
 
 def _crossing(label: str, descriptions: Sequence[Mapping[str, Entry]], group: Group) -> str:
-    parts = []
+    parts, counts = [], {}
     for rank, known in enumerate(descriptions):
         entry = next(entry for name, entry in known.items() if _label(name) == label)
         parts.append(f"{entry['kind']} on rank {group.global_ranks[rank]} ({entry['source']})")
-    return f"{label!r}: mismatched operation between ranks: " + "; ".join(parts)
+        counts[group.global_ranks[rank]] = entry["graphs"]
+    differing = f"{label!r}: mismatched operation between ranks: {'; '.join(parts)}"
+    return differing + difference_hint(counts)

@@ -22,7 +22,9 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.compilations import graph_count
 from horovod.engine.statistics import DeviceTiming
+from horovod.transport.eight_bits import ROW, is_coded, num_rows
 
 # Files whose frames are not the program's: this package, torch, and code that torch makes.
 _INNER = (
@@ -191,6 +193,7 @@ class Request:
             "detail": self.detail if self.kind in (Kind.PROCESS_SET, Kind.REQUIRE_ALL) else None,
             "plan": self.detail.describe() if self.kind is Kind.CONFIRM else None,
             "source": self.source,
+            "graphs": graph_count(),
         }
 
 
@@ -223,7 +226,12 @@ def signature_of(
 
 def bytes_on_wire(nbytes: int, dtype: torch.dtype, wire: torch.dtype | None) -> int:
     """What is left of tensors that travel between hosts as `wire`."""
-    return nbytes if wire is None else nbytes // dtype.itemsize * min(dtype.itemsize, wire.itemsize)
+    if wire is None:
+        return nbytes
+    count = nbytes // dtype.itemsize
+    if is_coded(wire):
+        return min(nbytes, num_rows(count) * ROW)
+    return count * min(dtype.itemsize, wire.itemsize)
 
 
 def caller(frame: FrameType) -> tuple[str, int]:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger
 from horovod.engine.channel import Channel
+from horovod.engine.compilations import graph_count, waiting_hint
 from horovod.transport.base import Group
 
 T = TypeVar("T")
@@ -72,7 +73,7 @@ class StallInspector:
                 self._posted.discard(channel.set_id)
             return
         waited = now - stalled[0].submitted
-        report = {"tensors": {r.name: r.source for r in stalled}}
+        report = {"tensors": {r.name: r.source for r in stalled}, "graphs": graph_count()}
         fatal = 0 < self._shut_down_after < waited
         speak = fatal or now - self._reported.get(channel.set_id, 0.0) >= self._warn_after
 
@@ -161,7 +162,10 @@ def describe(channel: Channel, reports: Reports, waited: float) -> str:
     for rank, report in sorted(reports.items()):
         places = [f"{name} ({source})" for name, source in report["tensors"].items()]
         lines.append(f"{group.global_ranks[rank]}: {_listed(places)}")
-    return "\n".join(lines)
+    hint = waiting_hint(
+        {group.global_ranks[rank]: report.get("graphs", 0) for rank, report in reports.items()}
+    )
+    return "\n".join([*lines, hint] if hint else lines)
 
 
 def _listed(names: list[str]) -> str:

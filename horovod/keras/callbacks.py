@@ -50,7 +50,7 @@ class BestModelCheckpoint(BestModelCheckpointBase, keras.callbacks.ModelCheckpoi
         save_freq: str | int = "epoch",
     ) -> None:
         super().__init__(
-            "best.keras",  # a name is asked for; it is taken away below
+            "best.keras",  # required by Keras, and removed below
             monitor=monitor,
             verbose=verbose,
             save_best_only=True,

@@ -1,7 +1,8 @@
 """Horovod for Lightning 2: ``Trainer(strategy="horovod")`` and ``Fabric(strategy="horovod")``.
 
-Importing this package, or `horovod.torch`, makes the names known to Lightning, now or when it is
-imported later; Lightning itself is imported when something here is used that needs it.
+Importing this package or `horovod.torch` registers these names with Lightning, at once or when
+Lightning is imported later. This package imports Lightning itself only when a program uses one of
+its classes.
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ registration.install()
 
 
 def __getattr__(name: str) -> typing.Any:
-    """The public names, made for the Lightning that the program uses."""
+    """Return a public class, made for the package of Lightning that the program uses."""
     if name == "elastic":
         return importlib.import_module("horovod.lightning.elastic")
-    if name in __all__:
-        from horovod.lightning import flavours
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from horovod.lightning import accelerator, environment, fabric, flavours, strategy
 
-        return flavours.public(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    make_class = {
+        "HorovodAccelerator": accelerator.accelerator_class,
+        "HorovodEnvironment": environment.environment_class,
+        "HorovodFabricStrategy": fabric.fabric_strategy_class,
+        "HorovodStrategy": strategy.trainer_strategy_class,
+    }[name]
+    return make_class(flavours.preferred_flavour())

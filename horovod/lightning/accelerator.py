@@ -1,11 +1,13 @@
-"""The accelerator named "horovod": this rank's device, of a kind that Lightning has none for.
+"""The accelerator named "horovod", for kinds of devices that Lightning has no accelerator for.
 
-Lightning 1.x took ``Trainer(accelerator="horovod")``. Here that means the strategy, on CUDA or the
-CPU with Lightning's own accelerators, and on others that torch knows (XPU) with this one.
+Lightning 1.x took ``Trainer(accelerator="horovod")``. Here that chooses the strategy. On CUDA and
+on the CPU the strategy works with Lightning's own accelerators; on other devices that torch knows,
+such as XPU, it works with this one.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,11 +17,14 @@ from horovod.lightning.current_device import (
     device_count,
     set_device_index,
 )
-from horovod.lightning.flavours import Flavour
+from horovod.lightning.flavours import Flavour, join_with_base
 
 
 class Accelerator:
-    """Whatever `torch.accelerator` finds here, or the CPU."""
+    """The device that `torch.accelerator` finds on this machine, or the CPU.
+
+    ``Trainer(accelerator="horovod")`` uses it by itself on devices that Lightning does not know.
+    """
 
     is_horovod = True
     flavour: Flavour
@@ -29,7 +34,7 @@ class Accelerator:
             set_device_index(device.index or 0)
 
     def setup(self, trainer: Any) -> None:
-        """Nothing to prepare beyond the device."""
+        """Do nothing: `setup_device` prepares all that is needed."""
 
     def teardown(self) -> None:
         if _kind() != "cpu":
@@ -44,14 +49,14 @@ class Accelerator:
 
     @staticmethod
     def parse_devices(devices: Any) -> list[int]:
-        """Indices of devices from a number, a list, or a text such as "0,1"."""
+        """Return device indices from a number, a list, or a string such as "0,1"."""
         if isinstance(devices, str):
             devices = [int(part) for part in devices.split(",") if part.strip()]
             if len(devices) == 1:
                 devices = devices[0]
         if isinstance(devices, int):
-            most = Accelerator.auto_device_count() if _kind() != "cpu" else devices
-            return list(range(most if devices == -1 else devices))
+            available = Accelerator.auto_device_count() if _kind() != "cpu" else devices
+            return list(range(available if devices == -1 else devices))
         return [int(index) for index in devices]
 
     @staticmethod
@@ -73,5 +78,20 @@ class Accelerator:
 
 
 def _kind() -> str:
+    """Return the type of this machine's devices, such as "xpu" or "cpu"."""
     device = current_accelerator()
     return "cpu" if device is None else device.type
+
+
+@functools.cache
+def accelerator_class(flavour: Flavour) -> Any:
+    """Make the accelerator for this package's Trainer."""
+    base = flavour.trainer_part("accelerators.accelerator").Accelerator
+    return join_with_base("HorovodAccelerator", Accelerator, base, flavour)
+
+
+@functools.cache
+def fabric_accelerator_class(flavour: Flavour) -> Any:
+    """Make the accelerator for this package's Fabric, which does not import the Trainer."""
+    base = flavour.fabric_part("accelerators.accelerator").Accelerator
+    return join_with_base("HorovodAccelerator", Accelerator, base, flavour)

@@ -1,6 +1,6 @@
-"""What a Trainer's or Fabric's arguments mean where they ask for Horovod.
+"""Turns the arguments of a Trainer or Fabric that ask for Horovod into objects.
 
-Called by `horovod.lightning.registration` in place of Lightning's own reading of them.
+`horovod.lightning.registration` calls this before Lightning reads the arguments.
 """
 
 from __future__ import annotations
@@ -12,26 +12,30 @@ from horovod.lightning.current_device import current_accelerator
 from horovod.lightning.flavours import Flavour
 from horovod.lightning.options import Options
 
-# Of the options of a strategy, those that mean the same to all of them: not Lightning's objects.
-_SHARED = {"join", *(field.name for field in dataclasses.fields(Options))}
+# The options that mean the same to every strategy of ours. The others are objects of Lightning.
+_SHARED_OPTIONS = {"join", *(field.name for field in dataclasses.fields(Options))}
 
 
-def resolved(
-    arguments: dict[str, Any], flavour: Flavour, make: Any, make_accelerator: Any
+def resolve_arguments(
+    arguments: dict[str, Any], flavour: Flavour, strategy_class: Any, accelerator_class: Any
 ) -> dict[str, Any]:
-    """The arguments to replace; `make(flavour)` is the class of the strategy that is meant."""
+    """Return the strategy and the accelerator with which to replace those in `arguments`.
+
+    `strategy_class` and `accelerator_class` make the classes for a flavour.
+    """
     strategy, accelerator = arguments["strategy"], arguments["accelerator"]
     flavour.require()
-    kind = make(flavour)
+    kind = strategy_class(flavour)
     if hasattr(strategy, "is_horovod"):
-        # One made for the other package, or for Fabric where this is a Trainer, has the same
-        # options. One of ours stays what it is: the program may hold on to it.
+        # A strategy made for the other package, or for Fabric where this is a Trainer, has the same
+        # options, so an equal one is made. A strategy of the right class stays the same object,
+        # because the program may hold a reference to it.
         if not isinstance(strategy, kind):
-            given = {k: v for k, v in strategy.given.items() if k in _SHARED}
-            strategy = kind(**given)
+            given = strategy.given_arguments
+            strategy = kind(**{k: v for k, v in given.items() if k in _SHARED_OPTIONS})
     elif str(strategy).lower() in ("horovod", "auto"):
-        # An object rather than the name: Lightning need not look for the launcher then, which
-        # would start MPI in a process that has mpi4py.
+        # Pass an object instead of the name: with a name Lightning would look for the launcher, and
+        # that look starts MPI in a process that has mpi4py.
         strategy = kind()
     else:
         raise ValueError(
@@ -39,13 +43,13 @@ def resolved(
             f"was given: leave one of the two out"
         )
     if isinstance(accelerator, str) and accelerator.lower() == "horovod":
-        accelerator = _of_this_rank(flavour, make_accelerator)
+        accelerator = _choose_accelerator(flavour, accelerator_class)
     return {"strategy": strategy, "accelerator": accelerator}
 
 
-def _of_this_rank(flavour: Flavour, make: Any) -> Any:
-    """GPU, XPU or CPU: Lightning's own accelerator where it has one."""
+def _choose_accelerator(flavour: Flavour, accelerator_class: Any) -> Any:
+    """Return Lightning's own accelerator for this rank's device, or ours where it has none."""
     device = current_accelerator()
     if device is None:
         return "cpu"
-    return "cuda" if device.type == "cuda" else make(flavour)()
+    return "cuda" if device.type == "cuda" else accelerator_class(flavour)()

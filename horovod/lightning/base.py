@@ -1,7 +1,4 @@
-"""What the strategies for Trainer and Fabric have in common: options, ranks, devices, optimizers.
-
-Mixed in before Lightning's own classes by `horovod.lightning.flavours`.
-"""
+"""The base of the strategies for Trainer and Fabric: options, ranks, devices and optimizers."""
 
 from __future__ import annotations
 
@@ -13,25 +10,29 @@ import torch
 import horovod.torch as hvd
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
-from horovod.lightning import devices, flavours
+from horovod.lightning import devices
 from horovod.lightning.collectives import Collectives
+from horovod.lightning.environment import environment_class
 from horovod.lightning.flavours import Flavour
 from horovod.lightning.optimizers import Optimizers
 from horovod.lightning.options import Options
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.hooks.base import CommunicationHook
 
-# Precision plugins that belong to strategies which spread a model over devices.
+# Precision plugins of strategies that spread one model over several devices.
 _FOREIGN_PRECISION = ("FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision")
 
-_OF_ALL_STRATEGIES = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"}
+_LIGHTNING_OPTIONS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"}
 
 
 class HorovodBase(Collectives):
-    """Every rank has the whole module and one device; Horovod averages the gradients."""
+    """A strategy in which every rank has the whole module, and Horovod averages the gradients.
+
+    Mixed in before a strategy class of Lightning.
+    """
 
     is_horovod = True
-    precision_argument: str  # how Lightning calls the precision plugin here
+    precision_argument: str  # Lightning's name for the precision plugin of this strategy
     flavour: Flavour
     accelerator: Any
     parallel_devices: list[torch.device] | None
@@ -52,43 +53,44 @@ class HorovodBase(Collectives):
         join: bool = False,
         **lightning: Any,
     ) -> None:
-        """The options of `hvd.DistributedOptimizer`, and `join`, for ranks with different numbers
-        of batches; `lightning`: what all of Lightning's strategies take (``checkpoint_io``, ...).
+        """Take the options of `hvd.DistributedOptimizer`, `join`, and options of Lightning.
+
+        The docstring of `TrainerStrategy` explains each of them.
         """
-        options: dict[str, Any] = {
-            "compression": compression,
-            "backward_passes_per_step": backward_passes_per_step,
-            "op": op,
-            "gradient_predivide_factor": gradient_predivide_factor,
-            "num_groups": num_groups,
-            "groups": groups,
-            "sparse_as_dense": sparse_as_dense,
-            "process_set": process_set,
-            "shard_state": shard_state,
-            "communication_hook": communication_hook,
-        }
-        unknown = sorted(set(lightning) - _OF_ALL_STRATEGIES - {self.precision_argument})
+        unknown = sorted(set(lightning) - _LIGHTNING_OPTIONS - {self.precision_argument})
         if unknown:
             raise TypeError(f"{type(self).__name__} has no option {', '.join(unknown)}")
-        self.given = {**options, "join": join, **lightning}  # to make another one like this
+        self._options = Options(
+            compression=compression,
+            backward_passes_per_step=backward_passes_per_step,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            num_groups=num_groups,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+            shard_state=shard_state,
+            communication_hook=communication_hook,
+        )
+        # Kept so that an equal strategy can be made for the other package of Lightning.
+        self.given_arguments = {**vars(self._options), "join": join, **lightning}
         self.process_set = process_set
         self.join = join
         if join and process_set is not global_process_set:
             raise ValueError("join=True works with all ranks, not with a process_set")
-        self._options = Options(**options)
-        self._reduced = Optimizers(self._options)
-        lightning.setdefault("cluster_environment", flavours.environment(self.flavour)(process_set))
+        self._distributed_optimizers = Optimizers(self._options)
+        lightning.setdefault("cluster_environment", environment_class(self.flavour)(process_set))
         super().__init__(**lightning)
-        self._num_nodes = 1  # as asked for: set by Lightning
+        self._num_nodes = 1  # what the program asked for; Lightning sets it
 
-    # -- who and where ---------------------------------------------------------------------
+    # -- ranks and devices -----------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        """Somebody else has started the processes."""
+        """Set no launcher: the processes run already."""
         self._launcher = None
 
-    def _check_place(self) -> None:
-        """Start Horovod, and compare the job with what Lightning was asked for."""
+    def _check_job(self) -> None:
+        """Start Horovod, and compare the job with the Trainer's or Fabric's arguments."""
         hvd.init()
         if self.process_set is not global_process_set and self.process_set.size() is None:
             raise ValueError(
@@ -98,7 +100,7 @@ class HorovodBase(Collectives):
         devices.check_counts(
             self.parallel_devices or [torch.device("cpu")], self._num_nodes, self.accelerator
         )
-        self._place_precision()
+        self._move_precision()
 
     @property
     def root_device(self) -> torch.device:
@@ -121,10 +123,10 @@ class HorovodBase(Collectives):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    global_rank: int  # Lightning's, from the cluster environment
+    global_rank: int  # Lightning's property, which asks the cluster environment
 
-    def _tell_rank(self) -> None:
-        """Let messages and files of Lightning come from the first rank only."""
+    def _announce_rank(self) -> None:
+        """Tell Lightning this process's rank, so that only the first rank writes messages."""
         for part in (self.flavour.fabric_part("utilities.rank_zero"), _rank_zero()):
             part.rank_zero_only.rank = self.global_rank
 
@@ -136,8 +138,8 @@ class HorovodBase(Collectives):
                 f"another plugin"
             )
 
-    def _place_precision(self) -> None:
-        """Mixed precision on this rank's device: what Lightning does not know it takes for CUDA."""
+    def _move_precision(self) -> None:
+        """Move mixed precision to this rank's device, where Lightning has assumed CUDA."""
         plugin: Any = getattr(self, self.precision_argument)
         kind = self.root_device.type
         if getattr(plugin, "device", None) != "cuda" or kind == "cuda":
@@ -149,7 +151,10 @@ class HorovodBase(Collectives):
     # -- checkpoints -----------------------------------------------------------------------
 
     def whole_state(self, optimizer: Any) -> Any:
-        """The state of an optimizer as it is saved; if it is sharded, on the first rank only."""
+        """Return the state of an optimizer for a checkpoint; a sharded one on the first rank only.
+
+        If the state is sharded, this is a collective, and the other ranks get an empty state.
+        """
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if getattr(optimizer, "_shards", None) is not None:
             ranks = self.process_set.ranks or [0]
@@ -158,20 +163,24 @@ class HorovodBase(Collectives):
         return optimizer.state_dict()
 
     def _read_once(self, read: Any) -> Any:
-        """What the first rank reads; the others need not see its disk. Collective."""
-        found: Any = None
+        """Call `read` on the first rank, and return its result on all ranks. Collective.
+
+        So the other ranks need not see the first rank's disk.
+        """
+        content: Any = None
         problem: BaseException | None = None
         if self.global_rank == 0:
             try:
-                found = read()
-            except Exception as error:  # the others must hear of it
+                content = read()
+            except Exception as error:  # raised below: the other ranks wait for the broadcast
                 problem = error
-        told = self.broadcast(None if problem is None else f"{type(problem).__name__}: {problem}")
+        message = None if problem is None else f"{type(problem).__name__}: {problem}"
+        message = self.broadcast(message)
         if problem is not None:
             raise problem
-        if told is not None:
-            raise RuntimeError(f"the first rank could not read the checkpoint: {told}")
-        return self.broadcast(found)
+        if message is not None:
+            raise RuntimeError(f"the first rank could not read the checkpoint: {message}")
+        return self.broadcast(content)
 
 
 def _rank_zero() -> Any:

@@ -1,4 +1,4 @@
-"""Lightning's collectives, made of Horovod's. Mixed into the strategies for Trainer and Fabric."""
+"""The collectives that Lightning expects of a strategy, made of Horovod's."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _OPERATIONS = {
 
 
 def operation(reduce_op: Any) -> ReduceOp:
-    """The operation that is meant by a name, one of torch.distributed's or one of Horovod's."""
+    """Return Horovod's operation for a name or an operation of torch.distributed."""
     if isinstance(reduce_op, ReduceOp):
         return reduce_op
-    # torch.distributed.ReduceOp.SUM and its like have "RedOpType.SUM" for a text.
+    # str(torch.distributed.ReduceOp.SUM) is "RedOpType.SUM".
     name = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
     if name not in _OPERATIONS:
         known = ", ".join(sorted(_OPERATIONS))
@@ -38,10 +38,11 @@ def operation(reduce_op: Any) -> ReduceOp:
 
 
 @contextmanager
-def ordinary_tensors() -> Iterator[None]:
-    """Make no inference tensors, in which Lightning evaluates: only this thread could write them.
+def without_inference_mode() -> Iterator[None]:
+    """Leave inference mode, in which Lightning evaluates.
 
-    The engine reduces in another thread if that comes first, and keeps tensors for the next time.
+    Only a thread in inference mode may write to tensors that were made in it. The engine may reduce
+    in a thread of its own, and it keeps tensors for the next time.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
@@ -50,20 +51,18 @@ def ordinary_tensors() -> Iterator[None]:
         yield
 
 
-def ordinary(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous and without a history, for `ordinary_tensors`."""
+def to_ordinary_tensor(tensor: Tensor) -> Tensor:
+    """Return the tensor detached and contiguous, or a copy of it if it is an inference tensor."""
     tensor = tensor.detach()
-    return (
-        tensor.clone(memory_format=torch.contiguous_format)
-        if tensor.is_inference()
-        else (tensor.contiguous())
-    )
+    if tensor.is_inference():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
 
 
-class Gathered(torch.autograd.Function):
-    """Everybody's tensor, stacked. The gradient of a part is the sum over all ranks that used it.
+class StackedGather(torch.autograd.Function):
+    """Stacks the tensors of all ranks; the gradient of a part is the sum of all ranks' gradients.
 
-    That is what DDP's all_gather does, while `hvd.allgather` averages, as upstream's does.
+    That is what DDP's all_gather does. `hvd.allgather` averages gradients, as upstream's does.
     """
 
     @staticmethod
@@ -73,57 +72,68 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        added = hvd.allreduce(gradient.contiguous(), op=Sum, process_set=ctx.process_set)
-        place = ctx.process_set.rank()
-        return added[0 if place is None else place], None
+        total = hvd.allreduce(gradient.contiguous(), op=Sum, process_set=ctx.process_set)
+        return total[ctx.process_set.rank() or 0], None
 
 
 class Collectives:
-    """What a strategy offers to callbacks, loggers and programs."""
+    """The collectives that a strategy offers to callbacks, loggers and programs."""
 
     process_set: ProcessSet
     world_size: int
 
     def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this; `name` is ignored."""
         if self.world_size > 1:
-            with ordinary_tensors():
+            with without_inference_mode():
                 hvd.barrier(process_set=self.process_set)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of rank `src` (of the process set, if there is one) on all ranks."""
+        """Return the object of rank `src` on all ranks; `src` counts within the process set."""
         if self.world_size == 1:
             return obj
         root = (self.process_set.ranks or range(self.world_size))[src]
-        with ordinary_tensors():
+        with without_inference_mode():
             return hvd.broadcast_object(obj, root, "lightning.broadcast", self.process_set)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Everybody's tensor, along a new first dimension; differentiable with `sync_grads`."""
-        self._only_own(group)
+        """Stack the tensors of all ranks along a new first dimension.
+
+        Args:
+            tensor: This rank's tensor; all ranks pass the same shape.
+            group: None, or the world group of torch.distributed.
+            sync_grads: Whether the result is differentiable; False by default.
+
+        Returns:
+            A tensor whose entry i is the tensor of rank i.
+
+        Raises:
+            ValueError: `group` is another group of torch.distributed.
+        """
+        self._refuse_foreign_group(group)
         if self.world_size == 1:
             return tensor.unsqueeze(0) if sync_grads else tensor.detach().unsqueeze(0)
         if not (sync_grads and torch.is_grad_enabled()):
-            with ordinary_tensors():
-                mine = ordinary(tensor).unsqueeze(0)
+            with without_inference_mode():
+                mine = to_ordinary_tensor(tensor).unsqueeze(0)
                 return hvd.allgather(mine, process_set=self.process_set).detach()
-        gathered: Tensor = Gathered.apply(tensor, self.process_set)  # type: ignore[no-untyped-call]
+        gathered: Tensor = StackedGather.apply(tensor, self.process_set)  # type: ignore[no-untyped-call]
         return gathered
 
-    def reduced(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A new tensor, reduced over all ranks; what is no tensor comes back as it is."""
-        self._only_own(group)
+    def reduce_tensor(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return a new tensor, reduced over all ranks; return other objects unchanged."""
+        self._refuse_foreign_group(group)
         op = operation(reduce_op)
         if not isinstance(tensor, Tensor) or self.world_size == 1:
             return tensor
-        with ordinary_tensors():
-            source = ordinary(tensor)
+        with without_inference_mode():
+            source = to_ordinary_tensor(tensor)
             if source.dtype == torch.bool:
                 source = source.to(torch.uint8)
             return hvd.allreduce(source, op=op, process_set=self.process_set).to(tensor.dtype)
 
-    def _only_own(self, group: Any) -> None:
-        """`group` belongs to torch.distributed, which Horovod does not use."""
+    def _refuse_foreign_group(self, group: Any) -> None:
+        """Refuse a group of torch.distributed, which Horovod does not use."""
         if group is not None and "WORLD" not in str(group):
             raise ValueError(
                 f"group={group!r} is a group of torch.distributed; with strategy='horovod' use "

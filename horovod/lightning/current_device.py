@@ -1,4 +1,4 @@
-"""The kind of accelerator that torch has here; `torch.accelerator` is there since torch 2.6."""
+"""`torch.accelerator`, with CUDA in its stead for torch before 2.6, which does not have it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import torch
 
 
 def current_accelerator() -> torch.device | None:
-    """The kind of device that is available, or None."""
+    """Return the type of device that is available, or None."""
     if hasattr(torch, "accelerator"):
-        found = torch.accelerator
-        return found.current_accelerator() if found.is_available() else None
+        accelerator = torch.accelerator
+        return accelerator.current_accelerator() if accelerator.is_available() else None
     return torch.device("cuda") if torch.cuda.is_available() else None
 
 
 def device_count() -> int:
+    """Return the number of devices that this process sees."""
     if hasattr(torch, "accelerator"):
         return torch.accelerator.device_count()
     return torch.cuda.device_count()
 
 
 def set_device_index(index: int) -> None:
-    """Use this device from now on."""
+    """Make this the current device."""
     if hasattr(torch, "accelerator"):
         torch.accelerator.set_device_index(index)
     else:

@@ -1,12 +1,14 @@
-"""Which device this rank computes on, and whether `devices` and `num_nodes` fit the job.
+"""Chooses the device of this rank, and checks `devices` and `num_nodes` against the job.
 
-Lightning would start ``devices`` processes on each of ``num_nodes`` nodes; with Horovod a launcher
-has started them, so the two can only agree or contradict. Each may be left out. ``devices=1``, as
-Lightning 1.x asked for with Horovod, is right as well: every process has one.
+Without Horovod, Lightning starts ``devices`` processes on each of ``num_nodes`` nodes. With Horovod
+a launcher has started the processes, so the two arguments can only agree with the job or contradict
+it. Either may be left out. ``devices=1``, which Lightning 1.x asked for with Horovod, is accepted
+too: every process has one device.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -16,11 +18,11 @@ from horovod.lightning.current_device import device_count
 
 
 def check_counts(devices: list[torch.device], num_nodes: int, accelerator: Any) -> None:
-    """ValueError if the job is not what was asked for, with what to write."""
+    """Raise a ValueError that says what to write if the job does not fit the arguments."""
     count, here, nodes = len(devices), hvd.local_size(), hvd.cross_size()
-    # More than ranks here: what the accelerator found by itself, when nothing was asked for.
-    found = 0 if accelerator is None else int(accelerator.auto_device_count())
-    if count not in (1, here, found):
+    # Without an argument Lightning takes all devices of the machine, possibly more than its ranks.
+    all_devices = 0 if accelerator is None else int(accelerator.auto_device_count())
+    if count not in (1, here, all_devices):
         if hvd.size() == 1:
             raise ValueError(
                 f"devices={count} with strategy='horovod', but this process was not started by a "
@@ -47,18 +49,17 @@ def check_counts(devices: list[torch.device], num_nodes: int, accelerator: Any) 
 
 
 def own_device(devices: list[torch.device]) -> torch.device:
-    """The device of this rank."""
+    """Return the device of this rank."""
     local, here = hvd.local_rank(), hvd.local_size()
     first = devices[0]
     if first.type == "cpu":
         return first
     if len(devices) == 1 and here > 1 and not first.index:
-        # devices=1, "one for each process": theirs are those of their local ranks.
+        # devices=1 means one for each process: local rank i takes device i.
         return torch.device(first.type, local % device_count())
     return devices[local % len(devices)]
 
 
 def _script() -> str:
-    import sys
-
+    """Return the program's path, for commands in error messages."""
     return sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c") else "script.py"

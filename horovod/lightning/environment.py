@@ -1,12 +1,14 @@
-"""The cluster environment: who this process is, for Lightning, as `hvd.init()` has found out.
+"""The cluster environment, which tells Lightning the rank and size that `hvd.init()` found.
 
 `hvd.init()` knows horovodrun, torchrun, mpirun, srun, jsrun and Kubernetes, so Lightning need not.
-The Horovod strategies have one of their own. Another strategy can have it as a plugin: with
-``Trainer(strategy="ddp", plugins=[HorovodEnvironment()])`` DDP finds its peers under horovodrun.
+The Horovod strategies make such an environment themselves. Other strategies take it as a plugin:
+with ``Trainer(strategy="ddp", plugins=[HorovodEnvironment()])`` DDP finds its peers under
+horovodrun.
 """
 
 from __future__ import annotations
 
+import functools
 import socket
 from typing import Any
 
@@ -14,24 +16,26 @@ import horovod.torch as hvd
 from horovod.common.addresses import LOOPBACK, routable_address
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.runtime import runtime
-from horovod.lightning.flavours import Flavour
+from horovod.lightning.flavours import Flavour, join_with_base
 
 
 class Environment:
-    """Rank, size, local and node rank from `hvd.init()`, under any launcher that it knows.
+    """Gives Lightning the ranks and sizes of `hvd.init()`, under any launcher that it knows.
 
-    `process_set`: act as if the job consisted of these ranks; one that is not among them is alone.
+    Args:
+        process_set: The ranks that make up the job for Lightning; all ranks by default. A rank that
+            is not in the set trains by itself, as a job of one.
     """
 
     flavour: Flavour
 
     def __init__(self, process_set: ProcessSet = global_process_set) -> None:
         self._process_set = process_set
-        self._meeting_point: tuple[str, int] | None = None
+        self._main_endpoint: tuple[str, int] | None = None
 
     @staticmethod
     def detect() -> bool:
-        """Never by itself: it is there because Horovod was asked for."""
+        """Return False: the environment is used only where a program asks for Horovod."""
         return False
 
     @property
@@ -57,25 +61,25 @@ class Environment:
         return hvd.cross_rank()
 
     def set_global_rank(self, rank: int) -> None:
-        """Horovod knows better."""
+        """Ignore `rank`: Horovod decides the ranks."""
 
     def set_world_size(self, size: int) -> None:
-        """Horovod knows better."""
+        """Ignore `size`: Horovod decides the size."""
 
     @property
     def main_address(self) -> str:
-        return self._meet()[0]
+        return self._find_main_endpoint()[0]
 
     @property
     def main_port(self) -> int:
-        return self._meet()[1]
+        return self._find_main_endpoint()[1]
 
-    def _meet(self) -> tuple[str, int]:
-        """Where rank 0 can be reached, for strategies that make connections of their own.
+    def _find_main_endpoint(self) -> tuple[str, int]:
+        """Return an address and a free port of rank 0, for strategies with their own connections.
 
-        Collective, the first time that somebody asks.
+        The first call is a collective.
         """
-        if self._meeting_point is None:
+        if self._main_endpoint is None:
             hvd.init()
             mine: Any = None
             if hvd.rank() == 0:
@@ -84,11 +88,18 @@ class Environment:
                 with socket.socket() as probe:
                     probe.bind(("", 0))
                     mine = (address, probe.getsockname()[1])
-            self._meeting_point = hvd.broadcast_object(mine, 0, "lightning.meeting_point")
-        return self._meeting_point
+            self._main_endpoint = hvd.broadcast_object(mine, 0, "lightning.meeting_point")
+        return self._main_endpoint
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """The strategies check these themselves: see `horovod.lightning.devices`."""
+        """Do nothing: the strategies check these settings, in `horovod.lightning.devices`."""
 
     def teardown(self) -> None:
-        """The engine runs on: a program may fit several times, and has collectives of its own."""
+        """Leave the engine running: a program may fit again, or call collectives itself."""
+
+
+@functools.cache
+def environment_class(flavour: Flavour) -> Any:
+    """Make the cluster environment for this package's Trainer and Fabric."""
+    base = flavour.fabric_part("plugins.environments").ClusterEnvironment
+    return join_with_base("HorovodEnvironment", Environment, base, flavour)

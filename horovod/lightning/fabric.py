@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,12 +11,25 @@ import torch
 
 from horovod.lightning import modules
 from horovod.lightning.base import HorovodBase
+from horovod.lightning.flavours import Flavour, join_with_base
 
 
 class FabricStrategy(HorovodBase):
     """Train with Fabric on all ranks of a Horovod job, each with its own copy of the modules.
 
-    `options` are those of `hvd.DistributedOptimizer`. Gradients are averaged by `fabric.backward`.
+    `fabric.backward` averages the gradients over the ranks.
+
+    Args:
+        **options: The options of `hvd.DistributedOptimizer` (`compression`, `process_set`, ...),
+            and those that all of Lightning's strategies take (`checkpoint_io`, ...).
+
+    Raises:
+        TypeError: There is no such option.
+        ValueError: An option has a wrong value, or is `join`, which only the Trainer supports.
+
+    Examples:
+        >>> strategy = HorovodFabricStrategy(compression=hvd.Compression.bf16)
+        >>> fabric = Fabric(strategy=strategy)
     """
 
     precision_argument = "precision"
@@ -29,17 +43,17 @@ class FabricStrategy(HorovodBase):
             )
         super().__init__(**options)
         self._backward_sync_control = _SyncControl(self)
-        self._named: dict[str, Any] = {}  # parameters of the modules that were set up
+        self._named_parameters: dict[str, Any] = {}  # of all modules that were set up
 
     # -- the environment -------------------------------------------------------------------
 
     def _set_world_ranks(self) -> None:
-        """Called when the Fabric is built, once it has told us what it was asked for."""
-        self._check_place()
-        self._tell_rank()
+        """Check the job; Fabric calls this when it has set all that the program asked for."""
+        self._check_job()
+        self._announce_rank()
 
     def setup_environment(self) -> None:
-        self._tell_rank()
+        self._announce_rank()
         self.accelerator.setup_device(self.root_device)
 
     @property
@@ -60,18 +74,20 @@ class FabricStrategy(HorovodBase):
         modules.check_usable(module)
         modules.share_values(module, self.process_set)
         for name, param in module.named_parameters():
-            self._named[name if name not in self._named else f"{name}.{len(self._named)}"] = param
+            if name in self._named_parameters:  # of an earlier module
+                name = f"{name}.{len(self._named_parameters)}"
+            self._named_parameters[name] = param
         return module
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         passes = self._options.backward_passes_per_step
-        return self._reduced.wrap(optimizer, self._named.items(), passes)
+        return self._distributed_optimizers.wrap(optimizer, self._named_parameters.items(), passes)
 
     # -- a step ----------------------------------------------------------------------------
 
     def backward(self, tensor: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         super().backward(tensor, module, *args, **kwargs)  # type: ignore[misc]
-        self._reduced.after_backward()
+        self._distributed_optimizers.after_backward()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         scaled = getattr(self.precision, "scaler", None) is not None
@@ -79,21 +95,21 @@ class FabricStrategy(HorovodBase):
 
         def reduced() -> Any:
             loss = None if closure is None else closure()
-            self._reduced.before_step(optimizer, False, scaled)
-            return self._reduced.averaged_loss(optimizer, loss)
+            self._distributed_optimizers.before_step(optimizer, False, scaled)
+            return self._distributed_optimizers.average_loss(optimizer, loss)
 
         if closure is None:
             reduced()
         else:
             kwargs["closure"] = reduced
-        with self._reduced.stepping(optimizer):
+        with self._distributed_optimizers.skip_reduction(optimizer):
             return super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
 
     # -- collectives and checkpoints -------------------------------------------------------
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """In place, as Fabric promises."""
-        result = self.reduced(tensor, group, reduce_op)
+        """Reduce the tensor in place, as Fabric promises."""
+        result = self.reduce_tensor(tensor, group, reduce_op)
         if result is tensor:
             return tensor
         with torch.no_grad():
@@ -103,7 +119,7 @@ class FabricStrategy(HorovodBase):
         return self.whole_state(optimizer)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """The first rank reads, and all ranks get what it has read."""
+        """Read the checkpoint on the first rank, and give it to all ranks."""
         files = self.checkpoint_io
         self.checkpoint_io = _ReadOnce(files, self._read_once)
         try:
@@ -112,23 +128,25 @@ class FabricStrategy(HorovodBase):
             self.checkpoint_io = files
 
     def teardown(self) -> None:
-        self._reduced.release()
-        self._named.clear()
+        self._distributed_optimizers.release()
+        self._named_parameters.clear()
         super().teardown()  # type: ignore[misc]
 
 
 class _SyncControl:
-    """For `fabric.no_backward_sync`."""
+    """Serves `fabric.no_backward_sync`."""
 
     def __init__(self, strategy: FabricStrategy) -> None:
         self._strategy = strategy
 
     def no_backward_sync(self, module: Any, enabled: bool = True) -> AbstractContextManager[None]:
-        return self._strategy._reduced.blocked() if enabled else nullcontext()
+        return (
+            self._strategy._distributed_optimizers.block_reduction() if enabled else nullcontext()
+        )
 
 
 class _ReadOnce:
-    """Files that the first rank reads for all."""
+    """Stands in for a checkpoint_io, and lets the first rank read for all ranks."""
 
     def __init__(self, files: Any, read_once: Callable[[Callable[[], Any]], Any]) -> None:
         self._files = files
@@ -136,3 +154,11 @@ class _ReadOnce:
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         return self._read_once(lambda: self._files.load_checkpoint(*args, **kwargs))
+
+
+@functools.cache
+def fabric_strategy_class(flavour: Flavour) -> Any:
+    """Make the strategy for this package's Fabric."""
+    flavour.require()
+    base = flavour.fabric_part("strategies").ParallelStrategy
+    return join_with_base("HorovodFabricStrategy", FabricStrategy, base, flavour)

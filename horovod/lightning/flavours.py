@@ -1,13 +1,12 @@
 """Lightning comes as two packages with the same content: ``lightning`` and ``pytorch_lightning``.
 
-A Trainer accepts strategies and plugins of its own package only, so the classes of this binding are
-written as mixins, and made here for a package by joining them with its base classes. Called by
-`horovod.lightning.registration`, and for ``from horovod.lightning import HorovodStrategy``.
+A Trainer accepts strategies and plugins of its own package only. So the classes of this binding are
+written as mixins, and the module of each mixin has a function that makes the class for one of the
+packages, with `join_with_base`. This module knows the packages and imports none of the mixins.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -17,37 +16,38 @@ from typing import Any
 
 from packaging.version import Version
 
-OLDEST = "2.5"  # the first that the tests have passed with
+OLDEST = "2.5"  # the oldest version that the tests pass with
 
 
 @dataclass(frozen=True)
 class Flavour:
-    """One of the two packages."""
+    """One of the two packages: the name that pip knows, and the modules with Trainer and Fabric."""
 
     distribution: str
     pytorch: str
     fabric: str
 
     def trainer_part(self, module: str) -> Any:
-        """A module of the package that has the Trainer."""
+        """Import a module of the package that has the Trainer."""
         return importlib.import_module(f"{self.pytorch}.{module}")
 
     def fabric_part(self, module: str) -> Any:
-        """A module of the package that has Fabric."""
+        """Import a module of the package that has Fabric."""
         return importlib.import_module(f"{self.fabric}.{module}")
 
     def version(self) -> str:
+        """Return the version of the package, installed or merely on the path."""
         try:
             return importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:  # e.g. a checkout on the path
             return str(importlib.import_module(self.pytorch.partition(".")[0]).__version__)
 
     def require(self) -> None:
-        """ImportError if it is older than what this binding knows."""
-        found = self.version()
-        if Version(found) < Version(OLDEST):
+        """Raise ImportError if the package is older than this binding supports."""
+        version = self.version()
+        if Version(version) < Version(OLDEST):
             raise ImportError(
-                f"Horovod needs {self.distribution} {OLDEST} or newer, and this is {found}: "
+                f"Horovod needs {self.distribution} {OLDEST} or newer, and this is {version}: "
                 f"pip install --upgrade '{self.distribution}>={OLDEST}'"
             )
 
@@ -57,8 +57,12 @@ PYTORCH_LIGHTNING = Flavour("pytorch-lightning", "pytorch_lightning", "lightning
 FLAVOURS = (LIGHTNING, PYTORCH_LIGHTNING)
 
 
-def preferred() -> Flavour:
-    """The package that the program uses; if that cannot be told yet, one that is installed."""
+def preferred_flavour() -> Flavour:
+    """Return the package that the program has imported, or else one that is installed.
+
+    Raises:
+        ImportError: Neither package is installed.
+    """
     for flavour in FLAVOURS:
         if sys.modules.get(flavour.pytorch) is not None:
             return flavour
@@ -71,77 +75,7 @@ def preferred() -> Flavour:
     )
 
 
-def public(name: str) -> Any:
-    """A class of this binding, for the package that the program uses."""
-    maker = {
-        "HorovodStrategy": trainer_strategy,
-        "HorovodFabricStrategy": fabric_strategy,
-        "HorovodEnvironment": environment,
-        "HorovodAccelerator": accelerator,
-    }[name]
-    return maker(preferred())
-
-
-@functools.cache
-def trainer_strategy(flavour: Flavour) -> Any:
-    """The strategy for this package's Trainer.
-
-    It derives from the strategy for DistributedDataParallel because Lightning asks for that where
-    it means "each process has the whole model", for example before it takes compiled modules.
-    """
-    from horovod.lightning.strategy import TrainerStrategy
-
-    flavour.require()
-    base = flavour.trainer_part("strategies").DDPStrategy
-    return _joined("HorovodStrategy", TrainerStrategy, base, flavour)
-
-
-@functools.cache
-def fabric_strategy(flavour: Flavour) -> Any:
-    """The strategy for this package's Fabric."""
-    from horovod.lightning.fabric import FabricStrategy
-
-    flavour.require()
-    base = flavour.fabric_part("strategies").ParallelStrategy
-    return _joined("HorovodFabricStrategy", FabricStrategy, base, flavour)
-
-
-@functools.cache
-def environment(flavour: Flavour) -> Any:
-    """The cluster environment, for Trainer and Fabric."""
-    from horovod.lightning.environment import Environment
-
-    base = flavour.fabric_part("plugins.environments").ClusterEnvironment
-    return _joined("HorovodEnvironment", Environment, base, flavour)
-
-
-@functools.cache
-def accelerator(flavour: Flavour) -> Any:
-    """The accelerator of this rank where Lightning has none, for the Trainer."""
-    from horovod.lightning.accelerator import Accelerator
-
-    base = flavour.trainer_part("accelerators.accelerator").Accelerator
-    return _joined("HorovodAccelerator", Accelerator, base, flavour)
-
-
-@functools.cache
-def fabric_accelerator(flavour: Flavour) -> Any:
-    """The same for Fabric, which does not import the Trainer."""
-    from horovod.lightning.accelerator import Accelerator
-
-    base = flavour.fabric_part("accelerators.accelerator").Accelerator
-    return _joined("HorovodAccelerator", Accelerator, base, flavour)
-
-
-@functools.cache
-def commit_callback(flavour: Flavour) -> Any:
-    """The callback for elastic training."""
-    from horovod.lightning.elastic.callback import Commits
-
-    base = flavour.trainer_part("callbacks").Callback
-    return _joined("CommitCallback", Commits, base, flavour)
-
-
-def _joined(name: str, mixin: type, base: type, flavour: Flavour) -> Any:
+def join_with_base(name: str, mixin: type, base: type, flavour: Flavour) -> Any:
+    """Make a class of this binding from a mixin of ours and a base class of the package."""
     members = {"__module__": "horovod.lightning", "__doc__": mixin.__doc__, "flavour": flavour}
     return type(base)(name, (mixin, base), members)

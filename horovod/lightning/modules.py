@@ -1,4 +1,4 @@
-"""What is done with a module before it is trained: it must be the same on all ranks."""
+"""Checks a module before training, and makes it the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 import horovod.torch as hvd
 from horovod.common.process_sets import ProcessSet
-from horovod.lightning.collectives import ordinary_tensors
+from horovod.lightning.collectives import without_inference_mode
 from horovod.torch.optimizer_checks import first_difference, takes_part
 
 
 def check_usable(module: torch.nn.Module) -> None:
-    """Refuse what cannot be trained by keeping whole copies alike."""
+    """Refuse modules that cannot be trained as equal copies on all ranks."""
     for name, child in module.named_modules():
         if type(child).__name__ in ("FullyShardedDataParallel", "DistributedDataParallel"):
             raise ValueError(
@@ -41,15 +41,15 @@ def check_usable(module: torch.nn.Module) -> None:
 
 
 def check_devices(module: torch.nn.Module, optimizers: list[Any], device: torch.device) -> None:
-    """Refuse parameters that are not where this rank computes."""
+    """Refuse parameters that are not on the device of this rank."""
     named = dict(module.named_parameters())
     for optimizer in optimizers:
         for group in getattr(optimizer, "param_groups", ()):
             for param in group["params"]:
                 named.setdefault(f"an optimizer's parameter {list(param.shape)}", param)
     for name, param in named.items():
-        anywhere = device.index is None  # on the CPU, or a program's only GPU
-        if param.device != device and not (anywhere and param.device.type == device.type):
+        any_index = device.index is None  # the CPU, or the only GPU of the program
+        if param.device != device and not (any_index and param.device.type == device.type):
             raise ValueError(
                 f"parameter {name!r} of the module is on {param.device}, and rank {hvd.rank()} "
                 f"computes on {device}: make parameters in __init__ or configure_model(), from "
@@ -94,9 +94,10 @@ def share_values(module: torch.nn.Module, process_set: ProcessSet) -> None:
 
 
 def share_buffers(module: torch.nn.Module, process_set: ProcessSet) -> None:
-    """Give all ranks the buffers of the first, such as statistics that each has taken of its data.
+    """Give all ranks the buffers of the first rank, such as running statistics of its own data.
 
-    DDP does so before every forward pass. Only evaluation uses them, so it is enough before that.
+    DDP does so before every forward pass. Only evaluation uses such statistics, so once before each
+    evaluation is enough.
     """
     buffers = dict(module.named_buffers())
     if buffers and takes_part(process_set):
@@ -104,8 +105,9 @@ def share_buffers(module: torch.nn.Module, process_set: ProcessSet) -> None:
 
 
 def _broadcast(tensors: dict[str, torch.Tensor], process_set: ProcessSet) -> None:
+    """Overwrite the tensors with those of the first rank. Collective."""
     root = (process_set.ranks or [0])[0]
-    with ordinary_tensors():
+    with without_inference_mode():
         handles = [
             hvd.broadcast_async_(tensor.detach(), root, f"lightning.module.{name}", process_set)
             for name, tensor in tensors.items()

@@ -1,8 +1,9 @@
-"""When the gradients of a strategy's optimizers are reduced: after each backward pass, as with DDP.
+"""Reduces the gradients of a strategy's optimizers after each backward pass, as DDP does.
 
-Lightning clips, looks at and unscales gradients between backward and the optimizer's step, and by
-then they must be those of all ranks. So they are reduced as soon as a backward pass is over, and
-the step of a DistributedOptimizer only steps. Used by the strategies for Trainer and Fabric.
+Lightning clips, inspects and unscales gradients between backward and the optimizer's step, and by
+then they must be the gradients of all ranks. So they are reduced as soon as a backward pass is
+over, and the step of a DistributedOptimizer reduces nothing. The strategies for Trainer and Fabric
+use this module.
 """
 
 from __future__ import annotations
@@ -23,41 +24,44 @@ from horovod.torch.buckets import Named
 
 
 class Optimizers:
-    """The optimizers of a strategy, wrapped."""
+    """The optimizers of a strategy, each wrapped in a DistributedOptimizer."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._wrapped: list[Any] = []
-        self._originals: list[Any] = []  # beside them: what the program's schedulers refer to
-        self._led: list[tuple[Any, Any]] = []  # schedulers, with the optimizers they are made for
-        self._blocked = False
+        self._originals: list[Any] = []  # in the same order; the program's schedulers refer to them
+        self._adopted_schedulers: list[tuple[Any, Any]] = []  # each with its original optimizer
+        self._is_blocked = False
 
     def wrap(self, optimizer: Any, named: Iterable[Named], passes: int) -> Any:
-        """Look after one more. Collective."""
-        wrapped = self._options.wrapped(optimizer, named, passes)
+        """Wrap an optimizer and keep track of it. Collective."""
+        wrapped = self._options.wrap_optimizer(optimizer, named, passes)
         self._wrapped.append(wrapped)
         self._originals.append(optimizer)
         return wrapped
 
-    def lead(self, schedulers: Iterable[Any]) -> None:
-        """Let schedulers of the originals belong to the wrapped ones, where callbacks look them up.
+    def adopt_schedulers(self, schedulers: Iterable[Any]) -> None:
+        """Attach schedulers of the originals to the wrapped optimizers, as callbacks expect.
 
-        The learning rates are in groups of parameters that both have in common.
+        The original and the wrapped optimizer share their parameter groups, which hold the learning
+        rates.
         """
         for scheduler in schedulers:
             for wrapped, original in zip(self._wrapped, self._originals, strict=True):
                 if wrapped is not original and scheduler.optimizer is original:
                     _track_steps(wrapped)
                     scheduler.optimizer = wrapped
-                    self._led.append((scheduler, original))
+                    self._adopted_schedulers.append((scheduler, original))
 
-    def any_wrapped(self) -> bool:
+    def has_optimizers(self) -> bool:
+        """Return whether any optimizer is wrapped now."""
         return bool(self._wrapped)
 
     def release(self) -> list[Any]:
-        """Training is over: what they were before, with all they have learned.
+        """Undo the wrapping after training, and return the original optimizers with their state.
 
-        One whose state is spread over the ranks stays what it is, or it could not be saved.
+        An optimizer whose state is sharded over the ranks stays wrapped; otherwise it could not be
+        saved.
         """
         released = []
         for wrapped, original in zip(self._wrapped, self._originals, strict=True):
@@ -67,67 +71,73 @@ class Optimizers:
                 wrapped._remove_hooks()
                 reducing_optimizer._optimizers.discard(wrapped)
                 reducing_optimizer.share_groups(wrapped)
-        for scheduler, original in self._led:
+        for scheduler, original in self._adopted_schedulers:
             scheduler.optimizer = original
-        self._led = []
+        self._adopted_schedulers = []
         self._wrapped, self._originals = [], []
         return released
 
     @contextmanager
-    def blocked(self) -> Iterator[None]:
-        """Backward passes inside only add up gradients on this rank."""
-        earlier, self._blocked = self._blocked, True
+    def block_reduction(self) -> Iterator[None]:
+        """Let backward passes inside this context only add up gradients on this rank."""
+        was_blocked, self._is_blocked = self._is_blocked, True
         try:
             with ExitStack() as stack:
                 for optimizer in self._wrapped:
                     stack.enter_context(optimizer.no_sync())
                 yield
         finally:
-            self._blocked = earlier
+            self._is_blocked = was_blocked
 
-    def after_backward(self, only: bool = False) -> None:
+    def after_backward(self, is_automatic: bool = False) -> None:
         """Reduce the gradients that a backward pass has completed. Collective.
 
-        `only`: there is one optimizer, and the pass was for it. Otherwise the ranks first agree
-        whose gradients there are: with several losses, not every pass reaches every parameter.
+        With automatic optimization and one optimizer, every pass is for that optimizer. Otherwise
+        the ranks first agree which optimizers have gradients: with several losses, not every pass
+        reaches every parameter.
         """
         active = [each for each in self._wrapped if each._reducer is not None]
-        if self._blocked or not active:
+        if self._is_blocked or not active:
             return
-        if not (only and len(active) == 1):
+        if not (is_automatic and len(active) == 1):
             ready = torch.tensor([each._reducer.in_flight() for each in active], dtype=torch.uint8)
             process_set = self._options.process_set
             agreed = hvd.allreduce(ready, name="lightning.ready", op=Max, process_set=process_set)
-            active = [each for each, yes in zip(active, agreed.tolist(), strict=True) if yes]
+            active = [
+                each for each, is_ready in zip(active, agreed.tolist(), strict=True) if is_ready
+            ]
         for optimizer in active:
             optimizer.synchronize()
 
-    def before_step(self, optimizer: Any, complete: bool, scaled: bool) -> None:
-        """The last thing before an optimizer steps, or before a scaler looks at its gradients.
+    def before_step(self, optimizer: Any, is_automatic: bool, is_scaled: bool) -> None:
+        """Finish the gradients just before an optimizer steps, or before a scaler inspects them.
 
-        `complete`: all backward passes were announced to `after_backward`. `scaled`: a scaler
-        means to meet infinities, and looks for them itself.
+        With automatic optimization, `after_backward` has seen every backward pass. With a scaler
+        infinities are expected, and the scaler looks for them itself.
         """
         if optimizer not in self._wrapped:
             return
-        if not complete:
+        if not is_automatic:
             self.after_backward()
-            if not optimizer._synchronized:  # there were fewer passes than announced
+            if not optimizer._synchronized:  # fewer passes than backward_passes_per_step
                 optimizer.synchronize()
-        if not scaled:
+        if not is_scaled:
             optimizer._check_gradients()
 
     @contextmanager
-    def stepping(self, optimizer: Any) -> Iterator[None]:
-        """The optimizer steps inside, with gradients that are reduced already."""
-        if optimizer in self._wrapped and optimizer.op != Adasum:  # whose ranks combine steps
+    def skip_reduction(self, optimizer: Any) -> Iterator[None]:
+        """Let the optimizer step inside this context without reducing its gradients again.
+
+        Adasum is different: its ranks combine their steps, not their gradients.
+        """
+        if optimizer in self._wrapped and optimizer.op != Adasum:
             with optimizer.skip_synchronize():
                 yield
         else:
             yield
 
-    def averaged_loss(self, optimizer: Any, loss: Any) -> Any:
-        """What an optimizer that goes by the loss is told: the same on all ranks."""
+    def average_loss(self, optimizer: Any, loss: Any) -> Any:
+        """Return the loss averaged over the ranks for LBFGS, which decides by it; else `loss`."""
         reduces = optimizer in self._wrapped and optimizer._reducer is not None
         if loss is None or not reduces or not isinstance(optimizer, torch.optim.LBFGS):
             return loss
@@ -136,9 +146,10 @@ class Optimizers:
 
 
 def _track_steps(optimizer: Any) -> None:
-    """What a scheduler does to its optimizer's step, to warn where it steps first itself."""
+    """Record the optimizer's steps as torch's schedulers do, which warn if they step first."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return
+    # A weak reference, because the optimizer will hold the function that is made here.
     step, this = type(optimizer).step, weakref.ref(optimizer)
 
     @functools.wraps(step)

@@ -1,4 +1,4 @@
-"""What the strategies are told about reducing gradients: every option of DistributedOptimizer."""
+"""The options of a strategy that say how gradients are reduced: those of DistributedOptimizer."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ class Options:
     shard_state: bool = False
     communication_hook: CommunicationHook | None = None
 
-    def wrapped(self, optimizer: Any, named: Iterable[Named], passes: int) -> Any:
-        """`optimizer` as a DistributedOptimizer; a script's own stays as it is."""
+    def wrap_optimizer(self, optimizer: Any, named: Iterable[Named], passes: int) -> Any:
+        """Wrap `optimizer` in a DistributedOptimizer, unless the script has done so itself."""
         if isinstance(optimizer, ReducingOptimizer):
             return optimizer
         names = {id(param): name for name, param in named}
-        chosen = [p for group in optimizer.param_groups for p in group["params"]]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
         return hvd.DistributedOptimizer(
             optimizer,
-            # Parameters that are not the module's have no name there.
+            # Parameters that do not belong to the module have no name there.
             named_parameters=[
                 (names.get(id(param), f"parameter.{number}"), param)
-                for number, param in enumerate(dict.fromkeys(chosen))
+                for number, param in enumerate(dict.fromkeys(params))
             ],
             compression=self.compression,
             backward_passes_per_step=passes,
             op=self.op,
             gradient_predivide_factor=self.gradient_predivide_factor,
             num_groups=self.num_groups,
-            groups=self._groups_of(chosen),
+            groups=self._select_groups(params),
             sparse_as_dense=self.sparse_as_dense,
             process_set=self.process_set,
             shard_state=self.shard_state,
-            # One keeps the state of one optimizer; there may be several, and several fits.
+            # A hook keeps the state of one optimizer; a program may have several, and fit again.
             communication_hook=copy.deepcopy(self.communication_hook),
         )
 
-    def _groups_of(self, params: list[torch.Tensor]) -> Any:
-        """The part of the groups that is about these parameters."""
+    def _select_groups(self, params: list[torch.Tensor]) -> Any:
+        """Return the groups reduced to these parameters, without those that become empty."""
         if not isinstance(self.groups, (list, tuple)):
             return self.groups
         known = {id(param) for param in params}

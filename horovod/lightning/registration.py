@@ -1,14 +1,14 @@
-"""Making the name "horovod" known to Lightning, whichever is imported first.
+"""Registers the name "horovod" with Lightning, in whatever order the two are imported.
 
-Lightning has no entry point for strategies. So when `horovod.torch` or `horovod.lightning` is
-imported, a Lightning that is there already is told at once; one that is not is noticed when it is
-imported, by a finder in front of all others that finds nothing itself. Nothing here imports
-Lightning, or anything else that takes time.
+Lightning has no entry point for strategies. So `horovod.torch` and `horovod.lightning` call
+`install` when they are imported. It registers with a Lightning that is imported already, and it
+puts a finder before all others in `sys.meta_path`, which notices when Lightning is imported later.
+Nothing here imports Lightning, or anything else that takes time, before that.
 
-What is told: the names of the strategies and of the accelerator. Beyond the registries, Lightning's
-connectors, which turn the arguments of a Trainer or of Fabric into objects, are given ours where
-the arguments ask for Horovod: ``accelerator="horovod"`` means a strategy as well, which no registry
-can express.
+The names of the strategies and of the accelerator go into Lightning's registries. In addition
+Lightning's connectors, which turn the arguments of a Trainer or of Fabric into objects, get our
+objects where the arguments ask for Horovod: ``accelerator="horovod"`` chooses a strategy as well,
+which no registry can express.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if typing.TYPE_CHECKING:
 
 NAME = "horovod"
 
-# The modules with the connectors. By the time that one is complete, so are the registries.
+# The modules with the connectors. When such a module is complete, the registries are complete too.
 _TRAINER = ".trainer.connectors.accelerator_connector"
 _FABRIC = ".connector"
 _CONNECTORS = {
@@ -41,7 +41,7 @@ _CONNECTORS = {
 
 
 def install() -> None:
-    """Register with every Lightning that is imported, and with those that will be."""
+    """Register with every Lightning that is imported already, or will be imported later."""
     for name in _CONNECTORS:
         module = sys.modules.get(name)
         if module is not None and _is_complete(module):
@@ -51,11 +51,12 @@ def install() -> None:
 
 
 def _is_complete(module: ModuleType) -> bool:
+    """Return whether the import of the module has finished."""
     return not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the other finders find a connector's module, and registers when it is complete."""
+    """Lets the other finders find a connector's module, and registers once it is imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -66,12 +67,13 @@ class _Finder(importlib.abc.MetaPathFinder):
             find = getattr(finder, "find_spec", None)
             spec = None if finder is self or find is None else find(name, path, target)
             if spec is not None:
-                _call_after(spec)
+                _register_after_import(spec)
                 return typing.cast("importlib.machinery.ModuleSpec", spec)
         return None
 
 
-def _call_after(spec: importlib.machinery.ModuleSpec) -> None:
+def _register_after_import(spec: importlib.machinery.ModuleSpec) -> None:
+    """Let the loader of a module register Horovod once it has executed the module."""
     loader = spec.loader
     if loader is None:
         return
@@ -85,29 +87,47 @@ def _call_after(spec: importlib.machinery.ModuleSpec) -> None:
 
 
 def _register(module: ModuleType) -> None:
-    """`module` has a connector: tell it, and the registries that it uses."""
-    from horovod.lightning import flavours
+    """Register with the connector in `module`, and with the registries that it uses."""
+    from horovod.lightning import accelerator, flavours
 
     package, kind = _CONNECTORS[module.__name__]
     flavour: Flavour = getattr(flavours, package)
     if kind == "trainer":
         connector = module._AcceleratorConnector
         strategies, accelerators = module.StrategyRegistry, module.AcceleratorRegistry
-        make, accelerator = flavours.trainer_strategy, flavours.accelerator
+        strategy_class, accelerator_class = _trainer_strategy_class, accelerator.accelerator_class
     else:
         connector = module._Connector
         strategies, accelerators = module.STRATEGY_REGISTRY, module.ACCELERATOR_REGISTRY
-        make, accelerator = flavours.fabric_strategy, flavours.fabric_accelerator
+        strategy_class = _fabric_strategy_class
+        accelerator_class = accelerator.fabric_accelerator_class
     if getattr(connector.__init__, "knows_horovod", False):
         return
     note = "Horovod: gradients averaged over all ranks of the job"
-    # Not the class, which takes time to make, and says so where Lightning is too old.
-    strategies.register(NAME, lambda **options: make(flavour)(**options), note, override=True)
-    accelerators.register(NAME, accelerator(flavour), "this rank's device", override=True)
-    _teach(connector, flavour, make, accelerator)
+    # Register a function instead of the class: making the class takes time, and raises an error
+    # where Lightning is too old.
+    strategies.register(
+        NAME, lambda **options: strategy_class(flavour)(**options), note, override=True
+    )
+    accelerators.register(NAME, accelerator_class(flavour), "this rank's device", override=True)
+    _patch_connector(connector, flavour, strategy_class, accelerator_class)
 
 
-def _teach(connector: Any, flavour: Flavour, make: Any, accelerator: Any) -> None:
+def _trainer_strategy_class(flavour: Flavour) -> Any:
+    from horovod.lightning.strategy import trainer_strategy_class
+
+    return trainer_strategy_class(flavour)
+
+
+def _fabric_strategy_class(flavour: Flavour) -> Any:
+    from horovod.lightning.fabric import fabric_strategy_class
+
+    return fabric_strategy_class(flavour)
+
+
+def _patch_connector(
+    connector: Any, flavour: Flavour, strategy_class: Any, accelerator_class: Any
+) -> None:
     """Let this connector take ``accelerator="horovod"``, and strategies of either package."""
     original = connector.__init__
     signature = inspect.signature(original)
@@ -116,17 +136,20 @@ def _teach(connector: Any, flavour: Flavour, make: Any, accelerator: Any) -> Non
     def with_horovod(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        if _asks_for_us(bound.arguments):
-            from horovod.lightning.arguments import resolved
+        if _requests_horovod(bound.arguments):
+            from horovod.lightning.arguments import resolve_arguments
 
-            bound.arguments.update(resolved(bound.arguments, flavour, make, accelerator))
+            bound.arguments.update(
+                resolve_arguments(bound.arguments, flavour, strategy_class, accelerator_class)
+            )
         original(*bound.args, **bound.kwargs)
 
     with_horovod.knows_horovod = True  # type: ignore[attr-defined]
     connector.__init__ = with_horovod
 
 
-def _asks_for_us(arguments: dict[str, Any]) -> bool:
+def _requests_horovod(arguments: dict[str, Any]) -> bool:
+    """Return whether the strategy or the accelerator is Horovod's, by name or as an object."""
     return any(
         (isinstance(given, str) and given.lower() == NAME) or hasattr(given, "is_horovod")
         for given in (arguments.get("strategy"), arguments.get("accelerator"))

@@ -1,12 +1,13 @@
 """The strategy for the Trainer: ``Trainer(strategy="horovod")``.
 
-The module stays as it is, and its optimizers become DistributedOptimizers. What Lightning does to
-gradients (clip, unscale, show to callbacks) it does to those of all ranks, since they are reduced
-at the end of a backward pass: see `horovod.lightning.optimizers`.
+The module stays as it is, and its optimizers become DistributedOptimizers. Gradients are reduced at
+the end of a backward pass (see `horovod.lightning.optimizers`), so Lightning clips, unscales and
+shows to callbacks the gradients of all ranks.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,18 +15,37 @@ from typing import Any
 import horovod.torch as hvd
 from horovod.lightning import metrics, modules
 from horovod.lightning.base import HorovodBase
-from horovod.lightning.sync_batch_norm import layer_sync
+from horovod.lightning.flavours import Flavour, join_with_base
+from horovod.lightning.sync_batch_norm import choose_layer_sync
 from horovod.lightning.uneven import watch_batches
 
 
 class TrainerStrategy(HorovodBase):
     """Train on all ranks of a Horovod job, each with its own copy of the module.
 
-    `compression`, `backward_passes_per_step`, `op`, `gradient_predivide_factor`, `num_groups`,
-    `groups`, `sparse_as_dense`, `process_set`, `shard_state` and `communication_hook` are those of
-    `hvd.DistributedOptimizer`. With `join` ranks may have different numbers of batches: one that
-    has no more waits in `hvd.join()` until the epoch is over for all. `lightning`: what all of
-    Lightning's strategies take (``checkpoint_io``, ...). ValueError for a wrong option.
+    All options but `join` and `**lightning` are those of `hvd.DistributedOptimizer`.
+
+    Args:
+        compression: How gradients are compressed on the way; not at all by default.
+        backward_passes_per_step: How many passes add up gradients before a step; 1 by default. The
+            Trainer's `accumulate_grad_batches` means the same.
+        op: `Average` (the default), `Sum` or `Adasum`.
+        gradient_predivide_factor: Divide gradients by this factor before the sum and by
+            `size / factor` after it; the result is still the average. 1.0 by default.
+        num_groups: Older form of `groups`.
+        groups: The number of groups in which gradients are reduced, or lists of parameters that
+            form a group; None (the default) lets Horovod choose.
+        sparse_as_dense: Whether to reduce sparse gradients as dense ones; False by default.
+        process_set: The ranks that train together; all ranks by default.
+        shard_state: Whether to spread the optimizer's state over the ranks; False by default.
+        communication_hook: A hook that replaces the reduction of gradients; None by default.
+        join: Whether ranks may have different numbers of batches; False by default. A rank without
+            further batches then waits in `hvd.join()` until the epoch is over on all ranks.
+        **lightning: What all of Lightning's strategies take, such as `checkpoint_io`.
+
+    Raises:
+        TypeError: There is no such option.
+        ValueError: An option has a wrong value.
 
     Examples:
         >>> strategy = HorovodStrategy(compression=hvd.Compression.bf16)
@@ -41,29 +61,29 @@ class TrainerStrategy(HorovodBase):
     lr_scheduler_configs: list[Any]
     _layer_sync: Any = None
     _sync_applied: Any = None
-    _released_metrics: Callable[[], None] | None = None
-    _watching: Any = None
-    elastic_state: Any = None  # set by the callback that commits it
+    _disconnect_metrics: Callable[[], None] | None = None
+    _batch_watcher: Any = None
+    elastic_state: Any = None  # set by the callback that commits this state
 
     # -- the environment -------------------------------------------------------------------
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning has to give each rank its part of the data."""
+        """Return True, so that Lightning gives each rank its own part of the data."""
         return True
 
     def set_world_ranks(self) -> None:
-        """Called when the Trainer is built, once it has told us what it was asked for."""
-        self._check_place()
-        self._tell_rank()
+        """Check the job; the Trainer calls this when it has set all that the program asked for."""
+        self._check_job()
+        self._announce_rank()
 
     def setup_environment(self) -> None:
         hvd.init()
-        self._tell_rank()
+        self._announce_rank()
         self.accelerator.setup_device(self.root_device)
 
     def setup_distributed(self) -> None:
-        """There is nothing of torch.distributed to set up."""
+        """Do nothing: Horovod does not use torch.distributed."""
 
     @property
     def precision_plugin(self) -> Any:
@@ -83,7 +103,7 @@ class TrainerStrategy(HorovodBase):
             self._settle_accumulation(trainer)
         modules.check_usable(self.model)
         if fitting and self._layer_sync is not None and self._sync_applied is None:
-            self._sync_applied = layer_sync(self._layer_sync, self.flavour, self.process_set)
+            self._sync_applied = choose_layer_sync(self._layer_sync, self.flavour, self.process_set)
             self.model = self._sync_applied.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -95,11 +115,11 @@ class TrainerStrategy(HorovodBase):
         if fitting:
             move = self.flavour.fabric_part("utilities.optimizer")._optimizers_to_device
             move(self.optimizers, self.root_device)
-            self._watching = watch_batches(self, trainer)
-        self._released_metrics = metrics.connect(self.model, self)
+            self._batch_watcher = watch_batches(self, trainer)
+        self._disconnect_metrics = metrics.connect(self.model, self)
 
     def _settle_accumulation(self, trainer: Any) -> None:
-        """backward_passes_per_step is what the Trainer calls accumulate_grad_batches."""
+        """Give the Trainer our backward_passes_per_step, which it calls accumulate_grad_batches."""
         passes = self._options.backward_passes_per_step
         if passes == 1 or not self.lightning_module.automatic_optimization:
             return
@@ -115,27 +135,30 @@ class TrainerStrategy(HorovodBase):
         super().setup_optimizers(trainer)  # type: ignore[misc]
         mock = self.flavour.trainer_part("core.optimizer")._MockOptimizer
         automatic = self.lightning_module.automatic_optimization
-        # With automatic optimization Lightning says which backward pass is the last.
+        # With automatic optimization Lightning itself announces the last backward pass of a step.
         passes = 1 if automatic else self._options.backward_passes_per_step
         named = list(self.lightning_module.named_parameters())
         self.optimizers = [
-            each if isinstance(each, mock) else self._reduced.wrap(each, named, passes)
+            each
+            if isinstance(each, mock)
+            else self._distributed_optimizers.wrap(each, named, passes)
             for each in self.optimizers
         ]
-        self._reduced.lead(config.scheduler for config in self.lr_scheduler_configs)
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        self._distributed_optimizers.adopt_schedulers(schedulers)
 
     @property
     def optimizers(self) -> list[Any]:
-        found: list[Any] = super().optimizers  # type: ignore[misc]
-        return found
+        optimizers: list[Any] = super().optimizers  # type: ignore[misc]
+        return optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Any]) -> None:
         setter: Any = super(TrainerStrategy, type(self)).optimizers  # type: ignore[misc]
         setter.fset(self, optimizers)
         for outer in self._lightning_optimizers:
-            # Lightning's wrapper inherits these methods, but has no state of its own for them.
-            for name in _OF_THE_INNER:
+            # Lightning's wrapper inherits these methods but lacks the attributes that they use.
+            for name in _FORWARDED_METHODS:
                 if hasattr(outer._optimizer, name):
                     setattr(outer, name, getattr(outer._optimizer, name))
 
@@ -155,16 +178,16 @@ class TrainerStrategy(HorovodBase):
     # -- a step ----------------------------------------------------------------------------
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's own, with the reduction before anybody looks at the gradients."""
+        """Run Lightning's backward, and reduce before anything else sees the gradients."""
         module, precision = self.lightning_module, self.precision_plugin
         closure_loss = precision.pre_backward(closure_loss, module)
         precision.backward(closure_loss, module, optimizer, *args, **kwargs)
-        self._reduced.after_backward(only=module.automatic_optimization)
+        self._distributed_optimizers.after_backward(module.automatic_optimization)
         return precision.post_backward(closure_loss, module)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with self._reduced.blocked():
+        with self._distributed_optimizers.block_reduction():
             yield
 
     def optimizer_step(
@@ -175,10 +198,10 @@ class TrainerStrategy(HorovodBase):
 
         def reduced() -> Any:
             loss = closure()
-            self._reduced.before_step(optimizer, automatic, scaled)
-            return self._reduced.averaged_loss(optimizer, loss)
+            self._distributed_optimizers.before_step(optimizer, automatic, scaled)
+            return self._distributed_optimizers.average_loss(optimizer, loss)
 
-        with self._reduced.stepping(optimizer):
+        with self._distributed_optimizers.skip_reduction(optimizer):
             return self.precision_plugin.optimizer_step(
                 optimizer, model=model or self.lightning_module, closure=reduced, **kwargs
             )
@@ -186,14 +209,14 @@ class TrainerStrategy(HorovodBase):
     # -- collectives and checkpoints -------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self.reduced(tensor, group, reduce_op)
+        return self.reduce_tensor(tensor, group, reduce_op)
 
     def optimizer_state(self, optimizer: Any) -> Any:
         return self.whole_state(optimizer)
 
     def load_checkpoint(self, checkpoint_path: Any, **keywords: Any) -> Any:
-        """The first rank reads, and all ranks get model, optimizers, schedulers and loops."""
-        if hasattr(checkpoint_path, "content"):  # of an elastic state: every rank has it
+        """Read the checkpoint on the first rank, and give it to all ranks."""
+        if hasattr(checkpoint_path, "content"):  # an elastic state's commit: every rank has it
             return checkpoint_path.content()
         read = super().load_checkpoint  # type: ignore[misc]
         return self._read_once(lambda: read(checkpoint_path, **keywords))
@@ -207,27 +230,28 @@ class TrainerStrategy(HorovodBase):
         modules.share_buffers(self.lightning_module, self.process_set)
 
     def _release_optimizers(self) -> None:
-        if self._reduced.any_wrapped():
-            self.optimizers = self._reduced.release()
+        if self._distributed_optimizers.has_optimizers():
+            self.optimizers = self._distributed_optimizers.release()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning's advice for DistributedDataParallel does not apply."""
+        """Do nothing: the base class gives advice for DistributedDataParallel."""
 
     def teardown(self) -> None:
         """Leave module, optimizers and Trainer as they would be without Horovod."""
-        if self._watching is not None:
-            self._watching.stop()
-            self._watching = None
-        if self._released_metrics is not None:
-            self._released_metrics()
-            self._released_metrics = None
+        if self._batch_watcher is not None:
+            self._batch_watcher.stop()
+            self._batch_watcher = None
+        if self._disconnect_metrics is not None:
+            self._disconnect_metrics()
+            self._disconnect_metrics = None
         self._release_optimizers()
         if self._sync_applied is not None:
             self._sync_applied.revert(self.model)
             self._sync_applied = None
         module = self.lightning_module
         if module is not None and any(param.is_meta for param in module.parameters()):
-            # It was refused because of that, and moving it would hide the reason.
+            # The module was refused because of its meta parameters. The base class would move the
+            # module, which fails for these, and that error would hide the reason.
             self._lightning_module = None
         try:
             super().teardown()  # type: ignore[misc]
@@ -236,10 +260,10 @@ class TrainerStrategy(HorovodBase):
 
     @classmethod
     def register_strategies(cls, registry: Any) -> None:
-        """The base class would register the names of DDP again."""
+        """Do nothing: the base class would register the names of DDP again."""
 
 
-_OF_THE_INNER = (
+_FORWARDED_METHODS = (
     "add_param_group",
     "consolidate_state_dict",
     "load_state_dict",
@@ -249,3 +273,15 @@ _OF_THE_INNER = (
     "synchronize",
     "zero_grad",
 )
+
+
+@functools.cache
+def trainer_strategy_class(flavour: Flavour) -> Any:
+    """Make the strategy for this package's Trainer.
+
+    It derives from the strategy for DistributedDataParallel because Lightning asks for that class
+    where it means "each process has the whole model", for example before it takes compiled modules.
+    """
+    flavour.require()
+    base = flavour.trainer_part("strategies").DDPStrategy
+    return join_with_base("HorovodStrategy", TrainerStrategy, base, flavour)

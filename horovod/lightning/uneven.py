@@ -1,9 +1,9 @@
-"""Ranks with different numbers of training batches: an error before training starts, or `join`.
+"""Handles ranks with different numbers of training batches: by an error, or by `hvd.join()`.
 
-Gradients are reduced by all ranks together, so a rank with fewer batches would leave the others
-waiting. With ``HorovodStrategy(join=True)`` it waits in `hvd.join()` at the end of its epoch
-instead, adding zeros to what the others average, and then takes over what the rank has that came
-last: parameters, optimizer state, schedulers and the counts of steps.
+All ranks reduce gradients together, so a rank with fewer batches would leave the others waiting. By
+default this is an error before training starts. With ``HorovodStrategy(join=True)`` such a rank
+waits in `hvd.join()` at the end of its epoch and adds zeros to the others' averages. Afterwards it
+takes over the parameters, optimizer state, schedulers and step counts of the last rank to join.
 """
 
 from __future__ import annotations
@@ -13,25 +13,22 @@ import math
 from typing import Any
 
 import horovod.torch as hvd
-from horovod.lightning.flavours import Flavour
+from horovod.lightning.flavours import join_with_base
 
 
 def watch_batches(strategy: Any, trainer: Any) -> Any:
-    """Put a callback that looks after this before all others; its `stop` takes it away."""
+    """Insert a `BatchWatcher` before all other callbacks; its `stop` removes it."""
     if strategy.world_size == 1:
         return None
-    watcher = _callback_class(strategy.flavour)(strategy, trainer)
+    base = strategy.flavour.trainer_part("callbacks").Callback
+    watcher_class = join_with_base("BatchWatcher", BatchWatcher, base, strategy.flavour)
+    watcher = watcher_class(strategy, trainer)
     trainer.callbacks.insert(0, watcher)
     return watcher
 
 
-def _callback_class(flavour: Flavour) -> Any:
-    base = flavour.trainer_part("callbacks").Callback
-    return type("BatchWatcher", (BatchWatcher, base), {"__module__": __name__})
-
-
 class BatchWatcher:
-    """Compares the numbers of batches, and joins."""
+    """Compares the ranks' numbers of batches when an epoch starts, and joins when it ends."""
 
     def __init__(self, strategy: Any, trainer: Any) -> None:
         self._strategy = strategy
@@ -50,14 +47,14 @@ class BatchWatcher:
         if len(set(counts)) == 1:
             return
         ranks = self._strategy.process_set.ranks or range(len(counts))
-        told = ", ".join(
+        counts_by_rank = ", ".join(
             f"rank {rank}: {'unknown' if math.isinf(count) else count}"
             for rank, count in zip(ranks, counts, strict=True)
         )
         fewest = min(counts)
         raise ValueError(
-            f"the ranks have different numbers of training batches ({told}), and those with more "
-            f"would wait for the others for ever. Let Lightning divide the data "
+            f"the ranks have different numbers of training batches ({counts_by_rank}), and those "
+            f"with more would wait for the others for ever. Let Lightning divide the data "
             f"(use_distributed_sampler=True), give all ranks equally many "
             f"(limit_train_batches={fewest}), or pass HorovodStrategy(join=True)"
         )
@@ -67,7 +64,7 @@ class BatchWatcher:
             self._take_over(trainer, module, hvd.join())
 
     def _take_over(self, trainer: Any, module: Any, last: int) -> None:
-        """What the rank has that came last, and so has made the most steps. Collective."""
+        """Take over the state of the rank that joined last and made the most steps. Collective."""
         hvd.broadcast_parameters(module.state_dict(), last)
         for optimizer in self._strategy.optimizers:
             hvd.broadcast_optimizer_state(optimizer, last)
@@ -83,16 +80,16 @@ class BatchWatcher:
         for config, state in zip(trainer.lr_scheduler_configs, theirs["schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
         trainer.precision_plugin.load_state_dict(theirs["precision"])
-        # Within the epoch each rank counts its own batches, by which it knows the last of them.
+        # Within an epoch each rank keeps its own batch count, by which it knows its last batch.
         progress, restarting = loop.batch_progress, loop.restarting
         mine_in_epoch, was_last = copy.copy(progress.current), progress.is_last_batch
         loop.load_state_dict(theirs["loop"])
         progress.current, progress.is_last_batch = mine_in_epoch, was_last
-        loop.restarting = restarting  # nothing is resumed: the epoch ends here
+        loop.restarting = restarting  # loading set it, but nothing is resumed: the epoch ends here
 
 
 def _check_validation(trainer: Any) -> None:
-    """Ranks validate together, which they can only at the end: before, they are not in step."""
+    """Refuse validation within an epoch: ranks validate together, and only its end is common."""
     if trainer.val_check_interval != 1.0 or trainer.check_val_every_n_epoch is None:
         raise ValueError(
             f"join=True lets ranks end an epoch after different numbers of batches, so they can "
@@ -102,6 +99,6 @@ def _check_validation(trainer: Any) -> None:
 
 
 def _ends_here(trainer: Any) -> bool:
-    """Whether this was the rank's last batch of the epoch."""
+    """Return whether this was the rank's last batch of the epoch."""
     loop = trainer.fit_loop.epoch_loop
     return bool(loop._is_training_done or loop.batch_progress.is_last_batch or trainer.should_stop)

@@ -5,10 +5,20 @@ Used by strategy, discovery and node_set.
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
+
+SILENT_SECONDS = 10.0
+"""Seconds of waiting for room in the cluster that nobody needs to hear about."""
+
+INTERRUPTED = "the job was interrupted, and its workers were ended"
+
+_NAMED_NODES = 8
 
 
 def require_ray() -> None:
@@ -45,27 +55,53 @@ def describe_amounts(amounts: Mapping[str, float]) -> str:
     return " and ".join(f"{amount:g} {name}" for name, amount in amounts.items()) or "no resources"
 
 
-def describe_cluster(names: Iterable[str]) -> str:
-    """What nodes there are and what they have and have free of these resources, for people."""
-    free = _free_by_node()
+def describe_room(names: Iterable[str]) -> str:
+    """Say how much of these resources the cluster has and has free, in all and on each node.
+
+    ``16 CPUs, of which 3 are free, on 2 nodes: 192.0.2.1 has 8 CPU (3 free); ...``
+    """
+    nodes, free = live_nodes(), free_by_node()
+    wanted = list(names)
+    totals = []
+    for name in wanted:
+        total = sum(node["Resources"].get(name, 0) for node in nodes)
+        unused = sum(free.get(node["NodeID"], {}).get(name, 0) for node in nodes)
+        part = f", of which {unused:g} {'is' if unused == 1 else 'are'} free" if free else ""
+        totals.append(f"{total:g} {name}{'' if total == 1 else 's'}{part}")
     lines = []
-    for node in live_nodes():
-        have = node["Resources"]
-        unused = free.get(node["NodeID"], {})
-        parts = [
-            f"{have.get(name, 0):g} {name}" + (f" ({unused.get(name, 0):g} free)" if free else "")
-            for name in names
+    for node in nodes[:_NAMED_NODES]:
+        unused_here = free.get(node["NodeID"], {})
+        amounts = [
+            f"{node['Resources'].get(name, 0):g} {name}"
+            + (f" ({unused_here.get(name, 0):g} free)" if free else "")
+            for name in wanted
         ]
-        lines.append(f"{node['NodeManagerAddress']} has {', '.join(parts) or 'no resources'}")
-    count = len(lines)
-    return f"{count} node{'' if count == 1 else 's'}: {'; '.join(lines)}"
+        lines.append(f"{node['NodeManagerAddress']} has {', '.join(amounts) or 'no resources'}")
+    if len(nodes) > _NAMED_NODES:
+        lines.append(f"and {len(nodes) - _NAMED_NODES} more")
+    count = f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"
+    return f"{'; '.join(totals) or 'no resources'}, on {count}: {'; '.join(lines)}"
 
 
-def _free_by_node() -> dict[str, Mapping[str, float]]:
+def free_by_node() -> dict[str, Mapping[str, float]]:
+    """Return what each node has free, by node id; nothing where Ray does not say."""
     try:
         return dict(ray._private.state.available_resources_per_node())
     except Exception:  # not part of Ray's public interface: an error message does without it
         return {}
+
+
+def restore_sigterm() -> None:
+    """Let SIGTERM end this process in order, so that its workers are ended before it.
+
+    `ray.init()` installs a Python handler that raises `SystemExit`, and then its C++ part puts
+    another one over it, which prints a stack and aborts. This puts the Python handler, Ray's or
+    the program's own, back in force.
+    """
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGTERM)
+        if callable(handler):
+            signal.signal(signal.SIGTERM, handler)
 
 
 def kill(actors: Iterable[Any]) -> None:
@@ -73,3 +109,8 @@ def kill(actors: Iterable[Any]) -> None:
     if ray.is_initialized():  # else the connection is gone, and they with it
         for actor in actors:
             ray.kill(actor, no_restart=True)
+
+
+def say(text: str) -> None:
+    """Tell people something, where Python's stderr goes: a terminal, a log or a notebook."""
+    print(f"horovod.ray: {text}", file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ its worker group. Ranks belong together by Ray's node id: several nodes may be o
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from horovod.common.config import Config
 from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.store import MemoryStore
 from horovod.common.wire import encode_key
+from horovod.ray.cluster import say
 from horovod.ray.settings import key_of, nics_of
 from horovod.ray.worker import WorkerInfo, own_versions
 from horovod.runner.agents.store_endpoints import StoreEndpoints, addresses_towards
@@ -121,10 +121,6 @@ class Coordinator:
 
 def watch(store: MemoryStore, elastic: bool = False) -> JobWatcher:
     """Who watches a job, as the environment of this process says."""
-
-    def say(text: str) -> None:
-        print(f"horovod.ray: {text}", file=sys.stderr, flush=True)
-
     return open_watcher(
         Config.from_env(), os.environ, store, title="horovod.ray", say=say, elastic=elastic
     )

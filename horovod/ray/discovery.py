@@ -51,13 +51,17 @@ class RayHostDiscovery(HostDiscovery):
         """Return the live node with a name, as Ray describes it; None if there is none.
 
         Args:
-            name: Name, address, host name or id of the node.
+            name: Name, address, host name or id of the node. Also ``NAME`` of a resource
+                ``node:NAME`` that the node has: a node can stand for several hosts that way.
         """
         nodes = self._live()
+        if name in nodes:
+            return nodes[name]
         for node in nodes.values():
-            if name in (node.get("NodeID"), node.get("NodeManagerHostname")) and name not in nodes:
+            names = (node.get("NodeID"), node.get("NodeManagerHostname"))
+            if name in names or f"node:{name}" in node.get("Resources", {}):
                 return node
-        return nodes.get(name)
+        return None
 
     def _live(self) -> dict[str, Mapping[str, Any]]:
         nodes = {str(node.get("NodeID", node["NodeManagerAddress"])): node for node in live_nodes()}

@@ -7,7 +7,6 @@ the driver of `horovod.runner.elastic` runs in the calling thread and starts the
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -16,7 +15,7 @@ import ray
 
 from horovod.common.config import Config
 from horovod.ray.adapter import Adapter, Callback
-from horovod.ray.cluster import require_ray
+from horovod.ray.cluster import INTERRUPTED, require_ray, say
 from horovod.ray.coordinator import watch
 from horovod.ray.discovery import RayHostDiscovery, TestDiscovery
 from horovod.ray.logs import Messages
@@ -119,6 +118,8 @@ class ElasticAdapter(Adapter):
                 ended_badly = outcome.problem or outcome.first_failure
                 nodes.close(FAILURE_GRACE if ended_badly else 0.0)
                 watcher.ended(outcome)
+        if outcome.interrupted:
+            say(INTERRUPTED)
         self._raise(outcome, nodes)
         finished = [end for end in nodes.ends if end.finished]
         if any(end.rank is None for end in finished):
@@ -193,7 +194,7 @@ class _Console(Console):
     def say(self, text: str, colour: Colour = Colour.PLAIN) -> None:
         if self._verbose:
             for line in _in_words_of_ray(text).splitlines():
-                print(f"horovod.ray: {line}", file=sys.stderr, flush=True)
+                say(line)
 
 
 class _NoOutputs:

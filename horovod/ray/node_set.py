@@ -8,9 +8,10 @@ in the thread of its loop.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -21,7 +22,13 @@ from horovod.common.decisions import Assignment
 from horovod.common.launcher_store import SECRET_KEY
 from horovod.common.membership import WORKER_ID
 from horovod.common.wire import encode_key
-from horovod.ray.cluster import kill
+from horovod.ray.cluster import (
+    SILENT_SECONDS,
+    describe_amounts,
+    describe_room,
+    free_by_node,
+    kill,
+)
 from horovod.ray.coordinator import open_doors, probe_request
 from horovod.ray.params import BaseParams
 from horovod.ray.ray_logger import StoreQueue
@@ -33,6 +40,16 @@ from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.host_set import HostSet, assignment_variables
 from horovod.runner.elastic.mailbox import Mailbox
 from horovod.runner.functions.function_call import Failure
+from horovod.runner.output.progress import list_some
+
+_LOOK_SECONDS = 1.0
+"""Seconds between two looks at what the cluster has free."""
+
+_TEXT_SECONDS = 30.0
+"""Seconds for which the text about a wait stays, though the numbers in it may change."""
+
+_KILL_SECONDS = 5.0
+"""Seconds for Ray to end actors, after which the job does not wait for them any more."""
 
 
 @dataclass
@@ -50,6 +67,7 @@ class ActorRequest:
 class _Node:
     name: str
     address: str
+    id: str
     ready: bool = False
 
 
@@ -59,7 +77,10 @@ class _Worker:
     node: _Node
     actor: Any
     info: Any  # a reference to its `WorkerInfo`
-    done: Future[Any] | None = None
+    call: Future[Any]  # what it does now: it takes its place in the job, or works
+    is_working: bool = False
+    is_killed: bool = False  # by us
+    asked_at: float = field(default_factory=time.monotonic)
 
 
 class NodeSet(HostSet):
@@ -83,6 +104,10 @@ class NodeSet(HostSet):
         self._nodes: dict[str, _Node] = {}
         self._workers: dict[int, _Worker] = {}
         self._closed = False
+        self._obstacle = ""  # what was said last about workers that do not start
+        self._waiting: list[str] = []  # those workers
+        self._next_look = 0.0  # when Ray is asked again
+        self._next_text = 0.0  # when the text changes though the same workers wait
         self._mailbox = Mailbox()
         supervisor.watch(self._mailbox.descriptor, self._take)
 
@@ -101,7 +126,9 @@ class NodeSet(HostSet):
                 self.rest(name)
                 problems[name] = "Ray has no live node with that address, host name or id"
                 continue
-            node = self._nodes[name] = _Node(name, str(found["NodeManagerAddress"]))
+            node = self._nodes[name] = _Node(
+                name, str(found["NodeManagerAddress"]), str(found["NodeID"])
+            )
             self._supervisor.call_later(0.0, lambda node=node: self._the_driver.ready(node))  # type: ignore[misc]
         return problems
 
@@ -164,19 +191,59 @@ class NodeSet(HostSet):
             },
             probe_request(self._place, nics_of(settings), settings.timeout_s),
         )
-        self._workers[worker] = _Worker(worker, node, actor, info)
-        self._when_done(joined, "joined", worker)
+        call = self._when_done(joined, "joined", worker)
+        self._workers[worker] = _Worker(worker, node, actor, info, call)
 
     def _later_could_not_start(self, worker: int, why: str) -> None:
         self._supervisor.call_later(0.0, lambda: self._the_driver.could_not_start(worker, why))
+
+    def obstacle(self) -> str:
+        """Say which workers wait for room on their node, and how much the cluster has.
+
+        Ray is asked now and then; while the same workers wait, the text stays for a while.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return self._obstacle
+        self._next_look = now + _LOOK_SECONDS
+        names = self._crowded_out(now)
+        if not names:
+            self._obstacle = ""
+        elif names != self._waiting or now >= self._next_text:
+            self._obstacle, self._next_text = self._describe_wait(names), now + _TEXT_SECONDS
+        self._waiting = names
+        return self._obstacle
+
+    def _crowded_out(self, now: float) -> list[str]:
+        """Name the workers that do not run after a while, and for which their node has no room."""
+        starting = {w.info: w for w in self._workers.values() if not w.is_working}
+        since = min((worker.asked_at for worker in starting.values()), default=now)
+        if now - since < SILENT_SECONDS:
+            return []
+        needs, free = self._request.needs.resources, free_by_node()
+        _, waiting = ray.wait(list(starting), num_returns=len(starting), timeout=0)
+        return [
+            f"w{starting[info].number}"
+            for info in waiting
+            if not _has_room(free.get(starting[info].node.id), needs)
+        ]
+
+    def _describe_wait(self, names: Sequence[str]) -> str:
+        needs = self._request.needs.resources
+        need = f"they need {describe_amounts(needs)} each"
+        if len(names) == 1:
+            need = f"it needs {describe_amounts(needs)}"
+        room = describe_room(needs)
+        return f"Ray has not started {list_some(names)}: {need}, and the cluster has {room}"
 
     def stop(self, name: str, worker: int, grace: float) -> None:
         found = self._workers.get(worker)
         if found is None:
             return
-        if grace > 0:
+        if grace > 0 and found.is_working:
             self._supervisor.call_later(grace, lambda: self.stop(name, worker, 0.0))
         else:
+            found.is_killed = True
             kill([found.actor])
 
     # -- what Ray says ---------------------------------------------------------------------
@@ -199,6 +266,10 @@ class NodeSet(HostSet):
 
     def _joined(self, worker: _Worker, future: Future[Any]) -> None:
         """The actor runs and has, or has not, found the way to the store."""
+        if worker.is_killed:
+            del self._workers[worker.number]
+            self._the_driver.exited(worker.node, [(worker.number, -signal.SIGKILL)])
+            return
         error = future.exception()
         if error is None:
             info: WorkerInfo = ray.get(worker.info)
@@ -213,7 +284,7 @@ class NodeSet(HostSet):
         self._the_driver.started(worker.node, worker.number, info.pid)
         worker.actor.set_queue.remote(StoreQueue())
         done = worker.actor.work.remote(self._request.call, self._request.executable)
-        worker.done = self._when_done(done, "ended", worker.number)
+        worker.call, worker.is_working = self._when_done(done, "ended", worker.number), True
 
     def _ended(self, worker: _Worker, future: Future[Any]) -> None:
         end = self._end_of(worker, future)
@@ -244,12 +315,12 @@ class NodeSet(HostSet):
             return
         self._closed = True
         self._supervisor.unwatch(self._mailbox.descriptor)
-        working = {w.number: w.done for w in self._workers.values() if w.done is not None}
-        wait(list(working.values()), timeout=grace)
-        for number, future in working.items():
-            if future.done():
-                self.ends.append(self._end_of(self._workers[number], future))
+        working = [worker for worker in self._workers.values() if worker.is_working]
+        wait([worker.call for worker in working], timeout=grace)
+        self.ends += [self._end_of(worker, worker.call) for worker in working if worker.call.done()]
         kill(worker.actor for worker in self._workers.values())
+        # They are gone before the store is: nobody of them complains that he cannot reach it.
+        wait([worker.call for worker in self._workers.values()], timeout=_KILL_SECONDS)
         self._workers.clear()
         self._mailbox.close()
 
@@ -265,3 +336,8 @@ def _other_versions(info: WorkerInfo) -> str:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"failed: {type(error).__name__}: {' '.join(lines[:6])}"
+
+
+def _has_room(free: Mapping[str, float] | None, needs: Mapping[str, float]) -> bool:
+    """Whether a node has this much free; yes, where that is not known."""
+    return free is None or all(free.get(name, 0.0) >= amount for name, amount in needs.items())

@@ -11,7 +11,7 @@ from typing import Any
 
 from horovod.ray.adapter import Adapter, BaseParams, Callback
 from horovod.ray.client import RemoteAdapter
-from horovod.ray.cluster import require_ray, through_client
+from horovod.ray.cluster import require_ray, restore_sigterm, through_client
 from horovod.ray.coordinator import Coordinator
 from horovod.ray.elastic_v2 import ElasticAdapter, ElasticParams
 from horovod.ray.params import StaticParams
@@ -120,10 +120,12 @@ class RayExecutor:
     ) -> None:
         if max_workers is not None and not (min_workers and min_workers > 0):
             raise ValueError("max_workers is for elastic jobs: give min_workers (at least 1) too")
-        if min_workers is not None and (num_workers is not None or num_hosts is not None):
-            raise ValueError(
-                "min_workers is for elastic jobs, num_workers and num_hosts for others: give one"
-            )
+        for name, value in (("num_workers", num_workers), ("num_hosts", num_hosts)):
+            if min_workers is not None and value is not None:
+                raise ValueError(
+                    f"Both `min_workers` and `{name}` provided. Give `min_workers` for an elastic "
+                    f"job, or `{name}` for a job of a fixed size"
+                )
         self.settings = self.create_settings() if settings is None else settings
         self.adapter: Adapter | None = None
         self.params: StaticParams | ElasticParams
@@ -175,6 +177,7 @@ class RayExecutor:
         require_ray()
         if self.adapter is not None:
             raise RuntimeError("this executor has been started: call shutdown() first")
+        restore_sigterm()
         kind: type[Adapter] = (
             ElasticAdapter if isinstance(self.params, ElasticParams) else StaticAdapter
         )

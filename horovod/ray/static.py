@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.ray.adapter import Adapter, Call, Callback
-from horovod.ray.cluster import kill, require_ray
+from horovod.ray.cluster import INTERRUPTED, kill, require_ray, say
 from horovod.ray.coordinator import Coordinator
 from horovod.ray.logs import Messages
 from horovod.ray.params import StaticParams
@@ -36,7 +36,7 @@ class StaticAdapter(Adapter):
         self.params = params
         self.workers: list[Any] = []  # by rank
         self._infos: list[WorkerInfo] = []
-        self._strategy: BaseStrategy | None = None
+        self.strategy: BaseStrategy | None = None
         self._coordinator: Coordinator | None = None
         self._messages: Messages | None = None
         self._broken = ""  # why the workers cannot be used any more
@@ -51,7 +51,7 @@ class StaticAdapter(Adapter):
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
         require_ray()
-        if self._strategy is not None:
+        if self.strategy is not None:
             raise RuntimeError("this executor has been started: call shutdown() first")
         self._broken = ""
         try:
@@ -69,7 +69,7 @@ class StaticAdapter(Adapter):
             raise
 
     def _start(self, extra: Mapping[str, str]) -> None:
-        strategy = self._strategy = self._make_strategy()
+        strategy = self.strategy = self._make_strategy()
         workers = strategy.create_workers()
         infos = self._infos_of(strategy, workers)
         # The ranks of a node are neighbours, whatever order Ray has filled the nodes in.
@@ -111,13 +111,12 @@ class StaticAdapter(Adapter):
         )
 
     def _infos_of(self, strategy: BaseStrategy, workers: Sequence[Any]) -> list[WorkerInfo]:
-        try:
-            infos: list[WorkerInfo] = ray.get(
-                [worker.describe.remote() for worker in workers],
-                timeout=strategy.wait_seconds + self.settings.timeout_s,
-            )
-        except GetTimeoutError:
-            raise strategy.too_few() from None
+        refs = [worker.describe.remote() for worker in workers]
+        strategy.await_start(
+            lambda seconds: len(ray.wait(refs, num_returns=len(refs), timeout=seconds)[1]) == 0,
+            strategy.wait_seconds + self.settings.timeout_s,
+        )
+        infos: list[WorkerInfo] = ray.get(refs)
         return infos
 
     def _gpus(self, rank: int) -> dict[str, str]:
@@ -130,7 +129,7 @@ class StaticAdapter(Adapter):
 
     def shutdown(self) -> None:
         """End the workers; may be called at any time, and twice."""
-        strategy, self._strategy = self._strategy, None
+        strategy, self.strategy = self.strategy, None
         coordinator, self._coordinator = self._coordinator, None
         self.workers, self._infos, self._messages = [], [], None
         if strategy is not None:
@@ -190,6 +189,7 @@ class StaticAdapter(Adapter):
                         deadline = deadline or time.monotonic() + _GRACE
         except BaseException:  # Ctrl-C, above all: nobody waits for the workers any more
             self._break("the function was interrupted", range(len(self.workers)))
+            say(INTERRUPTED)
             raise
         if not failures:
             return [values[rank] for rank in range(len(refs))]

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -18,7 +19,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from horovod.ray.cluster import describe_amounts, describe_cluster, kill
+from horovod.ray.cluster import SILENT_SECONDS, describe_amounts, describe_room, kill, say
 from horovod.ray.params import BaseParams
 from horovod.ray.worker import BaseHorovodWorker
 
@@ -40,7 +41,7 @@ class BaseStrategy(ABC):
             cpus_per_worker=cpus_per_worker, use_gpu=use_gpu, gpus_per_worker=gpus_per_worker
         )
         self._group: PlacementGroup | None = None
-        self._created: PlacementGroup | None = None  # the group, if it is ours
+        self._created_placement_group: PlacementGroup | None = None  # the group, if it is ours
         self._workers: list[Any] = []
 
     @abstractmethod
@@ -56,28 +57,48 @@ class BaseStrategy(ABC):
         """How long Ray may take to find room, and then to start processes."""
         return float(self.settings.placement_group_timeout_s)
 
-    def too_few(self) -> TimeoutError:
-        """The error for what Ray has not found in time."""
-        return TimeoutError(
-            f"Ray did not find room within {self.wait_seconds:g} s (placement_group_timeout_s) for "
-            f"{self.describe()}. The cluster has {describe_cluster(self._needs.resources)}. Ask "
-            f"for less, wait for others to finish, or add nodes"
+    def await_start(self, wait: Callable[[float], bool], seconds: float) -> None:
+        """Wait for Ray, and say what is missing if it takes long.
+
+        `wait` takes seconds and tells whether Ray has done its part then. `TimeoutError` where it
+        has not after `seconds`.
+        """
+        first = min(SILENT_SECONDS, seconds)
+        if wait(first):
+            return
+        if first < seconds:
+            if self.settings.verbose:
+                say(f"waiting up to {seconds:g} s for {self._missing()}")
+            if wait(seconds - first):
+                return
+        raise TimeoutError(
+            f"gave up after {seconds:g} s (placement_group_timeout_s) waiting for "
+            f"{self._missing()}. Ask for less, wait for others to finish, or add nodes"
         )
+
+    def _missing(self) -> str:
+        if self._workers and self._created_placement_group is not None:
+            return f"Ray to start the processes of {self.describe()}"
+        room = describe_room(self._needs.resources)
+        return f"room in the Ray cluster for {self.describe()}. The cluster has {room}"
 
     def shutdown(self) -> None:
         """End the workers, and give their room back if we reserved it."""
         workers, self._workers = self._workers, []
         kill(workers)
-        group, self._created = self._created, None
+        group, self._created_placement_group = self._created_placement_group, None
         if group is not None and ray.is_initialized():
             remove_placement_group(group)
 
-    def _reserve(self, bundles: Sequence[Mapping[str, float]], how: str) -> None:
-        self._group = self._created = create_placement_group(bundles, how)
-        if not self._group.wait(self.wait_seconds):
-            error = self.too_few()
+    def _reserve(self, bundle: Mapping[str, float], count: int, how: str) -> None:
+        group = placement_group([dict(bundle) for _ in range(count)], strategy=how)
+        self._group = self._created_placement_group = group
+        try:
+            # Ray counts whole seconds here.
+            self.await_start(lambda seconds: group.wait(math.ceil(seconds)), self.wait_seconds)
+        except BaseException:
             self.shutdown()
-            raise error
+            raise
 
     def _start(self, bundles: Sequence[int]) -> list[Any]:
         """One worker in each of these bundles; -1 leaves the choice to Ray."""
@@ -115,7 +136,7 @@ class ColocatedStrategy(BaseStrategy):
     def create_workers(self) -> list[Any]:
         count = self.num_workers_per_host
         bundle = {name: amount * count for name, amount in self._needs.resources.items()}
-        self._reserve([bundle or {"CPU": 0.001}] * self.num_hosts, "STRICT_SPREAD")
+        self._reserve(bundle or {"CPU": 0.001}, self.num_hosts, "STRICT_SPREAD")
         return self._start([host for host in range(self.num_hosts) for _ in range(count)])
 
     def describe(self) -> str:
@@ -151,16 +172,46 @@ class PGStrategy(BaseStrategy):
         if self._group is not None:
             return self._start([-1] * self.num_workers)
         bundle = self._needs.resources or {"CPU": 0.001}
-        self._reserve([bundle] * self.num_workers, "PACK")
+        self._reserve(bundle, self.num_workers, "PACK")
         return self._start(range(self.num_workers))
 
     def describe(self) -> str:
-        where = " in the current placement group" if self._group and not self._created else ""
         return (
-            f"{self.num_workers} workers with {describe_amounts(self._needs.resources)} each{where}"
+            f"{self.num_workers} workers with {describe_amounts(self._needs.resources)} each"
+            f"{self._where()}"
         )
 
+    def _where(self) -> str:
+        if self._group is None or self._created_placement_group is not None:
+            return ""
+        bundles = ", ".join(describe_amounts(bundle) for bundle in self._group.bundle_specs)
+        return f" in the current placement group (its bundles: {bundles})"
 
-def create_placement_group(bundles: Sequence[Mapping[str, float]], how: str) -> PlacementGroup:
-    """Ask Ray for room; wait for the result before using it."""
-    return placement_group([dict(bundle) for bundle in bundles], strategy=how)
+
+def create_placement_group(
+    resources_per_bundle: Mapping[str, float], num_bundles: int, pg_timeout: float, pg_strategy: str
+) -> tuple[PlacementGroup, list[dict[str, float]]]:
+    """Reserve room in the cluster, for programs that place jobs in a group of their own.
+
+    Args:
+        resources_per_bundle: Amounts of each bundle, such as ``{"CPU": 1}``.
+        num_bundles: Number of bundles.
+        pg_timeout: Seconds that Ray may take to find room.
+        pg_strategy: ``PACK``, ``SPREAD``, ``STRICT_PACK`` or ``STRICT_SPREAD``, as in Ray.
+
+    Returns:
+        The placement group and its bundles.
+
+    Raises:
+        TimeoutError: Ray found no room in time.
+    """
+    bundles = [dict(resources_per_bundle) for _ in range(num_bundles)]
+    group = placement_group(bundles, strategy=pg_strategy)
+    if not group.wait(math.ceil(pg_timeout)):
+        remove_placement_group(group)
+        raise TimeoutError(
+            f"Ray did not find room within {pg_timeout:g} s for {num_bundles} bundles with "
+            f"{describe_amounts(resources_per_bundle)} each. The cluster has "
+            f"{describe_room(resources_per_bundle)}"
+        )
+    return group, bundles

@@ -21,6 +21,7 @@ import ray
 
 import horovod
 from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
+from horovod.common.membership import retire
 from horovod.ray import ray_logger
 from horovod.runner.agents.probe import keep_port, probe
 from horovod.runner.agents.store_endpoints import describe_failures
@@ -182,6 +183,7 @@ class ElasticWorker(BaseHorovodWorker):
         """Call the function of an elastic job; nothing is raised but what kills the actor."""
         end = self._work(func, executable)
         stop_engine()
+        retire()
         return end
 
     def _work(self, func: Callable[[Any], Any], executable: tuple[Any, Any, Any]) -> WorkerEnd:

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from horovod.common.addresses import (
     LOOPBACK,
@@ -16,8 +16,13 @@ from horovod.common.addresses import (
     resolve,
     routable_address,
 )
+from horovod.common.logging import get_logger
 from horovod.runner.agents.probe import interface_address
 from horovod.runner.agents.store_endpoints import own_interfaces
+
+Answer = TypeVar("Answer")
+
+logger = get_logger(__name__)
 
 _ANY = ("0.0.0.0", "::")
 
@@ -47,11 +52,34 @@ def active_context() -> Any:
     return context
 
 
-class Cluster:
-    """The cluster behind a SparkContext."""
+def checked_profile(profile: Any) -> Any:
+    """The profile; ValueError if it is not one of Spark's."""
+    from pyspark.resource import ResourceProfile
 
-    def __init__(self, context: Any) -> None:
+    if profile is not None and not isinstance(profile, ResourceProfile):
+        raise ValueError(
+            "resource_profile must be a pyspark.resource.ResourceProfile, such as "
+            f"ResourceProfileBuilder().require(requests).build, not {profile!r}"
+        )
+    return profile
+
+
+def _ask_java(question: Callable[[], Answer]) -> Answer | None:
+    """The answer of Spark's Java side, or None: nothing that only informs may end a job."""
+    try:
+        return question()
+    except Exception as error:
+        logger.debug("Spark does not answer: %s", error)
+        return None
+
+
+class Cluster:
+    """The cluster behind a SparkContext, and what each task of a job asks of it."""
+
+    def __init__(self, context: Any, resource_profile: Any = None) -> None:
+        """`resource_profile` is a `pyspark.resource.ResourceProfile`, or None for Spark's own."""
         self.context = context
+        self.resource_profile = resource_profile
         self._conf = context.getConf()
 
     @property
@@ -76,11 +104,22 @@ class Cluster:
         return int(self._conf.get("spark.task.maxFailures", "4"))
 
     @property
-    def slots(self) -> int:
-        """How many tasks the executors that are here now can run at once."""
-        scala = self.context._jsc.sc()
-        profile = scala.resourceProfileManager().defaultResourceProfile()
-        return int(scala.maxNumConcurrentTasks(profile))
+    def slots(self) -> int | None:
+        """How many tasks the executors that are here now can run at once; None if Spark hides it.
+
+        PySpark has no public function for it. What it calls inside Java looks at classes that not
+        every installation of Spark has complete.
+        """
+
+        def ask() -> int:
+            scala = self.context._jsc.sc()
+            if self.resource_profile is None:
+                profile = scala.resourceProfileManager().defaultResourceProfile()
+            else:
+                profile = self.resource_profile._java_resource_profile
+            return int(scala.maxNumConcurrentTasks(profile))
+
+        return _ask_java(ask)
 
     @property
     def allows_barrier(self) -> bool:
@@ -90,32 +129,38 @@ class Cluster:
     def describe_offer(self) -> str:
         """``2 slots in 2 executors (worker-1, worker-2)``, for people."""
         slots = self.slots
-        text = f"{slots} slot{'' if slots == 1 else 's'}"
+        if slots is None:
+            text = "an unknown number of slots"
+        else:
+            text = f"{slots} slot{'' if slots == 1 else 's'}"
         if self.is_fixed:
             return f"{text} ({self.master})"
-        names = self._executors()
-        where = f" ({', '.join(names)})" if names else ""
-        executors = f"{len(names)} executor{'' if len(names) == 1 else 's'}"
+        hosts = self.executor_hosts()
+        if hosts is not None:
+            where = f" ({', '.join(hosts)})" if hosts else ""
+            text += f" in {len(hosts)} executor{'' if len(hosts) == 1 else 's'}{where}"
+        if self.resource_profile is not None:
+            requests = self.resource_profile.taskResources.values()
+            asked = ", ".join(f"{request.amount:g} {request.resourceName}" for request in requests)
+            return f"{text}, {asked} for each task (resource_profile)"
         cpus = self._conf.get("spark.task.cpus", "1")
         each = f", {cpus} cores for each task (spark.task.cpus)" if cpus != "1" else ""
         gpus = self._conf.get("spark.task.resource.gpu.amount", "")
         each += f", {gpus} GPUs for each task (spark.task.resource.gpu.amount)" if gpus else ""
-        return f"{text} in {executors}{where}{each}"
+        return f"{text}{each}"
 
-    def _executors(self) -> list[str]:
-        infos = self.context._jsc.sc().statusTracker().getExecutorInfos()
-        found = [f"{info.host()}:{info.port()}" for info in infos]
-        driver = f"{self._conf.get('spark.driver.host', '')}:"
-        rest = [each for each in found if not each.startswith(driver)]
-        if len(rest) == len(found) - 1:
-            return rest  # executors on other machines
-        driver_port = self._driver_block_port()
-        return [each for each in found if not each.endswith(f":{driver_port}")]
+    def executor_hosts(self) -> list[str] | None:
+        """The hosts of the executors that are here now; None if Spark hides them."""
 
-    def _driver_block_port(self) -> int:
-        return int(
-            self.context._jvm.org.apache.spark.SparkEnv.get().blockManager().blockManagerId().port()
-        )
+        def ask() -> list[str]:
+            infos = self.context._jsc.sc().statusTracker().getExecutorInfos()
+            return sorted(str(info.host()) for info in infos)
+
+        hosts = _ask_java(ask)
+        driver = self._conf.get("spark.driver.host", "")
+        if hosts and driver in hosts:
+            hosts.remove(driver)  # Spark counts the driver among them
+        return hosts
 
     def _flag(self, name: str) -> bool:
         return str(self._conf.get(name, "false")).lower() == "true"

@@ -40,7 +40,7 @@ def run_elastic_tasks(setup: JobSetup, limits: Limits) -> list[Any]:
     job: SparkJob | None = None
     try:
         job = SparkJob(
-            setup.cluster.context,
+            setup.cluster,
             setup.ticket_for(server),
             limits.max_np,
             barrier=False,

@@ -23,7 +23,8 @@ _GLANCE = 1.0  # seconds between looks at whether tasks that have connected stil
 
 def check_slots(cluster: Cluster, count: int) -> None:
     """`TimeoutException` at once where waiting cannot help."""
-    if cluster.is_fixed and cluster.slots < count:
+    slots = cluster.slots
+    if cluster.is_fixed and slots is not None and slots < count:
         raise TimeoutException(
             f"horovod.spark.run needs {count} Spark tasks at once, and the cluster offers "
             f"{cluster.describe_offer()}, which does not change: start the session with "

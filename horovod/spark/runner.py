@@ -36,6 +36,7 @@ def run(
     nics: Sequence[str] | None = None,
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
+    resource_profile: Any = None,
 ) -> list[Any]:
     """Call a function on all ranks of a job whose processes are Spark tasks.
 
@@ -64,6 +65,9 @@ def run(
         prefix_output_with_timestamp: Whether lines of output also have the time before them. The
             default is False.
         executable: Python interpreter of the workers. By default that of the executors.
+        resource_profile: `pyspark.resource.ResourceProfile` with the cores, GPUs and other
+            resources of each task (Spark's stage-level scheduling). By default what the session
+            says, such as `spark.task.resource.gpu.amount`.
 
     Returns:
         A list with what each rank returned, in the order of ranks.
@@ -76,7 +80,7 @@ def run(
     Examples:
         >>> results = horovod.spark.run(train, args=(10,), num_proc=4)
     """
-    from horovod.spark.cluster import Cluster, active_context
+    from horovod.spark.cluster import Cluster, active_context, checked_profile
     from horovod.spark.job_setup import make_setup, pack_call
     from horovod.spark.static_run import run_static
     from horovod.spark.streams import StreamConsole
@@ -86,7 +90,7 @@ def run(
         raise ValueError("give one of use_gloo and use_mpi")
     if use_mpi:
         raise ValueError(_MPI)
-    cluster = Cluster(active_context())
+    cluster = Cluster(active_context(), checked_profile(resource_profile))
     num_proc = _count("num_proc", num_proc, cluster.default_parallelism)
     setup = make_setup(
         cluster,
@@ -119,6 +123,7 @@ def run_elastic(
     prefix_output_with_timestamp: bool = False,
     min_np: int | None = None,
     max_np: int | None = None,
+    resource_profile: Any = None,
 ) -> list[Any]:
     """Call a function in a job that goes on when executors come and go.
 
@@ -152,6 +157,9 @@ def run_elastic(
             default is False.
         min_np: Deprecated name of `min_num_proc`.
         max_np: Deprecated name of `max_num_proc`.
+        resource_profile: `pyspark.resource.ResourceProfile` with the cores, GPUs and other
+            resources of each task (Spark's stage-level scheduling). By default what the session
+            says, such as `spark.task.resource.gpu.amount`.
 
     Returns:
         A list with what the first `min_num_proc` ranks returned, in the order of ranks.
@@ -160,7 +168,7 @@ def run_elastic(
         ValueError: An argument is wrong; nothing was started.
         TimeoutException: `num_proc` tasks did not start in time.
     """
-    from horovod.spark.cluster import Cluster, active_context
+    from horovod.spark.cluster import Cluster, active_context, checked_profile
     from horovod.spark.elastic_run import limits_from, run_elastic_tasks
     from horovod.spark.job_setup import make_setup, pack_call
     from horovod.spark.streams import StreamConsole
@@ -168,7 +176,7 @@ def run_elastic(
     call = pack_call(fn, args, kwargs)
     min_num_proc = _newer("min_np", min_np, "min_num_proc", min_num_proc)
     max_num_proc = _newer("max_np", max_np, "max_num_proc", max_num_proc)
-    cluster = Cluster(active_context())
+    cluster = Cluster(active_context(), checked_profile(resource_profile))
     limits = limits_from(
         _count("num_proc", num_proc, cluster.default_parallelism),
         min_num_proc,

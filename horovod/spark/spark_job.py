@@ -9,8 +9,8 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any
 
+from horovod.spark.cluster import Cluster
 from horovod.spark.ticket import Ticket
 
 _numbers = itertools.count()
@@ -25,7 +25,7 @@ class SparkJob:
 
     def __init__(
         self,
-        context: Any,
+        cluster: Cluster,
         ticket: Ticket,
         num_tasks: int,
         *,
@@ -38,7 +38,8 @@ class SparkJob:
 
         self.error: BaseException | None = None
         self.group = f"{name}.{next(_numbers)}"
-        self._context = context
+        self._context = cluster.context
+        self._resource_profile = cluster.resource_profile
         self._ticket = ticket
         self._num_tasks = num_tasks
         self._barrier = barrier
@@ -55,6 +56,8 @@ class SparkJob:
                 self.group, f"Horovod: {self._num_tasks} processes", interruptOnCancel=True
             )
             rdd = self._context.parallelize(range(self._num_tasks), self._num_tasks)
+            if self._resource_profile is not None:
+                rdd = rdd.withResources(self._resource_profile)
             stage = rdd.barrier() if self._barrier else rdd
             stage.mapPartitions(functools.partial(serve, self._ticket)).collect()
         except BaseException as error:

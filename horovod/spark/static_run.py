@@ -27,9 +27,9 @@ def run_static(setup: JobSetup, num_proc: int) -> list[Any]:
     job: SparkJob | None = None
     try:
         # Barrier tasks start all at once or not at all: two jobs cannot each hold half the slots.
-        barrier = cluster.allows_barrier and cluster.slots >= num_proc
+        barrier = cluster.allows_barrier and (cluster.slots or 0) >= num_proc
         job = SparkJob(
-            cluster.context,
+            cluster,
             setup.ticket_for(server),
             num_proc,
             barrier=barrier,

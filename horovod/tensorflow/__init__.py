@@ -63,7 +63,7 @@ if typing.TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> typing.Any:
-    """What needs more than TensorFlow itself, imported when a script first asks for it."""
+    """Import the parts that need Keras when a script first asks for them."""
     if name in ("elastic", "keras"):
         return importlib.import_module(f"horovod.tensorflow.{name}")
     if name == "SyncBatchNormalization":

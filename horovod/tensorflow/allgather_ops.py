@@ -1,6 +1,6 @@
 """allgather of one tensor and of groups.
 
-Exported to users by `horovod.tensorflow`.
+`horovod.tensorflow` exports them to users.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
-from horovod.tensorflow.bridge import as_tensor, unconverted
+from horovod.tensorflow.bridge import as_tensor, without_autograph
 from horovod.tensorflow.call import (
     Call,
-    any_rows,
-    as_sent,
     check_group,
-    differentiable,
     for_floats,
-    movable,
+    make_differentiable,
+    restore_types,
+    spec_with_any_rows,
+    to_movable,
 )
 from horovod.tensorflow.reduction import AVERAGE, reduce
 
 
-@unconverted
+@without_autograph
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -37,21 +37,25 @@ def allgather(
     """Concatenate the ranks' tensors along the first dimension. Differentiable.
 
     Args:
-        tensor: Of at least one dimension; only the first may differ between ranks.
-        name: Ranks match operations by name; left out, by the order of their calls.
-        ignore_name_scope: Take `name` as it is, without the scope of the graph.
-        process_set: The ranks that take part.
+        tensor: A tensor of at least one dimension; only the first may differ between ranks.
+        name: The name by which ranks match operations; without one they match the order of their
+            calls.
+        ignore_name_scope: Whether to use `name` without the scopes of the graph; False by default.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The tensors of all ranks in the order of ranks.
 
     Raises:
         InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
-        FailedPreconditionError: Ranks passed different things under this name.
-        AbortedError: A rank is lost.
+        FailedPreconditionError: The ranks passed different arguments under this name.
+        AbortedError: A rank was lost, or Horovod was shut down.
     """
     call = Call("HorovodAllgather", name, ignore_name_scope, process_set)
     return gather(call, [as_tensor(tensor)])[0]
 
 
-@unconverted
+@without_autograph
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -61,15 +65,19 @@ def grouped_allgather(
     """Gather several tensors as one operation. Differentiable.
 
     Args:
-        tensors: Each as `allgather` takes it.
-        name: Ranks match operations by name; left out, by the order of their calls.
-        ignore_name_scope: Take `name` as it is, without the scope of the graph.
-        process_set: The ranks that take part.
+        tensors: A list of tensors, each of which `allgather` would accept.
+        name: The name by which ranks match operations; without one they match the order of their
+            calls.
+        ignore_name_scope: Whether to use `name` without the scopes of the graph; False by default.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The gathered tensors, in the order of `tensors`.
 
     Raises:
         InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
-        FailedPreconditionError: Ranks passed different things under this name.
-        AbortedError: A rank is lost.
+        FailedPreconditionError: The ranks passed different arguments under this name.
+        AbortedError: A rank was lost, or Horovod was shut down.
     """
     group = check_group(tensors)
     if not group:
@@ -81,17 +89,17 @@ def grouped_allgather(
 def gather(call: Call, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Gather tensors with one request to the engine.
 
-    The gradient is averaged over the ranks, and each gets its own rows: upstream's convention.
+    By upstream's convention the gradient is averaged over the ranks, and each rank gets its rows.
     """
 
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
         request = runtime.allgather(
-            movable(sources), name, process_set_id=call.set_id, background=False
+            to_movable(sources), name, process_set_id=call.set_id, background=False
         )
-        return as_sent(bridge.wait(request), sources)
+        return restore_types(bridge.wait(request), sources)
 
     def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:
-        return call.run(collective, inputs, [any_rows(tensor) for tensor in inputs])
+        return call.run(collective, inputs, [spec_with_any_rows(tensor) for tensor in inputs])
 
     def own_rows(gradients: list[tf.Tensor], indices: list[int]) -> list[tf.Tensor]:
         backward = call.backward()
@@ -99,8 +107,8 @@ def gather(call: Call, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         counts = tf.stack([tf.shape(tensors[index])[0] for index in indices])
         begins = _first_rows(backward, counts)
         parts = []
-        for place, (index, whole) in enumerate(zip(indices, averaged, strict=True)):
-            part = whole[begins[place] : begins[place] + counts[place]]
+        for position, (index, whole) in enumerate(zip(indices, averaged, strict=True)):
+            part = whole[begins[position] : begins[position] + counts[position]]
             part.set_shape(tensors[index].shape)
             parts.append(part)
         return parts
@@ -108,11 +116,11 @@ def gather(call: Call, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     def gradient(*gradients: Any) -> list[Any]:
         return for_floats(own_rows, gradients, tensors)
 
-    return differentiable(forward, gradient, tensors)
+    return make_differentiable(forward, gradient, tensors)
 
 
 def _first_rows(call: Call, counts: tf.Tensor) -> tf.Tensor:
-    """Where this rank's rows begin in what was gathered, given how many it has of each."""
+    """Return where this rank's rows begin in each gathered tensor, given its numbers of rows."""
 
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
         mine = sources[0].view(1, -1)

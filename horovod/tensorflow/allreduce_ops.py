@@ -1,6 +1,6 @@
 """allreduce of one tensor and of groups; IndexedSlices are gathered instead.
 
-Exported to users by `horovod.tensorflow`.
+`horovod.tensorflow` exports them to users.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import tensorflow as tf
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.tensorflow.allgather_ops import gather
-from horovod.tensorflow.bridge import as_tensor, placed, unconverted
+from horovod.tensorflow.bridge import as_tensor, device_scope, without_autograph
 from horovod.tensorflow.call import Call, check_group
 from horovod.tensorflow.compression import Compression, Compressor
 from horovod.tensorflow.info_ops import set_size
 from horovod.tensorflow.reduction import Reduction, reduce, reduce_op
 
 
-@unconverted
+@without_autograph
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -34,27 +34,32 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Reduce a tensor over all ranks; also a variable, an array or IndexedSlices. Differentiable.
+    """Reduce a tensor, a variable, an array or IndexedSlices over all ranks. Differentiable.
 
-    IndexedSlices take Sum and Average: the result has all ranks' slices.
+    IndexedSlices take Sum and Average; the result contains the slices of all ranks.
 
     Args:
-        tensor: Of the same shape and type on all ranks.
+        tensor: The tensor to reduce, with the same shape and type on all ranks.
         average: Older form of `op`: True for `Average`, False for `Sum`.
         device_dense: Accepted for compatibility.
         device_sparse: Accepted for compatibility.
-        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        compression: How tensors are compressed on the way, such as `Compression.fp16`; not at all
+            by default.
         op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
-        prescale_factor: Multiplies tensors before the reduction.
-        postscale_factor: Multiplies the result.
-        name: Ranks match operations by name; left out, by the order of their calls.
-        process_set: The ranks that take part.
-        ignore_name_scope: Take `name` as it is, without the scope of the graph.
+        prescale_factor: A factor for tensors before the reduction; 1.0 by default.
+        postscale_factor: A factor for the result; 1.0 by default.
+        name: The name by which ranks match operations; without one they match the order of their
+            calls.
+        process_set: The ranks that take part; all ranks by default.
+        ignore_name_scope: Whether to use `name` without the scopes of the graph; False by default.
+
+    Returns:
+        The reduced tensor, or IndexedSlices if those were passed.
 
     Raises:
         InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
-        FailedPreconditionError: Ranks passed different things under this name.
-        AbortedError: A rank is lost.
+        FailedPreconditionError: The ranks passed different arguments under this name.
+        AbortedError: A rank was lost, or Horovod was shut down.
 
     Examples:
         >>> loss = hvd.allreduce(loss, name="loss")
@@ -62,14 +67,14 @@ def allreduce(
     reduction = Reduction(reduce_op(op, average), prescale_factor, postscale_factor)
     call = Call("HorovodAllreduce", name, ignore_name_scope, process_set)
     if isinstance(tensor, tf.IndexedSlices):
-        with placed(device_sparse):
+        with device_scope(device_sparse):
             return reduce_slices(call, tensor, reduction)
-    with placed(device_dense):
+    with device_scope(device_dense):
         compressed, context = compression.compress(as_tensor(tensor))
         return compression.decompress(reduce(call, [compressed], reduction)[0], context)
 
 
-@unconverted
+@without_autograph
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -85,25 +90,30 @@ def grouped_allreduce(
 ) -> Sequence[Any]:
     """Reduce several tensors as one operation; the results are in their order. Differentiable.
 
-    They may be of different types. IndexedSlices among them are reduced one by one.
+    The tensors may have different types. IndexedSlices among them are reduced one by one.
 
     Args:
-        tensors: The same number, shapes and types on all ranks.
+        tensors: The tensors to reduce; their number, shapes and types are the same on all ranks.
         average: Older form of `op`: True for `Average`, False for `Sum`.
         device_dense: Accepted for compatibility.
         device_sparse: Accepted for compatibility.
-        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        compression: How tensors are compressed on the way, such as `Compression.fp16`; not at all
+            by default.
         op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
-        prescale_factor: Multiplies tensors before the reduction.
-        postscale_factor: Multiplies the result.
-        process_set: The ranks that take part.
-        ignore_name_scope: Take `name` as it is, without the scope of the graph.
-        name: Ranks match operations by name; left out, by the order of their calls.
+        prescale_factor: A factor for tensors before the reduction; 1.0 by default.
+        postscale_factor: A factor for the result; 1.0 by default.
+        process_set: The ranks that take part; all ranks by default.
+        ignore_name_scope: Whether to use `name` without the scopes of the graph; False by default.
+        name: The name by which ranks match operations; without one they match the order of their
+            calls.
+
+    Returns:
+        The reduced tensors, in the order of `tensors`.
 
     Raises:
         InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
-        FailedPreconditionError: Ranks passed different things under this name.
-        AbortedError: A rank is lost.
+        FailedPreconditionError: The ranks passed different arguments under this name.
+        AbortedError: A rank was lost, or Horovod was shut down.
     """
     group = check_group(tensors)
     if not group:
@@ -111,13 +121,13 @@ def grouped_allreduce(
     reduction = Reduction(reduce_op(op, average), prescale_factor, postscale_factor)
     sparse = [i for i, tensor in enumerate(group) if isinstance(tensor, tf.IndexedSlices)]
     for index in sparse:
-        with placed(device_sparse):
+        with device_scope(device_sparse):
             own_name = None if name is None else f"{name}.{index}"
             call = Call("HorovodAllreduce", own_name, ignore_name_scope, process_set)
             group[index] = reduce_slices(call, group[index], reduction)
     dense = [i for i in range(len(group)) if i not in sparse]
     if dense:
-        with placed(device_dense):
+        with device_scope(device_dense):
             call = Call("HorovodGroupedAllreduce", name, ignore_name_scope, process_set)
             reduced = reduce_group(call, [group[index] for index in dense], reduction, compression)
             for index, tensor in zip(dense, reduced, strict=True):
@@ -141,7 +151,7 @@ def reduce_group(
 
 
 def reduce_slices(call: Call, slices: tf.IndexedSlices, reduction: Reduction) -> tf.IndexedSlices:
-    """All ranks' slices; an index that several ranks have comes several times, which sums them."""
+    """Gather the slices of all ranks; slices that share an index add up when they are used."""
     if reduction.op not in (Sum, Average):
         raise NotImplementedError(
             f"{reduction.op.name.capitalize()} is not defined for IndexedSlices: use Sum or "

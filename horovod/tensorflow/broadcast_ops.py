@@ -1,7 +1,7 @@
 """broadcast of one tensor.
 
-Exported to users by `horovod.tensorflow`. `root_rank` is always a rank of the whole job, also
-within a process set.
+`horovod.tensorflow` exports it to users. `root_rank` is a rank of the whole job, even within a
+process set.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
-from horovod.tensorflow.bridge import as_tensor, unconverted
-from horovod.tensorflow.call import Call, as_sent, differentiable, movable, same
+from horovod.tensorflow.bridge import as_tensor, without_autograph
+from horovod.tensorflow.call import Call, make_differentiable, restore_types, spec_like, to_movable
 from horovod.tensorflow.info_ops import own_rank
 from horovod.tensorflow.reduction import AVERAGE, reduce
 
 
-@unconverted
+@without_autograph
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -28,38 +28,42 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """The root's tensor on every rank. Differentiable.
+    """Give every rank the root's tensor. Differentiable.
 
     Args:
-        tensor: Of the same shape and type on all ranks; only the root's content counts.
-        root_rank: The rank that has it, counted among all ranks of the job.
-        name: Ranks match operations by name; left out, by the order of their calls.
-        ignore_name_scope: Take `name` as it is, without the scope of the graph.
-        process_set: The ranks that take part.
+        tensor: A tensor of the same shape and type on all ranks; only the root's values are used.
+        root_rank: The rank whose tensor all ranks get, counted among all ranks of the job.
+        name: The name by which ranks match operations; without one they match the order of their
+            calls.
+        ignore_name_scope: Whether to use `name` without the scopes of the graph; False by default.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The root's tensor.
 
     Raises:
         InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
-        FailedPreconditionError: Ranks passed different things under this name.
-        AbortedError: A rank is lost.
+        FailedPreconditionError: The ranks passed different arguments under this name.
+        AbortedError: A rank was lost, or Horovod was shut down.
     """
     tensor = as_tensor(tensor)
     call = Call("HorovodBroadcast", name, ignore_name_scope, process_set)
 
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
-        (source,) = movable(sources)
+        (source,) = to_movable(sources)
         output = torch.empty_like(source)
         bridge.wait(
             runtime.broadcast(
                 source, output, root_rank, name, process_set_id=call.set_id, background=False
             )
         )
-        return as_sent([output], sources)
+        return restore_types([output], sources)
 
     def forward(source: tf.Tensor) -> list[tf.Tensor]:
-        return call.run(collective, [source], [same(source)])
+        return call.run(collective, [source], [spec_like(source)])
 
     def gradient(dy: Any) -> list[Any]:
         (averaged,) = reduce(call.backward(), [as_tensor(dy)], AVERAGE)
         return [tf.where(own_rank() == root_rank, averaged, tf.zeros_like(averaged))]
 
-    return differentiable(forward, gradient, [tensor])[0]
+    return make_differentiable(forward, gradient, [tensor])[0]

@@ -1,7 +1,7 @@
-"""One call of a collective: what it is named, who takes part, and how it becomes an op.
+"""One call of a collective: its name, its process set, and how it becomes an op.
 
-What the modules of the collectives share. Everything about the job, its sizes included, is read
-when the op runs: in an elastic job a graph outlives changes of the ranks.
+The modules of the collectives share this one. All facts about the job, such as its size, are read
+when the op runs, because in an elastic job a graph outlives changes of the ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
 from horovod.tensorflow.errors import InvalidArgumentError
 
-# torch knows these types but moves only their signed twins.
+# torch has these unsigned types but cannot move them, so they travel as signed types.
 _CARRIERS = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
@@ -31,15 +31,15 @@ _CARRIERS = {
 
 @dataclasses.dataclass
 class Call:
-    """How the user, or the gradient of what the user called, called a collective."""
+    """A call of a collective, by the user or by the gradient of such a call."""
 
-    kind: str  # as graph ops are named, such as "HorovodAllreduce"
+    kind: str  # the name of its ops in a graph, such as "HorovodAllreduce"
     name: str | None
     ignore_name_scope: bool
     process_set: ProcessSet
-    wire_name: str | None = None  # what the ranks know it by, once it is in a graph
+    wire_name: str | None = None  # the name by which ranks match it, once it is in a graph
     num_gradients: int = 0
-    buckets: int = 0  # of the step that is complete with this call; 0: it completes none
+    buckets: int = 0  # the number of buckets of the step that this call completes, if it does
 
     @property
     def set_id(self) -> int:
@@ -48,9 +48,9 @@ class Call:
     def run(
         self, function: bridge.Function, tensors: Sequence[tf.Tensor], like: Sequence[tf.TensorSpec]
     ) -> list[tf.Tensor]:
-        """Have `function` (see `bridge.run`) make tensors that are `like` these.
+        """Call `function` through `bridge.run`, with results of the types and shapes of `like`.
 
-        `ValueError` while a graph is built for a process set that nobody has registered.
+        While a graph is built, an unregistered process set is a ValueError.
         """
         eager = tf.executing_eagerly()
         if not eager:
@@ -69,6 +69,8 @@ class Call:
         return outputs
 
     def _completing(self, function: bridge.Function) -> bridge.Function:
+        """Return a function that also reports the end of a step to the statistics."""
+
         def run(sources: list[torch.Tensor], name: str | None) -> Sequence[torch.Tensor]:
             results = function(sources, name)
             runtime.statistics.end_step(self.buckets)
@@ -77,10 +79,11 @@ class Call:
         return run
 
     def backward(self) -> Call:
-        """The call that carries a gradient of this one.
+        """Return the call that carries a gradient of this one.
 
-        In a graph its name comes from this one's: how TensorFlow names the scope of a gradient
-        depends on the order in which the graph was made, which may differ between ranks.
+        In a graph its name is derived from the name of this call. TensorFlow's own name for the
+        scope of a gradient depends on the order in which the graph was made, which may differ
+        between ranks.
         """
         self.num_gradients += 1
         suffix = "grad" if self.num_gradients == 1 else f"grad{self.num_gradients}"
@@ -93,6 +96,7 @@ class Call:
         )
 
     def _op_name(self, tensor: tf.Tensor) -> str:
+        """Return a valid name for the op, the same on all ranks."""
         if self.name is None:
             # TensorFlow names an eager tensor that a function captures by a number of its own,
             # which other ranks do not know.
@@ -102,12 +106,12 @@ class Call:
         return valid if valid[:1].isalnum() else f"{self.kind}_{valid}"
 
 
-def differentiable(
+def make_differentiable(
     function: Callable[..., list[tf.Tensor]],
     gradient: Callable[..., list[Any]],
     tensors: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """`function(*tensors)`, whose gradient is `gradient(*gradients of the outputs)`."""
+    """Return `function(*tensors)`; `gradient` turns gradients of the outputs into the inputs'."""
     if tf.executing_eagerly() and not could_possibly_record():
         return function(*tensors)
 
@@ -123,40 +127,41 @@ def for_floats(
     gradients: Sequence[Any],
     tensors: Sequence[tf.Tensor],
 ) -> list[Any]:
-    """Gradients for `tensors`: of those that have any, `function(gradients, their indices)`.
+    """Return gradients for `tensors`, computed by `function(gradients, indices)`.
 
-    All ranks must make the same calls, so these are the tensors whose type allows a gradient.
+    `function` gets those whose type allows a gradient, whether or not this rank needs them: all
+    ranks must make the same calls.
     """
-    chosen = [i for i, t in enumerate(tensors) if t.dtype.is_floating or t.dtype.is_complex]
+    indices = [i for i, t in enumerate(tensors) if t.dtype.is_floating or t.dtype.is_complex]
     results: list[Any] = [None] * len(tensors)
-    made = function([bridge.as_tensor(gradients[index]) for index in chosen], chosen)
-    for index, result in zip(chosen, made, strict=True):
+    computed = function([bridge.as_tensor(gradients[index]) for index in indices], indices)
+    for index, result in zip(indices, computed, strict=True):
         results[index] = result
     return results
 
 
 def check_group(tensors: Any) -> list[Any]:
-    """The members of a group: tensors, or IndexedSlices as they are."""
+    """Return the members of a group as tensors; IndexedSlices stay as they are."""
     if isinstance(tensors, (tf.Tensor, tf.Variable, tf.IndexedSlices)):
-        raise InvalidArgumentError.because(
+        raise InvalidArgumentError.with_message(
             "a grouped operation takes a list of tensors, not one tensor"
         )
     return [t if isinstance(t, tf.IndexedSlices) else bridge.as_tensor(t) for t in tensors]
 
 
-def same(tensor: tf.Tensor) -> tf.TensorSpec:
-    """What an output that is like an input looks like in a graph."""
+def spec_like(tensor: tf.Tensor) -> tf.TensorSpec:
+    """Return the specification of an output with the type and shape of an input."""
     return tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
-def any_rows(tensor: tf.Tensor) -> tf.TensorSpec:
-    """The same with any number of rows."""
+def spec_with_any_rows(tensor: tf.Tensor) -> tf.TensorSpec:
+    """Return the specification of an output like an input, but with any number of rows."""
     shape = tensor.shape[1:] if tensor.shape.rank else None
     return tf.TensorSpec(None if shape is None else [None, *shape], tensor.dtype)
 
 
-def movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors for the engine to move."""
+def to_movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors in types that the engine can move."""
     return [
         tensor.view(_CARRIERS[tensor.dtype])
         if tensor.dtype in _CARRIERS
@@ -165,8 +170,10 @@ def movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def as_sent(results: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What the engine moved, in the types that went in."""
+def restore_types(
+    results: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the engine's results in the types of the sources."""
     return [
         result if result.dtype is source.dtype else result.view(source.dtype)
         for result, source in zip(results, sources, strict=True)

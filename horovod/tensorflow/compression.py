@@ -1,4 +1,4 @@
-"""The compressors of TensorFlow's tensors; see `horovod.common.compression`."""
+"""The compressors for TensorFlow's tensors; see `horovod.common.compression`."""
 
 from __future__ import annotations
 

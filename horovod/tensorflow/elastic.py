@@ -1,7 +1,7 @@
 """Elastic training with TensorFlow: ``hvd.elastic.run`` and the states to use with it.
 
 `TensorFlowKerasState` is for a Keras model and its optimizer, `TensorFlowState` for any variables.
-A tf.function that was traced before the ranks changed goes on working after it.
+A tf.function that was traced before the ranks changed continues to work afterwards.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 
 class TensorFlowKerasState(KerasStateBase):
-    """A Keras model, its optimizer, and attributes: ``TensorFlowKerasState(model, epoch=0)``.
+    """The state of a Keras model, its optimizer, and attributes.
 
     Args:
         model: A Keras model that is built.
-        optimizer: The model's unless another is given; it is built for the model's trainable
-            variables if it is not yet, so that it can receive its state.
-        backend: What has the session of a v1 graph (`get_session`), if it is not
-            tf.compat.v1.keras.backend.
+        optimizer: The optimizer; the model's own by default. If it is not built yet, it is built
+            for the model's trainable variables, so that it can receive its state.
+        backend: The module whose `get_session` returns the session of a v1 graph;
+            tf.compat.v1.keras.backend by default.
+        **kwargs: Attributes with their initial values, such as ``epoch=0``.
 
     Raises:
         ValueError: The model is not built.
@@ -53,20 +54,21 @@ class TensorFlowKerasState(KerasStateBase):
 
     def _session(self) -> Any:
         source = self._session_source
-        if not hasattr(source, "get_session"):  # nor has tf.keras.backend
+        if not hasattr(source, "get_session"):  # for example None, or tf.keras.backend
             source = tf.compat.v1.keras.backend
         return source.get_session()
 
 
 class TensorFlowState(VariablesState):
-    """Variables and attributes: ``TensorFlowState(model.variables, epoch=0)``.
+    """The state of variables and attributes: ``TensorFlowState(model.variables, epoch=0)``.
 
     Args:
-        variables: Those to carry over; in a v1 graph all global variables unless others are given.
-        session: Of a v1 graph; left out, the default session.
+        variables: The variables to carry over; in a v1 graph all global variables by default.
+        session: The session of a v1 graph; the default session by default.
+        **kwargs: Attributes with their initial values, such as ``epoch=0``.
 
     Raises:
-        ValueError: There are no variables to look after, or no session that has them.
+        ValueError: There are no variables to carry over, or no session that has them.
     """
 
     def __init__(self, variables: Any = None, session: Any = None, **kwargs: Any) -> None:
@@ -109,7 +111,7 @@ def _read_in_session(variables: Sequence[Any], session: Any) -> list[torch.Tenso
 def _write_in_session(
     variables: Sequence[Any], values: Sequence[torch.Tensor], session: Any
 ) -> None:
-    # Through their initializers, because nothing may be added to a graph that is in use.
+    # Assign through the initializers, because no op may be added to a graph that is in use.
     initializers = [variable.initializer for variable in variables]
     feeds = {
         initializer.inputs[1]: to_numpy(

@@ -1,11 +1,11 @@
-"""Failing inside a graph with tf.errors.FailedPreconditionError, for `python_op`.
+"""Lets `python_op` fail inside a graph with tf.errors.FailedPreconditionError.
 
-Of the exceptions of a Python function in a graph, TensorFlow makes InvalidArgumentError, if it is
-a ValueError, or else UnknownError. But such a function may return the output of an op that runs
-asynchronously, and if that op fails, TensorFlow takes its failure for the function's. So there is a
-way to fail with any class that an op of TensorFlow fails with. The op used here looks for a
-variable and fails with a text that ends in the variable's name, which can be anything. None of
-TensorFlow's ops says what we want and fails with AbortedError.
+TensorFlow turns the ValueError of a Python function in a graph into InvalidArgumentError, and all
+other exceptions into UnknownError. But such a function may return the output of an op that runs
+asynchronously. If that op fails, TensorFlow treats its failure as the function's. So the function
+can fail with any error class of any op. The op used here looks for a variable, and its error text
+ends in the variable's name, which can be any text. We know of no op that fails with AbortedError
+and a text of our choice.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ except ImportError:
 
 
 def failed_output(message: str) -> tf.Tensor | None:
-    """The output of an op that failed with FailedPreconditionError and a text with `message`.
+    """Return the output of an op that failed with FailedPreconditionError and `message`.
 
-    None where TensorFlow no longer lets us.
+    Return None if this TensorFlow lacks the private functions that it needs.
     """
     if new_executor is not None:
-        # Other errors than `message` are of no interest now. And a thread of its own has no device,
-        # tape or executor of the user's.
+        # An error here must not hide `message`, so it is ignored. A separate thread does not have
+        # the devices, tapes and executors that the user's thread may have set.
         with contextlib.suppress(Exception), ThreadPoolExecutor(1) as thread:
             return thread.submit(_look_for_variable, message).result()
     return None
 
 
 def _look_for_variable(message: str) -> tf.Tensor | None:
+    """Run an op that looks for a missing variable, and return its failed output."""
     with eager_mode(), tf.device("/CPU:0"):
         # The text is "... the following variables were found uninitialized: " and the name.
         variable = _missing_variable(f"none. The error is Horovod's:\n{message}")
@@ -55,14 +56,14 @@ def _look_for_variable(message: str) -> tf.Tensor | None:
 
 
 def _missing_variable(name: str) -> tf.Tensor:
-    """The handle of a variable that does not exist.
+    """Return the handle of a variable that does not exist.
 
-    TensorFlow would keep an op that makes handles of this name for good. So one op makes them all,
-    and we change the name.
+    TensorFlow keeps every op that makes a handle, with its name, until the process ends. So one op
+    makes all handles, and the name is changed afterwards.
     """
     handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=(), shared_name="horovod")
     packed = TensorProto.FromString(tf.io.serialize_tensor(handle).numpy()).tensor_content
-    start = next(place for place, byte in enumerate(packed) if byte < 0x80) + 1  # after the length
+    start = next(index for index, byte in enumerate(packed) if byte < 0x80) + 1  # after the length
     renamed = ResourceHandleProto.FromString(packed[start:])
     renamed.name = name
     proto = TensorProto(dtype=tf.resource.as_datatype_enum, resource_handle_val=[renamed])

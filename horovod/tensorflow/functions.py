@@ -1,7 +1,7 @@
-"""Making variables and objects equal on all ranks.
+"""Makes variables and objects equal on all ranks.
 
-The variables of one call travel together: ranks first compare what they are about to exchange, so
-that models which differ end in an error that names the variable, with nothing changed anywhere.
+The variables of one call travel together. The ranks first compare what they are about to exchange,
+so that models which differ end in an error that names the variable, before any rank is changed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from horovod.engine.wait_for_all import wait_for_all
 from horovod.tensorflow import bridge
 from horovod.tensorflow.errors import FailedPreconditionError, eager_error
 
-_ALIGNMENT = 64  # bytes; TensorFlow takes over memory that is aligned like this, and copies other
-_CHUNK = 64 * 2**20  # bytes; what is sent at once, unless a variable is larger
+_ALIGNMENT = 64  # bytes; TensorFlow takes over memory with this alignment, and copies other memory
+_CHUNK = 64 * 2**20  # bytes; the most that one broadcast sends, unless a variable is larger
 
 _Description = list[tuple[str, str, list[int]]]  # name, type and shape of every variable
 
@@ -34,22 +34,23 @@ _Description = list[tuple[str, str, list[int]]]  # name, type and shape of every
 # -- variables ------------------------------------------------------------------------------
 
 
-@bridge.unconverted
+@bridge.without_autograph
 def broadcast_variables(
     variables: Sequence[Any],
     root_rank: int,
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Give every rank the root's values of these variables, those of Keras included.
-
-    Eagerly they are assigned at once; in a graph the result is the op that does it.
+    """Give every rank the root's values of these variables, which may be Keras variables.
 
     Args:
-        variables: Such as ``model.variables``; the same on all ranks.
-        root_rank: The rank whose values all get.
-        process_set: The ranks that take part.
-        inplace: Accepted for compatibility: variables are always updated where they are.
+        variables: A list such as ``model.variables``, with the same variables on all ranks.
+        root_rank: The rank whose values all ranks get.
+        process_set: The ranks that take part; all ranks by default.
+        inplace: Accepted for compatibility; variables are always updated in place.
+
+    Returns:
+        None in eager execution, and in a graph the op that assigns the values.
 
     Raises:
         FailedPreconditionError: The ranks have different variables; none was changed.
@@ -61,17 +62,26 @@ def broadcast_variables(
     return None if tf.executing_eagerly() else tf.group(*results)
 
 
-@bridge.unconverted
+@bridge.without_autograph
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Give every rank the root's values of `variables`; returns the new values.
+    """Give every rank the root's values of `variables`.
 
-    `root_rank` is the rank whose values all get; `process_set` are the ranks that take part, and
-    `name` tells operations apart.
+    Args:
+        variables: The variables, the same on all ranks.
+        root_rank: The rank whose values all ranks get.
+        name: The name by which ranks match operations.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The new values.
+
+    Raises:
+        ValueError: Some are resource variables and others are reference variables.
     """
     variables = list(variables)
     if len({_is_ref(variable) for variable in variables}) > 1:
@@ -85,10 +95,16 @@ def _is_ref(variable: Any) -> bool:
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """The op of a v1 graph that gives every rank the values that `root_rank` has of all global
-    variables.
+    """Return the op of a v1 graph that gives every rank the root's values of all global variables.
 
-    RuntimeError in eager execution, where there are no global variables.
+    Args:
+        root_rank: The rank whose values all ranks get.
+
+    Returns:
+        The op.
+
+    Raises:
+        RuntimeError: Execution is eager, so there are no global variables.
     """
     if tf.executing_eagerly():
         raise RuntimeError(
@@ -102,7 +118,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
     """Gives every rank the root's variables when a session begins or is restored.
 
     Args:
-        root_rank: The rank whose values all get.
+        root_rank: The rank whose values all ranks get.
         device: Accepted for compatibility.
     """
 
@@ -124,9 +140,10 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
 def _broadcast(
     variables: list[Any], root_rank: int, name: str | None, process_set: ProcessSet
 ) -> list[Any]:
-    """Exchange and assign; what the assignments return."""
+    """Exchange and assign values, and return the results of the assignments."""
     if not variables and not tf.executing_eagerly():
-        return []  # eagerly they are compared all the same: another rank may have some
+        # In eager execution even empty lists are compared, because another rank may have variables.
+        return []
     for variable in variables:
         if not hasattr(variable, "assign"):
             raise ValueError(f"only variables can be broadcast into, not {type(variable).__name__}")
@@ -145,14 +162,14 @@ def _broadcast(
         ignore_name_scope=name is None,
     )
     if tf.executing_eagerly() and runtime.topology.rank == root_rank:
-        return variables  # they have these values
+        return variables  # the root's variables have these values already
     return [variable.assign(value) for variable, value in zip(variables, received, strict=True)]
 
 
 def _exchange(
     tensors: list[torch.Tensor], names: list[str], root_rank: int, wire_name: str, number: int
 ) -> list[torch.Tensor]:
-    """The root's tensors, which are parts of a few large ones."""
+    """Return the root's tensors, as parts of a few large buffers."""
     _check_alike(tensors, names, wire_name, number)
     is_root = runtime.topology.rank == root_rank
     results: list[torch.Tensor] = []
@@ -180,7 +197,7 @@ def _exchange(
 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Neighbours that travel together: on one device and not too much."""
+    """Cut the list into runs on one device, of at most `_CHUNK` bytes, that travel together."""
     chunks: list[list[torch.Tensor]] = []
     size = 0
     for tensor in tensors:
@@ -211,16 +228,16 @@ def _check_alike(
     everyone = objects.allgather_object(mine, f"{wire_name}.forms", number)
     ranks = runtime.process_set_ranks(number)
     other = next(i for i, value in enumerate(digests.tolist()) if value != digests[0])
-    raise FailedPreconditionError.because(
+    raise FailedPreconditionError.with_message(
         f"the variables to broadcast differ between ranks {ranks[0]} and {ranks[other]}: "
         f"{_first_difference(everyone[0], everyone[other])}. No variable was changed."
     )
 
 
 def _without_numbers(name: str) -> str:
-    """A name without the numbers that frameworks put behind names that are taken.
+    """Return a name without the numbers that frameworks append to make names unique.
 
-    They depend on what else a rank has made, such as a model of its own, or one before a restart.
+    The numbers depend on what else a rank has made, for example another model before a restart.
     """
     return re.sub(r"_\d+(?=$|[/:_])", "", name.partition(":")[0])
 
@@ -228,16 +245,16 @@ def _without_numbers(name: str) -> str:
 def _first_difference(one: _Description, other: _Description) -> str:
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         if left[1:] != right[1:] or _without_numbers(left[0]) != _without_numbers(right[0]):
-            return f"number {index} is {_described(left)} and {_described(right)}"
+            return f"number {index} is {_describe(left)} and {_describe(right)}"
     longer = max(one, other, key=len)
     extra = longer[min(len(one), len(other))]
     return (
         f"there are {len(one)} and {len(other)} of them; only one of the ranks has "
-        f"{_described(extra)}"
+        f"{_describe(extra)}"
     )
 
 
-def _described(variable: tuple[str, str, list[int]]) -> str:
+def _describe(variable: tuple[str, str, list[int]]) -> str:
     name, dtype, shape = variable
     return f"{name!r} of type {dtype} and shape {shape}"
 
@@ -245,7 +262,7 @@ def _described(variable: tuple[str, str, list[int]]) -> str:
 # -- objects --------------------------------------------------------------------------------
 
 
-@bridge.unconverted
+@bridge.without_autograph
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -253,14 +270,17 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's object on every rank; what the others pass is ignored.
+    """Give every rank the root's object; the objects of other ranks are ignored.
 
     Args:
-        obj: Anything that can be pickled.
-        root_rank: The rank whose object it is.
-        session: Accepted for compatibility: objects do not travel through TensorFlow.
-        name: To have several broadcasts of objects in flight at once.
-        process_set: The ranks that take part.
+        obj: An object that can be pickled.
+        root_rank: The rank whose object all ranks get; 0 by default.
+        session: Accepted for compatibility; objects do not travel through TensorFlow.
+        name: A name that makes it possible to run several of these at the same time.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        The root's object.
 
     Raises:
         ValueError: The root could not pickle its object; all ranks raise.
@@ -277,24 +297,40 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function that broadcasts the object it is called with.
+    """Return a function that broadcasts the object with which it is called.
 
-    `root_rank`, `session`, `name` and `process_set` are those of `broadcast_object`.
+    Args:
+        root_rank: The rank whose object all ranks get; 0 by default.
+        session: Accepted for compatibility; objects do not travel through TensorFlow.
+        name: A name that makes it possible to run several of these at the same time.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        A function that takes an object and returns the root's object.
     """
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
-@bridge.unconverted
+@bridge.without_autograph
 def allgather_object(
     obj: Any,
     session: Any = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Every rank's object `obj`, in the order of ranks.
+    """Gather the objects of all ranks.
 
-    `session` is accepted for compatibility, `name` tells several of these apart, and `process_set`
-    are the ranks that take part. ValueError on all ranks if one cannot pickle its object.
+    Args:
+        obj: An object that can be pickled.
+        session: Accepted for compatibility; objects do not travel through TensorFlow.
+        name: A name that makes it possible to run several of these at the same time.
+        process_set: The ranks that take part; all ranks by default.
+
+    Returns:
+        A list of the ranks' objects, in the order of ranks.
+
+    Raises:
+        ValueError: A rank could not pickle its object; all ranks raise.
     """
     with _tensorflow_errors():
         return objects.allgather_object(obj, name or "allgather_object", set_id(process_set))
@@ -302,6 +338,7 @@ def allgather_object(
 
 @contextlib.contextmanager
 def _tensorflow_errors() -> Iterator[None]:
+    """Raise the engine's errors inside this context as TensorFlow's."""
     was_initialised = runtime.is_initialized()
     try:
         yield

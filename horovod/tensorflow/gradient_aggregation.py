@@ -1,8 +1,8 @@
-"""Gradient accumulation: adding up several passes on each rank before the ranks exchange them.
+"""Gradient accumulation: adds up several passes on each rank before the ranks exchange gradients.
 
-The v1 optimizers and the Keras optimizers call these helpers in place of reducing and applying the
-gradients themselves. The same code runs eagerly, in tf.functions and in v1 graphs, where nothing
-runs in the order of the program unless it is told to.
+The v1 optimizers call these helpers instead of reducing and applying gradients themselves; scripts
+written for upstream may use the helpers with any optimizer. The same code runs eagerly, in
+tf.functions and in v1 graphs, which follow the order of the program only where they are told to.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 import tensorflow as tf
 
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.tensorflow.bridge import unconverted
-from horovod.tensorflow.gradients import as_list, identity, scaled_down
+from horovod.tensorflow.bridge import without_autograph
+from horovod.tensorflow.gradients import as_list, scale_down, variable_key
 
 Allreduce = Callable[[list[Any], list[Any]], Sequence[Any]]  # (gradients, variables) -> gradients
 
 
 class GradientAggregation:
-    """Counts passes; on every `backward_passes_per_step`-th the sum is reduced and applied.
+    """Counts passes, and reduces and applies the sum after every `backward_passes_per_step`.
 
     With `average_aggregated_gradients` the sum is divided by the number of passes. Gradients of
-    variables given to `register_local_var` are summed up but not reduced; `scale_local_gradients`
-    divides them by the number of ranks.
+    variables that were passed to `register_local_var` are added up but not reduced;
+    `scale_local_gradients` divides them by the number of ranks.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class GradientAggregation:
                 f"backward_passes_per_step must be positive, not {backward_passes_per_step}"
             )
         self.backward_passes_per_step = backward_passes_per_step
-        self.counter: Any = None  # passes since the last reduction, once there was one
+        self.counter: Any = None  # of passes since the last reduction; made in the first pass
         self._allreduce = allreduce_func
         self._sparse_as_dense = sparse_as_dense
         self._average = average_aggregated_gradients
@@ -51,27 +51,28 @@ class GradientAggregation:
         self._name = name or "gradient_aggregation"
         self._local: dict[int, Any] = {}
         self._sums: dict[int, Any] = {}
-        self._summed: list[Any] = []  # held, so that no other variable gets their identity
+        # Variables with a sum, kept here so that no other variable can get the same key.
+        self._summed_variables: list[Any] = []
 
     def register_local_var(self, var: Any) -> None:
-        """Leave the gradient of this variable to this rank."""
-        self._local[identity(var)] = var
+        """Do not reduce the gradient of the variable `var`."""
+        self._local[variable_key(var)] = var
 
-    @unconverted
+    @without_autograph
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
-        """Add up the gradients of a pass. The reduced ones if this pass completes a step.
+        """Add up the gradients of a pass, and return the reduced sums if it completes a step.
 
-        On other passes the result is not to be applied; `apply_gradients` sees to that.
+        The results of other passes must not be applied; `apply_gradients` takes care of that.
         """
         variables = list(vars)
         results = [self._as_dense(gradient) for gradient in grads]
         if self.backward_passes_per_step == 1:
-            return self._reduced(results, variables)
+            return self._reduce(results, variables)
         self._make_variables(results, variables)
         sums = {
-            index: self._sums[identity(variable)]
+            index: self._sums[variable_key(variable)]
             for index, variable in enumerate(variables)
-            if identity(variable) in self._sums
+            if variable_key(variable) in self._sums
         }
         added = [
             total.assign_add(results[index], read_value=False)
@@ -84,41 +85,41 @@ class GradientAggregation:
             totals: list[Any] = [None] * len(variables)
             for index, total in sums.items():
                 totals[index] = self._total(total)
-            reduced = self._reduced(totals, variables)
-            with after([reduced[index] for index in sums]):
-                # Assigned, not multiplied: an infinity times zero would stay with us.
+            reduced = self._reduce(totals, variables)
+            with run_after([reduced[index] for index in sums]):
+                # Assign zeros: multiplying by zero would turn an infinity into NaN and keep it.
                 cleared = [
                     total.assign(tf.zeros_like(total), read_value=False) for total in sums.values()
                 ]
                 cleared.append(self.counter.assign(0, read_value=False))
-            with after(cleared):
+            with run_after(cleared):
                 return [tf.identity(reduced[index]) for index in sums]
 
         def keep() -> list[tf.Tensor]:
             return [total.read_value() for total in sums.values()]
 
-        with after(added):
+        with run_after(added):
             is_complete = tf.equal(self.counter.read_value(), self.backward_passes_per_step)
             computed = tf.cond(is_complete, complete, keep)
         for index, result in zip(sums, as_list(computed), strict=True):
             results[index] = result
         return results
 
-    @unconverted
+    @without_autograph
     def apply_gradients(
         self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Call `apply_grads_closure` if the last pass completed a step, else only count the pass.
 
-        `args` and `kwargs` are those of the optimizer's `apply_gradients`. Eagerly the result is
-        that of the closure, or None; in a graph it is the op that does this.
+        `args` and `kwargs` are the arguments of the optimizer's `apply_gradients`. In eager
+        execution return the closure's result, or None; in a graph return the op that does this.
         """
         if self.backward_passes_per_step == 1:
             return apply_grads_closure()
         if self.counter is None:
             raise ValueError("apply_gradients takes what compute_gradients returned: call it first")
         pairs = list(args[0]) if args else list(kwargs["grads_and_vars"])
-        with after([gradient for gradient, _ in pairs]):
+        with run_after([gradient for gradient, _ in pairs]):
             is_complete = tf.equal(self.counter.read_value(), 0)
             return tf.cond(
                 is_complete,
@@ -127,10 +128,11 @@ class GradientAggregation:
             )
 
     def _count_pass(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the optimizer counts with moves on, though nothing was applied."""
+        """Increase the optimizer's counter, though nothing was applied."""
         return optimizer.iterations.assign_add(1)
 
     def _total(self, total: tf.Variable) -> tf.Tensor:
+        """Return the sum or the average of the passes' gradients."""
         value = total.read_value()
         if not self._average:
             return value
@@ -146,14 +148,14 @@ class GradientAggregation:
             )
         return tf.convert_to_tensor(gradient)
 
-    def _reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+    def _reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         results = list(gradients)
         shared = []
         for index, variable in enumerate(variables):
-            if identity(variable) not in self._local:
+            if variable_key(variable) not in self._local:
                 shared.append(index)
             elif self._scale_local and results[index] is not None:
-                results[index] = scaled_down(results[index], self._process_set)
+                results[index] = scale_down(results[index], self._process_set)
         reduced = self._allreduce(
             [results[index] for index in shared], [variables[index] for index in shared]
         )
@@ -165,10 +167,10 @@ class GradientAggregation:
         if self.counter is None:
             self.counter = new_variable(tf.TensorShape([]), tf.int32, f"{self._name}_counter")
         for number, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
-            if gradient is not None and identity(variable) not in self._sums:
-                self._summed.append(variable)
+            if gradient is not None and variable_key(variable) not in self._sums:
+                self._summed_variables.append(variable)
                 shape = tf.TensorShape(variable.shape)
-                self._sums[identity(variable)] = new_variable(
+                self._sums[variable_key(variable)] = new_variable(
                     shape, gradient.dtype, f"{self._name}_{number}"
                 )
 
@@ -179,15 +181,19 @@ class LocalGradientAggregationHelper(GradientAggregation):
     Its variables are local ones: v1 graphs initialise them with `local_variables_initializer`.
 
     Args:
-        backward_passes_per_step: How many passes to add up before the ranks exchange gradients.
-        allreduce_func: Reduces a list of gradients.
-        sparse_as_dense: Turn sparse gradients into dense ones.
-        average_aggregated_gradients: Divide the sum by the number of passes.
+        backward_passes_per_step: The number of passes to add up before the ranks exchange
+            gradients.
+        allreduce_func: A function that takes lists of gradients and of their variables, and returns
+            the reduced gradients.
+        sparse_as_dense: Whether to turn sparse gradients into dense ones; False by default.
+        average_aggregated_gradients: Whether to divide the sum by the number of passes.
         rank: Accepted for compatibility.
-        optimizer_type: Accepted for compatibility.
-        process_set: The ranks to reduce with.
-        scale_local_gradients: Divide gradients that stay local by the number of ranks.
-        name: Of its variables.
+        optimizer_type: `_OPTIMIZER_TYPE_KERAS` or `_OPTIMIZER_TYPE_LEGACY`: whether passes are
+            counted in the optimizer's `iterations` or in the `global_step` that it is given.
+        process_set: The ranks to reduce with; all ranks by default.
+        scale_local_gradients: Whether to divide gradients that stay on their rank by the number of
+            ranks; True by default.
+        name: Prefix for the names of its variables.
     """
 
     _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
@@ -225,7 +231,10 @@ class LocalGradientAggregationHelper(GradientAggregation):
 
 
 def new_variable(shape: tf.TensorShape, dtype: tf.DType, name: str) -> tf.Variable:
-    """Zeros that outlive the graph of a tf.function, and that nobody trains, saves or sends."""
+    """Make a variable of zeros that outlives the graph of a tf.function.
+
+    It is a local variable, so it is not trained, saved or broadcast.
+    """
     with tf.init_scope():
         return tf.compat.v1.Variable(
             tf.zeros(shape, dtype),
@@ -236,13 +245,13 @@ def new_variable(shape: tf.TensorShape, dtype: tf.DType, name: str) -> tf.Variab
         )
 
 
-def after(values: Sequence[Any]) -> Any:
-    """The context of what is to run after `values`; eagerly everything is in order anyway."""
+def run_after(values: Sequence[Any]) -> Any:
+    """Return a scope whose graph ops run after `values`; eager ops run in order anyway."""
     return tf.control_dependencies([] if tf.executing_eagerly() else _present(values))
 
 
 def as_op(values: Sequence[Any], name: str | None = None) -> Any:
-    """The graph op that does all of `values`; eagerly they are done already."""
+    """Return the graph op that runs all of `values`; in eager execution they have run already."""
     return None if tf.executing_eagerly() else tf.group(*_present(values), name=name)
 
 
@@ -251,5 +260,5 @@ def _present(values: Sequence[Any]) -> list[Any]:
 
 
 def _result(value: Any) -> Any:
-    """What an optimizer's `apply_gradients` returned, for both branches of a graph to be alike."""
+    """Return what `apply_gradients` returned, in a graph as an op: both branches must match."""
     return value if tf.executing_eagerly() else as_op([value])

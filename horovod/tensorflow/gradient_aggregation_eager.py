@@ -1,4 +1,4 @@
-"""Gradient accumulation where code runs eagerly or in tf.functions; upstream's home of it."""
+"""Upstream's path of the helper for gradient accumulation in eager code and tf.functions."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from horovod.tensorflow.gradient_aggregation import GradientAggregation
 
 
 class LocalGradientAggregationHelperEager(GradientAggregation):
-    """The helper of Keras optimizers outside of v1 graphs."""
+    """The helper of upstream's Keras optimizers outside v1 graphs."""

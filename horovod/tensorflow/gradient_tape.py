@@ -1,4 +1,4 @@
-"""`DistributedGradientTape`: a tape whose gradients are those of all ranks."""
+"""`DistributedGradientTape`: a tape whose gradients are reduced over all ranks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import tensorflow as tf
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
-from horovod.tensorflow.bridge import unconverted
+from horovod.tensorflow.bridge import without_autograph
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.gradients import GradientReduction
-from horovod.tensorflow.reduced_gradients import Done, note
+from horovod.tensorflow.reduced_gradients import Done, mark
 
 _Pairs = list[tuple[Any, Any]]
 
 
 class _Distributed:
-    """What is added to the class of a tape.
+    """The mixin for the class of a tape.
 
-    The tape that was wrapped does the work. The two share one state (their `__dict__`), so it does
-    not matter which of them records, or when the tape is wrapped; what is ours is in slots.
+    The wrapped tape does the work. The two share their `__dict__`, so it does not matter which of
+    them records, or when the tape is wrapped. Our own attributes are in slots.
     """
 
     __slots__ = ("_plain", "_reduction")
@@ -30,7 +30,7 @@ class _Distributed:
     _plain: tf.GradientTape
     _reduction: GradientReduction
 
-    @unconverted
+    @without_autograph
     def gradient(
         self,
         target: Any,
@@ -39,30 +39,30 @@ class _Distributed:
         use_generic_names: bool = False,
         unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """Like `tf.GradientTape.gradient`, reduced over all ranks.
+        """Return the gradients of `tf.GradientTape.gradient`, reduced over all ranks.
 
-        Ranks match gradients by the order of `sources`, so `use_generic_names`, which upstream
-        has for models whose names differ between ranks, changes nothing.
+        Ranks match gradients by the order of `sources`. So `use_generic_names`, which upstream has
+        for models whose names differ between ranks, changes nothing here.
         """
         gradients = self._plain.gradient(target, sources, output_gradients, unconnected_gradients)
         variables = tf.nest.flatten(sources)
         reduced = self._reduction(tf.nest.flatten(gradients), variables)
-        note(reduced, variables, Done.REDUCED)
+        mark(reduced, variables, Done.REDUCED)
         return tf.nest.pack_sequence_as(sources, reduced)
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """That of `tf.GradientTape`: not reduced."""
+        """Return the jacobian of this rank, not reduced."""
         return self._plain.jacobian(*args, **kwargs)
 
     def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """That of `tf.GradientTape`: not reduced."""
+        """Return the batch jacobian of this rank, not reduced."""
         return self._plain.batch_jacobian(*args, **kwargs)
 
     def register_local_source(self, source: Any) -> None:
         """Do not reduce the gradient of this source."""
         self._reduction.register_local(source)
 
-    @unconverted
+    @without_autograph
     def get_local_and_global_gradients(
         self,
         target: Any,
@@ -70,7 +70,7 @@ class _Distributed:
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[_Pairs, _Pairs]:
-        """(source, gradient) of local sources, which are not reduced, and of all others."""
+        """Return the pairs (source, gradient) of local sources, and those of reduced sources."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs: tuple[_Pairs, _Pairs] = [], []
         for pair in zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True):
@@ -83,7 +83,7 @@ def _distributed(tape_class: Any) -> Any:
     return type(tape_class.__name__, (_Distributed, tape_class), {})
 
 
-@unconverted
+@without_autograph
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -97,23 +97,32 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A tape like `gradtape`, whose `gradient` gives the gradients of all ranks.
+    """Return a tape like `gradtape` whose `gradient` reduces gradients over all ranks.
 
     Args:
         gradtape: A tf.GradientTape.
         device_dense: Accepted for compatibility.
         device_sparse: Accepted for compatibility.
-        compression: What travels in place of gradients, such as `Compression.fp16`.
-        sparse_as_dense: Reduce the gradients of embeddings as dense tensors.
-        op: `Average`, `Sum` or `Adasum`.
-        gradient_predivide_factor: f divides by f before and by size / f after the sum.
+        compression: How gradients are compressed on the way, such as `Compression.fp16`; not at all
+            by default.
+        sparse_as_dense: Whether to reduce the gradients of embeddings as dense tensors; False by
+            default.
+        op: `Average` (the default), `Sum` or `Adasum`.
+        gradient_predivide_factor: Divide gradients by this factor before the sum and by `size /
+            factor` after it; the result is still the average. 1.0 by default.
         num_groups: Older form of `groups`.
-        groups: A number of groups, or lists of variables, that are reduced together.
-        process_set: The ranks to reduce with; others keep their own gradients.
-        scale_local_gradients: Divide gradients that stay local by the number of ranks.
+        groups: The number of groups in which gradients are reduced, or lists of variables that form
+            a group; None (the default) for a single group.
+        process_set: The ranks to reduce with, all ranks by default; other ranks keep their
+            gradients.
+        scale_local_gradients: Whether to divide gradients that stay on their rank by the number of
+            ranks; True by default.
+
+    Returns:
+        A tape that records like `gradtape` and shares its state.
 
     Raises:
-        ValueError: A wrong argument, or a tape that is distributed already.
+        ValueError: An argument is wrong, or the tape is distributed already.
 
     Examples:
         >>> with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
@@ -143,7 +152,7 @@ def DistributedGradientTape(
     return tape
 
 
-@unconverted
+@without_autograph
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -158,11 +167,20 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A `DistributedGradientTape` that leaves `local_layers`, a layer or several, to each rank.
+    """Return a `DistributedGradientTape` that does not reduce the gradients of `local_layers`.
 
+    All arguments but `local_layers` are those of `DistributedGradientTape`, which explains them:
     `gradtape`, `device_dense`, `device_sparse`, `compression`, `sparse_as_dense`, `op`,
-    `gradient_predivide_factor`, `num_groups`, `groups`, `process_set` and `scale_local_gradients`
-    are those of `DistributedGradientTape`.
+    `gradient_predivide_factor`, `num_groups`, `groups`, `process_set` and `scale_local_gradients`.
+
+    Args:
+        local_layers: A layer or several, whose gradients stay on their rank; none by default.
+
+    Returns:
+        A tape that records like `gradtape` and shares its state.
+
+    Raises:
+        ValueError: An argument is wrong, or the tape is distributed already.
     """
     if local_layers is None:
         local_layers = []

@@ -1,7 +1,7 @@
-"""Reducing the gradients of a step: what tapes and optimizers have in common.
+"""Reduces the gradients of a step, for tapes and optimizers.
 
-`GradientReduction` is made from their arguments and called with the gradients of every step, both
-eagerly and while a graph is built. All dense gradients travel in one operation.
+They make a `GradientReduction` from their arguments and call it with the gradients of every step,
+both eagerly and while a graph is built. All dense gradients travel in one operation.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from horovod.tensorflow.reduction import Reduction
 
 
 class GradientReduction:
-    """Turns this rank's gradients into those of all ranks of a process set.
+    """Reduces gradients over the ranks of a process set.
 
-    `groups`: a number of parts to reduce the gradients in, or lists of the variables whose
-    gradients belong together, others being on their own; None: all at once. `num_groups` is its
-    older form. `gradient_predivide_factor` is divided by before the sum, and the rest of the
-    average is taken after it. Ranks match their reductions by `name`, so those that may run at the
-    same time need different ones. Gradients of variables given to `register_local` are not reduced,
-    but with `scale_local_gradients` divided by the number of ranks, as those of an average are.
+    The arguments are those of `DistributedOptimizer`. Variables that are in none of the lists in
+    `groups` form a group each. Ranks match their reductions by `name`, so reductions that may run
+    at the same time need different names. Gradients of variables that were passed to
+    `register_local` are not reduced; `scale_local_gradients` divides them by the number of ranks,
+    as an average does.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class GradientReduction:
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
         self._predivide = gradient_predivide_factor
-        self._groups = _checked_groups(groups, num_groups)
+        self._groups = _check_groups(groups, num_groups)
         self._scale_local = scale_local_gradients
         self._name = name
         self._device_dense = device_dense
@@ -71,29 +70,31 @@ class GradientReduction:
         self._local: dict[int, Any] = {}
 
     def register_local(self, variable: Any) -> None:
-        """Leave the gradient of this variable to this rank."""
-        self._local[identity(variable)] = variable  # held, so that no other gets its identity
+        """Do not reduce the gradient of this variable."""
+        # Keep a reference, so that no other variable can get the same key.
+        self._local[variable_key(variable)] = variable
 
     def is_local(self, variable: Any) -> bool:
-        return identity(variable) in self._local
+        """Return whether the gradient of this variable is not reduced."""
+        return variable_key(variable) in self._local
 
-    @bridge.unconverted
+    @bridge.without_autograph
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The reduced gradients in the same order; None where there is none."""
+        """Return the reduced gradients in the same order, None for variables without one."""
         gradients, variables = list(gradients), list(variables)
         is_fixed = runtime.is_initialized() and not runtime.is_elastic()
         if not tf.executing_eagerly() and not is_fixed:
-            return self._unless_alone(gradients, variables)
-        if self._is_alone() and not self._counts_alone():
+            return self._reduce_unless_single(gradients, variables)
+        if self._is_single() and not self._counts_single_steps():
             if gradients and tf.executing_eagerly():
                 runtime.statistics.end_step()
             return gradients
-        return self._reduced(gradients, variables)
+        return self._reduce(gradients, variables)
 
-    def _counts_alone(self) -> bool:
-        """Whether a graph has to tell us of its steps, though there is nobody to reduce with.
+    def _counts_single_steps(self) -> bool:
+        """Return whether a graph of a single rank has to report its steps to the statistics.
 
-        An op of the graph that calls us takes long, so only if somebody wants reports.
+        A graph op that calls Python is slow, so this happens only if the user asked for statistics.
         """
         return (
             runtime.config.stats_interval is not None
@@ -103,42 +104,45 @@ class GradientReduction:
             and not bridge.is_compiled_by_xla()
         )
 
-    def _is_alone(self) -> bool:
-        """Whether there is nobody to reduce with. Where that is unknown, reducing will say so."""
+    def _is_single(self) -> bool:
+        """Return whether this rank has nobody to reduce with; False if that is not known yet."""
         if not runtime.is_initialized() or self.process_set.size() is None:
             return False
         return self.process_set.size() == 1 or not self.process_set.included()
 
-    def _unless_alone(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """Like `_reduced`, in a graph that may outlive the ranks it is built with."""
+    def _reduce_unless_single(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """Reduce in a graph that may outlive the ranks with which it is built.
+
+        The graph asks each time it runs whether there are other ranks.
+        """
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         if not present:
             return gradients
         given = [self._as_dense(gradients[index]) for index in present]
-        (is_alone,) = bridge.run(
-            lambda *_: [torch.tensor(self._is_alone_in_step())],
+        (is_single,) = bridge.run(
+            lambda *_: [torch.tensor(self._ends_step_as_single())],
             [],
             [tf.bool],
             [()],
             "HorovodIsAlone",
         )
         results = tf.cond(
-            is_alone,
+            is_single,
             lambda: [tf.identity(gradient) for gradient in given],
-            lambda: self._reduced(given, [variables[index] for index in present]),
+            lambda: self._reduce(given, [variables[index] for index in present]),
         )
         for index, result in zip(present, as_list(results), strict=True):
             gradients[index] = result
         return gradients
 
-    def _is_alone_in_step(self) -> bool:
-        """`_is_alone`, in a graph that runs: nobody else will tell that this was a step."""
-        is_alone = self._is_alone()
-        if is_alone:
+    def _ends_step_as_single(self) -> bool:
+        """Return `_is_single` in a running graph, and report the step, which nothing else does."""
+        is_single = self._is_single()
+        if is_single:
             runtime.statistics.end_step()
-        return is_alone
+        return is_single
 
-    def _reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+    def _reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         results = [self._as_dense(gradient) for gradient in gradients]
         dense, sparse = [], []
         for index, gradient in enumerate(results):
@@ -146,28 +150,28 @@ class GradientReduction:
                 continue
             if self.is_local(variables[index]):
                 if self._scale_local:
-                    results[index] = scaled_down(gradient, self.process_set)
+                    results[index] = scale_down(gradient, self.process_set)
             elif isinstance(gradient, tf.IndexedSlices):
                 sparse.append(index)
             else:
                 dense.append(index)
-        groups = self._grouped(dense, variables)
-        calls = [
+        groups = self._group_indices(dense, variables)
+        names = [
             *(("HorovodGroupedAllreduce", f"{self._name}.{n}") for n in range(len(groups))),
             *(("HorovodAllreduce", f"{self._name}.sparse.{n}") for n in range(len(sparse))),
         ]
-        made = [Call(kind, name, True, self.process_set) for kind, name in calls]
-        if made:
-            made[-1].buckets = len(made)  # the step is complete with it
+        calls = [Call(kind, name, True, self.process_set) for kind, name in names]
+        if calls:
+            calls[-1].buckets = len(calls)  # the last call completes the step
         reduction = Reduction(self.op, 1.0 / self._predivide, self._predivide)
-        for call, group in zip(made, groups, strict=False):
-            with bridge.placed(self._device_dense):
+        for call, group in zip(calls, groups, strict=False):
+            with bridge.device_scope(self._device_dense):
                 given = [results[index] for index in group]
                 reduced = reduce_group(call, given, reduction, self._compression)
             for index, result in zip(group, reduced, strict=True):
                 results[index] = result
-        for call, index in zip(made[len(groups) :], sparse, strict=True):
-            with bridge.placed(self._device_sparse):
+        for call, index in zip(calls[len(groups) :], sparse, strict=True):
+            with bridge.device_scope(self._device_sparse):
                 results[index] = reduce_slices(call, results[index], Reduction(self.op))
         return results
 
@@ -176,15 +180,15 @@ class GradientReduction:
             return tf.convert_to_tensor(gradient)
         return gradient
 
-    def _grouped(self, dense: list[int], variables: list[Any]) -> list[list[int]]:
-        """The indices of dense gradients in the groups that they are reduced in."""
+    def _group_indices(self, dense: list[int], variables: list[Any]) -> list[list[int]]:
+        """Cut the indices of dense gradients into the groups that are reduced together."""
         if self._groups is None or not dense:
             return [dense] if dense else []
         if isinstance(self._groups, int):
             return split_list(dense, self._groups)
-        place = {identity(variables[index]): index for index in dense}
+        left = {variable_key(variables[index]): index for index in dense}
         groups = [
-            [place.pop(key) for key in map(identity, group) if key in place]
+            [left.pop(key) for key in map(variable_key, group) if key in left]
             for group in self._groups
         ]
         grouped = {index for group in groups for index in group}
@@ -192,7 +196,8 @@ class GradientReduction:
         return [group for group in groups if group] + rest
 
 
-def _checked_groups(groups: Any, num_groups: int) -> int | list[list[Any]] | None:
+def _check_groups(groups: Any, num_groups: int) -> int | list[list[Any]] | None:
+    """Return `groups`, or its older form `num_groups`; raise ValueError if it is wrong."""
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
         groups = num_groups if groups is None else groups
@@ -209,20 +214,20 @@ def _checked_groups(groups: Any, num_groups: int) -> int | list[list[Any]] | Non
 
 
 def wire_name(name: str) -> str:
-    """A name for an operation. Those of a v1 graph may run all at once, and get different ones."""
+    """Return a name for a reduction, unique in a v1 graph, where all may run at the same time."""
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or graph.building_function:
         return name
     return str(graph.unique_name(name)).replace("/", ".")
 
 
-def identity(variable: Any) -> int:
-    """The same for a variable and for a Keras variable that wraps it, unlike all others."""
+def variable_key(variable: Any) -> int:
+    """Return a key that a variable shares with the Keras variable around it, and no other."""
     return id(getattr(variable, "handle", variable))
 
 
-def scaled_down(gradient: Any, process_set: ProcessSet) -> Any:
-    """A gradient divided by the number of ranks."""
+def scale_down(gradient: Any, process_set: ProcessSet) -> Any:
+    """Return a gradient divided by the number of ranks."""
     size = set_size(process_set)
     if isinstance(gradient, tf.IndexedSlices):
         values = gradient.values / tf.cast(size, gradient.values.dtype)
@@ -231,5 +236,5 @@ def scaled_down(gradient: Any, process_set: ProcessSet) -> Any:
 
 
 def as_list(results: Any) -> list[Any]:
-    """What `tf.cond` returns for a list: in v1 graphs it unpacks a list of one."""
+    """Return the result of `tf.cond` as a list: in v1 graphs it unpacks a list of one."""
     return list(results) if isinstance(results, (list, tuple)) else [results]

@@ -1,7 +1,6 @@
-"""Upstream's home of the collectives: every operation under the name scripts import it by.
+"""Upstream's path of the collectives: scripts import every operation from here.
 
-The operations live in one module each (``allreduce_ops``, ...); here are the basics of this
-binding and `join`.
+Each operation has a module of its own (``allreduce_ops``, ...). This one has only `join`.
 """
 
 from __future__ import annotations
@@ -32,12 +31,14 @@ from horovod.tensorflow.info_ops import (
 from horovod.tensorflow.reducescatter_ops import grouped_reducescatter, reducescatter
 
 
-@bridge.unconverted
+@bridge.without_autograph
 def join() -> tf.Tensor:
-    """Say that this rank has no more data; wait until all ranks say so.
+    """Announce that this rank has no more data, and wait until all ranks have announced it.
 
-    Meanwhile the rank takes part in the others' allreduces with neutral elements. The result is
-    the rank that joined last.
+    Meanwhile the rank takes part in the others' allreduces with neutral values.
+
+    Returns:
+        The rank that joined last, as an int32 scalar.
     """
 
     def collective(_: list[torch.Tensor], __: str | None) -> Sequence[torch.Tensor]:

@@ -1,6 +1,6 @@
-"""`DistributedOptimizer` for TensorFlow: the choice of a wrapper, and that of v1 optimizers.
+"""`DistributedOptimizer` for TensorFlow: chooses a wrapper, and has the wrapper of v1 optimizers.
 
-Optimizers of Keras are wrapped by `horovod.tensorflow.keras`.
+`horovod.tensorflow.keras` wraps the optimizers of Keras.
 """
 
 from __future__ import annotations
@@ -36,30 +36,40 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """An optimizer like `optimizer`, of tf.compat.v1 or Keras, that uses all ranks' gradients.
+    """Return an optimizer like `optimizer` that uses the gradients of all ranks.
 
     Args:
-        optimizer: The optimizer to wrap.
-        name: Of the new optimizer.
-        use_locking: As of v1 optimizers.
+        optimizer: An optimizer of tf.compat.v1 or of Keras.
+        name: Name of the new optimizer; by default made from the name of its class.
+        use_locking: The argument of that name of v1 optimizers; False by default.
         device_dense: Accepted for compatibility.
         device_sparse: Accepted for compatibility.
-        compression: What travels in place of gradients, such as `Compression.fp16`.
-        sparse_as_dense: Reduce the gradients of embeddings as dense tensors.
-        backward_passes_per_step: How many passes to add up before the ranks exchange gradients and
-            take a step.
-        op: `Average` or `Sum`; for v1 optimizers also `Adasum`: each rank takes its own step and
-            the steps are combined.
-        gradient_predivide_factor: f divides by f before and by size / f after the sum.
-        average_aggregated_gradients: Divide the sum of several passes by their number.
+        compression: How gradients are compressed on the way, such as `Compression.fp16`; not at all
+            by default.
+        sparse_as_dense: Whether to reduce the gradients of embeddings as dense tensors; False by
+            default.
+        backward_passes_per_step: The number of passes whose gradients are added up before the ranks
+            exchange them and take a step; 1 by default.
+        op: `Average` (the default) or `Sum`. For v1 optimizers also `Adasum`, with which each rank
+            takes its own step and Adasum combines the steps.
+        gradient_predivide_factor: Divide gradients by this factor before the sum and by `size /
+            factor` after it; the result is still the average. 1.0 by default.
+        average_aggregated_gradients: Whether to divide the sum of several passes by their number;
+            False by default.
         num_groups: Older form of `groups`.
-        groups: A number of groups, or lists of variables, that are reduced together.
-        process_set: The ranks to reduce with; others keep their own gradients.
-        scale_local_gradients: Divide gradients that stay local by the number of ranks.
+        groups: The number of groups in which gradients are reduced, or lists of variables that form
+            a group; None (the default) for a single group.
+        process_set: The ranks to reduce with, all ranks by default; other ranks keep their
+            gradients.
+        scale_local_gradients: Whether to divide gradients that stay on their rank by the number of
+            ranks; True by default.
+
+    Returns:
+        The distributed optimizer.
 
     Raises:
-        ValueError: A wrong argument.
-        NotImplementedError: `Adasum` with a process set.
+        ValueError: An argument is wrong.
+        NotImplementedError: `op` is `Adasum` and there is a process set.
     """
     if op == Adasum and average_aggregated_gradients:
         raise ValueError("op=Adasum does not go with average_aggregated_gradients=True")
@@ -127,7 +137,7 @@ def DistributedOptimizer(
 
 
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
-    """A v1 optimizer that computes the gradients of all ranks and leaves the rest to another."""
+    """A v1 optimizer that reduces the gradients of another one, and lets that one apply them."""
 
     def __init__(
         self,
@@ -145,13 +155,13 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
         self._aggregation = aggregation
 
     def register_local_var(self, var: Any) -> None:
-        """Do not reduce the gradient of this variable."""
+        """Do not reduce the gradient of the variable `var`."""
         self._reduction.register_local(var)
         if self._aggregation is not None:
             self._aggregation.register_local_var(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """The other optimizer's gradients with their variables, reduced over all ranks."""
+        """Return the wrapped optimizer's gradients, reduced, with their variables."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         gradients = [gradient for gradient, _ in pairs]
         variables = [variable for _, variable in pairs]

@@ -1,17 +1,18 @@
 """Graph ops that call Python and block, for `bridge`.
 
-The op is tf.py_function's. That one also prepares for gradients of TensorFlow ops inside it: it
-may keep the last call's inputs and outputs, and it converts every result. Ours have their gradients
-elsewhere and return tensors, so the wrapper is replaced by a bare one. Where TensorFlow no longer
-lets us, it is tf.py_function itself, which does the same at a higher price.
+The op is that of tf.py_function. The wrapper of tf.py_function also prepares for gradients of
+TensorFlow ops inside the function: it may keep the inputs and outputs of the last call, and it
+converts every result. Our functions have their gradients elsewhere and return tensors, so we use a
+bare wrapper. Where TensorFlow lacks the private names that this needs, we use tf.py_function
+itself, which is slower.
 
 A blocked op holds one of TensorFlow's inter-op threads. In a function that is harmless: functions
 run stateful ops one after another, in the order of the program, so every rank waits for the same
-one. A v1 graph runs them in any order, and functions of several threads run at once: if the ranks'
-few threads were held by different ops, nobody could go on. There the op gets a thread of its own,
-which makes it about 0.2 ms slower. What remains is a function that was traced in the main thread
-and then called in others: no more of those may wait at the same time than there are inter-op
-threads (tf.config.threading.set_inter_op_parallelism_threads).
+op. A v1 graph runs ops in any order, and functions of several threads run at the same time. If
+different ops held the few threads of different ranks, no rank could proceed. So in these cases the
+op gets a thread of its own, which costs about 0.2 ms. One case remains: a function that was traced
+in the main thread and is called in other threads. No more of those calls may wait at the same time
+than there are inter-op threads (tf.config.threading.set_inter_op_parallelism_threads).
 """
 
 from __future__ import annotations
@@ -42,17 +43,18 @@ def python_op(
     shapes: Sequence[Any],
     name: str,
 ) -> list[tf.Tensor]:
-    """An op of the current graph that calls `body` with eager tensors each time it runs.
+    """Add an op to the current graph that calls `body` with eager tensors each time it runs.
 
-    When `body` raises a ValueError the op fails with tf.errors.InvalidArgumentError, and when it
-    raises a tf.errors.FailedPreconditionError with that, where TensorFlow lets us; with anything
-    else the op fails with tf.errors.UnknownError.
+    If `body` raises a ValueError, the op fails with tf.errors.InvalidArgumentError. If it raises a
+    tf.errors.FailedPreconditionError, the op fails with that class, where TensorFlow makes this
+    possible. With all other errors the op fails with tf.errors.UnknownError.
     """
-    one_by_one = (
+    runs_in_order = (
         tf.compat.v1.get_default_graph().building_function
         and threading.current_thread() is threading.main_thread()
     )
-    if one_by_one or tf.config.get_visible_devices("GPU"):  # other ops would leave the GPU
+    # With a GPU there is no choice: the ops with a thread of their own run on the CPU.
+    if runs_in_order or tf.config.get_visible_devices("GPU"):
         outputs = _op(body, inputs, dtypes, name)
         for output, shape in zip(outputs, shapes, strict=True):
             output.set_shape(shape)
@@ -63,18 +65,19 @@ def python_op(
 def _op(
     body: Body, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], name: str | None = None
 ) -> list[tf.Tensor]:
+    """Add the op of tf.py_function with our bare wrapper."""
     if _py_funcs is None:
         return list(tf.py_function(body, inputs, list(dtypes), name=name))
-    bare = _Bare(body, list(dtypes))
-    token = _py_funcs.insert(bare)  # which holds it weakly
+    bare = _BareFunction(body, list(dtypes))
+    token = _py_funcs.insert(bare)  # keeps only a weak reference
     _keep(bare)
     return list(
         eager_py_func(input=inputs, token=token, is_async=is_async(), Tout=list(dtypes), name=name)
     )
 
 
-class _Bare(EagerFunc):
-    """What TensorFlow calls when the op runs."""
+class _BareFunction(EagerFunc):
+    """The object that TensorFlow calls when the op runs."""
 
     def __init__(self, body: Body, dtypes: list[tf.DType]) -> None:
         super().__init__(body, dtypes, False)
@@ -84,7 +87,7 @@ class _Bare(EagerFunc):
         try:
             if device is None or "CPU" in device:
                 return self._body(*args)
-            return self._call(device, args)  # which brings results to the device
+            return self._call(device, args)  # copies the results to the device
         except tf.errors.FailedPreconditionError as error:
             output = failed_output(error.message)
             if output is None:
@@ -92,10 +95,10 @@ class _Bare(EagerFunc):
             return [output] * len(self._out_dtypes)
 
 
-def _keep(bare: _Bare) -> None:
-    """Hold on to a body for as long as TensorFlow may call it.
+def _keep(bare: _BareFunction) -> None:
+    """Keep a body alive for as long as TensorFlow may call it.
 
-    That is as long as the outermost graph lives: ops get copied from function to function.
+    That is as long as the outermost graph lives, because ops are copied from function to function.
     """
     graph = tf.compat.v1.get_default_graph()
     while getattr(graph, "outer_graph", None) is not None:
@@ -112,7 +115,10 @@ def _op_with_thread(
     shapes: Sequence[Any],
     name: str,
 ) -> list[tf.Tensor]:
-    """The same on a thread of its own: a dataset of one element, made by calling `body`."""
+    """Add an op that calls `body` in a thread of its own.
+
+    The op reads a dataset of one element, and TensorFlow computes that element in another thread.
+    """
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
     function = tf.function(
         lambda *values: _op(body, values[: len(inputs)], dtypes), autograph=False

@@ -1,9 +1,9 @@
-"""Which gradients are those of all ranks already, so that no optimizer reduces them again.
+"""Marks gradients that are reduced already, so that no optimizer reduces them again.
 
-Distributed tapes and the optimizers' `compute_gradients` note what they have reduced: on the
-tensors, and on the variables, because a script may clip or scale gradients before it applies them.
-The note on a variable holds for the graph (or the eager program) that it was made in, until one of
-our optimizers applies a gradient to the variable.
+Distributed tapes and the optimizers' `compute_gradients` put marks on the tensors that they have
+reduced. They put marks on the variables, too, because a script may clip or scale gradients, which
+makes new tensors, before it applies them. The mark on a variable is valid in the graph (or the
+eager program) in which it was made, until one of our optimizers applies a gradient to the variable.
 """
 
 from __future__ import annotations
@@ -19,66 +19,66 @@ from horovod.tensorflow.gradients import GradientReduction
 
 
 class Done(enum.IntEnum):
-    """What has been done to a gradient before it is applied."""
+    """The mark on a gradient: what has been done to it before it is applied."""
 
     NOTHING = 0
     REDUCED = 1
-    ADDED_UP = 2  # over the passes of a step, and reduced: all that an optimizer does
+    ADDED_UP = 2  # added up over the passes of a step, and reduced
 
 
-class _Eager:
-    """Where code runs that builds no graph."""
+class _EagerProgram:
+    """Stands for a graph where code runs eagerly."""
 
 
-_EAGER = _Eager()
-_NOTE = "_horovod_done"
+_EAGER_PROGRAM = _EagerProgram()
+_MARK = "_horovod_done"
 
 
-def note(gradients: Sequence[Any], variables: Sequence[Any], done: Done) -> None:
-    """What will be applied to `variables` next is made of these gradients."""
-    place = weakref.ref(_here()[0])
+def mark(gradients: Sequence[Any], variables: Sequence[Any], done: Done) -> None:
+    """Mark the gradients, and the variables to which they will be applied."""
+    graph = weakref.ref(_current_graphs()[0])
     for gradient, variable in zip(gradients, variables, strict=True):
         if gradient is not None:
-            setattr(gradient, _NOTE, done)
-            setattr(_noted(variable), _NOTE, (done, place))
+            setattr(gradient, _MARK, done)
+            setattr(_mark_owner(variable), _MARK, (done, graph))
 
 
-def noted(gradient: Any) -> Done:
-    """What has been done to this very tensor."""
-    return getattr(gradient, _NOTE, Done.NOTHING)
+def mark_of(gradient: Any) -> Done:
+    """Return the mark on this tensor."""
+    return getattr(gradient, _MARK, Done.NOTHING)
 
 
-def take_notes(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Done]:
-    """What has been done to gradients that are applied now. Notes on variables are used up."""
-    here = _here()
-    answers = []
+def take_marks(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Done]:
+    """Return the marks of gradients that are applied now, and remove the variables' marks."""
+    graphs = _current_graphs()
+    marks = []
     for gradient, variable in zip(gradients, variables, strict=True):
-        done = noted(gradient)
-        on_variable, place = getattr(_noted(variable), _NOTE, (Done.NOTHING, lambda: None))
-        if any(place() is each for each in here):
-            delattr(_noted(variable), _NOTE)
+        done = mark_of(gradient)
+        on_variable, graph = getattr(_mark_owner(variable), _MARK, (Done.NOTHING, lambda: None))
+        if any(graph() is each for each in graphs):
+            delattr(_mark_owner(variable), _MARK)
             done = max(done, on_variable)
-        answers.append(done)
-    return answers
+        marks.append(done)
+    return marks
 
 
 class OptimizerReduction(GradientReduction):
-    """The reduction of an optimizer: it leaves alone what has been reduced before."""
+    """The reduction of an optimizer, which skips gradients that are reduced already."""
 
-    def take_notes(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Done]:
-        """What has been done to gradients that are applied now."""
-        return take_notes(gradients, variables)
+    def take_marks(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Done]:
+        """Return the marks of gradients that are applied now, and remove the variables' marks."""
+        return take_marks(gradients, variables)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Reduce gradients that are applied now."""
-        return self.reduce_rest(gradients, variables, take_notes(gradients, variables))
+        """Reduce the gradients that are applied now, except those marked as reduced."""
+        return self.reduce_unreduced(gradients, variables, take_marks(gradients, variables))
 
-    def reduce_rest(
-        self, gradients: Sequence[Any], variables: Sequence[Any], done: Sequence[Done]
+    def reduce_unreduced(
+        self, gradients: Sequence[Any], variables: Sequence[Any], marks: Sequence[Done]
     ) -> list[Any]:
-        """Reduce the gradients that nothing has been done to."""
+        """Reduce the gradients whose mark is `NOTHING`."""
         results = list(gradients)
-        rest = [index for index, each in enumerate(done) if each is Done.NOTHING]
+        rest = [index for index, done in enumerate(marks) if done is Done.NOTHING]
         reduced = super().__call__(
             [results[index] for index in rest], [variables[index] for index in rest]
         )
@@ -87,15 +87,15 @@ class OptimizerReduction(GradientReduction):
         return results
 
 
-def _noted(variable: Any) -> Any:
-    """What a note about a variable is kept on: the same for a Keras variable and what it wraps."""
+def _mark_owner(variable: Any) -> Any:
+    """Return the object that carries a variable's mark; a Keras variable shares the inner one's."""
     return getattr(variable, "handle", variable)
 
 
-def _here() -> list[Any]:
-    """The graph that is being built and those around it; eagerly, the program."""
+def _current_graphs() -> list[Any]:
+    """Return the graph that is being built and those around it, or a stand-in in eager code."""
     if tf.executing_eagerly():
-        return [_EAGER]
+        return [_EAGER_PROGRAM]
     graphs = []
     graph = tf.compat.v1.get_default_graph()
     while graph is not None:

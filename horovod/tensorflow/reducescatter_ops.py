@@ -1,7 +1,7 @@
 """reducescatter of one tensor and of groups.
 
-Exported to users by `horovod.tensorflow`. Rows are dealt out as evenly as possible, the first
-ranks getting one more where they do not divide.
+`horovod.tensorflow` exports them to users. Rows are divided as evenly as possible; the first ranks
+get one row more where the number of rows is not divisible.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
 from horovod.tensorflow.allgather_ops import gather
-from horovod.tensorflow.bridge import as_tensor, placed, unconverted
-from horovod.tensorflow.call import Call, any_rows, check_group, differentiable, for_floats
+from horovod.tensorflow.bridge import as_tensor, device_scope, without_autograph
+from horovod.tensorflow.call import (
+    Call,
+    check_group,
+    for_floats,
+    make_differentiable,
+    spec_with_any_rows,
+)
 from horovod.tensorflow.compression import Compression, Compressor
 from horovod.tensorflow.errors import AbortedError
 from horovod.tensorflow.info_ops import set_size
 from horovod.tensorflow.reduction import Reduction, reduce_op
 
 
-@unconverted
+@without_autograph
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -40,29 +46,34 @@ def reducescatter(
     """Reduce a tensor over all ranks and keep this rank's rows. Differentiable.
 
     Args:
-        tensor: Of at least one dimension, of the same shape and type on all ranks.
+        tensor: A tensor of at least one dimension, with the same shape and type on all ranks.
         device_dense: Accepted for compatibility.
-        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        compression: How tensors are compressed on the way, such as `Compression.fp16`; not at all
+            by default.
         op: `Average` or `Sum`.
-        name: Ranks match operations by name; left out, by the order of their calls.
-        process_set: The ranks that take part.
-        ignore_name_scope: Take `name` as it is, without the scope of the graph.
-        prescale_factor: Multiplies tensors before the reduction.
-        postscale_factor: Multiplies the result.
+        name: The name by which ranks match operations; without one they match the order of their
+            calls.
+        process_set: The ranks that take part; all ranks by default.
+        ignore_name_scope: Whether to use `name` without the scopes of the graph; False by default.
+        prescale_factor: A factor for tensors before the reduction; 1.0 by default.
+        postscale_factor: A factor for the result; 1.0 by default.
+
+    Returns:
+        This rank's rows of the reduced tensor.
 
     Raises:
         InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
-        FailedPreconditionError: Ranks passed different things under this name.
-        AbortedError: A rank is lost.
+        FailedPreconditionError: The ranks passed different arguments under this name.
+        AbortedError: A rank was lost, or Horovod was shut down.
     """
     reduction = _reduction(op, prescale_factor, postscale_factor)
     call = Call("HorovodReducescatter", name, ignore_name_scope, process_set)
-    with placed(device_dense):
+    with device_scope(device_dense):
         compressed, context = compression.compress(as_tensor(tensor))
         return compression.decompress(_scatter(call, [compressed], reduction)[0], context)
 
 
-@unconverted
+@without_autograph
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
@@ -75,25 +86,29 @@ def grouped_reducescatter(
     """Reduce and scatter several tensors as one operation. Differentiable.
 
     Args:
-        tensors: Each as `reducescatter` takes it.
+        tensors: A list of tensors, each of which `reducescatter` would accept.
         device_dense: Accepted for compatibility.
-        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        compression: How tensors are compressed on the way, such as `Compression.fp16`; not at all
+            by default.
         op: `Average` or `Sum`.
-        process_set: The ranks that take part.
-        prescale_factor: Multiplies tensors before the reduction.
-        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part; all ranks by default.
+        prescale_factor: A factor for tensors before the reduction; 1.0 by default.
+        postscale_factor: A factor for the result; 1.0 by default.
+
+    Returns:
+        This rank's rows of each reduced tensor, in the order of `tensors`.
 
     Raises:
         InvalidArgumentError: This rank passed a wrong argument; nothing was sent.
-        FailedPreconditionError: Ranks passed different things under this name.
-        AbortedError: A rank is lost.
+        FailedPreconditionError: The ranks passed different arguments under this name.
+        AbortedError: A rank was lost, or Horovod was shut down.
     """
     group = check_group(tensors)
     if not group:
         return tensors
     reduction = _reduction(op, prescale_factor, postscale_factor)
     call = Call("HorovodGroupedReducescatter", None, False, process_set)
-    with placed(device_dense):
+    with device_scope(device_dense):
         pairs = [compression.compress(tensor) for tensor in group]
         reduced = _scatter(call, [tensor for tensor, _ in pairs], reduction)
         return [
@@ -105,17 +120,17 @@ def grouped_reducescatter(
 def _reduction(op: ReduceOp, prescale_factor: float, postscale_factor: float) -> Reduction:
     op = reduce_op(op, None)
     if op not in (Sum, Average):
-        raise AbortedError.because(
+        raise AbortedError.with_message(
             f"reducescatter takes Sum or Average, not {op.name.capitalize()}"
         )
     return Reduction(op, prescale_factor, postscale_factor)
 
 
 def _scatter(call: Call, tensors: Sequence[tf.Tensor], reduction: Reduction) -> list[tf.Tensor]:
-    """Reduce tensors with one request to the engine, each rank keeping its rows.
+    """Reduce tensors with one request to the engine; each rank keeps its rows.
 
-    The gradient is gathered and scaled, and a Sum counts once for every rank of the set:
-    upstream's convention.
+    By upstream's convention the gradient is gathered and scaled, and with Sum multiplied by the
+    number of ranks.
     """
 
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
@@ -132,7 +147,7 @@ def _scatter(call: Call, tensors: Sequence[tf.Tensor], reduction: Reduction) -> 
         return results
 
     def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:
-        return call.run(collective, inputs, [any_rows(tensor) for tensor in inputs])
+        return call.run(collective, inputs, [spec_with_any_rows(tensor) for tensor in inputs])
 
     def whole(gradients: list[tf.Tensor], indices: list[int]) -> list[tf.Tensor]:
         factor = reduction.prescale_factor * reduction.postscale_factor
@@ -148,4 +163,4 @@ def _scatter(call: Call, tensors: Sequence[tf.Tensor], reduction: Reduction) -> 
     def gradient(*gradients: Any) -> list[Any]:
         return for_floats(whole, gradients, tensors)
 
-    return differentiable(forward, gradient, tensors)
+    return make_differentiable(forward, gradient, tensors)

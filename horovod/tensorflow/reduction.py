@@ -1,4 +1,4 @@
-"""Reducing dense tensors: what allreduce, tapes, optimizers and most gradients rest on."""
+"""Reduces dense tensors, for allreduce, tapes, optimizers and the gradients of most operations."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from horovod.common.util import resolve_reduce_op
 from horovod.engine.arguments import reduction_input
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
-from horovod.tensorflow.call import Call, differentiable, for_floats, same
+from horovod.tensorflow.call import Call, for_floats, make_differentiable, spec_like
 from horovod.tensorflow.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How values become one, with factors before and after."""
+    """A reduction: its operation, and factors before and after it."""
 
     op: ReduceOp
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors for the engine; ValueError where this is not defined for them."""
-        scaled = self.prescale_factor != 1.0 or self.postscale_factor != 1.0
-        return [reduction_input(tensor, self.op, scaled) for tensor in tensors]
+        """Return the tensors for the engine; ValueError if the operation refuses their type."""
+        is_scaled = self.prescale_factor != 1.0 or self.postscale_factor != 1.0
+        return [reduction_input(tensor, self.op, is_scaled) for tensor in tensors]
 
 
 AVERAGE = Reduction(Average)
 
 
 def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """The operator that a script asks for by the arguments of a function it called."""
+    """Return the operation that the arguments `op` and `average` of a public function choose."""
     if average is not None and op is None:
-        # Between us and the script: the function, and the wrapper that keeps AutoGraph away.
+        # Two frames are between this one and the script: the public function, and the wrapper
+        # that keeps AutoGraph away.
         warnings.warn(
             "average= is deprecated: pass op=Average or op=Sum instead",
             DeprecationWarning,
@@ -50,13 +51,13 @@ def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     try:
         return resolve_reduce_op(op, average)
     except ValueError as error:
-        raise InvalidArgumentError.because(str(error)) from None
+        raise InvalidArgumentError.with_message(str(error)) from None
 
 
 def reduce(call: Call, tensors: Sequence[tf.Tensor], reduction: Reduction) -> list[tf.Tensor]:
     """Reduce the tensors with one request to the engine. Differentiable.
 
-    The gradients are reduced in the same way, whatever the operator: upstream's convention.
+    By upstream's convention the gradients are reduced in the same way, for every operation.
     """
     if reduction.op is Adasum and call.process_set is not global_process_set:
         raise NotImplementedError("Adasum works on the global process set only")
@@ -79,11 +80,11 @@ def reduce(call: Call, tensors: Sequence[tf.Tensor], reduction: Reduction) -> li
         return outputs
 
     def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:
-        return call.run(collective, inputs, [same(tensor) for tensor in inputs])
+        return call.run(collective, inputs, [spec_like(tensor) for tensor in inputs])
 
     def gradient(*gradients: Any) -> list[Any]:
         return for_floats(
             lambda chosen, _: reduce(call.backward(), chosen, reduction), gradients, tensors
         )
 
-    return differentiable(forward, gradient, tensors)
+    return make_differentiable(forward, gradient, tensors)

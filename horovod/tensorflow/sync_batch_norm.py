@@ -1,13 +1,13 @@
 """Batch normalisation over the batches of all ranks, for tf.keras.
 
-A layer computes what an ordinary one computes on the ranks' batches put together, however unevenly
-they are dealt out; the gradients are those of the sum of the ranks' losses.
+A layer computes what an ordinary layer computes on the concatenated batches of all ranks, even if
+these have different sizes. The gradients are those of the sum of the ranks' losses.
 
-A pass forward is one collective, and so is its gradient. Every rank has one row of a table to put
-its counts, means and variances in, and the table is summed. That makes it a gather, so that
-variances are combined from differences of means (sums of squares would cancel where the mean is
-large), with the same bits on all ranks; and unlike an allgather it goes on when a rank has joined,
-whose row then says that it has no samples.
+A forward pass is one collective, and so is its gradient. Every rank writes its counts, means and
+variances into its own row of a table of zeros, and the tables are summed. So each rank gets the
+rows of all ranks, and combines variances from differences of means (sums of squares would lose
+precision where the mean is large), with the same bits on all ranks. Unlike an allgather this works
+when a rank has joined: its row is zero, which means that it has no samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from horovod.engine.job import WORLD
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
 from horovod.tensorflow.allreduce_ops import allreduce
-from horovod.tensorflow.call import differentiable
+from horovod.tensorflow.call import make_differentiable
 from horovod.tensorflow.gradients import wire_name
 from horovod.tensorflow.info_ops import own_rank
 
@@ -35,12 +35,14 @@ _IS_LEGACY = hasattr(tf.keras.layers.BatchNormalization, "_calculate_mean_and_va
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
     """Batch normalisation with the statistics of all ranks' batches.
 
-    Takes the arguments of `tf.keras.layers.BatchNormalization`. When training, all ranks must run
-    their layers equally often and in the same order.
+    In training all ranks must run their layers equally often and in the same order.
 
     Args:
-        fused: Accepted for compatibility; True is a ValueError, as the fused kernel sees the
-            batch of one rank only.
+        fused: Accepted for compatibility; False by default.
+        **kwargs: The arguments of `tf.keras.layers.BatchNormalization`.
+
+    Raises:
+        ValueError: `fused` is True or None: the fused kernel sees the batch of one rank only.
     """
 
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
@@ -53,13 +55,13 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
             kwargs["fused"] = False
         super().__init__(**kwargs)
 
-    @bridge.unconverted
+    @bridge.without_autograph
     def _calculate_mean_and_var(
         self, inputs: Any, reduction_axes: Sequence[int], keep_dims: bool, mask: Any = None
     ) -> tuple[Any, Any]:
-        """What legacy Keras normalises by."""
+        """Return the mean and variance by which tf-keras normalises."""
         rows, shape = _local_statistics(inputs, list(reduction_axes), mask)
-        statistics = [rows[1], rows[2]] if _is_alone() else _combined(_gathered(rows))
+        statistics = [rows[1], rows[2]] if _is_single() else _combine_statistics(_gather_rows(rows))
         mean, variance = (tf.reshape(vector, shape) for vector in statistics)
         if keep_dims:
             return mean, variance
@@ -68,19 +70,19 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
     if not _IS_LEGACY:
 
         def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-            """What Keras 3 normalises by."""
+            """Return the mean and variance by which Keras 3 normalises."""
             return self._calculate_mean_and_var(inputs, self._reduction_axes, False, mask)
 
 
-def _is_alone() -> bool:
-    """Whether this rank's batch is all there is, also when a graph runs later."""
+def _is_single() -> bool:
+    """Return whether there are no other ranks, now and when the present graph runs."""
     if not runtime.is_initialized() or (runtime.is_elastic() and not tf.executing_eagerly()):
         return False
     return runtime.topology.size == 1
 
 
 def _local_statistics(inputs: tf.Tensor, axes: list[int], mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """Rows of counts, means and biased variances, and the shape of each with all dimensions."""
+    """Return rows of counts, means and biased variances, and the unflattened shape of a row."""
     if mask is None:
         weights = None
         counts = tf.cast(tf.reduce_prod(tf.gather(tf.shape(inputs), axes)), inputs.dtype)
@@ -101,11 +103,11 @@ def _local_statistics(inputs: tf.Tensor, axes: list[int], mask: Any) -> tuple[tf
     return rows, tf.shape(mean)
 
 
-def _gathered(rows: tf.Tensor) -> tf.Tensor:
-    """The rows of all ranks, by rank."""
+def _gather_rows(rows: tf.Tensor) -> tf.Tensor:
+    """Return the rows of all ranks, in the order of ranks."""
     name = wire_name("SyncBatchNormalization")
 
-    def place(tensors: list[torch.Tensor], op_name: str | None) -> list[torch.Tensor]:
+    def fill_table(tensors: list[torch.Tensor], op_name: str | None) -> list[torch.Tensor]:
         group = runtime.group(WORLD)
         table = tensors[0].new_zeros(group.size, *tensors[0].shape)
         table[group.rank] = tensors[0]
@@ -114,17 +116,17 @@ def _gathered(rows: tf.Tensor) -> tf.Tensor:
 
     def forward(own: tf.Tensor) -> list[tf.Tensor]:
         shape = [None, *own.shape]
-        return bridge.run(place, [own], [own.dtype], [shape], name, ignore_name_scope=True)
+        return bridge.run(fill_table, [own], [own.dtype], [shape], name, ignore_name_scope=True)
 
     def backward(gradient: tf.Tensor) -> list[tf.Tensor]:
         total = allreduce(gradient, op=Sum, name=f"{name}.grad", ignore_name_scope=True)
         return [tf.gather(total, own_rank())]
 
-    return differentiable(forward, backward, [rows])[0]
+    return make_differentiable(forward, backward, [rows])[0]
 
 
-def _combined(table: tf.Tensor) -> list[tf.Tensor]:
-    """Mean and biased variance over all ranks."""
+def _combine_statistics(table: tf.Tensor) -> list[tf.Tensor]:
+    """Return the mean and the biased variance over all ranks."""
     counts, means, variances = tf.unstack(table, num=3, axis=1)
     weights = tf.math.divide_no_nan(counts, tf.reduce_sum(counts, 0))
     mean = tf.reduce_sum(weights * means, 0)

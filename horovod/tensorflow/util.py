@@ -12,28 +12,33 @@ from horovod.common.util import split_list
 
 
 def _executing_eagerly() -> bool:
-    """Whether operations run at once rather than becoming part of a graph."""
+    """Return whether operations run at once instead of becoming part of a graph."""
     return bool(tf.executing_eagerly())
 
 
 def vars_to_refs(variables: Any) -> Any:
-    """Hashable references to `variables`, in (nested) tuples where there were lists or tuples."""
+    """Return hashable references to `variables`; lists and tuples become tuples, also nested."""
     if isinstance(variables, (list, tuple)):
         return tuple(vars_to_refs(variable) for variable in variables)
     return variables.ref()
 
 
 def refs_to_vars(refs: Any) -> Any:
-    """The variables of `refs`, what `vars_to_refs` returned, in (nested) lists."""
+    """Return the variables of `refs`, a result of `vars_to_refs`; tuples become lists."""
     if isinstance(refs, (list, tuple)):
         return [refs_to_vars(ref) for ref in refs]
     return refs.deref()
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether the framework of the binding `ext_base_name` ("tensorflow", "torch", ...) sees a GPU.
+    """Return whether the framework of a binding sees a GPU.
 
-    `verbose` says why not.
+    Args:
+        ext_base_name: The binding, such as "tensorflow" or "torch".
+        verbose: Whether to say why there is none; False by default.
+
+    Returns:
+        True or False.
     """
     if ext_base_name == "tensorflow":
         return bool(tf.config.list_physical_devices("GPU"))
@@ -41,9 +46,15 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """ImportError if the binding `ext_name`, such as "horovod.tensorflow", is not there.
+    """Raise ImportError if a binding does not exist.
 
-    `ext_env_var` and `pkg_path` told upstream where to find its compiled part; there is none here.
+    Args:
+        ext_name: The binding, such as "horovod.tensorflow".
+        ext_env_var: Accepted for compatibility; upstream found its compiled part with it.
+        pkg_path: Accepted for compatibility; upstream found its compiled part with it.
+
+    Raises:
+        ImportError: There is no such binding.
     """
     if importlib.util.find_spec(ext_name) is None:
         raise ImportError(f"there is no binding {ext_name}")

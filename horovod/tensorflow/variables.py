@@ -1,4 +1,4 @@
-"""The values of eager variables as torch tensors, for elastic states of TensorFlow and of Keras."""
+"""Reads and writes eager variables as torch tensors, for elastic states of TensorFlow and Keras."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from horovod.tensorflow import bridge
 
 
 def read_variables(variables: Sequence[Any]) -> list[torch.Tensor]:
-    """Views of the memory of variables, those of Keras included."""
-    with tf.device("CPU:0"):  # copies only what is elsewhere
+    """Return views of the variables' memory, also for Keras variables."""
+    with tf.device("CPU:0"):  # copies only tensors on other devices
         return [bridge.to_torch(tf.identity(variable)) for variable in variables]
 
 
 def write_variables(variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
-    """Assign values, whose memory the variables take over."""
+    """Assign values to variables, which take over the values' memory."""
     for variable, value in zip(variables, values, strict=True):
         variable.assign(bridge.to_tensorflow(value))

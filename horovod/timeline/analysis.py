@@ -91,7 +91,7 @@ class Analysis:
     @property
     def on_devices(self) -> bool:
         """Whether gradients are reduced by devices, whose clocks the steps go by."""
-        return bool(self.transports) and self.transports[0].startswith((*DEVICES, "STAGED"))
+        return bool(self.transports) and self.transports[0].startswith((*DEVICES, "HOST_COPY"))
 
     @property
     def slowest_counts(self) -> Counter[int]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from horovod.common.config import chosen
+from horovod.common.config import chosen_knobs
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Max
 from horovod.common.topology import Topology
@@ -108,7 +108,7 @@ def propose(
         num_warmup=config.autotune_warmup_samples,
         num_steps=config.autotune_steps_per_sample,
         most_samples=config.autotune_bayes_opt_max_samples,
-        fixed=chosen().intersection(TUNABLE),
+        fixed=chosen_knobs().intersection(TUNABLE),
         order=tuple(order_of(arrivals, len(sparse_dims))),
         sparse_dims=tuple(sparse_dims),
     )

@@ -20,6 +20,7 @@ from horovod.engine.runtime import runtime
 from horovod.torch import handles, operators
 from horovod.torch.autograd import backward_name, is_differentiable, needs_gradient
 from horovod.torch.grouped_allreduce_ops import grouped_allreduce
+from horovod.torch.untraced import breaks_graph
 
 Tensor = torch.Tensor
 
@@ -52,6 +53,7 @@ def allgather(
     return gathered
 
 
+@breaks_graph("use hvd.allgather")
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -96,6 +98,7 @@ def grouped_allgather(
     return tuple(gathered)
 
 
+@breaks_graph("use hvd.grouped_allgather")
 def grouped_allgather_async(
     tensors: Sequence[Tensor],
     name: str | None = None,

@@ -20,7 +20,8 @@ from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch import handles, operators
 from horovod.torch.autograd import backward_name, needs_gradient
-from horovod.torch.compression import Compression, Compressor
+from horovod.torch.compression import Compression, Compressor, eight_bit_type
+from horovod.torch.untraced import breaks_graph
 
 Tensor = torch.Tensor
 
@@ -59,12 +60,20 @@ def allreduce(
         >>> total = hvd.allreduce(count, op=hvd.Sum, name="count")
     """
     op = resolve_reduce_op(op, average)
+    result: Tensor
+    wire = eight_bit_type(compression, [tensor])
+    if wire is not None:
+        factors = prescale_factor, postscale_factor
+        request = start([tensor], name, op, *factors, process_set, background=False, wire=wire)
+        (result,) = request.wait()
+        return result
     compressed, context = compression.compress(tensor)
     reduced = _allreduce(compressed, name, op, prescale_factor, postscale_factor, process_set)
-    result: torch.Tensor = compression.decompress(reduced, context)
+    result = compression.decompress(reduced, context)
     return result
 
 
+@breaks_graph("use hvd.allreduce")
 def allreduce_async(
     tensor: Tensor,
     average: bool | None = None,
@@ -142,6 +151,7 @@ def allreduce_(
     return tensor
 
 
+@breaks_graph("use hvd.allreduce_")
 def allreduce_async_(
     tensor: Tensor,
     average: bool | None = None,
@@ -226,6 +236,7 @@ def start(
     postscale_factor: float,
     process_set: ProcessSet,
     background: bool = True,
+    wire: torch.dtype | None = None,
 ) -> Request:
     """Enqueue an allreduce into new tensors; without `background` the caller waits at once."""
     scaled = prescale_factor != 1.0 or postscale_factor != 1.0
@@ -243,6 +254,7 @@ def start(
         postscale=postscale_factor,
         process_set_id=process_set_id,
         background=background,
+        wire=wire,
     )
 
 

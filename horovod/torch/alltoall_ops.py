@@ -17,6 +17,7 @@ from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch import handles, operators
 from horovod.torch.autograd import backward_name, needs_gradient
+from horovod.torch.untraced import breaks_graph
 
 Tensor = torch.Tensor
 Splits = Tensor | Sequence[int] | None
@@ -56,6 +57,7 @@ def alltoall(
     return output if splits is None else (output, received)
 
 
+@breaks_graph("use hvd.alltoall")
 def alltoall_async(
     tensor: Tensor,
     splits: Splits = None,

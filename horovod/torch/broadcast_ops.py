@@ -18,6 +18,7 @@ from horovod.engine.runtime import runtime
 from horovod.torch import handles, operators
 from horovod.torch.allreduce_ops import allreduce
 from horovod.torch.autograd import backward_name, needs_gradient
+from horovod.torch.untraced import breaks_graph
 
 Tensor = torch.Tensor
 
@@ -49,6 +50,7 @@ def broadcast(
     return output
 
 
+@breaks_graph("use hvd.broadcast")
 def broadcast_async(
     tensor: Tensor,
     root_rank: int,
@@ -89,6 +91,7 @@ def broadcast_(
     return tensor
 
 
+@breaks_graph("use hvd.broadcast_")
 def broadcast_async_(
     tensor: Tensor,
     root_rank: int,

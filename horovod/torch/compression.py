@@ -8,7 +8,15 @@ import torch
 
 from horovod.common.compression import Compressor, NoneCompressor
 
-__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+__all__ = [
+    "BF16Compressor",
+    "Compression",
+    "Compressor",
+    "FP16Compressor",
+    "FP8Compressor",
+    "Int8Compressor",
+    "NoneCompressor",
+]
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -41,9 +49,48 @@ class BF16Compressor(_CastCompressor):
     dtype = torch.bfloat16
 
 
+class EightBitCompressor(Compressor):
+    """Sends floating-point tensors in 8 bits, with a scale for every 256 elements.
+
+    What is added up is not what travels, so that it is not made of two functions: the transport
+    does it, or a communication hook.
+    """
+
+    name: str
+    dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        raise ValueError(
+            f"hvd.Compression.{cls.name} works with DistributedOptimizer, and with allreduce of "
+            f"float32 and float64 tensors in host memory that need no gradient: use "
+            f"hvd.Compression.bf16 here"
+        )
+
+
+class Int8Compressor(EightBitCompressor):
+    """Sends evenly spaced 8-bit numbers."""
+
+    name = "int8"
+    dtype = torch.int8
+
+
+class FP8Compressor(EightBitCompressor):
+    """Sends 8-bit floating-point numbers (e4m3)."""
+
+    name = "fp8"
+    dtype = torch.float8_e4m3fn
+
+
 # The types of those that convert and do nothing else.
 NARROW: dict[type[Compressor], torch.dtype] = {
     each: each.dtype for each in (FP16Compressor, BF16Compressor)
+}
+
+# The types in which the transport can send between hosts.
+_ON_THE_WIRE: dict[type[Compressor], torch.dtype] = {
+    **NARROW,
+    **{each: each.dtype for each in (Int8Compressor, FP8Compressor)},
 }
 
 
@@ -55,11 +102,39 @@ def wire_type(
     None where that is not what the compressor means, or not all gradients are in host memory.
     """
     wide = all(param.is_cpu and param.dtype in _WIDE for _, param in params)
-    return NARROW.get(compression) if wide else None
+    return _ON_THE_WIRE.get(compression) if wide else None
+
+
+def wire_type_of(compression: type[Compressor], tensor: torch.Tensor) -> torch.dtype | None:
+    """The same for a single tensor."""
+    return _ON_THE_WIRE.get(compression) if tensor.is_cpu and tensor.dtype in _WIDE else None
+
+
+def eight_bit_type(
+    compression: type[Compressor], tensors: Sequence[torch.Tensor]
+) -> torch.dtype | None:
+    """The 8-bit type in which an allreduce of `tensors` travels; None for other compressors.
+
+    Raises:
+        ValueError: These tensors cannot be sent in 8 bits.
+    """
+    if not is_eight_bit(compression):
+        return None
+    for tensor in tensors:
+        if wire_type_of(compression, tensor) is None or tensor.requires_grad:
+            compression.compress(tensor)  # which says what can
+    return _ON_THE_WIRE[compression]
+
+
+def is_eight_bit(compression: object) -> bool:
+    """Whether this is a compressor that sends 8 bits."""
+    return isinstance(compression, type) and issubclass(compression, EightBitCompressor)
 
 
 class Compression:
-    """The compressors to choose from: `none`, `fp16` and `bf16`.
+    """The compressors to choose from: `none`, `fp16`, `bf16`, `fp8` and `int8`.
+
+    In 8 bits every 256 elements share a scale; ranks add up in float32, and send the sum in 8 bits.
 
     Examples:
         >>> hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.bf16)
@@ -68,3 +143,5 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    fp8 = FP8Compressor
+    int8 = Int8Compressor

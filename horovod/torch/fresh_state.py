@@ -2,7 +2,8 @@
 
 Optimizers of torch make it in their first step. `broadcast_optimizer_state` makes it earlier,
 because scripts look at it afterwards, and so that training goes on exactly as if nobody had:
-no parameter, gradient or step count changes.
+no parameter, gradient or step count changes. Parameters without a gradient get one of zeros, as
+in Horovod 0.28.1, whose scripts broadcast them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,24 @@ def fill(optimizer: torch.optim.Optimizer) -> None:
         optimizer.state.clear()
     for parameter in [p for p, entries in optimizer.state.items() if not entries]:
         del optimizer.state[parameter]
+
+
+def zero_missing_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    """Give zeros as gradient to the trained parameters of an optimizer that have none.
+
+    They are sparse where the gradient will be: a dense one would make it dense.
+    """
+    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    tables = {
+        layer.weight
+        for layer in ([] if model is None else model.modules())
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
+    }
+    for group in optimizer.param_groups:
+        for parameter in _trained(group):
+            if parameter.grad is None:
+                zeros = torch.zeros_like(parameter, requires_grad=False)
+                parameter.grad = zeros.to_sparse(1) if is_sparse or parameter in tables else zeros
 
 
 def _initialise(optimizer: Any) -> None:

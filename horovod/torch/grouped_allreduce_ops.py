@@ -19,7 +19,8 @@ from horovod.engine.arguments import check_group
 from horovod.torch import handles, operators
 from horovod.torch.allreduce_ops import reduce_into_new, start, start_in_place
 from horovod.torch.autograd import backward_name, is_differentiable, needs_gradient
-from horovod.torch.compression import Compression, Compressor
+from horovod.torch.compression import Compression, Compressor, eight_bit_type
+from horovod.torch.untraced import breaks_graph
 
 Tensor = torch.Tensor
 
@@ -59,7 +60,13 @@ def grouped_allreduce(
         >>> mean_loss, mean_accuracy = hvd.grouped_allreduce([loss, accuracy], name="metrics")
     """
     op = resolve_reduce_op(op, average)
-    compressed = [compression.compress(tensor) for tensor in check_group(tensors)]
+    tensors = check_group(tensors)
+    wire = eight_bit_type(compression, tensors)
+    if wire is not None:
+        factors = prescale_factor, postscale_factor
+        request = start(tensors, name, op, *factors, process_set, background=False, wire=wire)
+        return list(request.wait())
+    compressed = [compression.compress(tensor) for tensor in tensors]
     reduced = _grouped_allreduce(
         [tensor for tensor, _ in compressed],
         name,
@@ -74,6 +81,7 @@ def grouped_allreduce(
     ]
 
 
+@breaks_graph("use hvd.grouped_allreduce")
 def grouped_allreduce_async(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -117,6 +125,7 @@ def grouped_allreduce_(
     return finish(request.wait())
 
 
+@breaks_graph("use hvd.grouped_allreduce_")
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor],
     average: bool | None = None,

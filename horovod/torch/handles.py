@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from horovod.engine.request import Request
+from horovod.torch.untraced import breaks_graph
 
 # What the engine is doing, and how to turn its result into what `synchronize` returns.
 _pending: dict[int, tuple[Request, Callable[[Any], Any]]] = {}
@@ -23,6 +24,7 @@ def hand_out(request: Request, finish: Callable[[Any], Any]) -> int:
     return number
 
 
+@breaks_graph("use blocking collectives, such as hvd.allreduce")
 def poll(handle: int) -> bool:
     """Whether ``synchronize(handle)`` would return at once.
 
@@ -40,6 +42,7 @@ def poll(handle: int) -> bool:
         ) from None
 
 
+@breaks_graph("use blocking collectives, such as hvd.allreduce")
 def synchronize(handle: int) -> Any:
     """Wait for an asynchronous collective and return its result, once.
 

@@ -60,6 +60,7 @@ from horovod.torch.reducescatter_ops import (
     reducescatter_async,
 )
 from horovod.torch.sparse import sparse_allreduce_async
+from horovod.torch.untraced import breaks_graph
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -98,6 +99,7 @@ def shutdown() -> None:
         _shared_api.shutdown()
 
 
+@breaks_graph("call it outside of compiled code")
 def join(device: int = -1) -> int:
     """Say that this rank has no more data; wait until all ranks say so.
 

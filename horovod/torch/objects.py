@@ -7,8 +7,10 @@ from typing import Any
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine import objects
 from horovod.engine.arguments import set_id
+from horovod.torch.untraced import breaks_graph
 
 
+@breaks_graph("call it outside of compiled code")
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -32,6 +34,7 @@ def broadcast_object(
     return objects.broadcast_object(obj, root_rank, name or "broadcast_object", set_id(process_set))
 
 
+@breaks_graph("call it outside of compiled code")
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:

@@ -41,6 +41,7 @@ from horovod.engine.submission import check_scattered
 Tensor = torch.Tensor
 
 _order = torch.zeros(0)  # what all operators claim to change; see above
+_SMALL = 16 * 1024  # bytes of a tensor for which a copy costs less than a request
 _library: Any = torch.library.Library("horovod", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 _FACTORS = "str? name, int op, float prescale_factor, float postscale_factor, int process_set"
@@ -228,6 +229,11 @@ def _allreduce(
     process_set: int,
 ) -> None:
     chosen = ReduceOp(op)
+    if len(tensors) == 1 and tensors[0].nbytes <= _SMALL and name in runtime.prepared:
+        (output,) = outputs
+        output.copy_(tensors[0])
+        if _reduce_again(output, name, chosen, prescale_factor, postscale_factor, process_set):
+            return
     scaled = prescale_factor != 1.0 or postscale_factor != 1.0
     sources = [reduction_input(tensor, chosen, scaled) for tensor in tensors]
     _check_adasum(chosen, process_set)
@@ -253,16 +259,33 @@ def _allreduce_in_place(
     process_set: int,
 ) -> None:
     chosen = ReduceOp(op)
+    factors = prescale_factor, postscale_factor
+    if len(tensors) == 1 and _reduce_again(tensors[0], name, chosen, *factors, process_set):
+        return
     scaled = prescale_factor != 1.0 or postscale_factor != 1.0
     buffers = [reduction_input(tensor, chosen, scaled) for tensor in tensors]
     for tensor, buffer in zip(tensors, buffers, strict=True):
         if buffer is not tensor:
             check_writable(tensor)
-    factors = prescale_factor, postscale_factor
     _allreduce(buffers, buffers, order, name, op, *factors, process_set)
     for tensor, buffer in zip(tensors, buffers, strict=True):
         if buffer is not tensor:
             write_back(tensor, buffer)
+
+
+def _reduce_again(
+    tensor: Tensor,
+    name: str | None,
+    op: ReduceOp,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: int,
+) -> bool:
+    """Reduce a tensor in place the shortest way, if one like it went before under this name."""
+    prepared = runtime.prepared.get(name)
+    if prepared is None or prescale_factor != 1.0:
+        return False
+    return prepared.reduce(tensor, op, postscale_factor, process_set)
 
 
 def _allgather_rows(
@@ -460,8 +483,11 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "barrier": (_barrier, _nothing),
 }
 
+# A CUDA graph of the compiler's (mode="reduce-overhead") must not record a collective, with which
+# ranks agree before they begin. torch 2.9 and newer then cut their graphs there.
+_unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
 for _schema in _SCHEMAS:
-    _library.define(_schema)
+    _library.define(_schema, tags=() if _unsafe is None else (_unsafe,))
 for _name, (_implementation, _fake) in _OPERATORS.items():
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"horovod::{_name}", _fake, lib=_library)

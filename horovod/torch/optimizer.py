@@ -15,7 +15,9 @@ from horovod.engine.runtime import runtime
 from horovod.torch.buckets import Named
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.hooks.base import CommunicationHook
+from horovod.torch.local_steps import LocalSteps
 from horovod.torch.optimizer_checks import check_arguments
+from horovod.torch.outer import OuterSGD
 
 if TYPE_CHECKING:
     from horovod.torch.reducing_optimizer import ReducingOptimizer
@@ -35,6 +37,15 @@ def DistributedOptimizer(
     shard_state: bool = False,
     communication_hook: CommunicationHook | None = None,
     overlap_forward: torch.nn.Module | None = None,
+    local_steps: int | None = None,
+    outer: OuterSGD | None = None,
+    warmup_steps: int = 0,
+    average_state: bool = False,
+    average_buffers: torch.nn.Module | None = None,
+    fragments: int = 1,
+    delay: int = 0,
+    alpha: float | None = None,
+    within: ProcessSet | None = None,
 ) -> Any:
     """Wrap `optimizer` so that `step` first averages the gradients over all ranks.
 
@@ -62,6 +73,25 @@ def DistributedOptimizer(
             parameters are updated when they are next used, so that the next forward hides what
             backward could not of the time that gradients take to travel. Results are the same. See
             `horovod.torch.delaying_optimizer`.
+        local_steps: For slow links: each rank takes this many steps with its own gradients, then
+            all synchronise their models. The arguments below say how; docs/slow_links.md says
+            when to use which.
+        outer: Optimizer of the step that the ranks then take together, such as
+            ``hvd.OuterSGD(lr=0.7, momentum=0.9)`` (DiLoCo). None averages parameters (local SGD).
+        warmup_steps: Ordinary steps, with gradients averaged over all ranks, before the first
+            local one.
+        average_state: Average the state of `optimizer` (momenta, ...) in each synchronisation
+            too; otherwise every rank keeps its own.
+        average_buffers: The model, to average its floating-point buffers (running statistics of
+            BatchNorm) in each synchronisation too; otherwise every rank keeps its own.
+        fragments: The model is divided by layers into this many parts, which are synchronised in
+            turn, each every `local_steps` steps.
+        delay: Steps between sending a fragment and updating its parameters: it travels beside
+            training, and a step waits only if it has not arrived by then. 0 waits at once.
+        alpha: What remains of a rank's own parameters when a delayed fragment is updated: 0.5 by
+            default with `delay`.
+        within: The process set of this rank's cluster: in it gradients are averaged in every
+            step, and the models of all clusters every `local_steps` steps.
 
     Raises:
         ValueError: A wrong argument, on every rank, also if only one rank has it; or the models of
@@ -89,6 +119,17 @@ def DistributedOptimizer(
         "shard_state": shard_state,
         "communication_hook": communication_hook,
         "overlap_forward": overlap_forward,
+        "local_steps": LocalSteps(
+            local_steps=local_steps,
+            outer=outer,
+            warmup_steps=warmup_steps,
+            average_state=average_state,
+            average_buffers=average_buffers,
+            fragments=fragments,
+            delay=delay,
+            alpha=alpha,
+            within=within,
+        ),
     }
     problem = None
     if isinstance(optimizer, ReducingOptimizer):
@@ -104,6 +145,10 @@ def DistributedOptimizer(
 
 def _mixin(arguments: dict[str, Any]) -> type[ReducingOptimizer]:
     """The class that has what these arguments ask for."""
+    if arguments["local_steps"].local_steps is not None:
+        from horovod.torch.local_optimizer import LocalStepsOptimizer  # few need it
+
+        return LocalStepsOptimizer
     if arguments["op"] == Adasum and runtime.topology.size > 1:
         from horovod.torch.adasum_optimizer import AdasumOptimizer  # few need it
 

@@ -24,11 +24,15 @@ from horovod.torch.buckets import Named
 from horovod.torch.dtensors import check_dtensors, part_of
 from horovod.torch.hooks.base import CommunicationHook, check_hook
 from horovod.torch.layouts import is_dense
+from horovod.torch.local_steps import check_local_steps
 from horovod.torch.objects import allgather_object
 from horovod.torch.update_kinds import UpdateKind, class_of, kind_of
 
 # These are each rank's own business, or compared in another form.
-_NOT_COMPARED = ("named_parameters", "groups", "process_set", "backward_passes_per_step")
+_NOT_COMPARED = (
+    *("named_parameters", "groups", "process_set", "backward_passes_per_step"),
+    "local_steps",
+)
 
 
 def takes_part(process_set: Any) -> bool:
@@ -62,6 +66,7 @@ def check_arguments(
         _check_values(optimizer, arguments)
         named = _named(arguments["named_parameters"], optimizer.param_groups)
         groups = _grouped(arguments["groups"], named)
+        check_local_steps(arguments, named)
         check_dtensors(named, arguments)
         if arguments["shard_state"]:
             _check_shardable(optimizer, arguments, named)
@@ -73,6 +78,7 @@ def check_arguments(
         settings = {
             key: _comparable(value) for key, value in arguments.items() if key not in _NOT_COMPARED
         }
+        settings |= arguments["local_steps"].settings()
         settings["HOROVOD_CHECK_NAN"] = runtime.config.check_nan
         settings["groups"] = groups and [[name for name, _ in group] for group in groups]
         _check_alike(named, settings, problem, arguments["process_set"])

@@ -22,6 +22,7 @@ from horovod.torch.broadcast_ops import broadcast_async_
 from horovod.torch.dtensors import broadcast_dtensors, is_dtensor
 from horovod.torch.handles import synchronize
 from horovod.torch.objects import allgather_object, broadcast_object
+from horovod.torch.untraced import breaks_graph
 
 Tensor = torch.Tensor
 
@@ -37,6 +38,7 @@ class _TensorForm:
     is_part: bool  # of a DTensor that is laid out like its parameter
 
 
+@breaks_graph("call it outside of compiled code")
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite parameters with the root's, in place.
 
@@ -83,18 +85,20 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     broadcast_dtensors(parts, root_rank)
 
 
+@breaks_graph("call it outside of compiled code")
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
     """Give every rank the root's optimizer state and options (learning rates, ...).
 
     Also where the root's optimizer is fresh: then all have the state that it begins with. The
-    Python types of options are kept.
+    Python types of options are kept. On a rank whose optimizer had no state, parameters without a
+    gradient get one of zeros, so that a script can broadcast gradients as well.
 
     Args:
         optimizer: Any torch optimizer but LBFGS, also a distributed one.
         root_rank: The rank whose state all get.
-        model: Accepted for compatibility; it is not needed.
+        model: The model, if it has embeddings with ``sparse=True``: their zeros are sparse, too.
 
     Raises:
         ValueError: The optimizers of the ranks have different parameters, or it is LBFGS.
@@ -112,8 +116,9 @@ def broadcast_optimizer_state(
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_root = runtime.topology.rank == root_rank
+    is_fresh = not optimizer.state
     tensors: dict[str, Tensor] = {}
-    if is_root and not optimizer.state:
+    if is_root and is_fresh:
         fresh_state.fill(optimizer)
     description = _describe(optimizer, parameters, tensors) if is_root else None
     description = broadcast_object(description, root_rank, "optimizer_state")
@@ -121,6 +126,40 @@ def broadcast_optimizer_state(
     if not is_root:
         _rebuild(optimizer, parameters, description, tensors)
     broadcast_parameters(tensors, root_rank)
+    if is_fresh:
+        fresh_state.zero_missing_gradients(optimizer, model)
+    local: Any = optimizer if hasattr(optimizer, "_broadcast_progress") else None
+    if local is not None:
+        local._broadcast_progress(root_rank)
+
+
+def broadcast_nested(value: Any, root_rank: int, name: str, device: torch.device) -> Any:
+    """The root's dicts and lists of tensors and plain values on every rank. Collective.
+
+    Tensors that the root has on a device are made on `device` elsewhere.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def form_of(tensor: Tensor) -> _TensorForm:
+        form = _TensorForm(
+            f"{name}.{len(tensors)}", tuple(tensor.shape), tensor.dtype, not tensor.is_cpu, False
+        )
+        tensors[form.name] = tensor
+        return form
+
+    def tensor_of(form: _TensorForm) -> Tensor:
+        there = device if form.beside_parameter else torch.device("cpu")
+        tensors[form.name] = torch.empty(form.shape, dtype=form.dtype, device=there)
+        return tensors[form.name]
+
+    is_root = runtime.topology.rank == root_rank
+    description = broadcast_object(
+        _replace(value, Tensor, form_of) if is_root else None, root_rank, name
+    )
+    if not is_root:
+        value = _replace(description, _TensorForm, tensor_of)
+    broadcast_parameters(tensors, root_rank)
+    return value
 
 
 def _describe(

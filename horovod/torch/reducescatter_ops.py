@@ -24,6 +24,7 @@ from horovod.torch import handles, operators
 from horovod.torch.allgather_ops import allgather, grouped_allgather
 from horovod.torch.autograd import backward_name, is_differentiable, needs_gradient
 from horovod.torch.compression import Compression, Compressor
+from horovod.torch.untraced import breaks_graph
 
 Tensor = torch.Tensor
 
@@ -66,6 +67,7 @@ def reducescatter(
     return result
 
 
+@breaks_graph("use hvd.reducescatter")
 def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
@@ -123,6 +125,7 @@ def grouped_reducescatter(
     ]
 
 
+@breaks_graph("use hvd.grouped_reducescatter")
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,

@@ -27,12 +27,12 @@ from horovod.engine.runtime import runtime
 from horovod.torch.allreduce_ops import allreduce
 from horovod.torch.bucket_submission import BucketSubmitter
 from horovod.torch.buckets import Named
-from horovod.torch.compression import Compressor
+from horovod.torch.compression import Compressor, NoneCompressor, is_eight_bit, wire_type
 from horovod.torch.dtensors import with_local_shards
 from horovod.torch.finite_check import FiniteCheck
 from horovod.torch.grad_scaler import reduce_before_unscaling
 from horovod.torch.gradients import GradientReducer, Reducer
-from horovod.torch.hooks.base import CommunicationHook
+from horovod.torch.hooks.base import CommunicationHook, eight_bit_hook
 from horovod.torch.optimizer_checks import (
     check_arguments,
     check_passes,
@@ -61,6 +61,7 @@ class GradientCountdown:
 class ReducingOptimizer(torch.optim.Optimizer):
     """What the new class adds to the optimizer's own, from which it derives too."""
 
+    _kept: tuple[str, ...] = ("param_groups", "state", "defaults")  # attributes that copies get
     _delays = False  # whether parameters are updated when they are next used, not in step()
 
     def _configure(
@@ -76,33 +77,51 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._communication_hook: CommunicationHook | None = arguments["communication_hook"]
         if self._communication_hook is not None:
             self._communication_hook.serve(self)
+        elif is_eight_bit(self._compression) and wire_type(self._compression, named) is None:
+            # Not all gradients are in host memory: the ranks exchange them in 8 bits themselves.
+            self._communication_hook = eight_bit_hook(self._compression)
+            self._compression = NoneCompressor
         self._parameter_names = {param: name for name, param in named}
         self._synchronized = False
         self._seen_by_scaler = False
         self._should_synchronize = True
         self._accumulating = False
+        self._groups = groups
+        reduce_before_unscaling()
+        self._attach(named)
+        _optimizers.add(self)
+
+    def _gradient_set(self) -> ProcessSet | None:
+        """The ranks to reduce gradients with; None if they stay this rank's own."""
+        return self.process_set if takes_part(self.process_set) else None
+
+    def _attach(self, named: list[Named]) -> None:
+        """Begin to notice gradients, if there is somebody to reduce them with."""
         self._watches: list[GradientCountdown] = []
         self._reducer: Reducer | None = None
-        several = takes_part(self.process_set)
-        together = self.process_set if several else None
+        together = self._together = self._gradient_set()
         check = FiniteCheck(self._parameter_names, together) if runtime.config.check_nan else None
         self._finite_check = check
-        reduce_before_unscaling()
-        if several:
-            self._reducer = self._make_reducer(*with_local_shards(named, groups))
+        if together is not None:
+            self._reducer = self._make_reducer(*with_local_shards(named, self._groups))
             passes = self.backward_passes_per_step
             self._watches = [GradientCountdown(index, passes) for index in range(len(named))]
             self._register_hooks()
-        _optimizers.add(self)
+
+    def _reattach(self) -> None:
+        """Reduce gradients with other ranks than before."""
+        self._remove_hooks()
+        self._attach(_pairs(self._parameter_names))
 
     def _make_reducer(self, named: list[Named], groups: list[list[Named]] | None) -> Reducer:
+        assert self._together is not None
         submitter = BucketSubmitter(
             named,
             compression=self._compression,
             op=self.op,
             predivide=self.gradient_predivide_factor,
             sparse_as_dense=self.sparse_as_dense,
-            process_set=self.process_set,
+            process_set=self._together,
             hook=self._communication_hook,
             alone=self._delays,
         )
@@ -263,10 +282,10 @@ class ReducingOptimizer(torch.optim.Optimizer):
             if self._should_synchronize:
                 self.synchronize()
                 self._check_gradients()
-                if isinstance(self, torch.optim.LBFGS) and self._reducer is not None:
+                if isinstance(self, torch.optim.LBFGS) and self._together is not None:
                     # It goes by the loss, so everybody must see the same.
                     mine = torch.as_tensor(loss).detach()
-                    return allreduce(mine, op=self.op, process_set=self.process_set)
+                    return allreduce(mine, op=self.op, process_set=self._together)
             return loss
 
         return evaluate
@@ -332,8 +351,8 @@ class ReducingOptimizer(torch.optim.Optimizer):
             "named_parameters": _pairs(self._parameter_names),
             "process_set": 0 if chosen is global_process_set else chosen.process_set_id,
         }
-        own = ("param_groups", "state", "defaults")
-        return _rebuild, (base, mixin, {key: self.__dict__[key] for key in own}, arguments)
+        own = {key: self.__dict__[key] for key in self._kept}
+        return _rebuild, (base, mixin, own, arguments)
 
 
 _optimizers: weakref.WeakSet[ReducingOptimizer] = weakref.WeakSet()

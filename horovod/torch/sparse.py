@@ -14,8 +14,10 @@ from horovod.common.reduce_op import Average, ReduceOp
 from horovod.common.util import resolve_reduce_op
 from horovod.engine.arguments import movement_input, set_size
 from horovod.torch.allgather_ops import start_allgather
+from horovod.torch.untraced import breaks_graph
 
 
+@breaks_graph("call it outside of compiled code")
 def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str | None,

@@ -1,7 +1,7 @@
 """Reducing tensors element by element, in rank order. Used where a transport does the arithmetic.
 
-The order of operands is always rank 0, 1, 2, ..., whoever computes, so a result does not depend on
-how the work was split, and is bitwise the same everywhere.
+The order of operands is always rank 0, 1, 2, ..., whichever rank computes. So a result does not
+depend on how the work was split, and is bitwise the same everywhere.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.PRODUCT: torch.mul,
 }
 
-# Gradients overflow in the course of loss scaling, which is nobody's business but the user's.
-quietly = np.errstate(over="ignore", invalid="ignore")
+# Gradients overflow during loss scaling, and the user's code expects it: no warnings from here.
+ignore_overflow = np.errstate(over="ignore", invalid="ignore")
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# The types whose arithmetic numpy does here (see below), as numpy calls them.
+# The types whose arithmetic numpy does here (see ARRAY_COMBINE), as numpy calls them.
 NUMPY_TYPES: dict[torch.dtype, Any] = {
     getattr(torch, name): np.dtype(name)
     for name in (
@@ -35,8 +35,8 @@ NUMPY_TYPES: dict[torch.dtype, Any] = {
     )
 }
 
-# numpy calls the same kind of kernel at a fraction of torch's cost of getting there, which counts
-# for blocks that take some tens of microseconds. It has no bfloat16, and a slow float16.
+# numpy's kernels are as fast as torch's, and calling one costs a fraction of calling torch's. That
+# counts for blocks that take some tens of microseconds. numpy has no bfloat16, and a slow float16.
 ARRAY_COMBINE: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MIN: np.minimum,
@@ -46,24 +46,25 @@ ARRAY_COMBINE: dict[ReduceOp, Callable[..., Any]] = {
 
 
 def combination(blocks: Any, op: ReduceOp) -> Callable[..., Any]:
-    """How to combine two blocks of this kind (`as_blocks`): called with two and ``out=``."""
+    """Return the function that combines two blocks of this kind (`as_blocks`) into ``out=``."""
     return (ARRAY_COMBINE if isinstance(blocks, np.ndarray) else COMBINE)[op]
 
 
 def as_blocks(tensor: torch.Tensor) -> Any:
-    """What to cut blocks from: the tensor, or its memory as a numpy array if that is faster."""
+    """Return the tensor, or its memory as a numpy array where arithmetic is faster on that."""
     return tensor if tensor.dtype in _HALF else tensor.numpy()
 
 
 def needs_wide(dtype: torch.dtype, op: ReduceOp, operands: int) -> bool:
-    """Whether to accumulate in fp32: half precision would round after every operand."""
+    """Return whether to accumulate in fp32: half precision would round after every operand."""
     return operands > 2 and dtype in _HALF and op in (ReduceOp.SUM, ReduceOp.PRODUCT)
 
 
 def reduce_into(output: Any, operands: Sequence[Any], op: ReduceOp, scratch: Any = None) -> None:
-    """output = operands[0] op operands[1] op ...; `output` may be one of them.
+    """Compute operands[0] op operands[1] op ... into `output`, which may be one of them.
 
-    All are tensors, or all are arrays (`as_blocks`). `scratch`, of their size, saves allocating.
+    All are tensors, or all are arrays (`as_blocks`). `scratch` has their size and saves an
+    allocation.
     """
     if len(operands) == 1:
         output[:] = operands[0]

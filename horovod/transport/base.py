@@ -1,8 +1,8 @@
-"""The seam between the engine and whatever moves the bytes.
+"""The interface between the engine and the transports, which move the bytes.
 
-A transport connects the ranks of one group (the world, or one process set). Every method except
-`abort` is collective: all ranks call the same methods in the same order, from one thread at a
-time. Tensors are flat (one dimension) and contiguous. Ranks are ranks in the group.
+A transport connects the ranks of one group (the world, or one process set). Unless it says
+otherwise a method is collective: all ranks call the same methods in the same order, from one
+thread at a time. Tensors are flat (one dimension) and contiguous. Ranks are ranks in the group.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import Store
 
 WORD = 8  # bytes of one word of `agree`
-MAX_WORDS = 512  # the most words one call of `agree` takes
-MAX_TENSORS = 1024  # the most tensors one call of `allreduce_vector` takes
+MAX_WORDS = 512  # words that one call of `agree` takes at most
+MAX_TENSORS = 1024  # tensors that one call of `allreduce_vector` takes at most
 
-SHARED_MEMORY, NETWORK, DEVICE = "shared_memory", "network", "device"  # what carries bytes
+SHARED_MEMORY, NETWORK, DEVICE = "shared_memory", "network", "device"  # the media of transports
 
 
 @dataclass(frozen=True)
 class Group:
-    """What a transport is built from: who we are in the group and where to meet the others."""
+    """What a transport is built from: our rank in the group, and the store to find the others."""
 
     rank: int
     size: int
@@ -38,47 +38,49 @@ class Group:
     config: Config
 
     def describe(self, rank: int) -> str:
+        """Return the name of a rank for messages to people."""
         return f"rank {self.global_ranks[rank]}"
 
-    def check_meeting(self) -> None:
-        """Raise if the store knows that the ranks will not all come, as an elastic job's may.
+    def check_rendezvous(self) -> None:
+        """Raise if the store knows that some ranks will not come, as the store of an elastic job.
 
-        For transports that wait for their peers by other means than the store while they connect.
+        Transports call it while they connect and wait for their peers without using the store.
         """
         with contextlib.suppress(TimeoutError):
-            self.store.get("nobody sets this", 0.0)
+            self.store.get("nobody sets this", 0.0)  # a store raises before it waits for a key
 
 
 class Transport(ABC):
     """Collectives among the ranks of one group.
 
-    Failures raise `HorovodInternalError` (`PeerLostError` when a rank is gone, naming it). After
-    a failure the transport is broken for good: every later call raises too, and only `close` is
-    left to do.
+    A method that fails raises `HorovodInternalError`, or `PeerLostError`, which names the ranks
+    that are gone. After a failure the transport is broken for good: every later call raises too,
+    and the caller can only `close` it.
     """
 
     vectored: bool = False  # whether `allreduce_vector` takes more than one tensor
-    sends_ahead: bool = False  # whether `begin_allreduce` does more than to take note
+    sends_ahead: bool = False  # whether `begin_allreduce` already sends something
     crosses_hosts: bool = False  # whether a collective waits for a network more than it computes
-    algorithms: tuple[str, ...] = ()  # ways to reduce, if `use` has a choice; the default first
-    media: tuple[str, ...] = (NETWORK,)  # what a tensor passes on its way, for statistics
-    name: ClassVar[str]  # for people, and the timeline's phases: "SHM", "GLOO", "NCCL", "MPI", ...
+    algorithms: tuple[str, ...] = ()  # the choices of `use`, the default first
+    media: tuple[str, ...] = (NETWORK,)  # what a tensor passes through, for statistics
+    name: ClassVar[str]  # in messages and in the timeline's phases: "SHM", "TCP", "NCCL", ...
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.rank = group.rank
         self.size = group.size
-        self._begun: Callable[[], None] | None = None
+        self._begun_allreduce: Callable[[], None] | None = None
 
     # -- agreement -------------------------------------------------------------------------
 
     def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
-        """How many leading 8-byte words are the same on all ranks.
+        """Return how many leading 8-byte words are the same on all ranks.
 
-        At most MAX_WORDS words; ranks may bring different numbers of them. `preload` is the very
-        list that the caller will hand to the next `allreduce_vector` in case *all* words agree
-        on all ranks (and all brought equally many): a transport may send the content along.
-        Passing it is a hint, and never an obligation to make that call.
+        Args:
+            words: At most MAX_WORDS words. Ranks may pass different numbers of them.
+            preload: The list object that the caller will pass to the next `allreduce_vector` if
+                *all* words agree on all ranks and all ranks passed equally many. The transport may
+                send the tensors along with the words. The caller need not make that call.
         """
         return agree_by_minimum(self, words)
 
@@ -86,10 +88,11 @@ class Transport(ABC):
 
     @abstractmethod
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Reduce `tensor` over all ranks, in place. SUM, MIN, MAX or PRODUCT.
+        """Reduce `tensor` over all ranks, in place. `op` is SUM, MIN, MAX or PRODUCT.
 
-        Bitwise the same result on every rank. fp16 and bf16 accumulate in fp32 where the
-        transport does the arithmetic itself. bool: SUM and MAX are "or", PRODUCT and MIN "and".
+        The result is bitwise the same on every rank. fp16 and bf16 accumulate in fp32 where the
+        transport does the arithmetic itself. For bool, SUM and MAX mean "or", PRODUCT and MIN
+        mean "and".
         """
 
     def allreduce_vector(
@@ -99,11 +102,16 @@ class Transport(ABC):
         scale: float = 1.0,
         wire: torch.dtype | None = None,
     ) -> None:
-        """Reduce several contiguous tensors of one dtype as if one, and multiply the result.
+        """Reduce several tensors as if they were one, in place, and multiply the result.
 
-        A transport that is not `vectored` takes a single, flat tensor. `scale` other than 1 is for
-        floating and complex types; the product is rounded as if it were taken afterwards. What
-        crosses hosts may travel as `wire`, a narrower type; the result is then rounded to it.
+        Args:
+            tensors: Contiguous tensors of one dtype. A transport that is not `vectored` takes a
+                single, flat tensor.
+            op: SUM, MIN, MAX or PRODUCT.
+            scale: The factor for the result; other than 1 for floating and complex types only.
+                The product is rounded as if it were taken after the reduction.
+            wire: A narrower type in which the tensors may cross hosts. The result is then rounded
+                to that type.
         """
         (tensor,) = tensors
         self.allreduce(tensor, op)
@@ -117,29 +125,29 @@ class Transport(ABC):
         scale: float = 1.0,
         wire: torch.dtype | None = None,
     ) -> None:
-        """Like `allreduce_vector`, but only as far as it goes without waiting.
+        """Begin an `allreduce_vector`, as far as that is possible without waiting.
 
-        `finish_allreduce` must be the next call; the caller may do other things in between.
+        `finish_allreduce` must be the next call of this transport.
         """
-        self._begun = partial(self.allreduce_vector, tensors, op, scale, wire)
+        self._begun_allreduce = partial(self.allreduce_vector, tensors, op, scale, wire)
 
     def finish_allreduce(self) -> None:
         """Complete what `begin_allreduce` began."""
-        assert self._begun is not None
-        begun, self._begun = self._begun, None
-        begun()
+        assert self._begun_allreduce is not None
+        allreduce, self._begun_allreduce = self._begun_allreduce, None
+        allreduce()
 
     def use(self, algorithm: str) -> None:
-        """Reduce in this way, one of `algorithms`, from now on. Collective."""
+        """Reduce by `algorithm`, one of `algorithms`, from now on."""
         raise ValueError(f"{self.name} has no choice of algorithms")
 
     @abstractmethod
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
     ) -> None:
-        """Reduce `source`, made of `size` slices of `counts` elements; `output` gets ours.
+        """Reduce `source` over all ranks, and put this rank's slice of the result into `output`.
 
-        `source` may be overwritten.
+        Slice i of `source` has `counts[i]` elements. `source` may be overwritten.
         """
 
     @abstractmethod
@@ -148,7 +156,7 @@ class Transport(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Copy the root's `tensor` into everybody's, in place."""
+        """Copy the `tensor` of rank `root` into the `tensor` of every other rank."""
 
     @abstractmethod
     def alltoall(
@@ -158,7 +166,11 @@ class Transport(ABC):
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
     ) -> None:
-        """Send slice i of `source` to rank i; `output` is what the ranks sent us, in rank order."""
+        """Send slice i of `source` to rank i, and put what rank i sends into slice i of `output`.
+
+        Slice i of `source` has `send_counts[i]` elements, slice i of `output`
+        `receive_counts[i]`.
+        """
 
     @abstractmethod
     def barrier(self) -> None:
@@ -167,19 +179,20 @@ class Transport(ABC):
     # -- life ------------------------------------------------------------------------------
 
     def check_usable(self) -> None:  # noqa: B027 (some cannot break between two calls)
-        """Raise if the transport is broken."""
+        """Raise if the transport is broken. Not collective."""
 
     def check_peers(self) -> None:  # noqa: B027 (some notice it by themselves, or never)
         """Raise if a rank is known to be gone, or the transport is broken.
 
-        Not collective, and returns at once: any thread may call it, also during a collective.
+        Not collective; returns at once. Any thread may call it, even during a collective.
         """
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Make this and all later calls fail, here and on the other ranks. Any thread may call.
+        """Make the running and all later calls fail, here and on the other ranks.
 
-        Returns at once; a call blocked in another thread raises soon after.
+        Not collective; any thread may call it. It returns at once, and a call that blocks in
+        another thread raises soon after.
         """
 
     @abstractmethod
@@ -187,14 +200,15 @@ class Transport(ABC):
         """Release everything. Not collective; safe to call twice and after a failure."""
 
     def after_fork_in_child(self) -> None:  # noqa: B027 (most transports hold nothing)
-        """Drop descriptors that a forked child inherited; it never uses the transport."""
+        """Close descriptors that a forked child inherited. The child never uses the transport."""
 
 
 def agree_by_minimum(transport: Transport, words: bytes) -> int:
-    """`Transport.agree` by one MIN-allreduce of every word and its complement.
+    """Do `Transport.agree` by one MIN-allreduce of every word and its complement.
 
-    A word is common where min(w) == ~min(~w), i.e. minimum and maximum coincide. Cost grows with
-    the logarithm of the number of ranks, unlike gathering all headers at one of them.
+    A word is the same on all ranks where min(w) == ~min(~w), i.e. where minimum and maximum
+    coincide. The cost grows with the logarithm of the number of ranks, whereas gathering all words
+    at one rank grows with their number.
     """
     count = len(words) // WORD
     probe = torch.zeros(2 * (MAX_WORDS + 1), dtype=torch.int64)
@@ -205,6 +219,6 @@ def agree_by_minimum(transport: Transport, words: bytes) -> int:
     torch.bitwise_not(mine, out=probe[MAX_WORDS + 1 :])
     transport.allreduce(probe, ReduceOp.MIN)
     lowest, highest = probe[: MAX_WORDS + 1], ~probe[MAX_WORDS + 1 :]
-    common = int(lowest[0])  # the fewest words any rank brought
+    common = int(lowest[0])  # the fewest words that any rank passed
     different = (lowest[1 : 1 + common] != highest[1 : 1 + common]).nonzero()
     return int(different[0]) if len(different) else common

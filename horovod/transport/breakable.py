@@ -1,9 +1,9 @@
-"""What every transport does when it breaks: once, for everybody, with one reason.
+"""What every transport does when it breaks: it breaks once, for all ranks, with one reason.
 
-`BreakableTransport` keeps the first failure, refuses calls after it, turns whatever a collective
-raised into one of our errors, and tells the other ranks. A transport built on it says how it
-explains an exception (`_explain`), how others hear of a failure (`_announce`), and how ranks that
-wait are woken (`_wake`).
+`BreakableTransport` keeps the first failure, refuses calls after it, turns any exception in a
+collective into one of our errors, and tells the other ranks. A transport built on it says how an
+exception is explained (`_explain`), how the other ranks hear of a failure (`_announce`), and how
+ranks that wait are woken (`_wake`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BreakableTransport(Transport):
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """Around every collective: refuses when broken, and breaks when it fails."""
+        """Run a collective: refuse it if the transport is broken, and break if it fails."""
         self.check_usable()
         try:
             yield
@@ -49,7 +49,11 @@ class BreakableTransport(Transport):
             self.check_usable()
 
     def _break(self, failure: HorovodInternalError) -> HorovodInternalError:
-        """Break the transport for everybody; returns the reason, which may be an earlier one."""
+        """Break the transport for all ranks, and return the reason, which may be an earlier one.
+
+        The order matters: first the reason is there for calls in other threads, then the other
+        ranks can read it, and only then is anybody woken who would ask for it.
+        """
         with self._breaking:
             if self._failure is not None:
                 return self._failure
@@ -64,10 +68,10 @@ class BreakableTransport(Transport):
     # -- what a subclass may know better ---------------------------------------------------
 
     def _explain(self, error: BaseException) -> HorovodInternalError:
-        """The error for the caller and the others, from what a collective raised here.
+        """Return the error that all ranks raise, for an exception of a collective on this rank.
 
-        Others post the reason, then let go of their connections. So see first who is gone, and then
-        look at the board.
+        Another rank that fails posts the reason and then closes its connections. So a subclass
+        first looks whose connections have ended, and then at the board.
         """
         if isinstance(error, HorovodInternalError):
             return error
@@ -75,11 +79,11 @@ class BreakableTransport(Transport):
         return HorovodInternalError(f"{me} failed in a collective: {type(error).__name__}: {error}")
 
     def _announce(self, failure: HorovodInternalError) -> None:
-        """Tell the other ranks why."""
+        """Tell the other ranks why the transport is broken."""
         self._board.post(failure)
 
     def _wake(self, failure: HorovodInternalError) -> None:
-        """End what ranks wait for, here and on the others, whoever it is that they wait for."""
+        """Wake all ranks that wait in a collective, here and elsewhere, for whichever peer."""
 
     # -- the end ---------------------------------------------------------------------------
 
@@ -87,8 +91,8 @@ class BreakableTransport(Transport):
         self._break(HorovodInternalError(reason))
 
     def _shut(self) -> bool:
-        """Refuse every later call; whether the transport was whole until now."""
-        whole, self._closed = self._failure is None, True
-        if whole:
+        """Refuse every later call, and return whether the transport has worked until now."""
+        was_usable, self._closed = self._failure is None, True
+        if was_usable:
             self._failure = HorovodInternalError("Horovod has been shut down")
-        return whole
+        return was_usable

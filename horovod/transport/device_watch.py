@@ -1,8 +1,8 @@
 """Looking after ranks while a device works. Used by the device transports.
 
-A device that waits for a rank which is gone does so for ever, and with it the program: nobody calls
-a transport meanwhile that would notice. A device that has failed (an assertion in a kernel, say)
-keeps those of the other ranks waiting as well: asking it raises an error, which they are told.
+A device that waits for a lost rank waits for ever, and so does the program: meanwhile nobody calls
+a transport that would notice. A device that has failed (an assertion in a kernel, say) keeps the
+devices of the other ranks waiting as well: asking it raises an error, and the other ranks are told.
 """
 
 from __future__ import annotations
@@ -18,46 +18,48 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.transport.base import Transport
 
 _WATCH_SECONDS = 0.2  # between looks at the other ranks, while the device works
-_LEAVE_SECONDS = 3.0  # that the device may take to finish what a rank needed that has left since
+_LEAVE_SECONDS = 3.0  # that the device has to finish work with a rank that has left meanwhile
 _REPORTED = "the library has reported an error: what it printed to stderr says which"
 
 
 class WatchedTransport(Protocol):
-    """A device transport, as its watch sees it."""
+    """The part of a device transport that its watch uses."""
 
     device: torch.device
     host: Transport
 
     def is_busy(self) -> bool:
-        """Whether the device has still to finish something."""
+        """Return whether the device has not finished its work."""
 
     def has_failed(self) -> bool:
-        """Whether the library has reported an error."""
+        """Return whether the library has reported an error."""
 
     def own_failure(self, error: BaseException) -> HorovodInternalError:
-        """Return the error for everybody where this rank's device or library has failed."""
+        """Return the error that all ranks raise when this rank's device or library has failed."""
 
     def find_leaver(self) -> HorovodInternalError | None:
         """Return an error about a rank that has shut down, if one has."""
 
     def give_up(self, failure: HorovodInternalError) -> None:
-        """Break the transport, for this reason if nobody posted another."""
+        """Break the transport, for this reason if no rank posted another."""
 
 
 class DeviceWatch:
-    """A thread that looks whether all ranks live, while the device works."""
+    """A thread that checks, while the device works, whether all ranks live."""
 
     def __init__(self, transport: WatchedTransport) -> None:
-        self._transport = weakref.ref(transport)
+        self._transport = weakref.ref(transport)  # a thread must not keep it, and its device memory
         self._device = transport.device
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hvd-device-watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
+        """End the thread; it may still look once."""
         self._stopped.set()
 
     def _run(self) -> None:
+        """Look again and again until the transport is stopped, dropped or broken."""
         use_device(self._device)
         busy_since: float | None = None
         while not self._stopped.wait(_WATCH_SECONDS):
@@ -85,6 +87,6 @@ class DeviceWatch:
 
 
 def use_device(device: torch.device) -> None:
-    """Make it the current one of this thread: by default that is the first, and not this rank's."""
+    """Make `device` the current one of this thread, which is the first device by default."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)

@@ -1,8 +1,8 @@
 """One allreduce among few ranks that all talk to each other, block by block.
 
 Used by the TCP transport. A rank collects and reduces its share of the tensors and sends out every
-finished block while later ones are still arriving. Messages are queued on the streams of the peers;
-what follows the arrival of one happens while they are moved.
+finished block while later ones are still arriving. Messages are queued on the streams of the peers,
+and each arrival calls the next step of the reduction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from horovod.transport.arithmetic import reduce_into
 from horovod.transport.shares import Memory, SharePlan
 from horovod.transport.streams import MessageStream
 
-AHEAD = 2  # blocks of each peer that may wait for those of others
+AHEAD = 2  # blocks of each peer that may wait for the same blocks of other peers
 
 
 class BlockBuffer(NamedTuple):
@@ -29,11 +29,21 @@ class BlockBuffer(NamedTuple):
 
 
 class DirectReduction:
-    """What one allreduce still has to do.
+    """One allreduce that is under way.
 
-    Only the messages that it waits for refer to it, so that it lets go of the tensors with the last
-    one. A cycle of references would keep each step's gradients until Python's collector runs, and
-    every step would have to begin with fresh memory.
+    Only the messages that it waits for refer to it, so that the tensors are released with the last
+    message. A cycle of references would keep each step's gradients until Python's collector runs,
+    and every step would have to begin with fresh memory.
+
+    Args:
+        rank: Our rank.
+        streams: The messages of each peer.
+        plan: How the tensors are cut into shares and blocks.
+        tensors: What to reduce, in place.
+        op: How to reduce.
+        scale: The factor for the result.
+        scratch: Returns memory for a block, given a peer, a slot below AHEAD, and the number of
+            elements.
     """
 
     def __init__(
@@ -44,7 +54,7 @@ class DirectReduction:
         tensors: Sequence[torch.Tensor],
         op: ReduceOp,
         scale: float,
-        scratch: Callable[[int, int, int], BlockBuffer],  # of a peer, a slot, so many elements
+        scratch: Callable[[int, int, int], BlockBuffer],
     ) -> None:
         self._rank = rank
         self._streams = streams
@@ -53,43 +63,46 @@ class DirectReduction:
         self._op = op
         self._scale = scale
         self._scratch = scratch
-        self._mine = plan.blocks[rank]
-        self._arrived: list[dict[int, Any]] = [{} for _ in self._mine]  # of each block, by rank
+        self._own_blocks = plan.blocks[rank]
+        self._operands: list[dict[int, Any]] = [{} for _ in self._own_blocks]  # arrived, by rank
 
     def begin(self) -> None:
         """Queue the first messages.
 
-        A peer's result for a block arrives after it has our part of that block: so what it
-        overwrites has left.
+        A peer sends the result of a block after it has received our data for that block. So our
+        data has left when the result overwrites it.
         """
         for peer, stream in self._streams.items():
             for block in self._plan.blocks[peer]:
                 stream.send(self._memory.buffers(block), block.nbytes)
-        for number in range(min(AHEAD, len(self._mine))):
+        for number in range(min(AHEAD, len(self._own_blocks))):
             self._expect(number)
-        if not self._mine:
+        if not self._own_blocks:
             for peer, stream in self._streams.items():
                 self._expect_results(peer, stream)
 
     def _expect(self, number: int) -> None:
-        block = self._mine[number]
+        """Expect every peer's data for a block of our share, and results after the last block."""
+        block = self._own_blocks[number]
         for peer, stream in self._streams.items():
             buffer = self._scratch(peer, number % AHEAD, block.edges[-1])
-            then = partial(self._came, number, peer, buffer.operand)
+            then = partial(self._on_arrival, number, peer, buffer.operand)
             stream.receive([buffer.buffer], block.nbytes, then)
-            if number == len(self._mine) - 1:
+            if number == len(self._own_blocks) - 1:
                 self._expect_results(peer, stream)
 
     def _expect_results(self, peer: int, stream: MessageStream) -> None:
+        """Expect the results of a peer's share, straight into our tensors."""
         for block in self._plan.blocks[peer]:
             stream.receive(self._memory.buffers(block), block.nbytes)
 
-    def _came(self, number: int, peer: int, operand: Any) -> None:
-        theirs = self._arrived[number]
+    def _on_arrival(self, number: int, peer: int, operand: Any) -> None:
+        """Reduce a block and send the result, once the data of all peers has arrived."""
+        theirs = self._operands[number]
         theirs[peer] = operand
         if len(theirs) < len(self._streams):
             return
-        block = self._mine[number]
+        block = self._own_blocks[number]
         for start, stop, own in zip(
             block.edges, block.edges[1:], self._memory.operands(block), strict=False
         ):
@@ -102,5 +115,5 @@ class DirectReduction:
                 own *= self._scale
         for stream in self._streams.values():
             stream.send(self._memory.buffers(block), block.nbytes)
-        if number + AHEAD < len(self._mine):
+        if number + AHEAD < len(self._own_blocks):
             self._expect(number + AHEAD)

@@ -1,8 +1,8 @@
-"""Where the ranks of a group run, and so on which address each of them listens.
+"""Where the ranks of a group run, and the address on which each of them therefore listens.
 
-Every rank describes where it runs; from all descriptions each picks the address to listen on:
+Every rank describes where it runs. From all descriptions each rank picks the address to listen on:
 loopback when the whole group shares one network stack, else an address in a network that the
-other hosts are in too, else the one that the routes to them start from. HOROVOD_GLOO_IFACE
+other hosts are in too, else the address from which the routes to them start. HOROVOD_GLOO_IFACE
 overrides all this. Called by the TCP and MPI transports.
 """
 
@@ -21,7 +21,7 @@ from horovod.common.host import boot_id, namespace
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank runs, in words that another host can compare."""
+    """Where a rank runs, described so that ranks on other hosts can compare."""
 
     host: str
     network: str  # equal where the loopback interface is shared
@@ -31,25 +31,34 @@ class RankLocation:
 
     @classmethod
     def here(cls) -> RankLocation:
-        """Without networks, which it takes a while to find out, and may not matter."""
+        """Return where this process runs, without `networks`: reading them takes a while."""
         host, boot = socket.gethostname(), boot_id()
         network, pids = (f"{host} {boot} {namespace(kind)}" for kind in ("net", "pid"))
         return cls(host, network, pids, os.getpid())
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> RankLocation:
+        """Return the location that `dataclasses.asdict` and JSON have turned into `fields`."""
         return cls(**{**fields, "networks": tuple(fields["networks"])})
 
 
 def choose_address(mine: RankLocation, everyone: Sequence[RankLocation]) -> str:
-    """The address of this host on which the ranks at `everyone` reach it."""
+    """Return the address of this host on which the ranks at `everyone` reach it.
+
+    Args:
+        mine: Where this rank runs.
+        everyone: Where all ranks run, with their networks.
+
+    Raises:
+        ValueError: This host has no address besides loopback.
+    """
     elsewhere = [info for info in everyone if info.network != mine.network]
     if not elsewhere:
         return LOOPBACK
     own = [ipaddress.ip_interface(text) for text in mine.networks]
     for candidate in own:
         # An address that others have as well (a container bridge) leads back to themselves.
-        if all(_neighbours(candidate, info) for info in elsewhere):
+        if all(_is_neighbour(candidate, info) for info in elsewhere):
             return str(candidate.ip)
     for info in elsewhere:
         for text in info.networks:
@@ -65,9 +74,10 @@ def choose_address(mine: RankLocation, everyone: Sequence[RankLocation]) -> str:
     )
 
 
-def _neighbours(
+def _is_neighbour(
     candidate: ipaddress.IPv4Interface | ipaddress.IPv6Interface, info: RankLocation
 ) -> bool:
+    """Return whether another host is in the network of one of our addresses, and lacks that one."""
     theirs = [ipaddress.ip_interface(text) for text in info.networks]
     return any(t.network == candidate.network and t.ip != candidate.ip for t in theirs) and not any(
         t.ip == candidate.ip for t in theirs

@@ -1,10 +1,10 @@
 """How the ranks of a group tell each other why it broke.
 
 A rank whose connections break knows that something went wrong, but not what: the peer at the other
-end may have died, or may have closed its end because yet another rank died. So whoever fails
-posts the reason in the group's store before it closes its connections, and whoever sees a
+end may have died, or may have closed its end because yet another rank died. So a rank that fails
+posts the reason in the group's store before it closes its connections, and a rank that sees a
 connection break looks there first. The store may be gone as well (rank 0 often serves it), so
-nothing here waits for it long. Called by the TCP, MPI and hierarchical transports.
+nothing here waits for it long. Used by all transports that can break.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _KEY = "failure"
 
 
 class FailureBoard:
-    """The first failure of the group, kept in its store."""
+    """The first failure of the group, and which ranks have left it, kept in its store."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._gone: set[int] = set()
+        self._leavers: set[int] = set()  # ranks that have said goodbye
         self.unreachable = False  # the store did not answer: its host may be what we lost
 
     def post(self, failure: HorovodInternalError) -> None:
-        """Leave the reason for the others, unless there is one already."""
+        """Post the reason for the other ranks, unless there is one already."""
         lost = isinstance(failure, PeerLostError)
         ranks = list(failure.ranks)
         record = {"rank": self._group.rank, "reason": str(failure), "lost": lost, "ranks": ranks}
@@ -44,11 +44,11 @@ class FailureBoard:
         self._ask(put)
 
     def look(self) -> HorovodInternalError | None:
-        """What another rank posted, as the error to raise here."""
-        found = self._ask(lambda: self._group.store.try_get(_KEY))
-        if found is None:
+        """Return the error to raise here for what a rank posted; None if nothing is posted."""
+        content = self._ask(lambda: self._group.store.try_get(_KEY))
+        if content is None:
             return None
-        record = json.loads(found)
+        record = json.loads(content)
         ranks = record["ranks"]
         if record["lost"]:
             return PeerLostError(record["reason"], ranks)
@@ -60,20 +60,22 @@ class FailureBoard:
         )
 
     def say_goodbye(self) -> None:
-        """Leave word that this rank closes its connections on purpose."""
+        """Post that this rank closes its connections on purpose."""
         self._ask(lambda: self._group.store.set(f"closed/{self._group.rank}", b""))
 
     def said_goodbye(self, rank: int) -> bool:
-        if rank not in self._gone:  # at the end of a job all leave: ask for all of them at once
+        """Return whether a rank has posted that it closes its connections on purpose."""
+        if rank not in self._leavers:  # at the end of a job all leave: ask for all of them at once
             keys = self._ask(lambda: self._group.store.keys("closed/")) or []
-            self._gone.update(int(key.rpartition("/")[2]) for key in keys)
-        return rank in self._gone
+            self._leavers.update(int(key.rpartition("/")[2]) for key in keys)
+        return rank in self._leavers
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """The store's answer; None when it has none or takes too long.
+        """Return the store's answer, or None if it has none or takes too long.
 
-        On a thread of its own: the calling thread's connection may be in the middle of another
-        request (we can be called from anywhere), and a silent server must not hold us up.
+        The question runs on a thread of its own: the calling thread's connection may be in the
+        middle of another request (we can be called from anywhere), and a silent server must not
+        hold us up.
         """
         if self.unreachable:
             return None
@@ -82,7 +84,7 @@ class FailureBoard:
         def run() -> None:
             try:
                 answers.append(question())
-            except Exception:  # any kind of store, any kind of failure: it cannot tell us
+            except Exception:  # any store may fail in any way; it cannot answer then
                 self.unreachable = True
 
         thread = threading.Thread(target=run, name="hvd-failure-board", daemon=True)

@@ -1,8 +1,7 @@
-"""Calls that end something and may hang themselves: aborting or shutting down a library.
+"""Calls that end a library and may themselves hang, such as aborting it or shutting it down.
 
-Each runs in a thread of its own. One that does not return in time would keep this rank, and with
-it all others, from going on: then the process ends itself and says why. Used by the device
-transports.
+Each call runs in a thread of its own. A call that never returns would keep this rank, and with it
+all others, from going on: then the process ends itself and says why. Used by the device transports.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from horovod.common.logging import get_logger
 logger = get_logger(__name__)
 
 LONGEST = 10.0  # seconds until a call counts as hanging; NCCL takes half a second to abort
-EXIT_STATUS = 70  # of a process that gives itself up: "internal software error"
+EXIT_STATUS = 70  # of a process that ends itself: "internal software error" in sysexits.h
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def finish_or_end_process(call: Callable[[], object], problem: str) -> None:
-    """Run `call` in a thread. If it does not return in time, this process ends and says `problem`.
+    """Run `call` in a thread. If it does not return in time, end this process and say `problem`.
 
-    What it raises is of no interest any more.
+    Exceptions of the call are only logged.
     """
     finished = _start(call, problem)
 
@@ -41,19 +40,19 @@ def finish_or_end_process(call: Callable[[], object], problem: str) -> None:
 
 
 def finish_or_leave(call: Callable[[], object], problem: str, seconds: float = LONGEST) -> None:
-    """Run `call` in a thread and wait for it, but for no longer than that: then it is left behind.
+    """Run `call` in a thread, and wait at most `seconds` for it; then leave it behind.
 
-    For what nobody else waits for. What it raises is of no interest any more.
+    This is for calls that no other rank waits for. Exceptions of the call are only logged.
     """
     if not _start(call, problem).wait(seconds) and seconds > 0:
         logger.warning("%s: no end after %g s", problem, seconds)
 
 
 def _start(call: Callable[[], object], problem: str) -> threading.Event:
-    """Call it in a thread; the event says that it has returned."""
-    calls = [
-        call
-    ]  # the thread takes it out, and so drops what it ends, which may take time as well
+    """Run `call` in a thread, and return an event that says that it has returned."""
+    # The thread takes the call out of this list, so that it also drops the library's object when
+    # it is done: that may take long as well.
+    calls = [call]
     finished = threading.Event()
 
     def run() -> None:
@@ -71,13 +70,17 @@ def _start(call: Callable[[], object], problem: str) -> threading.Event:
 
 
 def await_farewells() -> None:
-    """Let such calls end. For the end of the process, which must not unwind their threads."""
+    """Wait until all such calls have ended, at the end of the process.
+
+    Python would otherwise end their threads inside the library, which crashes the process.
+    """
     deadline = time.monotonic() + LONGEST
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _end_process(problem: str) -> None:
+    """End this process at once, without any cleanup that could hang too."""
     print(
         f"{problem}: no end after {LONGEST:g} s. This process (pid {os.getpid()}) ends itself, so "
         f"that the other ranks need not wait for it.",

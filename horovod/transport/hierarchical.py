@@ -7,9 +7,9 @@ smallest host has ranks, all of them keep the network busy, and each byte crosse
 not once per rank. Small tensors use one lane: fewer messages. Ranks beyond the lanes (hosts of
 different sizes) carry nothing. Called by the transport selection.
 
-A rank's own alltoall has no such shortcut between hosts: there it goes straight from rank to
-rank, over the flat transport, which also takes over what HOROVOD_HIERARCHICAL_ALLREDUCE=0 and
-HOROVOD_HIERARCHICAL_ALLGATHER=0 switch off.
+An alltoall has no such shortcut between hosts: there its data goes straight from rank to rank, over
+the flat transport, which also does the collectives that HOROVOD_HIERARCHICAL_ALLREDUCE=0 and
+HOROVOD_HIERARCHICAL_ALLGATHER=0 switch off here.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ PIECE = 4 * 1024 * 1024  # bytes that are reduced inside a host while others are
 
 
 class HierarchicalTransport(BreakableTransport):
-    """`local` joins the ranks of this host, `flat` all ranks.
+    """A transport made of three others, which it owns: it closes and aborts them.
 
-    `hosts` lists the group's ranks host by host; a rank's place in its host's list is its local
-    index and its rank in `local`. `cross` joins the ranks of our local index on all hosts, in the
-    order of `hosts`; None exactly where some host has no rank of that index. This transport
-    owns the three: it closes and aborts them.
+    Args:
+        group: The ranks.
+        local: Connects the ranks of this host.
+        cross: Connects the ranks of our local index on all hosts, in the order of `hosts`; None
+            exactly where some host has no rank of that index.
+        hosts: The group's ranks, host by host. The position of a rank in its host's list is its
+            local index, and its rank in `local`.
+        flat: Connects all ranks.
     """
 
     name = "HIERARCHICAL"
@@ -71,17 +75,19 @@ class HierarchicalTransport(BreakableTransport):
         self._parts = [part for part in (local, cross, flat) if part is not None]
         for part in self._parts:
             self._listen_to(part)
-        # Where ranks of a host read each other's memory, and all hosts are alike.
+        # Tensors are reduced in place where the ranks of every host read each other's memory, and
+        # all hosts have equally many ranks.
         self._in_place: SharedMemoryTransport | None = None
         can = isinstance(local, SharedMemoryTransport) and local.peer_memory
         can = can and len({len(ranks) for ranks in self.hosts}) == 1
-        everybody = torch.tensor([can and cross is not None and cross.vectored])
-        self._do(flat.allreduce, everybody, ReduceOp.MIN)
-        if bool(everybody) and isinstance(local, SharedMemoryTransport):
+        all_can = torch.tensor([can and cross is not None and cross.vectored])
+        self._do(flat.allreduce, all_can, ReduceOp.MIN)
+        if bool(all_can) and isinstance(local, SharedMemoryTransport):
             self._in_place = local
             self.vectored = True
 
     def _check_layout(self) -> None:
+        """Raise ValueError if the three transports do not connect the ranks that `hosts` says."""
         if sorted(rank for ranks in self.hosts for rank in ranks) != list(range(self.size)):
             raise ValueError(f"hosts {self.hosts} do not list every rank of {self.size} once")
         if (self.local.rank, self.local.size) != (self._index, len(self._neighbours)):
@@ -97,7 +103,7 @@ class HierarchicalTransport(BreakableTransport):
     # -- collectives -----------------------------------------------------------------------
 
     def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
-        """What the ranks of a host have in common, one of them compares with the other hosts."""
+        """Agree inside each host; then one rank of each compares the result with other hosts."""
         with self._guard():
             if self._by_flat:
                 return self._do(self.flat.agree, words)
@@ -124,15 +130,15 @@ class HierarchicalTransport(BreakableTransport):
                 others = _Others(self, op, scale, wire)
                 self._do(self._in_place.allreduce_around, tensors, op, others)
                 return
-            alone = len(tensors) == 1
-            tensor = tensors[0] if alone else torch.cat([each.view(-1) for each in tensors])
+            is_single = len(tensors) == 1
+            tensor = tensors[0] if is_single else torch.cat([each.view(-1) for each in tensors])
             if self._by_flat:
                 self._do(self.flat.allreduce_vector, [tensor], op, scale, wire)
             elif nbytes:
                 self._reduce_in_pieces(tensor, op, wire)
                 if scale != 1.0:
                     tensor.mul_(scale)
-            if not alone:
+            if not is_single:
                 parts = cut(tensor, [each.numel() for each in tensors])
                 for target, part in zip(tensors, parts, strict=True):
                     target.view(-1).copy_(part)
@@ -164,6 +170,7 @@ class HierarchicalTransport(BreakableTransport):
         self._do(self.local.allgather, *previous)
 
     def _finish_cross(self, mine: torch.Tensor) -> None:
+        """Wait for the reduction between hosts of our lane, if there is one."""
         if self.cross is not None and mine.numel():
             self._do(self.cross.finish_allreduce)
 
@@ -173,7 +180,11 @@ class HierarchicalTransport(BreakableTransport):
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
     ) -> None:
-        """Every lane has a portion of what belongs to each host; carriers end with their host's."""
+        """Reduce inside hosts, between them, and deliver each rank's slice.
+
+        Each lane carries a portion of every host's block. The carriers of a host end with the
+        portions of their own host's block.
+        """
         with self._guard():
             if self._by_flat:
                 self._do(self.flat.reduce_scatter, source, output, counts, op)
@@ -190,7 +201,7 @@ class HierarchicalTransport(BreakableTransport):
             reduced = source.new_empty(share[self._host])
             if self.cross is not None and mine.numel():
                 self._do(self.cross.reduce_scatter, mine, reduced, share, op)
-            # Our host's block now lies on the carriers, one portion each; deliver it.
+            # The carriers of our host now have its block, one portion each; deliver it.
             owners = [counts[rank] for rank in self._neighbours]
             carriers = self._padded(portions[self._host])
             self._do(
@@ -254,24 +265,25 @@ class HierarchicalTransport(BreakableTransport):
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
     ) -> None:
-        """Inside the host by the local transport, the rest straight from rank to rank."""
+        """Exchange slices inside the host by `local`, the rest straight from rank to rank."""
         with self._guard():
             leaving = cut(source, send_counts)
             arriving = cut(output, receive_counts)
-            near, far = list(self._neighbours), set(range(self.size)) - set(self._neighbours)
+            near = list(self._neighbours)
+            far_ranks = set(range(self.size)) - set(self._neighbours)
             sent = torch.cat([leaving[rank] for rank in near])
             got = output.new_empty(sum(receive_counts[rank] for rank in near))
             received = [receive_counts[rank] for rank in near]
             self._do(self.local.alltoall, sent, got, [send_counts[rank] for rank in near], received)
             for rank, part in zip(near, cut(got, received), strict=True):
                 arriving[rank].copy_(part)
-            outward = [count if r in far else 0 for r, count in enumerate(send_counts)]
-            inward = [count if r in far else 0 for r, count in enumerate(receive_counts)]
-            sent = torch.cat([source[:0], *(leaving[rank] for rank in sorted(far))])
+            outward = [count if r in far_ranks else 0 for r, count in enumerate(send_counts)]
+            inward = [count if r in far_ranks else 0 for r, count in enumerate(receive_counts)]
+            sent = torch.cat([source[:0], *(leaving[rank] for rank in sorted(far_ranks))])
             got = output.new_empty(sum(inward))
             self._do(self.flat.alltoall, sent, got, outward, inward)
             for rank, part in enumerate(cut(got, inward)):
-                if rank in far:
+                if rank in far_ranks:
                     arriving[rank].copy_(part)
 
     def barrier(self) -> None:
@@ -284,22 +296,25 @@ class HierarchicalTransport(BreakableTransport):
     # -- layout ----------------------------------------------------------------------------
 
     def _lanes(self, nbytes: int) -> int:
+        """Return the number of lanes for a collective of this size."""
         return 1 if nbytes <= ONE_LANE else self._most_lanes
 
     def _padded(self, per_lane: Sequence[int]) -> list[int]:
-        """Counts for the ranks of this host: nothing for those beyond the lanes."""
+        """Return counts for the ranks of this host: 0 for those beyond the lanes."""
         return [*per_lane, *[0] * (len(self._neighbours) - len(per_lane))]
 
     def _lane_counts(self, count: int, lanes: int) -> list[int]:
+        """Return how many of `count` elements each rank of this host carries."""
         return self._padded(split_evenly(count, lanes))
 
     def _block_counts(self, counts: Sequence[int]) -> list[int]:
+        """Return how many elements belong to the ranks of each host together."""
         return [sum(counts[rank] for rank in ranks) for ranks in self.hosts]
 
     def _by_host(
         self, source: torch.Tensor, counts: Sequence[int], portions: Sequence[Sequence[int]]
     ) -> list[list[torch.Tensor]]:
-        """`source`, in rank order, as portions [host][lane]."""
+        """Cut `source`, which is in rank order, into portions [host][lane]."""
         slices = cut(source, counts)
         return [
             cut(torch.cat([slices[rank] for rank in ranks]), portion)
@@ -309,9 +324,10 @@ class HierarchicalTransport(BreakableTransport):
     # -- failure and the end ---------------------------------------------------------------
 
     def _explain(self, error: BaseException) -> HorovodInternalError:
-        """What to tell the caller and the others.
+        """Return the error for all ranks: what a rank posted, if there is such a reason.
 
-        What another rank posted knows better: a part only sees that somebody has left it.
+        A rank that posts knows the cause. One of the three transports only sees that somebody has
+        left it.
         """
         posted = self._board.look()
         if posted is not None:
@@ -319,7 +335,7 @@ class HierarchicalTransport(BreakableTransport):
         return super()._explain(error)
 
     def _do(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a collective of one of the parts; its errors then speak of ranks of our group."""
+        """Call a method of one of the three transports; its errors then name our group's ranks."""
         try:
             return method(*args, **kwargs)
         except HorovodInternalError as error:
@@ -327,6 +343,7 @@ class HierarchicalTransport(BreakableTransport):
             raise self._translated(part, error) from error
 
     def _translated(self, part: Transport, error: HorovodInternalError) -> HorovodInternalError:
+        """Return an error of one of the three transports with the ranks of our group."""
         if not error.ranks:
             return error
         world = [part.group.global_ranks[rank] for rank in error.ranks]
@@ -335,7 +352,7 @@ class HierarchicalTransport(BreakableTransport):
         return translated
 
     def _listen_to(self, part: Transport) -> None:
-        """Hear of a failure at once, even while this rank waits in another of the parts."""
+        """Break as soon as `part` breaks, even while this rank waits in another of the three."""
         if isinstance(part, BreakableTransport):
             part.on_failure = lambda failure: self._break(
                 self._explain(self._translated(part, failure))
@@ -357,7 +374,9 @@ class HierarchicalTransport(BreakableTransport):
         for part in self._parts:
             part.close()
             if isinstance(part, BreakableTransport):
-                part.on_failure = None  # a cycle, which would keep the shared memory for a while
+                # The callback makes a cycle of references, which would keep the shared memory
+                # until Python's collector runs.
+                part.on_failure = None
 
     def after_fork_in_child(self) -> None:
         for part in self._parts:
@@ -368,25 +387,28 @@ class _Others:
     """The ranks of our local index on the other hosts, for a reduction in the host's memory."""
 
     def __init__(
-        self, whole: HierarchicalTransport, op: ReduceOp, scale: float, wire: torch.dtype | None
+        self, transport: HierarchicalTransport, op: ReduceOp, scale: float, wire: torch.dtype | None
     ) -> None:
-        assert whole.cross is not None
-        self._do, self._cross, self._how = whole._do, whole.cross, (op, scale, wire)
+        assert transport.cross is not None
+        self._do, self._cross = transport._do, transport.cross
+        self._arguments = (op, scale, wire)
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._do(self._cross.begin_allreduce, tensors, *self._how)
+        self._do(self._cross.begin_allreduce, tensors, *self._arguments)
 
     def finish(self) -> None:
         self._do(self._cross.finish_allreduce)
 
 
 def _overlaps(left: Sequence[int], right: Sequence[int]) -> list[list[int]]:
-    """How many elements slice i of one division shares with slice j of another of the same data."""
-    starts, ends = offsets_of(left), offsets_of(right)
+    """Return [i][j]: how many elements slice i of one division shares with slice j of another.
+
+    Both divide the same data, into slices with the counts `left` and `right`.
+    """
     return [
         [
             max(0, min(start + count, begin + length) - max(start, begin))
-            for begin, length in zip(ends, right, strict=True)
+            for begin, length in zip(offsets_of(right), right, strict=True)
         ]
-        for start, count in zip(starts, left, strict=True)
+        for start, count in zip(offsets_of(left), left, strict=True)
     ]

@@ -1,8 +1,8 @@
 """Collectives on accelerator tensors by way of host memory, over another transport.
 
-For ranks that share one GPU, which NCCL refuses, and devices that no engine serves. The copies run
-on the current stream and are waited for, so a call returns when the result is on the device. Called
-by the transport selection.
+For ranks that share one GPU, which NCCL refuses, and for devices without a library of collectives.
+The copies run on the current stream, and a call waits for them, so it returns when the result is on
+the device. Called by the transport selection.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ PIECE = 64 * 1024 * 1024  # bytes in host memory at a time, where a collective c
 
 
 class HostCopyTransport(Transport):
-    """`host` moves the bytes; it stays its owner's, who may use it for CPU tensors as well."""
+    """Collectives over `host`, the transport for CPU tensors.
 
-    name = "STAGED"
+    The caller keeps `host`, may use it for CPU tensors as well, and closes it.
+    """
+
+    name = "HOST_COPY"
 
     def __init__(self, group: Group, host: Transport) -> None:
         super().__init__(group)
@@ -88,17 +91,19 @@ class HostCopyTransport(Transport):
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _host(self) -> Transport:
+        """Return the transport that moves the bytes; raise after `close`."""
         if self._closed:
             raise HorovodInternalError("Horovod has been shut down")
         return self.host
 
     def _pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the tensor in pieces that fit into host memory at a time."""
         step = PIECE // tensor.element_size()
         for start in range(0, tensor.numel(), step):
             yield tensor[start : start + step]
 
     def _staged(self, piece: torch.Tensor) -> torch.Tensor:
-        """Host memory like `piece`: page-locked for CUDA, which copies several times as fast."""
+        """Return host memory like `piece`; page-locked for CUDA, which copies much faster then."""
         if self._buffer.numel() < piece.nbytes:
             self._buffer = torch.empty(
                 piece.nbytes, dtype=torch.uint8, pin_memory=piece.device.type == "cuda"

@@ -7,15 +7,16 @@ MPI's vector code saturates; minimum and maximum of floating-point numbers, wher
 order of operands; very large tensors.
 
 A blocking MPI call cannot be interrupted, and burns a core while it waits. So each collective
-begins with a non-blocking barrier, polled ever more slowly while the others are busy elsewhere:
-there a rank can be woken by `abort`, its own or another's (seen in the group's store), and notices
-ranks of its host that died. Only what then runs at once is left to MPI. (`mpirun` itself usually
-ends the whole job when a rank dies.) A rank that was woken leaves its barrier unfinished; MPI
-cannot take it back, so nothing but ending the process is left to do with that communicator.
+begins with a non-blocking barrier, which is polled ever more slowly while the others are busy
+elsewhere: there a rank can be woken by `abort`, its own or another's (seen in the group's store),
+and notices ranks of its host that died. MPI itself only does what then runs without waiting.
+(`mpirun` usually ends the whole job when a rank dies.) A rank that was woken leaves its barrier
+unfinished. MPI cannot cancel it, so that communicator is lost until the process ends.
 
-A rank that closes tells the others in how many collectives it has taken part: who waits for it in a
-later one knows that it will not come. It is told so in turn, and then ends without finalising MPI,
-which would wait for all ranks: mpirun gets to see its exit code, and names it.
+A rank that closes tells the others in how many collectives it has taken part: a rank that waits for
+it in a later one knows that it will not come. That rank then fails because of another and says so,
+and the rank that closed ends without finalising MPI, which would wait for all ranks: so mpirun sees
+its exit code, and names it.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from horovod.transport.base import Group, agree_by_minimum
 from horovod.transport.endpoints import RankLocation
 from horovod.transport.pairwise import MESSAGE, PairwiseTransport, as_bytes, offsets_of
 
-_TAG = 1
-_LEFT = 2  # tag of a message to all: the sender has closed, after this many collectives
-_LOST = 3  # tag of a message to all: the sender has failed because of others
-_SPIN_SECONDS = 200e-6  # polled without a break for this long: the usual wait is shorter
-_LONGEST_NAP = 0.002
-_LOOK_SECONDS = 0.5  # how often a long wait looks whether the others are well
+_DATA_TAG = 1  # of messages of collectives
+_LEFT_TAG = 2  # of a message to all: the sender has closed, after this many collectives
+_LOST_TAG = 3  # of a message to all: the sender has failed because of others
+_SPIN_SECONDS = 200e-6  # of polling without a break: the usual wait is shorter
+_SHORTEST_NAP, _LONGEST_NAP = 20e-6, 0.002  # seconds
+_LOOK_SECONDS = 0.5  # between looks, in a long wait, whether the others are well
 
 _TYPES = {
     torch.bool: MPI.C_BOOL,
@@ -65,25 +66,27 @@ _LOGICAL = {
 
 
 def communicator_of(group: Group) -> MPI.Intracomm:
-    """A communicator of the group's ranks, in their order. Collective among them, nobody else."""
+    """Return a communicator of the group's ranks, in their order. Collective over the group."""
     world = MPI.COMM_WORLD.Get_group()
     members = world.Incl(list(group.global_ranks))
     try:
-        return MPI.COMM_WORLD.Create_group(members, tag=_TAG)
+        return MPI.COMM_WORLD.Create_group(members, tag=_DATA_TAG)
     finally:
         members.Free()
         world.Free()
 
 
 class MpiTransport(PairwiseTransport):
-    """The transport of ranks in one MPI job. `comm` has exactly the group's ranks, in order.
+    """The transport of ranks in one MPI job.
 
-    The communicator is handed over: nobody else uses it, and `close` frees it; that of all ranks
-    is kept until they have all closed.
+    Args:
+        group: The ranks.
+        comm: A communicator that has exactly these ranks, in order. The transport owns it: `close`
+            frees it, but a communicator of all ranks of the job is kept until all have closed.
     """
 
     name = "MPI"
-    _kept: Any = None  # the communicator of all ranks that was closed last
+    _closed_world: Any = None  # the communicator of all ranks that was closed last
 
     def __init__(self, group: Group, comm: MPI.Intracomm) -> None:
         super().__init__(group)
@@ -100,16 +103,16 @@ class MpiTransport(PairwiseTransport):
         self._comm: Any = comm
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         here = RankLocation.here()
-        places = self._comm.allgather((here.pids, here.pid))
-        self._pids = {r: pid for r, (where, pid) in enumerate(places) if where == here.pids}
+        processes = self._comm.allgather((here.pids, here.pid))
+        self._pids = {r: pid for r, (pids, pid) in enumerate(processes) if pids == here.pids}
         self._collectives = 0  # that this rank has begun
         self._left: dict[int, int] = {}  # ranks that have closed, after how many collectives
-        self._told: list[Any] = []  # messages to the others, which may be under way
+        self._notices: list[Any] = []  # messages to the others, which may not have arrived yet
         self._because_of_others = False
         if group.size == MPI.COMM_WORLD.Get_size():
-            if MpiTransport._kept is not None:  # everybody has closed that one, and is here
-                MpiTransport._kept.Free()
-                MpiTransport._kept = None
+            if MpiTransport._closed_world is not None:  # all ranks have closed it, and are here
+                MpiTransport._closed_world.Free()
+                MpiTransport._closed_world = None
             mpi.finalise_if(self._all_have_left)
 
     # -- collectives of MPI ----------------------------------------------------------------
@@ -157,10 +160,10 @@ class MpiTransport(PairwiseTransport):
     # -- messages --------------------------------------------------------------------------
 
     def _send(self, data: torch.Tensor, rank: int) -> Any:
-        return self._comm.Isend([_buffer(data), data.numel(), MPI.BYTE], rank, _TAG)
+        return self._comm.Isend([_buffer(data), data.numel(), MPI.BYTE], rank, _DATA_TAG)
 
     def _receive(self, data: torch.Tensor, rank: int) -> Any:
-        return self._comm.Irecv([_buffer(data), data.numel(), MPI.BYTE], rank, _TAG)
+        return self._comm.Irecv([_buffer(data), data.numel(), MPI.BYTE], rank, _DATA_TAG)
 
     def _finish(self, pending: list[Any]) -> None:
         """Wait, without holding up `abort` and without burning a core for long."""
@@ -170,7 +173,7 @@ class MpiTransport(PairwiseTransport):
             self.check_usable()
             now = time.monotonic()
             if now - started > _SPIN_SECONDS:
-                nap = min(max(2 * nap, 20e-6), _LONGEST_NAP)
+                nap = min(max(2 * nap, _SHORTEST_NAP), _LONGEST_NAP)
             if now - looked > _LOOK_SECONDS:
                 looked = now
                 self._look_after_others()
@@ -186,6 +189,7 @@ class MpiTransport(PairwiseTransport):
     # -- failure and the end ---------------------------------------------------------------
 
     def _look_after_others(self) -> None:
+        """Raise if another rank has posted a failure, has died on this host, or has closed."""
         posted = self._board.look()
         if posted is not None:
             raise posted
@@ -193,7 +197,6 @@ class MpiTransport(PairwiseTransport):
             if not _is_alive(pid):
                 who = self.group.describe(rank)
                 raise PeerLostError(f"{who} (pid {pid} on this host) has died", [rank])
-
         self._take_goodbyes()
         for rank, collectives in self._left.items():
             if collectives < self._collectives:
@@ -203,37 +206,39 @@ class MpiTransport(PairwiseTransport):
         super()._announce(failure)
         self._because_of_others = bool(set(failure.ranks) - {self.rank})
         if self._because_of_others and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-            self._tell_all(_LOST)
+            self._send_to_all(_LOST_TAG)
 
     def close(self) -> None:
         if self._closed:
             return
-        whole = self._shut()
-        if whole:
+        was_usable = self._shut()
+        if was_usable:
             self._board.say_goodbye()
         if not self._because_of_others:
-            self._tell_all(_LEFT)
+            self._send_to_all(_LEFT_TAG)
         if self.size == MPI.COMM_WORLD.Get_size():
-            MpiTransport._kept = self._comm
-        elif whole:
-            self._comm.Free()  # after a failure it may have unfinished business, and is left
+            MpiTransport._closed_world = self._comm
+        elif was_usable:
+            self._comm.Free()  # not after a failure: operations on it may be unfinished
 
-    def _tell_all(self, tag: int) -> None:
+    def _send_to_all(self, tag: int) -> None:
+        """Send the number of our collectives to all other ranks."""
         number = torch.tensor([self._collectives])
         content = [_buffer(number), number.nbytes, MPI.BYTE]
-        with suppress(MPI.Exception):  # somebody may be gone already
-            self._told += [(self._comm.Isend(content, r, tag), number) for r in self._peers]
+        with suppress(MPI.Exception):  # a rank may be gone already
+            self._notices += [(self._comm.Isend(content, r, tag), number) for r in self._peers]
 
     def _take_goodbyes(self) -> None:
+        """Note the ranks that have said that they have closed."""
         number = torch.zeros(1, dtype=torch.int64)
         status = MPI.Status()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, _LEFT, status):
+        while self._comm.Iprobe(MPI.ANY_SOURCE, _LEFT_TAG, status):
             rank = status.Get_source()
-            self._comm.Recv([_buffer(number), number.nbytes, MPI.BYTE], rank, _LEFT)
+            self._comm.Recv([_buffer(number), number.nbytes, MPI.BYTE], rank, _LEFT_TAG)
             self._left[rank] = int(number)
 
     def _all_have_left(self) -> bool:
-        """For the end of the process: wait until all have closed; False where some have failed."""
+        """Wait, at the end of the process, until all ranks have closed; False if one failed."""
         if not self._closed or self._because_of_others:
             return False
         nap = 0.0
@@ -242,19 +247,20 @@ class MpiTransport(PairwiseTransport):
                 self._take_goodbyes()
                 if len(self._left) == self.size - 1:
                     return True
-                if self._comm.Iprobe(MPI.ANY_SOURCE, _LOST):
+                if self._comm.Iprobe(MPI.ANY_SOURCE, _LOST_TAG):
                     return False
                 time.sleep(nap)
-                nap = min(max(2 * nap, 20e-6), _LONGEST_NAP)
+                nap = min(max(2 * nap, _SHORTEST_NAP), _LONGEST_NAP)
         return False
 
 
 def _buffer(tensor: torch.Tensor) -> Any:
-    """The tensor's memory as mpi4py takes it; numpy knows too few types to be in between."""
+    """Return the tensor's memory as mpi4py takes it, without numpy, which knows too few types."""
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
 def _is_alive(pid: int) -> bool:
+    """Return whether a process of this host runs; a zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

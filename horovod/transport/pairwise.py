@@ -2,13 +2,14 @@
 
 For transports that move bytes between two ranks: TCP, and MPI where its own collectives lack data
 types or counts. Data travels as bytes, so every data type works; the arithmetic is ours
-(`arithmetic`). A slice is reduced by one rank, so results are bitwise the same everywhere.
+(`arithmetic`). A slice is reduced by one rank, so results are bitwise the same on all ranks.
 
-- Few ranks, small tensors: everybody sends the whole tensor to everybody, one hop.
-- Few ranks, large tensors: each collects and reduces its own slice, in the order of ranks, piece by
-  piece while the next pieces are under way, then sends the result to everybody.
-- Many ranks: the same in rounds with ranks at distances 1, 2, 4, ...: as many bytes, but messages
-  grow with the logarithm of the number of ranks. Half precision is rounded once a round.
+- Few ranks, small tensors: every rank sends its whole tensor to every other rank, in one hop.
+- Few ranks, large tensors: each rank collects and reduces its own slice, in rank order, piece by
+  piece while the next pieces are travelling, then sends the result to all others.
+- Many ranks: the same in rounds with ranks at distances 1, 2, 4, ...: equally many bytes, but the
+  number of messages grows with the logarithm of the number of ranks. Half precision is rounded once
+  in each round.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.arithmetic import as_blocks, quietly, reduce_into
+from horovod.transport.arithmetic import as_blocks, ignore_overflow, reduce_into
 from horovod.transport.base import Group
 from horovod.transport.breakable import BreakableTransport
 
@@ -31,30 +32,30 @@ PIECE = 4 * 1024 * 1024  # bytes of one message of a pipelined collective
 ROUND_PIECE = 512 * 1024  # bytes of one message among many ranks
 SCRATCH = 32 * 1024 * 1024  # bytes of arriving pieces kept at a time, over all peers
 MESSAGE = 1 << 30  # bytes of the largest message; below every limit on 32-bit counts
-DIRECT = 8  # ranks up to which everybody tells everybody directly
+DIRECT = 8  # ranks up to which every rank sends to every other
 
 
 def split_evenly(count: int, parts: int) -> list[int]:
-    """`count` as `parts` nearly equal summands, larger ones first."""
+    """Return `parts` nearly equal numbers, larger ones first, whose sum is `count`."""
     share, rest = divmod(count, parts)
     return [share + (index < rest) for index in range(parts)]
 
 
 def offsets_of(counts: Sequence[int]) -> list[int]:
-    """Where each of the consecutive slices begins."""
+    """Return where each of the consecutive slices with these counts begins."""
     return [0, *accumulate(counts)][:-1]
 
 
 def cut(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """The consecutive slices of `tensor` with these many elements each."""
+    """Return the consecutive slices of `tensor` that have these numbers of elements."""
     starts = offsets_of(counts)
     return [tensor[s : s + count] for s, count in zip(starts, counts, strict=True)]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a flat, contiguous tensor.
+    """Return the memory of a flat, contiguous tensor.
 
-    With one element or none it is contiguous whatever its stride, over which `view` stumbles.
+    A tensor of one element or none counts as contiguous with any stride, but `view` refuses it.
     """
     if tensor.stride(0) != 1:
         tensor = tensor.as_strided(tensor.shape, (1,))
@@ -62,11 +63,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PairwiseTransport(BreakableTransport):
-    """All collectives, from `_send`, `_receive` and `_finish` of a subclass."""
+    """All collectives, made from `_send`, `_receive` and `_finish` of a subclass."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        # Everybody begins with another peer, so that no rank is hit by all at once.
+        # Every rank begins with another peer, so that no rank is hit by all others at once.
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -74,19 +75,25 @@ class PairwiseTransport(BreakableTransport):
 
     @abstractmethod
     def _send(self, data: torch.Tensor, rank: int) -> Any:
-        """Begin to send these bytes (1 to MESSAGE of them); the tensor stays as it is meanwhile."""
+        """Begin to send these bytes (1 to MESSAGE of them), which do not change until it is done.
+
+        Returns what `_finish` takes.
+        """
 
     @abstractmethod
     def _receive(self, data: torch.Tensor, rank: int) -> Any:
-        """Begin to receive exactly these many bytes; messages of one rank arrive in order."""
+        """Begin to receive a message of exactly this size; messages of a rank arrive in order.
+
+        Returns what `_finish` takes.
+        """
 
     @abstractmethod
     def _finish(self, pending: list[Any]) -> None:
-        """Wait until all that was begun is done."""
+        """Wait until everything in `pending` is sent or received."""
 
     # -- collectives -----------------------------------------------------------------------
 
-    @quietly
+    @ignore_overflow
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         with self._guard():
             if not tensor.numel() or self.size == 1:
@@ -101,7 +108,7 @@ class PairwiseTransport(BreakableTransport):
             self._reduce_slices(slices, slices[self.rank], op)
             self._gather_slices(slices)
 
-    @quietly
+    @ignore_overflow
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
     ) -> None:
@@ -122,7 +129,7 @@ class PairwiseTransport(BreakableTransport):
                 self._gather_slices(slices)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Down a binomial tree, in pieces, so that the levels of the tree work at the same time."""
+        """Send down a binomial tree, in pieces, so that all levels of the tree work together."""
         with self._guard():
             parent, children = self._tree(root)
             pieces = list(_pieces(as_bytes(tensor), PIECE))
@@ -153,7 +160,7 @@ class PairwiseTransport(BreakableTransport):
             self._finish(pending)
 
     def barrier(self) -> None:
-        """Each round doubles the number of ranks of which a rank knows that they arrived."""
+        """Exchange tokens in rounds; each doubles the number of ranks known to have arrived."""
         with self._guard():
             token, heard = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
             distance = 1
@@ -169,7 +176,7 @@ class PairwiseTransport(BreakableTransport):
     # -- parts -----------------------------------------------------------------------------
 
     def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor (all of one length, small), in rank order."""
+        """Return every rank's tensor, in rank order. They are small and of one length."""
         everyone = [tensor] * self.size
         for peer in self._peers:
             everyone[peer] = torch.empty_like(tensor)
@@ -182,7 +189,7 @@ class PairwiseTransport(BreakableTransport):
     def _reduce_slices(
         self, slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp
     ) -> None:
-        """Reduce everybody's slice that belongs to us into `output`, which may be that slice."""
+        """Reduce all ranks' data for our slice into `output`, which may be that slice."""
         if self.size == 1:
             _copy(slices[0], output)
             return
@@ -200,9 +207,9 @@ class PairwiseTransport(BreakableTransport):
             count = mine[span].numel()
             receiving = []
             if count and arrivals is not None:
-                for place, peer in reversed(list(enumerate(self._peers))):
-                    into = arrivals[index % 2, place, :count]
-                    receiving.append(self._receive(as_bytes(into), peer))
+                for number, peer in reversed(list(enumerate(self._peers))):
+                    buffer = arrivals[index % 2, number, :count]
+                    receiving.append(self._receive(as_bytes(buffer), peer))
             sending = [
                 self._send(as_bytes(slices[peer][span]), peer)
                 for peer in self._peers
@@ -220,13 +227,13 @@ class PairwiseTransport(BreakableTransport):
             count = mine[span].numel()
             if count and arrivals is not None:
                 operands = [mine[span]] * self.size
-                for place, peer in enumerate(self._peers):
-                    operands[peer] = arrivals[index % 2, place, :count]
+                for number, peer in enumerate(self._peers):
+                    operands[peer] = arrivals[index % 2, number, :count]
                 reduce_into(output[span], operands, op)
             self._finish(sending)
 
     def _gather_slices(self, slices: Sequence[torch.Tensor]) -> None:
-        """Give our slice to everybody and get theirs."""
+        """Send our slice to all other ranks and receive theirs."""
         pending: list[Any] = []
         for peer in reversed(self._peers):
             pending.extend(self._receive_long(slices[peer], peer))
@@ -235,16 +242,17 @@ class PairwiseTransport(BreakableTransport):
         self._finish(pending)
 
     def _reduce_by_rounds(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Do an allreduce in rounds: a reduce-scatter, then an allgather."""
         counts = split_evenly(tensor.numel(), self.size)
         self._reduce_in_rounds(tensor, counts, op)
         self._gather_in_rounds(tensor, counts)
 
     def _reduce_in_rounds(self, tensor: torch.Tensor, counts: Sequence[int], op: ReduceOp) -> None:
-        """Our slice of `tensor` becomes the reduction; others are left with partial results.
+        """Reduce our slice of `tensor`; the other slices are left with partial results.
 
-        A rank is responsible for the slices of the next `reach` ranks, its own among them. In every
-        round it hands the farther half to the rank where they begin, and gets, from the rank as far
-        behind it, more of what it keeps.
+        A rank is responsible for the slices of `reach` ranks, from its own on. In every round it
+        sends the farther half of these to the rank whose slice is the first of that half. In
+        return it receives, from the rank equally far before it, data for the half that it keeps.
         """
         reach = self.size
         while reach > 1:
@@ -258,25 +266,25 @@ class PairwiseTransport(BreakableTransport):
             reach = half
 
     def _add_arriving(self, pieces: Sequence[torch.Tensor], source: int, op: ReduceOp) -> None:
-        """Combine what `source` sends with these pieces, while the next one is under way."""
+        """Combine what `source` sends with these pieces, while the next piece is travelling."""
         if not pieces:
             return
         longest = max(piece.numel() for piece in pieces)
         scratch = self._scratch_for(2 * longest * pieces[0].element_size()).view(pieces[0].dtype)
-        places = [
+        buffers = [  # two that alternate
             scratch.view(2, longest)[number % 2, : piece.numel()]
             for number, piece in enumerate(pieces)
         ]
-        under_way = [self._receive(as_bytes(places[0]), source)]
+        under_way = [self._receive(as_bytes(buffers[0]), source)]
         for number, piece in enumerate(pieces):
             if number + 1 < len(pieces):
-                under_way.append(self._receive(as_bytes(places[number + 1]), source))
+                under_way.append(self._receive(as_bytes(buffers[number + 1]), source))
             self._finish([under_way[number]])
             own = as_blocks(piece)
-            reduce_into(own, [own, as_blocks(places[number])], op)
+            reduce_into(own, [own, as_blocks(buffers[number])], op)
 
     def _gather_in_rounds(self, tensor: torch.Tensor, counts: Sequence[int]) -> None:
-        """Every rank has its own slice of `tensor`; fill in the others'."""
+        """Fill in the slices of the other ranks in `tensor`; each rank has its own slice."""
         distance = 1
         while distance < self.size:
             count = min(distance, self.size - distance)
@@ -297,7 +305,7 @@ class PairwiseTransport(BreakableTransport):
     def _runs(
         self, tensor: torch.Tensor, counts: Sequence[int], first: int, count: int
     ) -> list[torch.Tensor]:
-        """The slices of `count` ranks from `first` on, as one piece of memory or two."""
+        """Return the slices of `count` ranks from `first` on, as one piece of memory or two."""
         starts = [*offsets_of(counts), tensor.numel()]
         first %= self.size
         last = first + count
@@ -307,40 +315,45 @@ class PairwiseTransport(BreakableTransport):
         return [run for run in runs if run.numel()]
 
     def _tree(self, root: int) -> tuple[int | None, list[int]]:
-        """Our parent and children in the binomial tree that `root` is the root of."""
-        place = (self.rank - root) % self.size
-        reach = place & -place if place else 1 << (self.size - 1).bit_length()
-        parent = None if place == 0 else (place - reach + root) % self.size
+        """Return our parent and our children in the binomial tree with the root `root`."""
+        position = (self.rank - root) % self.size  # in the tree, whose root has position 0
+        reach = position & -position if position else 1 << (self.size - 1).bit_length()
+        parent = None if position == 0 else (position - reach + root) % self.size
         children = []
         while reach > 1:
             reach //= 2
-            if place + reach < self.size:
-                children.append((place + reach + root) % self.size)
+            if position + reach < self.size:
+                children.append((position + reach + root) % self.size)
         return parent, children
 
     def _send_long(self, tensor: torch.Tensor, rank: int) -> list[Any]:
+        """Begin to send a tensor of any size."""
         return [self._send(piece, rank) for piece in _pieces(as_bytes(tensor), MESSAGE)]
 
     def _receive_long(self, tensor: torch.Tensor, rank: int) -> list[Any]:
+        """Begin to receive a tensor of any size."""
         return [self._receive(piece, rank) for piece in _pieces(as_bytes(tensor), MESSAGE)]
 
     def _scratch_for(self, nbytes: int) -> torch.Tensor:
+        """Return scratch memory, which the next call may return as well."""
         if self._scratch.numel() < nbytes:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8)
         return self._scratch[:nbytes]
 
 
 def _cut(run: torch.Tensor) -> list[torch.Tensor]:
-    """In pieces of which one is reduced while the next arrives."""
+    """Cut a tensor into pieces, of which one is reduced while the next arrives."""
     most = max(1, ROUND_PIECE // run.element_size())
     return [run[start : start + most] for start in range(0, run.numel(), most)]
 
 
 def _pieces(data: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
+    """Yield bytes in pieces of at most `nbytes`."""
     for start in range(0, data.numel(), nbytes):
         yield data[start : start + nbytes]
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor, unless both are the same memory."""
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)

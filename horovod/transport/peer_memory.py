@@ -52,7 +52,7 @@ def allow_peers(pids: Iterable[int]) -> None:
 
 
 class PeerMemory:
-    """One peer's address space. Not thread-safe: what describes a copy is reused for the next."""
+    """One peer's address space. Not thread-safe: the description of a copy is reused."""
 
     def __init__(self, pid: int) -> None:
         if _libc is None:
@@ -81,7 +81,7 @@ class PeerMemory:
     def read_spans(self, local: int, nbytes: int, spans: int, count: int) -> None:
         """Copy `count` pieces of the peer's memory one after the other to our address `local`.
 
-        `spans`: the address of an array of struct iovec; they are `nbytes` in all.
+        `spans` is the address of an array of struct iovec. The pieces have `nbytes` in all.
         """
         _SPAN.pack_into(self._spans, 0, local, nbytes)
         moved = self._readv(self.pid, self._local_at, 1, spans, count, 0)
@@ -89,22 +89,24 @@ class PeerMemory:
             self._fail(moved)
 
     def write_spans(self, local: int, nbytes: int, spans: int, count: int) -> None:
-        """Copy `count` pieces of our memory into as many of the peer's, each of the same size.
+        """Copy `count` pieces of our memory into pieces of the peer's memory of the same sizes.
 
-        `local` and `spans`: the addresses of arrays of struct iovec; they are `nbytes` in all.
+        `local` and `spans` are the addresses of arrays of struct iovec. The pieces have `nbytes`
+        in all.
         """
         moved = self._writev(self.pid, local, count, spans, count, 0)
         if moved != nbytes:
             self._fail(moved)
 
     def _fail(self, moved: int) -> None:
+        """Raise the error of a call that did not move all bytes."""
         code = ctypes.get_errno() if moved < 0 else _BAD_ADDRESS
         raise OSError(code, os.strerror(code), f"memory of process {self.pid}")
 
     def _move_rest(
         self, call: ctypes._NamedFuncPointer, local: int, remote: int, length: int, moved: int
     ) -> None:
-        """Go on after a call that copied only a part: the kernel moves at most 2 GiB at once."""
+        """Continue after a call that copied only a part: the kernel moves at most 2 GiB at once."""
         while moved > 0:
             local, remote, length = local + moved, remote + moved, length - moved
             if not length:

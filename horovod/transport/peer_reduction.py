@@ -1,8 +1,8 @@
-"""Reducing tensors that stay where they are, in the memory of the processes of one host.
+"""Reducing tensors where they are, in the private memory of the processes of one host.
 
-Each rank reads its share of everybody's tensors block by block, reduces it while it is in cache,
-and pushes the result into everybody's tensors. Used by the shared-memory transport, which lets
-ranks begin and end together.
+Each rank reads its share of all ranks' tensors block by block, reduces it while it is in cache, and
+pushes the result into all ranks' tensors. Used by the shared-memory transport, which lets ranks
+begin and end together.
 """
 
 from __future__ import annotations
@@ -20,34 +20,37 @@ from horovod.transport.arithmetic import as_blocks, combination, needs_wide
 from horovod.transport.peer_memory import PeerMemory
 from horovod.transport.spans import SPAN, Block, Layout, block_bytes, share
 
-PIECE = 1024 * 1024  # bytes of a share that are with other hosts at a time
-_KEPT = 256  # plans, blocks of tensors, and places in scratch memory, that are remembered
+PIECE = 1024 * 1024  # bytes of a share that travel between hosts at a time
+_KEPT = 256  # plans, blocks of tensors, and areas of scratch memory, that are remembered
 
 
 class _Scratch(NamedTuple):
-    """Where everybody's part of one block is put, one rank's spans end to end; ours is not."""
+    """Scratch memory for one block of every rank, with the spans of a rank end to end.
 
-    operands: list[Any]  # each rank's
-    addresses: list[int]  # of these
-    partial: list[Any]  # the spans of the first that is not ours, where results add up,
-    last: list[Any]  # and those of the last
+    Ours stays unused, because our own tensors are read where they are.
+    """
+
+    operands: list[Any]  # the memory for each rank
+    addresses: list[int]  # its address
+    partial: list[Any]  # the spans of the first rank that is not ours, where results add up
+    last: list[Any]  # the spans of the last rank
 
 
 class _Plan(NamedTuple):
-    """What is known of tensors of these sizes, wherever they are."""
+    """What follows from the sizes of tensors, wherever they are."""
 
     layout: Layout
-    scratch: list[_Scratch]  # of each block
+    scratch: list[_Scratch]  # for each block
 
 
 class Others(Protocol):
-    """Ranks on other hosts, each of which has the same share as this one."""
+    """The ranks on other hosts that have the same share as this rank."""
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin to reduce these tensors with theirs."""
+        """Begin to reduce these tensors with those of the other ranks."""
 
     def finish(self) -> None:
-        """Complete it."""
+        """Complete the reduction."""
 
 
 class PeerReducer:
@@ -73,13 +76,18 @@ class PeerReducer:
         scale: float,
         check: Callable[[], None],
     ) -> None:
-        """Reduce our share of `tensors` for everybody; `pointers` of each rank say where they are.
+        """Reduce our share of tensors, for all ranks.
 
-        `check` is called before every write to the others, and raises if one has failed: what is
-        at its addresses may be something else by then.
+        Args:
+            tensors: Our tensors.
+            pointers: The addresses of the tensors, of each rank.
+            op: How to reduce.
+            scale: The factor for the result.
+            check: Called before every write to the other ranks. It raises if one of them has
+                failed: something else may be at its addresses by then.
         """
         layout, scratches = self._plan(tensors)
-        addresses = [layout.place(rank, places) for rank, places in enumerate(pointers)]
+        addresses = [layout.locate(rank, tensors_at) for rank, tensors_at in enumerate(pointers)]
         peers, tables, width = self._peers, layout.tables, tensors[0].dtype.itemsize
         ours, own = tables[self.rank], self._own(layout, tensors, addresses[self.rank])
         for (first, count, elements), scratch in zip(layout.blocks, scratches, strict=True):
@@ -102,12 +110,13 @@ class PeerReducer:
         check: Callable[[], None],
         others: Others,
     ) -> None:
-        """The same with ranks elsewhere: `others` reduces our share, in pieces, with theirs.
+        """Reduce our share of tensors like `allreduce`, together with ranks on other hosts.
 
-        A piece is under way there while the next one is reduced here, and the one before pushed.
+        `others` reduces our share, in pieces, with theirs. While a piece travels between hosts, the
+        next one is reduced here, and the one before it is pushed to the ranks of this host.
         """
         layout, scratches = self._plan(tensors)
-        addresses = [layout.place(rank, places) for rank, places in enumerate(pointers)]
+        addresses = [layout.locate(rank, tensors_at) for rank, tensors_at in enumerate(pointers)]
         peers, tables, width = self._peers, layout.tables, tensors[0].dtype.itemsize
         ours, own = tables[self.rank], self._own(layout, tensors, addresses[self.rank])
 
@@ -126,8 +135,8 @@ class PeerReducer:
             ):
                 at, nbytes, mine = SPAN * first, elements * width, own[first : first + count]
                 for rank in self._others:
-                    place = scratch.addresses[rank]
-                    peers[rank].read_spans(place, nbytes, tables[rank] + at, count)
+                    target = scratch.addresses[rank]
+                    peers[rank].read_spans(target, nbytes, tables[rank] + at, count)
                 self._reduce_block(mine, mine, scratch, op)
             if before:
                 others.finish()
@@ -142,40 +151,45 @@ class PeerReducer:
     def _own(
         self, layout: Layout, tensors: Sequence[torch.Tensor], addresses: Sequence[int]
     ) -> list[Any]:
-        """Our spans, as what arithmetic takes."""
-        known = address_arrays.arrays(tensors[0].dtype, addresses, layout.counts)
-        if known is not None:
-            return known
+        """Return our spans, as operands of arithmetic."""
+        arrays = address_arrays.arrays(tensors[0].dtype, addresses, layout.counts)
+        if arrays is not None:
+            return arrays
         whole = [as_blocks(tensor.view(-1)) for tensor in tensors]
         return [whole[tensor][start : start + count] for tensor, start, count in layout.spans]
 
     def allreduce_pair(
-        self, tensor: torch.Tensor, away: int, op: ReduceOp, scale: float, check: Callable[[], None]
+        self,
+        tensor: torch.Tensor,
+        distance: int,
+        op: ReduceOp,
+        scale: float,
+        check: Callable[[], None],
     ) -> None:
-        """The same for one flat tensor and two ranks, in fewer steps of Python.
+        """Do `allreduce` for one flat tensor and two ranks, in fewer steps of Python.
 
-        `away`: what is to be added to an address in our tensor to have the other's.
+        `distance` is the address of the other rank's tensor minus that of ours.
         """
         peer = self._peers[1 - self.rank]
-        for own, operand, scratch, here, nbytes in self._pair_blocks(tensor):
-            peer.read(scratch, here + away, nbytes)
+        for own, operand, scratch, address, nbytes in self._pair_blocks(tensor):
+            peer.read(scratch, address + distance, nbytes)
             combination(own, op)(own, operand, out=own)
             if scale != 1.0:
                 own *= scale
             check()
-            peer.write(here, here + away, nbytes)
+            peer.write(address, address + distance, nbytes)
 
     def _pair_blocks(self, tensor: torch.Tensor) -> list[tuple[Any, Any, int, int, int]]:
-        """The blocks of our share: ours, a place for the other's and its address, our address and
-        bytes.
+        """Return the blocks of our share of a tensor of two ranks.
 
-        They are remembered by where the tensor is, and do not keep it alive: whoever looks them up
-        has it.
+        Each is our operand, scratch memory for the other's operand and the address of that memory,
+        the address of our operand, and its bytes. Blocks are remembered by the tensor's address,
+        and do not keep it alive: a caller that looks them up has the tensor.
         """
         key = (tensor.data_ptr(), tensor.numel(), tensor.dtype)
-        known = self._pairs.get(key)
-        if known is not None:
-            return known
+        cached = self._pairs.get(key)
+        if cached is not None:
+            return cached
         base, count, dtype = key
         width, most = dtype.itemsize, self._block // dtype.itemsize
         lo, hi = share(count, width, self.rank, 2)
@@ -188,8 +202,8 @@ class PeerReducer:
             whole = as_blocks(tensor)
             own = [whole[start : start + part] for start, part in zip(starts, counts, strict=True)]
         blocks = [
-            (array, *self._area(dtype, 0, part), here, part * width)
-            for array, part, here in zip(own, counts, addresses, strict=True)
+            (array, *self._area(dtype, 0, part), address, part * width)
+            for array, part, address in zip(own, counts, addresses, strict=True)
         ]
         if arrays is not None:
             if len(self._pairs) >= _KEPT:
@@ -205,7 +219,7 @@ class PeerReducer:
         pointers: Sequence[int],
         op: ReduceOp,
     ) -> None:
-        """output = everybody's elements from `start` on."""
+        """Reduce the elements of all ranks from `start` on into `output`."""
         dtype = source.dtype
         width, most = dtype.itemsize, self._block // dtype.itemsize
         own, target = as_blocks(source), as_blocks(output)
@@ -222,7 +236,7 @@ class PeerReducer:
     def _reduce_block(
         self, own: Sequence[Any], outputs: Sequence[Any], scratch: _Scratch, op: ReduceOp
     ) -> None:
-        """outputs = everybody's spans, combined in rank order; `own` may be the outputs."""
+        """Combine the spans of all ranks, in rank order, into `outputs`; `own` may be these."""
         operands, _, partial, last = scratch
         combine = combination(own[0], op)
         if needs_wide(own[0].dtype, op, self.size):
@@ -246,6 +260,7 @@ class PeerReducer:
                 combine(part, other, out=output)
 
     def _plan(self, tensors: Sequence[torch.Tensor]) -> _Plan:
+        """Return the plan for tensors of these sizes, which is made once."""
         dtype, counts = tensors[0].dtype, tuple([tensor.numel() for tensor in tensors])
         plan = self._plans.get((dtype, counts))
         if plan is None:
@@ -260,7 +275,7 @@ class PeerReducer:
         return plan
 
     def _scratch_for(self, dtype: torch.dtype, counts: Sequence[int]) -> _Scratch:
-        """For a block whose spans have so many elements."""
+        """Return scratch memory for a block whose spans have these numbers of elements."""
         areas = [self._area(dtype, rank, sum(counts)) for rank in range(self.size)]
         edges = list(pairwise([0, *accumulate(counts)]))
         first = areas[0 if self.rank else 1][0]
@@ -272,19 +287,22 @@ class PeerReducer:
         )
 
     def _area(self, dtype: torch.dtype, number: int, count: int) -> tuple[Any, int]:
-        """A place in scratch memory for `count` elements, and its address; one for each rank."""
+        """Return area `number` of scratch memory, for `count` elements, and its address.
+
+        There is one area for each rank.
+        """
         key = (dtype, number, count)
-        known = self._areas.get(key)
-        if known is None:
+        cached = self._areas.get(key)
+        if cached is None:
             if len(self._areas) >= _KEPT:
                 self._areas.clear()
             view = self._scratch[number * self._block :].view(dtype)[:count]
-            known = self._areas[key] = as_blocks(view), view.data_ptr()
-        return known
+            cached = self._areas[key] = as_blocks(view), view.data_ptr()
+        return cached
 
 
 def _pieces(blocks: Sequence[Block], elements: int) -> list[tuple[int, int]]:
-    """Consecutive blocks of at least so many elements together, by their numbers."""
+    """Group consecutive blocks into pieces of at least `elements`; return their first and end."""
     edges, taken = [0], 0
     for number, block in enumerate(blocks):
         taken += block.elements
@@ -303,7 +321,7 @@ def _reduce_wide(
     rank: int,
     combine: Callable[..., Any],
 ) -> None:
-    """In float32, and rounded once."""
+    """Reduce half precision in float32, and round the result once."""
     operands = [*others[:rank], torch.cat(list(own)), *others[rank + 1 :]]
     total = operands[0].float()
     for operand in operands[1:]:

@@ -1,10 +1,10 @@
 """Handing memory, doorbells and process handles between the ranks of one host.
 
 Every rank creates an anonymous memory file and an eventfd, opens a pidfd of itself, and passes
-the three to rank 0 of the group, which hands everybody everything. Descriptors travel over an
-abstract Unix socket: no name in the file system, so nothing is left after a crash, nothing for
-another user to open, and the size of /dev/shm does not matter. Both ends check that the other
-one is the same user and knows the token that the job's store gave out.
+the three descriptors to rank 0 of the group, which passes all descriptors to all ranks. They travel
+over an abstract Unix socket: it has no name in the file system, so nothing is left after a crash,
+no other user can open anything, and the size of /dev/shm does not matter. Both ends check that the
+other one is of the same user, and rank 0 checks the token that it has put into the job's store.
 
 If any rank cannot take part (another host, another namespace, a system without memfd), all ranks
 raise `SharedMemoryUnavailable` with the reason. Called by the shared-memory transport.
@@ -26,23 +26,26 @@ from dataclasses import dataclass
 
 from horovod.transport.base import Group
 
-_DESCRIPTORS = 3  # of one rank: memory, doorbell, process
+_DESCRIPTORS = 3  # for each rank: memory, doorbell, process
 _PER_MESSAGE = 80  # ranks in one message: the kernel takes at most 253 descriptors
 _ANNOUNCE_LIMIT = 4096
 _OTHERS_FAILED = b"other ranks failed"
 
 
 class SharedMemoryUnavailable(Exception):
-    """The ranks of this group cannot share memory; says why. Raised on all of them alike."""
+    """The ranks of this group cannot share memory. All ranks raise it, with the same reason."""
 
 
 class _OthersFailed(Exception):
-    """This rank is fine, but others are not coming."""
+    """This rank works, but another rank has given up."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One rank's memory, doorbell (eventfd), process handle (pidfd) and pid as we see them."""
+    """One rank's memory, doorbell (eventfd), process handle (pidfd) and pid, as this rank has them.
+
+    The memory stays mapped until nothing refers to it any more.
+    """
 
     memory: mmap.mmap
     doorbell: int
@@ -50,12 +53,25 @@ class Member:
     pid: int
 
     def close(self) -> None:
+        """Close the descriptors."""
         os.close(self.doorbell)
         os.close(self.process)
 
 
 def share(group: Group, nbytes: int, timeout: float) -> list[Member]:
-    """Create this rank's segment of `nbytes` and return every rank's, in rank order."""
+    """Create this rank's segment of memory and return all ranks' segments. Collective.
+
+    Args:
+        group: The ranks.
+        nbytes: The size of a segment.
+        timeout: Seconds within which all ranks must have come.
+
+    Returns:
+        The members in rank order.
+
+    Raises:
+        SharedMemoryUnavailable: Some rank cannot take part.
+    """
     verdict, members = b"", None
     try:
         members = _exchange(group, nbytes, timeout)
@@ -74,18 +90,19 @@ def share(group: Group, nbytes: int, timeout: float) -> list[Member]:
 
 
 def _exchange(group: Group, nbytes: int, timeout: float) -> list[Member]:
+    """Open our descriptors, exchange them with the other ranks, and map all memory."""
     if sys.platform != "linux":
         raise OSError(f"shared memory needs Linux, this is {sys.platform}")
     with contextlib.ExitStack() as stack:
-        memory = _opened(stack, os.memfd_create, "horovod", os.MFD_CLOEXEC)
+        memory = _open(stack, os.memfd_create, "horovod", os.MFD_CLOEXEC)
         os.ftruncate(memory, nbytes)
-        doorbell = _opened(stack, os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        process = _opened(stack, os.pidfd_open, os.getpid())
+        doorbell = _open(stack, os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        process = _open(stack, os.pidfd_open, os.getpid())
         mine = (memory, doorbell, process)
         if group.rank == 0:
-            everyone, pids = _host(group, mine, timeout, stack)
+            everyone, pids = _exchange_as_host(group, mine, timeout, stack)
         else:
-            everyone, pids = _visit(group, mine, timeout, stack)
+            everyone, pids = _exchange_as_guest(group, mine, timeout, stack)
         members = []
         for (memory, doorbell, process), pid in zip(everyone, pids, strict=True):
             size = os.fstat(memory).st_size
@@ -97,8 +114,8 @@ def _exchange(group: Group, nbytes: int, timeout: float) -> list[Member]:
         return members
 
 
-def _opened(stack: contextlib.ExitStack, call: Callable[..., int], *arguments: object) -> int:
-    """A descriptor that `stack` closes. A sandbox may refuse the call: the error names it."""
+def _open(stack: contextlib.ExitStack, call: Callable[..., int], *arguments: object) -> int:
+    """Return a new descriptor that `stack` closes. A sandbox may refuse: the error names `call`."""
     try:
         descriptor = call(*arguments)
     except OSError as error:
@@ -107,10 +124,10 @@ def _opened(stack: contextlib.ExitStack, call: Callable[..., int], *arguments: o
     return descriptor
 
 
-def _host(
+def _exchange_as_host(
     group: Group, mine: tuple[int, ...], timeout: float, stack: contextlib.ExitStack
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Rank 0: collect everybody's descriptors, then hand all of them to everybody."""
+    """Collect the descriptors of all ranks as rank 0, then send all of them to every rank."""
     name, token = f"\0horovod-{secrets.token_hex(16)}", secrets.token_hex(16)
     everyone: list[tuple[int, ...]] = [mine] + [()] * (group.size - 1)
     pids = [os.getpid()] + [0] * (group.size - 1)
@@ -128,7 +145,7 @@ def _host(
             try:
                 guest, _ = listener.accept()
             except TimeoutError:
-                group.check_meeting()
+                group.check_rendezvous()
                 timeout -= 0.5
                 if timeout <= 0:
                     missing = [r for r in range(1, group.size) if r not in guests]
@@ -151,22 +168,22 @@ def _host(
     return everyone, pids
 
 
-def _visit(
+def _exchange_as_guest(
     group: Group, mine: tuple[int, ...], timeout: float, stack: contextlib.ExitStack
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Other ranks: bring ours to rank 0 and take everybody's home."""
+    """Send our descriptors to rank 0, and receive those of all ranks."""
     invitation = json.loads(group.store.get("shm/host", timeout))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as home:
-        home.settimeout(timeout)
-        home.connect("\0" + invitation["name"])
-        _check_user(home)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as host:
+        host.settimeout(timeout)
+        host.connect("\0" + invitation["name"])
+        _check_user(host)
         announcement = {"rank": group.rank, "token": invitation["token"]}
-        socket.send_fds(home, [json.dumps(announcement).encode()], list(mine))
+        socket.send_fds(host, [json.dumps(announcement).encode()], list(mine))
         everyone: list[tuple[int, ...]] = []
         pids: list[int] = []
         while len(everyone) < group.size:
             part = min(_PER_MESSAGE, group.size - len(everyone))
-            text, fds = _receive(home, part * _DESCRIPTORS, stack)
+            text, fds = _receive(host, part * _DESCRIPTORS, stack)
             pids += json.loads(text)
             everyone += [tuple(fds[i : i + 3]) for i in range(0, len(fds), _DESCRIPTORS)]
     return everyone, pids
@@ -175,6 +192,7 @@ def _visit(
 def _receive(
     channel: socket.socket, count: int, stack: contextlib.ExitStack
 ) -> tuple[bytes, list[int]]:
+    """Receive a message with `count` descriptors, which `stack` closes."""
     space = socket.CMSG_SPACE(count * array.array("i").itemsize)
     text, ancillary, _, _ = channel.recvmsg(_ANNOUNCE_LIMIT, space, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
@@ -189,7 +207,7 @@ def _receive(
 
 
 def _check_user(channel: socket.socket) -> int:
-    """The other end's pid; refuses another user's process."""
+    """Return the pid of the other end's process; raise if it is another user's."""
     data = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", data)
     if uid != os.getuid():

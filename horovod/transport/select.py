@@ -1,15 +1,16 @@
 """Choosing how a group's bytes move, and saying why. Called by the engine for each process set.
 
-| members | CPU tensors |
+| ranks | what moves CPU tensors |
 |---|---|
-| one process | nothing to move |
+| one process | nothing |
 | one host | shared memory; TCP where descriptors cannot be handed over |
 | several hosts, some with several ranks | shared memory inside, TCP between |
 | several hosts, one rank each | TCP |
 | MPI was asked for | MPI |
 
-Device tensors go through NCCL (CUDA) or XCCL (XPU); ranks that share a device, which those
-libraries refuse, stage them through host memory. Whether they do is judged as NCCL judges it.
+Device tensors go through NCCL (CUDA) or XCCL (XPU). These libraries refuse ranks that share a
+device, so such ranks copy their tensors through host memory. Whether ranks share one is judged the
+way NCCL does.
 
 HOROVOD_CPU_OPERATIONS, HOROVOD_CONTROLLER, HOROVOD_HIERARCHICAL_ALLREDUCE and
 HOROVOD_HIERARCHICAL_ALLGATHER choose explicitly. Every rank takes the same decision, because it
@@ -40,7 +41,7 @@ logger = get_logger(__name__)
 
 
 def by_host(identities: Sequence[str]) -> list[list[int]]:
-    """Ranks grouped by host, hosts in the order of their first rank."""
+    """Return the ranks of each host, given every rank's host; hosts in order of first rank."""
     hosts: dict[str, list[int]] = {}
     for rank, identity in enumerate(identities):
         hosts.setdefault(identity, []).append(rank)
@@ -48,7 +49,18 @@ def by_host(identities: Sequence[str]) -> list[list[int]]:
 
 
 def for_host_memory(group: Group, hosts: Sequence[Sequence[int]]) -> tuple[Transport, str]:
-    """The transport for CPU tensors, and the reason for people. Collective over the group."""
+    """Choose and connect the transport for CPU tensors. Collective over the group.
+
+    Args:
+        group: The ranks.
+        hosts: The group's ranks, host by host.
+
+    Returns:
+        The transport, and the reason for the choice, for people.
+
+    Raises:
+        ValueError: The transport that a knob asks for cannot be used.
+    """
     config = group.config
     wanted = config.cpu_operations or ("mpi" if config.controller == "mpi" else None)
     if group.size == 1:
@@ -74,6 +86,7 @@ def for_host_memory(group: Group, hosts: Sequence[Sequence[int]]) -> tuple[Trans
 
 
 def _on_one_host(group: Group, must: bool) -> tuple[Transport, str]:
+    """Use shared memory, or TCP where there is none, unless it `must` be shared memory."""
     try:
         transport = SharedMemoryTransport(group)
     except SharedMemoryUnavailable as error:
@@ -91,6 +104,7 @@ def _on_one_host(group: Group, must: bool) -> tuple[Transport, str]:
 
 
 def _hierarchical(group: Group, hosts: Sequence[Sequence[int]]) -> tuple[Transport, str]:
+    """Use one transport inside each host, and TCP between hosts."""
     from horovod.transport.hierarchical import HierarchicalTransport
 
     host = next(i for i, ranks in enumerate(hosts) if group.rank in ranks)
@@ -106,12 +120,13 @@ def _hierarchical(group: Group, hosts: Sequence[Sequence[int]]) -> tuple[Transpo
 
 
 def _without_choice(group: Group) -> Group:
-    """The same group, free to use shared memory although TCP was asked for between hosts."""
+    """Return the group without the choice of TCP, which was meant for between hosts."""
     config = dataclasses.replace(group.config, cpu_operations=None, controller=None)
     return dataclasses.replace(group, config=config)
 
 
 def _subgroup(group: Group, members: Sequence[int], prefix: str) -> Group:
+    """Return the group of some ranks, one of which we are."""
     return Group(
         rank=list(members).index(group.rank),
         size=len(members),
@@ -122,12 +137,14 @@ def _subgroup(group: Group, members: Sequence[int], prefix: str) -> Group:
 
 
 def _tcp(group: Group) -> Transport:
+    """Connect the ranks over TCP."""
     from horovod.transport.tcp import TcpTransport
 
     return TcpTransport(dataclasses.replace(group, store=PrefixStore(group.store, "tcp/")))
 
 
 def _mpi(group: Group) -> Transport:
+    """Connect the ranks over MPI."""
     try:
         mpi.initialised(not group.config.mpi_threads_disable)
         from horovod.transport.mpi import MpiTransport, communicator_of
@@ -154,7 +171,7 @@ def for_device(group: Group, host: Transport, device: torch.device, purpose: str
     kind = device_transports().get(device.type)
     if kind is None:
         return HostCopyTransport(group, host)
-    # Not beside the keys of the library, which uses small numbers, too.
+    # Not beside the keys of the library, which are small numbers too.
     names = _exchange(group, f"{part}names/", _device_identity(device))
     shared = _sharing(group, names)
     if shared:
@@ -177,14 +194,14 @@ def for_device(group: Group, host: Transport, device: torch.device, purpose: str
 
 
 def device_transports() -> dict[str, type[DeviceTransport]]:
-    """Return which class moves the tensors of which type of device."""
+    """Return the class that moves the tensors of each type of device."""
     from horovod.transport.process_group import NcclTransport, XcclTransport
 
     return {"cuda": NcclTransport, "xpu": XcclTransport}
 
 
 def _exchange(group: Group, prefix: str, mine: str) -> list[str]:
-    """Return what every rank has told under `prefix`."""
+    """Publish `mine` under `prefix`, and return what every rank has published there."""
     store = PrefixStore(group.store, prefix)
     store.set(f"{group.rank}", mine.encode())
     timeout = group.config.start_timeout
@@ -207,12 +224,12 @@ def _device_identity(device: torch.device) -> str:
 
 def _sharing(group: Group, identities: Sequence[str]) -> str:
     """Say which ranks share which device; empty if none do."""
-    found: dict[str, list[int]] = {}
+    users: dict[str, list[int]] = {}
     for rank, identity in enumerate(identities):
-        found.setdefault(identity.partition("\n")[0], []).append(rank)
-    said = []
-    for ranks in found.values():
+        users.setdefault(identity.partition("\n")[0], []).append(rank)
+    sentences = []
+    for ranks in users.values():
         if len(ranks) > 1:
             who = ", ".join(str(group.global_ranks[rank]) for rank in ranks)
-            said.append(f"ranks {who} share {identities[ranks[0]].partition(chr(10))[2]}")
-    return "; ".join(said)
+            sentences.append(f"ranks {who} share {identities[ranks[0]].partition(chr(10))[2]}")
+    return "; ".join(sentences)

@@ -1,18 +1,15 @@
 """Collectives among the ranks of one host through shared memory.
 
-Each rank owns a segment that all others map (see `segments`): a control page, by which ranks
-advance in steps (see `steps`), two exchange slots and two staging areas. There are three ways to
-move data, by size:
+Ranks show each other their tensors in slots of shared memory (see `exchange`). There are three ways
+to move data, by size:
 
-- little travels in the exchange slot itself: one step, every rank reads all slots. Two slots
-  alternate, so no second step is needed before the next exchange: whoever writes slot k+2 has
-  seen everybody publish k+1, that is, finish reading k.
+- small tensors travel in the exchange slot itself: one step, and every rank reads all slots.
 - larger tensors are read from and written to the peers' own memory with one copy (`peer_memory`):
-  for allreduce each rank reads its share of everybody's tensor block by block, reduces it while it
-  is in cache, and pushes the result into everybody's tensor (`peer_reduction`). Two steps in all.
-- where the kernel forbids that they go through the staging areas (`staging`), and so do reductions
-  of medium size among more than two ranks: each kernel copy has a fixed overhead, paid once per
-  peer.
+  for allreduce each rank reads its share of every rank's tensor block by block, reduces it while it
+  is in cache, and pushes the result into every rank's tensor (`peer_reduction`). Two steps in all.
+- where the kernel forbids that, tensors go through the staging areas (`staging`). Reductions of
+  medium size among more than two ranks go there too, because each copy by the kernel has a fixed
+  overhead, which is paid once for each peer.
 """
 
 from __future__ import annotations
@@ -21,181 +18,51 @@ import ctypes
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport import address_arrays
-from horovod.transport.arithmetic import as_blocks, quietly, reduce_into
-from horovod.transport.base import MAX_TENSORS, MAX_WORDS, SHARED_MEMORY, WORD, Group
+from horovod.transport.arithmetic import as_blocks, ignore_overflow, reduce_into
+from horovod.transport.base import SHARED_MEMORY, WORD, Group
+from horovod.transport.exchange import (
+    INLINE,
+    KEPT,
+    PAYLOAD_AT,
+    STAGE,
+    STAGES_AT,
+    WORDS_AT,
+    ExchangeTransport,
+)
 from horovod.transport.peer_memory import PeerMemory, allow_peers
 from horovod.transport.peer_reduction import Others, PeerReducer
-from horovod.transport.staging import AreaReducer
-from horovod.transport.steps import CONTROL, STATE, SteppedTransport
-
-INLINE = 128 * 1024  # bytes of payload in an exchange slot
-STAGE = 2 * 1024 * 1024  # bytes of one staging area
-_KEPT = 256  # views of memory of each kind that are remembered
-
-# Exchange slot: [pointer][nbytes][number of word bytes][words] [pointers] [payload]
-_HEADER = 3 * WORD
-_WORDS_AT = _HEADER
-_POINTERS_AT = 8192
-_PAYLOAD_AT = _POINTERS_AT + WORD * MAX_TENSORS
-_SLOT = _PAYLOAD_AT + INLINE
-_STAGES_AT = CONTROL + 2 * _SLOT
-_SEGMENT = _STAGES_AT + 2 * STAGE
-assert _WORDS_AT + WORD * MAX_WORDS <= _POINTERS_AT
+from horovod.transport.steps import STATE
 
 
-class _Exposed(NamedTuple):
-    """What the ranks showed each other in one exchange."""
-
-    slot: int  # offset of the slot in every segment
-    pointers: list[int]
-    sizes: list[int]
-
-
-class SharedMemoryTransport(SteppedTransport):
+class SharedMemoryTransport(ExchangeTransport):
     """The transport of ranks on one host. Raises `SharedMemoryUnavailable` when it cannot be."""
 
     name = "SHM"
     media = (SHARED_MEMORY,)
+    vectored = True
 
     def __init__(self, group: Group) -> None:
-        super().__init__(group, _SEGMENT)
-        self._words = [memoryview(memory).cast("Q") for memory in self._memories]
-        self._addresses = [
-            ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in self._memories
-        ]
-        self._exchanges = 0
-        self._exposed_at = 0
-        self._slot = 0
-        self._preloaded: Sequence[torch.Tensor] | None = None
-        self._places: list[int] = []  # of several tensors that were exposed last: their addresses,
-        self._sizes: list[int] = []  # and their bytes
-        # Every rank reads all slots, so the more ranks, the less pays to be sent that way.
-        self._inline = min(INLINE, 2 * INLINE // self.size)
-        self._inline_known: dict[tuple[int, torch.dtype, int], list[Any]] = {}
+        super().__init__(group)
         self._peers = [PeerMemory(member.pid) for member in self._members]
         self._reducer = PeerReducer(self.rank, self._peers)
-        self._stager = AreaReducer(self.rank, self._memories, self._addresses, _STAGES_AT, STAGE)
-        # Measured on 16 cores: up to 300 KiB among 3 ranks, 500 among 4, 2 MiB and more among 8.
-        self._staged_limit = 0 if self.size == 2 else min(STAGE, 32 * 1024 * self.size**2)
-        self._sums = torch.empty(INLINE, dtype=torch.uint8)
-        self._sums_known: dict[tuple[torch.dtype, int], Any] = {}
+        self._sums = torch.empty(INLINE, dtype=torch.uint8)  # of several small tensors
+        self._sum_views: dict[tuple[torch.dtype, int], Any] = {}
         self.peer_memory = self._try_peer_memory(group.config.shm_peer_memory)
         self.algorithms = ("direct", "staged") if self.peer_memory else ()
-        self.vectored = True
-        self._met = True
-
-    # -- exchange --------------------------------------------------------------------------
-
-    def _expose(
-        self, tensors: Sequence[torch.Tensor], words: bytes = b"", reduced: bool = False
-    ) -> int:
-        """Show `words` and tensors to all ranks; returns the slot once everybody has done so.
-
-        Instead of its address, the pointer of what is to be `reduced` may say in which staging area
-        it is.
-        """
-        self._exchanges += 1
-        slot = CONTROL + (self._exchanges & 1) * _SLOT
-        memory = self._memories[self.rank]
-        pointer = nbytes = 0
-        if len(tensors) == 1:
-            pointer, nbytes = tensors[0].data_ptr(), tensors[0].nbytes
-            if 0 < nbytes <= self._inline:
-                ctypes.memmove(self._addresses[self.rank] + slot + _PAYLOAD_AT, pointer, nbytes)
-            elif reduced and self._is_staged(nbytes):
-                pointer = self._stager.fill(tensors)
-        elif tensors:
-            self._sizes = sizes = [tensor.nbytes for tensor in tensors]
-            self._places = places = [tensor.data_ptr() for tensor in tensors]
-            nbytes = sum(sizes)
-            if 0 < nbytes <= self._inline:
-                at = self._addresses[self.rank] + slot + _PAYLOAD_AT
-                for place, size in zip(places, sizes, strict=True):
-                    ctypes.memmove(at, place, size)
-                    at += size
-            elif reduced and self._is_staged(nbytes):
-                pointer = self._stager.fill(tensors)
-            else:
-                struct.pack_into(f"{len(places)}Q", memory, slot + _POINTERS_AT, *places)
-        header = struct.pack("3Q", pointer, nbytes, len(words))
-        memory[slot : slot + _HEADER + len(words)] = header + words
-        self._exposed_at = step = self._publish()
-        self._await(step)
-        return slot
-
-    def _exposed(self, slot: int) -> _Exposed:
-        pointers, sizes = [], []
-        for memory in self._memories:
-            pointer, nbytes = struct.unpack_from("2Q", memory, slot)
-            pointers.append(pointer)
-            sizes.append(nbytes)
-        return _Exposed(slot, pointers, sizes)
-
-    def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
-        self.check_usable()
-        try:
-            self._preloaded = None
-            self._slot = slot = self._expose(preload or (), words, reduced=True)
-            start, stop = slot + 2 * WORD, slot + _HEADER + len(words)
-            memories = self._memories
-            mine = memories[self.rank][start:stop]
-            for rank in self._others:
-                if memories[rank][start:stop] != mine:
-                    return self._common_words(slot)
-            self._preloaded = preload
-            return len(words) // WORD
-        except BaseException as error:
-            self._fail(error, self._at_risk(preload or ()), self._exposed_at)
-            raise
-
-    def _common_words(self, slot: int) -> int:
-        everyone = []
-        for memory in self._memories:
-            (length,) = struct.unpack_from("Q", memory, slot + 2 * WORD)
-            start = slot + _WORDS_AT
-            everyone.append(bytes(memory[start : start + length]))
-        common = min(len(words) for words in everyone) // WORD
-        for index in range(common):
-            at = slice(index * WORD, (index + 1) * WORD)
-            if any(words[at] != everyone[0][at] for words in everyone):
-                return index
-        return common
-
-    def _is_staged(self, nbytes: int) -> bool:
-        """Whether a reduction of so much, if it does not travel in the slot, is staged."""
-        return nbytes <= self._staged_limit or not self.peer_memory
-
-    def _at_risk(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Those that peers write to: all that are not copied somewhere else first."""
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        return () if nbytes <= self._inline or self._is_staged(nbytes) else tensors
-
-    def _inline_blocks(self, slot: int, dtype: torch.dtype, count: int) -> list[Any]:
-        """What every rank has put into its slot, as what arithmetic takes."""
-        key = (slot, dtype, count)
-        blocks = self._inline_known.get(key)
-        if blocks is None:
-            if len(self._inline_known) >= _KEPT:
-                self._inline_known.clear()
-            offset = slot + _PAYLOAD_AT
-            blocks = self._inline_known[key] = [
-                as_blocks(torch.frombuffer(memory, dtype=dtype, count=count, offset=offset))
-                for memory in self._memories
-            ]
-        return blocks
+        self._has_formed = True
 
     # -- reductions ------------------------------------------------------------------------
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         self.allreduce_vector([tensor], op)
 
-    @quietly
+    @ignore_overflow
     def allreduce_vector(
         self,
         tensors: Sequence[torch.Tensor],
@@ -210,30 +77,37 @@ class SharedMemoryTransport(SteppedTransport):
             else:
                 slot = self._expose(tensors, reduced=True)
             self._preloaded = None
-            alone = len(tensors) == 1
-            nbytes = tensors[0].nbytes if alone else sum(self._sizes)
+            is_single = len(tensors) == 1
+            nbytes = tensors[0].nbytes if is_single else sum(self._tensor_bytes)
             if nbytes <= self._inline:
                 self._allreduce_inline(tensors, op, scale, slot)
             elif self._is_staged(nbytes):
                 areas = [words[slot // WORD] for words in self._words]
                 self._stager.allreduce(tensors, areas, op, scale, self._step_together)
             else:
-                if alone and self.size == 2:
-                    away = self._words[self._others[0]][slot // WORD] - tensors[0].data_ptr()
-                    self._reducer.allreduce_pair(tensors[0], away, op, scale, self._check_others)
+                if is_single and self.size == 2:
+                    distance = self._words[self._others[0]][slot // WORD] - tensors[0].data_ptr()
+                    check = self._check_others
+                    self._reducer.allreduce_pair(tensors[0], distance, op, scale, check)
                 else:
                     pointers = self._pointers(slot, len(tensors))
                     self._reducer.allreduce(tensors, pointers, op, scale, self._check_others)
                 self._step_together()
         except BaseException as error:
-            self._fail(error, self._at_risk(tensors), self._exposed_at)
+            self._fail(error, self._at_risk(tensors), self._exposed_step)
             raise
 
-    @quietly
+    @ignore_overflow
     def allreduce_around(
         self, tensors: Sequence[torch.Tensor], op: ReduceOp, others: Others
     ) -> None:
-        """Reduce tensors that are larger than INLINE, with `others` too: see `peer_reduction`."""
+        """Reduce tensors that are larger than INLINE together with ranks on other hosts.
+
+        Args:
+            tensors: The tensors, which are reduced in place.
+            op: How to reduce them.
+            others: The ranks on other hosts, see `peer_reduction`.
+        """
         self.check_usable()
         try:
             slot = self._expose(tensors)
@@ -242,7 +116,7 @@ class SharedMemoryTransport(SteppedTransport):
             self._reducer.allreduce_around(tensors, pointers, op, self._check_others, others)
             self._step_together()
         except BaseException as error:
-            self._fail(error, tensors, self._exposed_at)
+            self._fail(error, tensors, self._exposed_step)
             raise
 
     def use(self, algorithm: str) -> None:
@@ -251,45 +125,41 @@ class SharedMemoryTransport(SteppedTransport):
     def _allreduce_inline(
         self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float, slot: int
     ) -> None:
-        """Reduce what has travelled in the slots; of several tensors, one after the other."""
-        dtype, alone = tensors[0].dtype, len(tensors) == 1
-        count = tensors[0].numel() if alone else sum(self._sizes) // dtype.itemsize
+        """Reduce what has travelled in the slots."""
+        dtype, is_single = tensors[0].dtype, len(tensors) == 1
+        count = tensors[0].numel() if is_single else sum(self._tensor_bytes) // dtype.itemsize
         if not count:
             return
         blocks = self._inline_blocks(slot, dtype, count)
-        if alone:
-            result = self._own(tensors[0])
+        if is_single:
+            result = self._operand(tensors[0])
         else:
-            result = self._sums_known.get((dtype, count))
+            result = self._sum_views.get((dtype, count))
             if result is None:
-                if len(self._sums_known) >= _KEPT:
-                    self._sums_known.clear()
-                result = self._sums_known[dtype, count] = as_blocks(self._sums.view(dtype)[:count])
+                if len(self._sum_views) >= KEPT:
+                    self._sum_views.clear()
+                result = self._sum_views[dtype, count] = as_blocks(self._sums.view(dtype)[:count])
         reduce_into(result, blocks, op)
         if scale != 1.0:
             result *= scale
-        if not alone:
-            at = self._sums.data_ptr()
-            for place, size in zip(self._places, self._sizes, strict=True):
-                ctypes.memmove(place, at, size)
-                at += size
+        if not is_single:
+            source = self._sums.data_ptr()
+            for address, size in zip(self._tensor_addresses, self._tensor_bytes, strict=True):
+                ctypes.memmove(address, source, size)
+                source += size
 
-    def _own(self, tensor: torch.Tensor) -> Any:
-        """A tensor as what arithmetic takes."""
+    def _operand(self, tensor: torch.Tensor) -> Any:
+        """Return a tensor as an operand of arithmetic."""
         arrays = address_arrays.arrays(tensor.dtype, (tensor.data_ptr(),), (tensor.numel(),))
         return as_blocks(tensor) if arrays is None else arrays[0]
 
-    def _pointers(self, slot: int, count: int) -> list[Sequence[int]]:
-        """Where the tensors that were exposed are: their addresses on every rank."""
-        first = (slot + _POINTERS_AT if count > 1 else slot) // WORD
-        return [words[first : first + count].tolist() for words in self._words]
-
     def _check_others(self) -> None:
+        """Raise if another rank has failed or left."""
         for control in self._other_control:
             if control[STATE]:
                 self._check_states(())
 
-    @quietly
+    @ignore_overflow
     def reduce_scatter(
         self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
     ) -> None:
@@ -318,11 +188,14 @@ class SharedMemoryTransport(SteppedTransport):
     def _staged_chunks(
         self, count: int, dtype: torch.dtype
     ) -> Iterator[tuple[list[torch.Tensor], int, int]]:
-        """The staging areas of all ranks, alternating, with the piece they are to hold."""
+        """Yield the staging areas of all ranks, and the start and count of the piece for them.
+
+        The two areas of a rank alternate, see `staging`.
+        """
         room = STAGE // dtype.itemsize
         areas = [
             [
-                torch.frombuffer(memory, dtype=dtype, count=room, offset=_STAGES_AT + half * STAGE)
+                torch.frombuffer(memory, dtype=dtype, count=room, offset=STAGES_AT + half * STAGE)
                 for memory in self._memories
             ]
             for half in (0, 1)
@@ -364,7 +237,7 @@ class SharedMemoryTransport(SteppedTransport):
                 offsets.append(total * width)
                 total += count
             slot = self._expose([source], struct.pack(f"{self.size}Q", *offsets))
-            mine = slot + _WORDS_AT + self.rank * WORD  # where a rank's words say our slice is
+            mine = slot + WORDS_AT + self.rank * WORD  # the word that says where our slice is
             reads, at = [], output.data_ptr()
             for rank, count in enumerate(receive_counts):
                 (offset,) = struct.unpack_from("Q", self._memories[rank], mine)
@@ -375,7 +248,14 @@ class SharedMemoryTransport(SteppedTransport):
     def _pull(
         self, slot: int, source: torch.Tensor, reads: Sequence[tuple[int, int, int, int]]
     ) -> None:
-        """Do all reads (rank, offset in its source, to address, bytes) of what was exposed."""
+        """Copy parts of the tensors that all ranks exposed.
+
+        Args:
+            slot: The offset of the exchange slot.
+            source: The tensor that this rank exposed.
+            reads: For each part the rank, the offset in its tensor, the address to copy to, and
+                the bytes.
+        """
         self._preloaded = None
         exposed = self._exposed(slot)
         largest = max(exposed.sizes)
@@ -388,18 +268,19 @@ class SharedMemoryTransport(SteppedTransport):
             if rank == self.rank:
                 ctypes.memmove(target, source.data_ptr() + offset, nbytes)
             elif exposed.sizes[rank] <= self._inline:
-                place = self._addresses[rank] + slot + _PAYLOAD_AT
-                ctypes.memmove(target, place + offset, nbytes)
+                payload = self._addresses[rank] + slot + PAYLOAD_AT
+                ctypes.memmove(target, payload + offset, nbytes)
             else:
                 self._peers[rank].read(target, exposed.pointers[rank] + offset, nbytes)
         if largest > self._inline:
-            self._step_together()
+            self._step_together()  # nobody may change a tensor while others still read it
 
     def _pull_staged(
         self, source: torch.Tensor, largest: int, reads: Sequence[tuple[int, int, int, int]]
     ) -> None:
+        """Do the reads of `_pull` through the staging areas; the largest tensor has `largest`."""
         for index, start in enumerate(range(0, largest, STAGE)):
-            stage = _STAGES_AT + (index & 1) * STAGE
+            stage = STAGES_AT + (index & 1) * STAGE
             nbytes = min(STAGE, source.nbytes - start)
             if nbytes > 0:
                 mine = self._addresses[self.rank] + stage
@@ -409,8 +290,8 @@ class SharedMemoryTransport(SteppedTransport):
                 first = max(offset, start)
                 last = min(offset + length, start + STAGE)
                 if first < last:
-                    place = self._addresses[rank] + stage + first - start
-                    ctypes.memmove(target + first - offset, place, last - first)
+                    staged = self._addresses[rank] + stage + first - start
+                    ctypes.memmove(target + first - offset, staged, last - first)
         self._step_together()
 
     def barrier(self) -> None:
@@ -421,7 +302,7 @@ class SharedMemoryTransport(SteppedTransport):
     # -- peers' memory ---------------------------------------------------------------------
 
     def _try_peer_memory(self, wanted: bool) -> bool:
-        """Whether every rank can read and write every other's memory, found by doing it."""
+        """Return whether every rank can read and write every other's memory, by trying it."""
         with self._guard():
             if wanted:
                 allow_peers(self._members[rank].pid for rank in self._others)

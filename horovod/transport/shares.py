@@ -1,7 +1,7 @@
-"""Several tensors taken as one, shared out among ranks, and each share cut into blocks.
+"""Several tensors taken as one, divided among ranks, and each rank's share cut into blocks.
 
-What follows from the sizes alone is a `SharePlan`, kept from step to step; `Memory` fills in where
-the tensors are. Used by the TCP transport.
+What follows from the sizes alone is a `SharePlan`, kept from step to step; `Memory` fills in the
+tensors' addresses. Used by the TCP transport.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ class Block(NamedTuple):
 
 
 class SharePlan:
-    """The blocks of every rank's share of tensors with these many elements."""
+    """The blocks of every rank's share of some tensors.
+
+    Args:
+        counts: The number of elements of each tensor.
+        width: The bytes of an element.
+        size: The number of ranks.
+        block: The bytes of a block, at most.
+    """
 
     def __init__(self, counts: Sequence[int], width: int, size: int, block: int) -> None:
         total, most = sum(counts), max(1, block // width)
@@ -49,6 +56,7 @@ class SharePlan:
 
 
 def _block(counts: Sequence[int], width: int, lo: int, hi: int) -> Block:
+    """Return the block of elements `lo` to `hi` of all tensors, end to end."""
     parts = [Part(*each) for each in pieces(counts, lo, hi)]
     edges = [0]
     for part in parts:
@@ -57,7 +65,7 @@ def _block(counts: Sequence[int], width: int, lo: int, hi: int) -> Block:
 
 
 class Memory:
-    """Where the tensors are, as buffers to send and receive, and as operands of arithmetic."""
+    """The tensors' memory, as buffers to send and receive, and as operands of arithmetic."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -66,26 +74,26 @@ class Memory:
         self._addresses = [tensor.data_ptr() for tensor in tensors]
 
     def buffers(self, block: Block) -> list[Any]:
-        """The block's memory, as bytes."""
+        """Return the block's memory, as bytes."""
         width, addresses = self._width, self._addresses
-        found = address_arrays.arrays(
+        arrays = address_arrays.arrays(
             torch.uint8,
             [addresses[part.tensor] + part.start * width for part in block.parts],
             [part.elements * width for part in block.parts],
         )
-        if found is not None:
-            return found
+        if arrays is not None:
+            return arrays
         return [part.view(torch.uint8).numpy() for part in self._parts(block)]
 
     def operands(self, block: Block) -> list[Any]:
-        """The block's elements, as arrays or tensors, whichever arithmetic takes."""
+        """Return the block's elements, as arrays or tensors, whichever arithmetic takes."""
         width, addresses = self._width, self._addresses
-        found = address_arrays.arrays(
+        arrays = address_arrays.arrays(
             self._dtype,
             [addresses[part.tensor] + part.start * width for part in block.parts],
             [part.elements for part in block.parts],
         )
-        return found if found is not None else [as_blocks(part) for part in self._parts(block)]
+        return arrays if arrays is not None else [as_blocks(part) for part in self._parts(block)]
 
     def _parts(self, block: Block) -> list[torch.Tensor]:
         return [
@@ -94,8 +102,8 @@ class Memory:
         ]
 
 
-def whole(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """All elements of each tensor, as operands."""
+def tensor_operands(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return all elements of each tensor, as operands of arithmetic."""
     counts = [tensor.numel() for tensor in tensors]
-    found = address_arrays.arrays(tensors[0].dtype, [t.data_ptr() for t in tensors], counts)
-    return found if found is not None else [as_blocks(tensor.view(-1)) for tensor in tensors]
+    arrays = address_arrays.arrays(tensors[0].dtype, [t.data_ptr() for t in tensors], counts)
+    return arrays if arrays is not None else [as_blocks(tensor.view(-1)) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""The transport of a group of one: nothing to send. Called by the transport selection."""
+"""The transport of a group of one rank, which sends nothing. Called by the transport selection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horovod.transport.base import WORD, Group, Transport
 
 
 class SingleTransport(Transport):
-    """Copies where a result is another tensor than the input; works for any device."""
+    """Collectives of one rank: copies, if any. They work for tensors on any device."""
 
     name = "SINGLE"
     media = ()

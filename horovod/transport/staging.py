@@ -1,14 +1,14 @@
 """Reducing tensors through memory that all ranks of one host map.
 
-Each rank copies its tensors, end to end, into an area of its own, reduces its share of everybody's
-area in place, and copies everybody's share of the result out again. Nobody touches the memory of
-another process, so the kernel has no part in it: the best way for tensors of medium size among more
-than two ranks, and the only one where the kernel keeps processes apart. Used by the shared-memory
-transport, which lets ranks step together.
+Each rank copies its tensors, end to end, into an area of its own. It reduces its share of all
+ranks' areas in place, and copies every rank's share of the result out again. No rank touches the
+private memory of another process, so no system call is needed. That is the best way for tensors of
+medium size among more than two ranks, and the only way where the kernel keeps processes apart. Used
+by the shared-memory transport, which lets ranks step together.
 
-A rank has two areas and takes them in turns. It fills one before a step that all ranks take
-together, so whoever fills it again, two turns later, has seen everybody begin the turn in between,
-that is, finish with this one.
+A rank has two areas and uses them in turn, so nobody needs a lock. It fills an area before a step
+that all ranks take together. When it fills the same area again, two turns later, it has seen all
+ranks begin the turn in between, and a rank begins that only after it has finished with this area.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ from horovod.transport.spans import block_bytes, pieces, share
 class AreaReducer:
     """One rank's side of such reductions.
 
-    `memories` are all ranks' segments, mapped at `addresses`; from `offset` on each has two areas
-    of `nbytes`.
+    Args:
+        rank: Our rank.
+        memories: All ranks' segments.
+        addresses: Where they are mapped.
+        offset: Where the two areas begin in each segment.
+        nbytes: The size of one area.
     """
 
     def __init__(
@@ -49,22 +53,26 @@ class AreaReducer:
         self._order = [(rank + distance) % self.size for distance in range(self.size)]
         self._block = block_bytes(self.size)
         self._scratch = torch.empty(self._block, dtype=torch.uint8)
-        self._known: dict[torch.dtype, tuple[list[tuple[Any, Any]], Any]] = {}
-        self._turn = 0
+        self._cached_views: dict[torch.dtype, tuple[list[tuple[Any, Any]], Any]] = {}
+        self._area = 0  # the one that was filled last
 
     def fill(self, tensors: Sequence[torch.Tensor], start: int = 0) -> int:
-        """Copy what fits of the tensors, from element `start` on, into our next area: which one."""
-        self._turn ^= 1
-        to, width = self._addresses[self.rank][self._turn], tensors[0].element_size()
+        """Copy the tensors, from element `start` on, into our next area, as far as they fit.
+
+        Returns:
+            The number of that area, 0 or 1.
+        """
+        self._area ^= 1
+        target, width = self._addresses[self.rank][self._area], tensors[0].element_size()
         if len(tensors) == 1:
             skipped = start * width
             nbytes = min(tensors[0].nbytes - skipped, self.nbytes)
-            memmove(to, tensors[0].data_ptr() + skipped, nbytes)
+            memmove(target, tensors[0].data_ptr() + skipped, nbytes)
         else:
             for address, nbytes in _spans(tensors, width, start, start + self.nbytes // width):
-                memmove(to, address, nbytes)
-                to += nbytes
-        return self._turn
+                memmove(target, address, nbytes)
+                target += nbytes
+        return self._area
 
     def allreduce(
         self,
@@ -74,9 +82,14 @@ class AreaReducer:
         scale: float,
         step: Callable[[], None],
     ) -> None:
-        """Reduce `tensors`, whose beginning everybody has filled into the area that `areas` say.
+        """Reduce tensors, the beginning of which all ranks have filled into an area.
 
-        `step` lets the ranks take a step together.
+        Args:
+            tensors: The tensors, which are reduced in place.
+            areas: The area that each rank has filled.
+            op: How to reduce.
+            scale: The factor for the result.
+            step: Lets the ranks take a step together.
         """
         dtype, width = tensors[0].dtype, tensors[0].element_size()
         total, room = sum([tensor.numel() for tensor in tensors]), self.nbytes // width
@@ -93,8 +106,8 @@ class AreaReducer:
                 lo, hi = share(count, width, rank, self.size)
                 source = self._addresses[rank][areas[rank] ^ turn] + lo * width
                 if len(tensors) == 1:
-                    to = tensors[0].data_ptr() + (start + lo) * width
-                    memmove(to, source, (hi - lo) * width)
+                    target = tensors[0].data_ptr() + (start + lo) * width
+                    memmove(target, source, (hi - lo) * width)
                 else:
                     for address, nbytes in _spans(tensors, width, start + lo, start + hi):
                         memmove(address, source, nbytes)
@@ -109,7 +122,7 @@ class AreaReducer:
         op: ReduceOp,
         scale: float,
     ) -> None:
-        """Nobody else reads our area at our own share, so the result goes there."""
+        """Reduce our share into our own area: no other rank reads that part before the step."""
         views, scratch = self._views(dtype)
         operands = [view[area ^ turn] for view, area in zip(views, areas, strict=True)]
         lo, hi = share(count, dtype.itemsize, self.rank, self.size)
@@ -123,9 +136,9 @@ class AreaReducer:
                 output *= scale
 
     def _views(self, dtype: torch.dtype) -> tuple[list[tuple[Any, Any]], Any]:
-        """Both areas of every rank, and scratch memory, as what arithmetic takes."""
-        known = self._known.get(dtype)
-        if known is None:
+        """Return both areas of every rank, and scratch memory, as operands of arithmetic."""
+        cached = self._cached_views.get(dtype)
+        if cached is None:
             count = self.nbytes // dtype.itemsize
 
             def view(memory: Any, area: int) -> Any:
@@ -133,14 +146,14 @@ class AreaReducer:
                 return as_blocks(torch.frombuffer(memory, dtype=dtype, count=count, offset=at))
 
             views = [(view(memory, 0), view(memory, 1)) for memory in self._memories]
-            known = self._known[dtype] = views, as_blocks(self._scratch.view(dtype))
-        return known
+            cached = self._cached_views[dtype] = views, as_blocks(self._scratch.view(dtype))
+        return cached
 
 
 def _spans(
     tensors: Sequence[torch.Tensor], width: int, start: int, stop: int
 ) -> list[tuple[int, int]]:
-    """Address and bytes of each piece of elements `start` to `stop` of the tensors, end to end."""
+    """Return address and bytes of each piece of the tensors' elements `start` to `stop`."""
     counts = [tensor.numel() for tensor in tensors]
     return [
         (tensors[number].data_ptr() + first * width, count * width)

@@ -2,10 +2,15 @@
 
 Each rank has a control page in memory that all others map. Ranks advance in *steps*: a rank
 publishes by writing its step number into its page and waits until the others' numbers have reached
-its own. A waiter spins for a while, the longer the more often that has been enough before, then
+its own. A waiting rank spins for a while; for longer if spinning has been enough before. Then it
 blocks on its doorbell together with the process handles of the others, so a dead peer wakes it at
-once; a publisher rings only the doorbells of ranks that sleep. The shared-memory transport builds
-its collectives on this.
+once. A rank that publishes rings only the doorbells of ranks that sleep. The shared-memory
+transport builds its collectives on this.
+
+There are no locks: every word of a control page has one writer, its own rank. What keeps a sleeper
+from missing its wake-up is an order with memory barriers in between. A rank that goes to sleep
+first sets its flag and then looks at the steps; a rank that publishes first writes its step and
+then looks at the flags. So at least one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -34,25 +39,26 @@ _REASON_AT, _REASON_LIMIT = 1024, 3000
 _RUNNING, _CLOSED, _ABORTED = 0, 1, 2
 _NEVER = 1 << 62  # a step that no rank takes
 
-# How often a waiter looks before it sleeps: 50 to 400 microseconds. Being woken takes some tens of
-# microseconds, in which the others wait; looking takes a core that others may need.
+# How often a waiting rank looks before it sleeps; that takes 50 to 400 microseconds. Being woken
+# takes some tens of microseconds, in which the others wait; looking takes a core that others may
+# need.
 _FEWEST_LOOKS, _MOST_LOOKS = 600, 5000
-_SAFETY_WAKE_MS = 500  # a sleeper looks again this often even if nobody rings
-_LEAVE_SECONDS = 0.3  # how long a failing rank waits for the others to keep off its memory
+_SAFETY_WAKE_MS = 500  # after which a sleeper looks again even if nobody rings
+_LEAVE_SECONDS = 0.3  # that a failing rank waits until no other uses its memory any more
 
-# Stores become visible in order on x86. Elsewhere a lock's atomics order them.
+# On x86 other cores see the writes of a core in order. Elsewhere a lock's atomics order them.
 _ORDERED_STORES = platform.machine() in ("x86_64", "AMD64", "i686")
 _fence_lock = threading.Lock()
 
 
 def _fence() -> None:
-    """A full memory barrier: taking a lock is the only one Python has."""
+    """Issue a full memory barrier. Taking a lock is the only one that Python has."""
     _fence_lock.acquire()
     _fence_lock.release()
 
 
 class SteppedTransport(BreakableTransport):
-    """Steps, failure and life of a transport in shared memory; subclasses move the data."""
+    """The steps, failures and end of a transport in shared memory; subclasses move the data."""
 
     def __init__(self, group: Group, segment_bytes: int) -> None:
         super().__init__(group)
@@ -74,14 +80,15 @@ class SteppedTransport(BreakableTransport):
         self._fewest_looks, self._most_looks = (1, 1) if crowded else (_FEWEST_LOOKS, _MOST_LOOKS)
         self._looks = self._fewest_looks
         self._step = 0
-        self._met = False  # whether all ranks have taken their first steps together
+        self._has_formed = False  # whether all ranks have taken their first steps together
 
     # -- steps -----------------------------------------------------------------------------
 
     def _publish(self) -> int:
+        """Take the next step: let the others see what we wrote before, and wake those asleep."""
         self._step = step = self._step + 1
         if not _ORDERED_STORES:
-            _fence()
+            _fence()  # our data must be visible before our step
         self._mine[_STEP] = step
         _fence()  # our step must be visible before we look whether anybody sleeps
         for control, doorbell in self._neighbours:
@@ -90,7 +97,11 @@ class SteppedTransport(BreakableTransport):
         return step
 
     def _await(self, step: int, at_work: bool = False) -> None:
-        """Wait until every rank has published `step`; `at_work`: all of them will do so soon."""
+        """Wait until every rank has published `step`.
+
+        With `at_work` all of them will do so soon, so it is worth spinning for longer, and the
+        result says nothing about other waits.
+        """
         looks = left = self._most_looks if at_work else self._looks
         for control in self._other_control:
             while control[_STEP] < step:
@@ -104,9 +115,10 @@ class SteppedTransport(BreakableTransport):
             elif left < looks // 2:
                 self._looks = min(2 * looks, self._most_looks)
         if not _ORDERED_STORES:
-            _fence()
+            _fence()  # we must not read data from before the others' steps
 
     def _sleep_until(self, step: int) -> None:
+        """Block until every rank has published `step`; raise if one cannot any more."""
         self._mine[_SLEEPING] = 1
         try:
             while True:
@@ -116,8 +128,8 @@ class SteppedTransport(BreakableTransport):
                     return
                 self._check_states(behind, step)
                 ready = self._poll.poll(_SAFETY_WAKE_MS)
-                if not ready and not self._met:
-                    self.group.check_meeting()
+                if not ready and not self._has_formed:
+                    self.group.check_rendezvous()
                 for descriptor, _ in ready:
                     rank = self._process_of.get(descriptor)
                     if rank is None:
@@ -129,12 +141,14 @@ class SteppedTransport(BreakableTransport):
             self._mine[_SLEEPING] = 0
 
     def _step_together(self) -> None:
+        """Take a step, and wait until all ranks, which are at work, have taken it too."""
         self._await(self._publish(), at_work=True)
 
     def _check_states(self, behind: Sequence[int], step: int = _NEVER) -> None:
         """Raise if a rank has aborted, or one of those `behind` has left without taking `step`.
 
-        A rank may take its last step and leave after somebody has counted it among them.
+        The step is read again here: a rank may take its last step and leave after it was counted
+        among those behind.
         """
         for rank in range(self.size):
             state = self._control[rank][STATE]
@@ -146,12 +160,14 @@ class SteppedTransport(BreakableTransport):
                 raise PeerLostError(f"{who} has shut down Horovod", [rank])
 
     def _lost(self, rank: int) -> PeerLostError:
+        """Return the error for a rank whose process has ended."""
         pid = self._members[rank].pid
         return PeerLostError(
             f"{self.group.describe(rank)} (pid {pid} on this host) has died", [rank]
         )
 
     def _reason_of(self, rank: int) -> str:
+        """Return why a rank has aborted, as it wrote into its control page."""
         memory = self._memories[rank]
         (length,) = struct.unpack_from("Q", memory, _REASON_AT)
         start = _REASON_AT + WORD
@@ -160,22 +176,23 @@ class SteppedTransport(BreakableTransport):
     def _fail(
         self, error: BaseException, touched: Sequence[torch.Tensor] = (), since: int = 0
     ) -> None:
-        """Tell everybody that this rank failed with `error`, and raise what the caller gets.
+        """Tell all ranks that this one failed with `error`, and raise the error for the caller.
 
-        Peers may write to `touched` as soon as everybody has published step `since`. Before
-        control goes back to the caller all of them must have left the collective; if one cannot
-        say so (it is stopped), the memory is kept from reuse for the rest of the process's life.
+        Peers may write to the tensors `touched` as soon as all ranks have published step `since`.
+        Before the caller goes on, all peers must have left the collective. If one cannot say so
+        (its process is stopped), the tensors are kept for the rest of the process's life, so that
+        nobody else gets their memory.
         """
         failure = self._break(self._explain(error))
-        passed = all(control[_STEP] >= since for control in self._other_control)
-        if touched and passed and not self._others_left():
+        may_be_written = all(control[_STEP] >= since for control in self._other_control)
+        if touched and may_be_written and not self._others_left():
             _kept_alive.extend(touched)
         if failure is not error and isinstance(error, Exception):
             raise fresh_copy(failure) from error
 
     def _explain(self, error: BaseException) -> HorovodInternalError:
         if isinstance(error, OSError):
-            # A peer's memory vanished under us. The process handle follows its memory in death.
+            # A peer's memory is gone. When a process dies, its memory goes before its handle ends.
             handles = list(self._process_of)
             for process in select.select(handles, [], [], _LEAVE_SECONDS)[0]:
                 return self._lost(self._process_of[process])
@@ -198,9 +215,11 @@ class SteppedTransport(BreakableTransport):
                     raise self._lost(rank)
 
     def _is_dead(self, rank: int) -> bool:
+        """Return whether the process of a rank has ended."""
         return bool(select.select([self._members[rank].process], [], [], 0)[0])
 
     def _others_left(self) -> bool:
+        """Wait a moment until all other ranks have failed, closed or died; whether they have."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         waiting = list(self._others)
         while True:
@@ -216,15 +235,16 @@ class SteppedTransport(BreakableTransport):
     # -- life ------------------------------------------------------------------------------
 
     def _set_state(self, state: int, reason: str = "") -> None:
+        """Let the others see that this rank has failed or closed, and wake all of them."""
         if self._mine[STATE] != _RUNNING:
             return
         text = reason.encode()[:_REASON_LIMIT]
         self._memories[self.rank][_REASON_AT : _REASON_AT + WORD + len(text)] = (
             struct.pack("Q", len(text)) + text
         )
-        _fence()
+        _fence()  # the reason must be visible before the state
         self._mine[STATE] = state
-        _fence()
+        _fence()  # and the state before anybody wakes up
         for member in self._members:
             with contextlib.suppress(OSError):
                 os.eventfd_write(member.doorbell, 1)
@@ -244,4 +264,4 @@ class SteppedTransport(BreakableTransport):
                 member.close()
 
 
-_kept_alive: list[torch.Tensor] = []
+_kept_alive: list[torch.Tensor] = []  # tensors that a stopped peer might still write to

@@ -1,6 +1,7 @@
-"""Our store as a `torch.distributed.Store`, so that process groups meet over the authenticated one.
+"""Our store as a `torch.distributed.Store`, so that torch's process groups use it to connect.
 
-torch's own TCPStore answers anybody who reaches its port. Called by the process-group transports.
+Our store is authenticated; torch's own TCPStore answers anybody who reaches its port. Used by the
+device transports.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from horovod.common.store import Store
 
 
 class StoreForTorch(_TorchStore):
-    """Keys and values of `store`; whoever waits gives up `timeout` seconds after the creation.
+    """The keys and values of `store`, for torch.
 
-    One deadline for all calls together: a process group that meets its peers makes many. Whoever
-    gives it to torch keeps it: torch holds its own half of the object only, which cannot answer.
-    Methods have the names under which torch's C++ code looks for them.
+    All calls together have one deadline, `timeout` seconds after the creation: a process group
+    makes many calls while it connects. The caller that gives this object to torch must keep it,
+    because torch keeps only its own half of the object, which cannot answer. The methods have the
+    names under which torch's C++ code looks for them.
     """
 
     def __init__(self, store: Store, timeout: float) -> None:
@@ -30,7 +32,7 @@ class StoreForTorch(_TorchStore):
         self._store.set(key, _encode(value))
 
     def get(self, key: str) -> bytes:
-        return self._store.get(key, self._left())
+        return self._store.get(key, self._remaining())
 
     def add(self, key: str, amount: int) -> int:
         return self._store.add(key, amount)
@@ -39,7 +41,9 @@ class StoreForTorch(_TorchStore):
         return all(self._store.try_get(key) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        limit = self._left() if timeout is None else min(self._left(), timeout.total_seconds())
+        limit = self._remaining()
+        if timeout is not None:
+            limit = min(limit, timeout.total_seconds())
         deadline = time.monotonic() + limit
         for key in keys:
             self._store.get(key, max(deadline - time.monotonic(), 0))
@@ -50,7 +54,8 @@ class StoreForTorch(_TorchStore):
     def getNumKeys(self) -> int:
         return len(self._store.keys(""))
 
-    def _left(self) -> float:
+    def _remaining(self) -> float:
+        """Return the seconds until the deadline."""
         return max(self._deadline - time.monotonic(), 0)
 
 

@@ -1,9 +1,9 @@
 """Messages over connected sockets: any number at a time, both ways, without a thread or a copy.
 
-Messages are queued on the stream of a peer and moved by whoever waits for them (`finish`). A
-message is made of pieces of memory, which the kernel gathers and scatters. It begins with its
-number on that connection and its size, so that ranks which are out of step find out instead of
-taking one message for another. Used by the TCP transport.
+Messages are queued on the stream of a peer, and the thread that waits for them moves them
+(`finish`). A message is made of pieces of memory, which the kernel gathers and scatters. It begins
+with its number on that connection and its size, so that ranks which are out of step notice it
+instead of taking one message for another. Used by the TCP transport.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from horovod.common.exceptions import HorovodInternalError
 
 _HEADER = struct.Struct("<QQ")  # number of the message, bytes that follow
 _NOW = socket.MSG_DONTWAIT
-_MOST_PIECES = 512  # that one call takes; the kernel's limit is 1024
+_MOST_PIECES = 512  # in one call of the kernel, whose limit is 1024
 
-# Of a long message the kernel collects so much before it wakes whoever waits: on a slow network
-# every packet would, and what wakes up takes the core from backward. At 1 Gbit/s this is 4 ms.
+# Bytes of a long message that the kernel collects before it wakes the thread that waits. On a slow
+# network every packet would wake it, and each time it takes the core from backward. At 1 Gbit/s
+# this is 4 ms.
 _WORTH_WAKING = 512 * 1024
-_LOOK_MS = 1000  # and this often we look at less: what comes may not be what we expect
+_LOOK_MS = 1000  # between looks at fewer bytes: what comes may be shorter than what we expect
 
 Piece = Any  # a contiguous buffer that is not empty: memoryview, bytes or numpy array
 
@@ -32,16 +33,19 @@ Piece = Any  # a contiguous buffer that is not empty: memoryview, bytes or numpy
 class Outgoing:
     """A message to be sent. Its memory must not change until it is `done`."""
 
-    __slots__ = ("done", "left", "pieces")
+    __slots__ = ("before", "done", "left", "pieces")
 
-    def __init__(self, pieces: list[Piece], nbytes: int) -> None:
+    def __init__(
+        self, pieces: list[Piece], nbytes: int, before: Callable[[], object] | None = None
+    ) -> None:
         self.pieces = pieces
         self.left = nbytes
+        self.before = before  # called when it is the message's turn: it may fill the memory then
         self.done = False
 
 
 class Incoming:
-    """A message to be received. Without `pieces` it is of any size, and put into `body`."""
+    """A message to be received. Without `pieces` it may have any size, and is put into `body`."""
 
     __slots__ = ("body", "done", "header", "left", "nbytes", "pieces", "then")
 
@@ -55,7 +59,7 @@ class Incoming:
         self.pieces: list[Piece] = [memoryview(self.header)]
         if pieces is not None:
             self.pieces += pieces
-        self.nbytes = nbytes  # None: whatever comes
+        self.nbytes = nbytes  # None: any number
         self.left = _HEADER.size + (nbytes or 0)  # bytes that are known to come
         self.then = then  # called when it has arrived, before the next message of the stream
         self.body = b"" if nbytes is not None else bytearray()
@@ -65,19 +69,21 @@ class Incoming:
 class MessageStream:
     """The messages of one connection."""
 
-    __slots__ = ("_mark", "_received", "_sent", "arriving", "leaving", "socket")
+    __slots__ = ("_received", "_sent", "_wake_bytes", "arriving", "leaving", "socket")
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.leaving: deque[Outgoing] = deque()
         self.arriving: deque[Incoming] = deque()
         self._sent = self._received = 0
-        self._mark = 1  # bytes for which the kernel wakes us
+        self._wake_bytes = 1  # for which the kernel wakes us
 
-    def send(self, pieces: list[Piece], nbytes: int) -> Outgoing:
-        """Queue a message."""
+    def send(
+        self, pieces: list[Piece], nbytes: int, before: Callable[[], object] | None = None
+    ) -> Outgoing:
+        """Queue a message of `nbytes`, made of `pieces`; call `before` when it is its turn."""
         header = _HEADER.pack(self._sent, nbytes)
-        message = Outgoing([header, *pieces], len(header) + nbytes)
+        message = Outgoing([header, *pieces], len(header) + nbytes, before)
         self._sent += 1
         self.leaving.append(message)
         return message
@@ -88,16 +94,25 @@ class MessageStream:
         nbytes: int | None,
         then: Callable[[], object] | None = None,
     ) -> Incoming:
-        """Expect a message, after those that are expected already."""
+        """Expect a message, after those that are expected already.
+
+        Args:
+            pieces: The memory for the message; None to have it in `Incoming.body`.
+            nbytes: The size of the message; None for any.
+            then: Called when it has arrived, before the next message is received.
+        """
         message = Incoming(pieces, nbytes, then)
         self.arriving.append(message)
         return message
 
     def push(self) -> bool:
-        """Send what the kernel takes; whether it may take more."""
+        """Send what the kernel takes, and return whether it may take more."""
         while self.leaving:
             message = self.leaving[0]
             pieces = message.pieces
+            if message.before is not None:
+                message.before()
+                message.before = None
             try:
                 count = self.socket.sendmsg(pieces[:_MOST_PIECES], (), _NOW)
             except BlockingIOError:
@@ -111,12 +126,12 @@ class MessageStream:
         return True
 
     def pull(self, flags: int = _NOW) -> bool:
-        """Receive what has arrived; whether there may be more.
+        """Receive what has arrived, and return whether there may be more.
 
-        Without flags it waits for the first bytes.
+        With flags of 0 it waits for the first bytes.
         """
         if not flags:
-            self._wake_for(1)  # once it has taken some, the kernel would not wake us for the rest
+            self._wake_for(1)  # a larger mark could be more than what is still to come
         while self.arriving:
             message = self.arriving[0]
             pieces = message.pieces
@@ -143,17 +158,18 @@ class MessageStream:
                     message.then()
         return True
 
-    def mark(self) -> None:
-        """Tell the kernel for how much to wake us, before we poll."""
+    def set_wake_mark(self) -> None:
+        """Tell the kernel, before we poll, how many bytes are worth waking us."""
         self._wake_for(min(self.arriving[0].left, _WORTH_WAKING) if self.arriving else 1)
 
     def _wake_for(self, nbytes: int) -> None:
-        if nbytes != self._mark:
-            self._mark = nbytes
+        """Let the kernel wake us once `nbytes` have arrived."""
+        if nbytes != self._wake_bytes:
+            self._wake_bytes = nbytes
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def _check(self, message: Incoming) -> None:
-        """Once the header is complete, see whether this is the message that we expect."""
+        """Check, once the header is complete, that this is the message that we expect."""
         assert message.header is not None
         pieces = message.pieces
         if pieces and isinstance(pieces[0], memoryview) and pieces[0].obj is message.header:
@@ -174,9 +190,9 @@ class MessageStream:
 
 
 def finish(streams: Collection[MessageStream], done: Callable[[], bool] | None = None) -> None:
-    """Move messages until `done`, or until there is nothing left to move."""
-    full: set[MessageStream] = set()  # take nothing
-    empty: set[MessageStream] = set()  # bring nothing
+    """Move messages until `done` returns True, or until there is nothing left to move."""
+    full: set[MessageStream] = set()  # the kernel takes nothing now
+    empty: set[MessageStream] = set()  # nothing has arrived
     while done is None or not done():
         busy = [stream for stream in streams if stream.leaving or stream.arriving]
         if not busy:
@@ -202,11 +218,11 @@ def finish(streams: Collection[MessageStream], done: Callable[[], bool] | None =
 def _wait(
     streams: Iterable[MessageStream], full: set[MessageStream], empty: set[MessageStream]
 ) -> None:
-    """Until a stream takes or brings something again."""
+    """Wait until a stream can send or receive again, and take it out of `full` or `empty`."""
     poll = select.poll()
     waiting: dict[int, MessageStream] = {}
     for stream in streams:
-        stream.mark()
+        stream.set_wake_mark()
         waiting[stream.socket.fileno()] = stream
         events = select.POLLIN if stream.arriving else 0
         poll.register(stream.socket, events | (select.POLLOUT if stream.leaving else 0))
@@ -221,7 +237,7 @@ def _wait(
 
 
 def _take(pieces: list[Piece], count: int) -> None:
-    """Drop the first `count` bytes."""
+    """Drop the first `count` bytes of the pieces, in place."""
     whole = 0
     for piece in pieces:
         size = len(piece) if isinstance(piece, bytes) else piece.nbytes

@@ -1,63 +1,68 @@
 """Collectives over TCP, straight from Python. Called by the transport selection.
 
 The kernel does most of what a network engine does: it sends and receives while Python computes, and
-gathers and scatters memory. So nothing stands between a collective and its sockets (`streams`,
-`links`): no second thread to wake up for every message, no copy into buffers of an engine. Measured
-between two hosts that is faster than torch's Gloo at every size (`benchmarks/network.py`).
+gathers and scatters memory. So a collective works directly on its sockets (`streams`, `links`): no
+second thread has to be woken for every message, and nothing is copied into buffers of an engine.
+Measured between two hosts this is faster than torch's Gloo at every size
+(`benchmarks/network.py`).
 
-- Agreement, and tensors so small that they travel with it: everybody gets everybody's record, in
-  the logarithm of the number of ranks of rounds, and reduces for itself, in the order of ranks.
+- Agreement, and tensors so small that they travel with it: every rank gets every rank's record
+  (`records`) in log2(size) rounds, and reduces for itself, in rank order.
 - Few ranks: each collects and reduces its share of the tensors, block by block, and sends out every
-  finished block while later ones are still arriving.
+  finished block while later ones are still arriving (`direct_reduction`).
 - Many ranks: reduce-scatter and allgather among ranks at distances 1, 2, 4, ... (`pairwise`).
 
-When a connection ends, somebody has died, aborted or closed. Who and why comes, in this order, from
-what was posted in the store (`failures`), from which connections are dead and which processes of
-this host are. Then our own connections are shut down, so that the news reaches everybody whoever
-they wait for.
+When a connection ends, the reason is found out (`lost_connections`). Then this rank shuts down its
+own connections, so that the news reaches every rank, whichever peer it waits for.
 """
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import string_at
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from horovod.common.exceptions import HorovodInternalError, PeerLostError
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport import pairwise
-from horovod.transport.arithmetic import NUMPY_TYPES, as_blocks, quietly, reduce_into
+from horovod.transport.arithmetic import as_blocks, ignore_overflow
 from horovod.transport.base import WORD, Group
+from horovod.transport.coded_reduction import CodedReduction, add_up_among_many, plan_rows
 from horovod.transport.direct_reduction import AHEAD, BlockBuffer, DirectReduction
-from horovod.transport.links import Links, failed_to_connect
+from horovod.transport.eight_bits import ROW, is_coded, num_rows
+from horovod.transport.links import Links, connection_failure
+from horovod.transport.lost_connections import explain_end
 from horovod.transport.pairwise import PairwiseTransport
-from horovod.transport.shares import SharePlan, whole
+from horovod.transport.records import (
+    bundle,
+    count_common_words,
+    payload_of,
+    record_head,
+    reduce_payloads,
+    unbundle,
+)
+from horovod.transport.shares import SharePlan
 from horovod.transport.streams import Incoming, MessageStream, Outgoing, finish
 
 INLINE = 64 * 1024  # bytes that may travel with an agreement
 INLINE_TOTAL = 256 * 1024  # ... as long as all that arrives at one rank stays below this
 BLOCK_TOTAL = 4 * 1024 * 1024  # bytes of one block, from all ranks together
-SMALLEST_BLOCK = 128 * 1024
-BLOCKS = 4  # of a share, at least: the results of one travel while the next arrive
-_LEAVE_SECONDS = 1.0  # how long a closing rank lets the others finish what they read from it
-_KEPT = 256  # plans that are remembered
-_ABSENT = (1 << 64) - 1  # a record without payload
-_RECORD = struct.Struct("<QQ")  # bytes of words, bytes of payload
+SMALLEST_BLOCK = 128 * 1024  # bytes
+BLOCKS = 4  # least number in a share: the results of one travel while the next arrive
+_LEAVE_SECONDS = 1.0  # that a closing rank gives the others to finish reading from it
+_KEPT = 256  # plans, and buffers, that are remembered
 
 
 class _Preload(NamedTuple):
     """What was sent along with an agreement."""
 
-    tensors: Sequence[torch.Tensor]  # the very list that was announced
-    payloads: list[Any]  # everybody's, in the order of ranks
+    tensors: Sequence[torch.Tensor]  # the list object that was announced
+    payloads: list[Any]  # of all ranks, in rank order
 
 
 class TcpTransport(PairwiseTransport):
@@ -75,25 +80,27 @@ class TcpTransport(PairwiseTransport):
         self._block_buffers: dict[tuple[Any, ...], BlockBuffer] = {}
         self._block = BLOCK_TOTAL // group.size // 64 * 64
         self._preloaded: _Preload | None = None
-        self._narrow = torch.empty(0)
-        self._widening: Callable[[], None] | None = None  # of what was begun in a narrower type
-        # Whoever sends much at once must not wait for a peer that sends to it at the same time.
+        self._narrow_buffer = torch.empty(0)
+        self._rows = torch.empty(0, ROW, dtype=torch.uint8)
+        self._widening: Callable[[], None] | None = None  # ends what a narrower type began
+        # Ranks send their records before they read: none may be so long that two of them wait for
+        # each other to read.
         self._inline = min(INLINE, INLINE_TOTAL // group.size)
         self._links: Links | None = None
         seconds = group.config.gloo_timeout_seconds
         try:
             self._links = Links(group, self._on_end)
             self._links.connect(self._neighbours(), seconds)
-            self.barrier()  # everybody is here, or somebody's connections end
+            self.barrier()  # returns when all ranks are here, or raises when a connection ends
         except (OSError, ValueError, TimeoutError) as error:
             self._close_now()
-            raise failed_to_connect(group, error) from error
+            raise connection_failure(group, error) from error
         except HorovodInternalError:
             self._close_now()
             raise
 
     def _neighbours(self) -> list[int]:
-        """The ranks that collectives talk to: all, or those at distances 1, 2, 4, ..."""
+        """Return the ranks that collectives talk to: all, or those at distances 1, 2, 4, ..."""
         if self.size <= pairwise.DIRECT:
             return list(self._peers)
         return sorted(
@@ -107,6 +114,7 @@ class TcpTransport(PairwiseTransport):
     # -- messages --------------------------------------------------------------------------
 
     def _stream(self, rank: int) -> MessageStream:
+        """Return the stream of messages to and from a rank; connect to it first if needed."""
         stream = self._streams.get(rank)
         if stream is None:
             assert self._links is not None
@@ -129,45 +137,43 @@ class TcpTransport(PairwiseTransport):
         self._preloaded = None
         with self._guard():
             payload = None if preload is None else self._payload(preload)
-            head = _RECORD.pack(len(words), _ABSENT if payload is None else len(payload)) + words
+            head = record_head(words, payload)
             records = self._gather(head if payload is None else head + payload)
             length = len(head)
             if all(record[:length] == head for record in records):
                 if preload is not None and payload is not None:
                     self._preloaded = _Preload(preload, [record[length:] for record in records])
                 return len(words) // WORD
-            return _common_words(records)
+            return count_common_words(records)
 
     def _payload(self, tensors: Sequence[torch.Tensor]) -> bytes | None:
-        """The content of tensors that are small enough to be sent along."""
-        if sum([tensor.nbytes for tensor in tensors]) > self._inline:
-            return None
-        return b"".join([string_at(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
+        """Return the content of tensors if they are small enough to be sent along."""
+        nbytes = sum([tensor.nbytes for tensor in tensors])
+        return None if nbytes > self._inline else payload_of(tensors)
 
     def _gather(self, record: bytes) -> list[Any]:
-        """Everybody's record, in the order of ranks.
+        """Return every rank's record, in rank order.
 
         After each round a rank has the records of twice as many ranks, those that follow it.
         """
         if self.size == 2:
             theirs = self._swap(1 - self.rank, 1 - self.rank, record)
             return [record, theirs] if self.rank == 0 else [theirs, record]
-        held: list[Any] = [record]
+        records: list[Any] = [record]  # of this rank and those that follow it
         distance = 1
         while distance < self.size:
-            passed = held[: self.size - distance]
-            lengths = struct.pack(f"<{len(passed)}Q", *map(len, passed))
+            passed = records[: self.size - distance]
             arrived = self._swap(
                 (self.rank - distance) % self.size,
                 (self.rank + distance) % self.size,
-                b"".join((lengths, *passed)),
+                bundle(passed),
             )
-            held += _unbundle(arrived, len(passed))
+            records += unbundle(arrived, len(passed))
             distance *= 2
-        return held[self.size - self.rank :] + held[: self.size - self.rank]
+        return records[self.size - self.rank :] + records[: self.size - self.rank]
 
     def _swap(self, target: int, source: int, data: bytes) -> memoryview:
-        """Send a message to one rank, and what another sends us."""
+        """Send a message to rank `target`, and return the message of rank `source`."""
         sending, receiving = self._stream(target), self._stream(source)
         sent = sending.send([data], len(data))
         awaited = receiving.receive(None, None)
@@ -185,7 +191,7 @@ class TcpTransport(PairwiseTransport):
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         self.allreduce_vector([tensor], op)
 
-    @quietly
+    @ignore_overflow
     def allreduce_vector(
         self,
         tensors: Sequence[torch.Tensor],
@@ -194,17 +200,22 @@ class TcpTransport(PairwiseTransport):
         wire: torch.dtype | None = None,
     ) -> None:
         preloaded, self._preloaded = self._preloaded, None
+        wire = _usable(wire, op)
+        nbytes = sum([tensor.nbytes for tensor in tensors])
+        if is_coded(wire) and self.size > pairwise.DIRECT and nbytes > self._inline:
+            add_up_among_many(self, tensors[0], scale, wire)
+            return
         with self._guard():
             if preloaded is not None and preloaded.tensors is tensors:
-                _reduce_payloads(preloaded.payloads, tensors, op, scale)
+                reduce_payloads(preloaded.payloads, tensors, op, scale)
                 return
-            nbytes = sum([tensor.nbytes for tensor in tensors])
             if not nbytes:
                 return
             if nbytes <= self._inline:
-                payload = self._payload(tensors)
-                assert payload is not None
-                _reduce_payloads(self._gather(payload), tensors, op, scale)
+                reduce_payloads(self._gather(payload_of(tensors)), tensors, op, scale)
+            elif is_coded(wire):
+                self._begin_coded(tensors, scale, wire)
+                finish(self._streams.values())
             elif wire is not None:
                 narrow = self._narrowed(tensors, wire)
                 self._reduce([narrow], op, 1.0)
@@ -213,6 +224,7 @@ class TcpTransport(PairwiseTransport):
                 self._reduce(tensors, op, scale)
 
     def _reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float) -> None:
+        """Reduce tensors that are too large to be gathered."""
         if self.size <= pairwise.DIRECT:
             self._begin_directly(tensors, op, scale)
             finish(self._streams.values())
@@ -223,16 +235,16 @@ class TcpTransport(PairwiseTransport):
                 tensor.mul_(scale)
 
     def _narrowed(self, tensors: Sequence[torch.Tensor], wire: torch.dtype) -> torch.Tensor:
-        """Everything as one tensor of a narrower type, good until the next one."""
+        """Return the tensors as one of a narrower type, in memory that the next call reuses."""
         count = sum([tensor.numel() for tensor in tensors])
-        if self._narrow.dtype is not wire or self._narrow.numel() < count:
-            self._narrow = torch.empty(count, dtype=wire)
-        narrow = self._narrow[:count]
+        if self._narrow_buffer.dtype is not wire or self._narrow_buffer.numel() < count:
+            self._narrow_buffer = torch.empty(count, dtype=wire)
+        narrow = self._narrow_buffer[:count]
         for part, tensor in _parts(narrow, tensors):
             part.copy_(tensor)
         return narrow
 
-    @quietly
+    @ignore_overflow
     def begin_allreduce(
         self,
         tensors: Sequence[torch.Tensor],
@@ -240,15 +252,18 @@ class TcpTransport(PairwiseTransport):
         scale: float = 1.0,
         wire: torch.dtype | None = None,
     ) -> None:
-        """The kernel sends what fits into its buffers while the caller does something else."""
+        """Begin an allreduce: the kernel sends what fits into its buffers after we return."""
         self._preloaded = None
-        small = sum([tensor.nbytes for tensor in tensors]) <= self._inline
-        if self.size > pairwise.DIRECT or small:
+        wire = _usable(wire, op)
+        is_small = sum([tensor.nbytes for tensor in tensors]) <= self._inline
+        if self.size > pairwise.DIRECT or is_small:
             super().begin_allreduce(tensors, op, scale, wire)
             return
         with self._guard():
             if wire is None:
                 self._begin_directly(tensors, op, scale)
+            elif is_coded(wire):
+                self._begin_coded(tensors, scale, wire)
             else:
                 narrow = self._narrowed(tensors, wire)
                 self._widening = partial(_widen, narrow, tensors, scale)
@@ -256,9 +271,9 @@ class TcpTransport(PairwiseTransport):
             for stream in self._streams.values():
                 stream.push()
 
-    @quietly
+    @ignore_overflow
     def finish_allreduce(self) -> None:
-        if self._begun is not None:
+        if self._begun_allreduce is not None:
             super().finish_allreduce()
             return
         with self._guard():
@@ -268,6 +283,7 @@ class TcpTransport(PairwiseTransport):
                 self._widening = None
 
     def _plan(self, tensors: Sequence[torch.Tensor]) -> SharePlan:
+        """Return the plan for tensors of these sizes, which is made once."""
         width, counts = tensors[0].dtype.itemsize, tuple([t.numel() for t in tensors])
         plan = self._plans.get((width, counts))
         if plan is None:
@@ -285,8 +301,23 @@ class TcpTransport(PairwiseTransport):
         plan = self._plan(tensors)
         DirectReduction(self.rank, streams, plan, tensors, op, scale, scratch).begin()
 
+    def _begin_coded(
+        self, tensors: Sequence[torch.Tensor], scale: float, kind: torch.dtype
+    ) -> None:
+        """The same for a sum that travels in 8 bits."""
+        counts = [tensor.numel() for tensor in tensors]
+        plan = plan_rows(counts, self.size)
+        rows = self._row_memory(sum(num_rows(count) for count in counts))
+        streams = {peer: self._stream(peer) for peer in self._peers}
+        CodedReduction(self.rank, streams, plan, tensors, scale, kind, rows).begin()
+
+    def _row_memory(self, count: int) -> torch.Tensor:
+        if len(self._rows) < count:
+            self._rows = torch.empty(count, ROW, dtype=torch.uint8)
+        return self._rows[:count]
+
     def _block_buffer(self, dtype: torch.dtype, peer: int, slot: int, count: int) -> BlockBuffer:
-        """Where so many elements of a peer may arrive."""
+        """Return memory into which `count` elements of a peer may arrive."""
         key = (dtype, peer, slot, count)
         buffer = self._block_buffers.get(key)
         if buffer is None:
@@ -312,7 +343,10 @@ class TcpTransport(PairwiseTransport):
                 self._reset_if_broken()
 
     def _reset_if_broken(self) -> None:
-        """Nobody uses the connections any more: let the others know, whatever they wait for."""
+        """Reset the connections of a broken transport, which wakes the peers that wait for us.
+
+        The caller holds `_calls`, so no collective uses the connections any more.
+        """
         if self._failure is not None and self._links is not None:
             self._links.reset()
 
@@ -321,73 +355,18 @@ class TcpTransport(PairwiseTransport):
             return self._failure
         if not isinstance(error, OSError):
             return super()._explain(error)
-        return self._reason(error)
+        return explain_end(self.group, self._links, self._board, error)
 
     def _on_end(self, rank: int, error: OSError | None) -> None:
-        """The other end of a connection is gone, whether or not anybody here waits for it."""
+        """Break the transport when a connection has ended, even if no call waits for it."""
         if self._failure is None and not self._board.said_goodbye(rank):
-            self._break(self._reason(error))
-
-    def _reason(self, error: OSError | None) -> HorovodInternalError:
-        """Why a connection has ended."""
-        broken = self._broken()  # first: whoever only follows has posted why before it ends them
-        posted = self._board.look()
-        if posted is not None:
-            return posted
-        return self._lost(self._broken() if self._board.unreachable else broken, error)
-
-    def _broken(self) -> list[int]:
-        """The ranks whose connections have ended."""
-        links = self._links
-        return [] if links is None else [rank for rank in links.open if links.is_dead(rank)]
-
-    def _lost(self, broken: list[int], error: OSError | None) -> HorovodInternalError:
-        """Nobody said why: find out who is gone, of those whose connections have ended."""
-        dead = [rank for rank in broken if self._has_died(rank)]
-        served = [r for r in broken if self.group.global_ranks[r] == 0]
-        if dead:
-            lost = dead
-        elif self._board.unreachable and served:
-            lost = served  # it serves the store, which is gone with it
-        else:
-            lost = broken[:1]
-        if not lost:
-            me = self.group.describe(self.rank)
-            return HorovodInternalError(f"{me} failed in a collective: {error}")
-        said = "; ".join(self._obituary(rank, error) for rank in sorted(lost))
-        return PeerLostError(said, sorted(lost))
-
-    def _has_died(self, rank: int) -> bool:
-        """Whether it ran where we see processes, and does not any more."""
-        assert self._links is not None
-        info = self._links.hosts[rank]
-        if info.pids != self._links.hosts[self.rank].pids:
-            return False
-        import psutil  # not before it is needed: starting would take longer
-
-        try:
-            return bool(psutil.Process(info.pid).status() == psutil.STATUS_ZOMBIE)
-        except psutil.Error:
-            return True
-
-    def _obituary(self, rank: int, error: OSError | None) -> str:
-        assert self._links is not None
-        info = self._links.hosts[rank]
-        who = f"{self.group.describe(rank)} (pid {info.pid} on {info.host})"
-        if self._board.said_goodbye(rank):
-            return f"{who} has shut down Horovod"
-        if isinstance(error, TimeoutError):
-            seconds = self.group.config.gloo_timeout_seconds
-            return (
-                f"{who} is cut off: it did not answer for {seconds:g} s "
-                f"(HOROVOD_GLOO_TIMEOUT_SECONDS)"
-            )
-        return f"{who} has died or was cut off: its connection is closed"
+            self._break(explain_end(self.group, self._links, self._board, error))
 
     def _wake(self, failure: HorovodInternalError) -> None:
         if self._links is not None:
             self._links.shut_down()
-            if self._calls.acquire(blocking=False):  # else whoever is in a collective does it
+            # A thread in a collective holds the lock, and resets the connections when it leaves.
+            if self._calls.acquire(blocking=False):
                 self._reset_if_broken()
                 self._calls.release()
 
@@ -408,6 +387,7 @@ class TcpTransport(PairwiseTransport):
             self._calls.release()
 
     def _close_now(self) -> None:
+        """Close the connections and drop all memory."""
         self._closed = True
         if self._links is not None:
             self._links.close(_LEAVE_SECONDS)
@@ -423,35 +403,15 @@ class TcpTransport(PairwiseTransport):
         self._failure = HorovodInternalError("a forked child takes no part in collectives")
 
 
-def _common_words(records: Sequence[Any]) -> int:
-    """How many leading words are the same in all records."""
-    queues = []
-    for record in records:
-        nbytes, _ = _RECORD.unpack_from(record)
-        queues.append(bytes(record[_RECORD.size : _RECORD.size + nbytes]))
-    fewest = min(len(queue) for queue in queues) // WORD
-    first = queues[0]
-    for number in range(fewest):
-        word = first[number * WORD : (number + 1) * WORD]
-        if any(queue[number * WORD : (number + 1) * WORD] != word for queue in queues[1:]):
-            return number
-    return fewest
-
-
-def _unbundle(data: memoryview, count: int) -> list[memoryview]:
-    """The records of a bundle: their lengths come first."""
-    records = []
-    start = 8 * count
-    for length in struct.unpack_from(f"<{count}Q", data):
-        records.append(data[start : start + length])
-        start += length
-    return records
+def _usable(wire: torch.dtype | None, op: ReduceOp) -> torch.dtype | None:
+    """The narrower type to use for an operation: in 8 bits ranks can only add up."""
+    return None if is_coded(wire) and op is not ReduceOp.SUM else wire
 
 
 def _parts(
     whole: torch.Tensor, tensors: Sequence[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The parts of a flat tensor that belong to `tensors`, end to end, with those."""
+    """Yield the part of a flat tensor that belongs to each of `tensors`, and that tensor, flat."""
     start = 0
     for tensor in tensors:
         yield whole[start : start + tensor.numel()], tensor.view(-1)
@@ -459,29 +419,8 @@ def _parts(
 
 
 def _widen(narrow: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float) -> None:
+    """Copy a result of a narrower type into `tensors`, and multiply it."""
     for part, tensor in _parts(narrow, tensors):
         tensor.copy_(part)
         if scale != 1.0:
             tensor.mul_(scale)
-
-
-def _reduce_payloads(
-    payloads: Sequence[Any], tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float
-) -> None:
-    """Reduce what everybody sent, in the order of ranks, into `tensors`."""
-    if not payloads[0]:
-        return
-    dtype = tensors[0].dtype
-    kind = NUMPY_TYPES.get(dtype)
-    operands: list[Any]
-    if kind is not None:
-        operands = [np.frombuffer(payload, kind) for payload in payloads]
-    else:
-        operands = [torch.frombuffer(bytearray(payload), dtype=dtype) for payload in payloads]
-    start = 0
-    for target in whole(tensors):
-        stop = start + len(target)
-        reduce_into(target, [operand[start:stop] for operand in operands], op)
-        if scale != 1.0:
-            target *= scale
-        start = stop

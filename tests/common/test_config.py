@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.common.config import KNOBS, Config, Knob, knobs_page
+from horovod.common.config import KNOBS, Config
+from horovod.common.knob import Knob
+from horovod.common.knobs_page import knobs_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "knobs.md"
 
@@ -111,7 +113,8 @@ def test_shutdown_before_the_stall_report_is_ignored() -> None:
 
 
 def test_page_is_current() -> None:
-    assert PAGE.read_text() == knobs_page(), "run: python -m horovod.common.config > docs/knobs.md"
+    command = "python -m horovod.common.knobs_page > docs/knobs.md"
+    assert PAGE.read_text() == knobs_page(), f"run: {command}"
 
 
 def test_page_names_every_knob() -> None:

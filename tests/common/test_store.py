@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from horovod.common.store import MemoryStore, PrefixStore, Store, StoreClient, StoreServer
 from horovod.common.wire import new_key
+from tests.effort import examples
 
 LONG = 200.0
 SHORT = 0.05
@@ -121,7 +122,7 @@ def test_large_value(store: Store) -> None:
 
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    max_examples=30,
+    max_examples=examples(30),
 )
 @given(st.dictionaries(st.text(max_size=20), st.binary(max_size=50), max_size=5), st.text())
 def test_behaves_like_a_dictionary(store: Store, content: dict[str, bytes], prefix: str) -> None:

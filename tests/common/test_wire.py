@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from horovod.common import wire
 from horovod.common.wire import Message, Session, Stream, WireError, decode_key, encode_key, new_key
+from tests.effort import examples
 
 KEY = bytes(range(32))
 HELLO_BYTES = 37
@@ -37,7 +38,7 @@ def open_pair(key: bytes = KEY, **options: Any) -> tuple[Session, Session]:
     return client, server
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.tuples(HEADERS, st.binary(max_size=300)), max_size=3), st.data())
 def test_messages_survive_any_fragmentation(
     messages: list[tuple[dict[str, Any], bytes]], data: st.DataObject

@@ -23,6 +23,7 @@ from horovod.runner.dashboard.stragglers import (
     find_stragglers,
 )
 from tests.dashboard.simulated import START, SimulatedJob
+from tests.effort import examples
 
 
 def views(job: SimulatedJob, **more: dict[int, object]) -> dict[int, RankView]:
@@ -239,7 +240,7 @@ def train(board: Board, job: SimulatedJob, steps: int) -> None:
     board.update(job.now)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(st.integers(0, 10**6))
 def test_16_noisy_ranks_on_2_cores_give_one_banner_and_no_marks(seed: int):
     job = SimulatedJob(16, per_host=16, compute=0.01, seed=seed, cores=2)
@@ -252,7 +253,7 @@ def test_16_noisy_ranks_on_2_cores_give_one_banner_and_no_marks(seed: int):
     assert board.events.number == 0
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(
     st.integers(2, 12),
     st.integers(0, 10**6),

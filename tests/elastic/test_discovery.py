@@ -183,8 +183,7 @@ class _Moody(HostDiscovery):
         return {"a": self.times}
 
 
-def test_answers_and_failures_are_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("horovod.runner.elastic.discovery.DISCOVER_HOSTS_FREQUENCY_SECS", 0.0)
+def test_answers_and_failures_are_told():
     answers: list[dict[str, int] | Exception] = []
     enough = threading.Event()
 
@@ -193,7 +192,7 @@ def test_answers_and_failures_are_told(monkeypatch: pytest.MonkeyPatch):
         if len(answers) >= 3:
             enough.set()
 
-    poller = HostPoller(_Moody(), tell)
+    poller = HostPoller(_Moody(), tell, 0.0)
     assert enough.wait(100)
     poller.close()
     assert [str(answer) for answer in answers[:3]] == ["not now", "{'a': 2}", "not now"]
@@ -202,7 +201,7 @@ def test_answers_and_failures_are_told(monkeypatch: pytest.MonkeyPatch):
 def test_closing_ends_a_script_that_runs(tmp_path: Path):
     began = tmp_path / "began"
     discovery = HostDiscoveryScript(script(tmp_path, f"touch {began}; sleep 1000"), None)
-    poller = HostPoller(discovery, lambda answer: None)
+    poller = HostPoller(discovery, lambda answer: None, 1.0)
     deadline = time.monotonic() + 100
     while not began.exists():
         assert time.monotonic() < deadline

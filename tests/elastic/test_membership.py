@@ -10,6 +10,7 @@ import pytest
 
 from horovod.common import membership
 from horovod.common.decisions import (
+    DRIVER_LOST,
     LATEST,
     Assignment,
     Decision,
@@ -284,8 +285,44 @@ def test_a_lost_driver_breaks_the_world(monkeypatch: pytest.MonkeyPatch):
     assert told.wait(30)
     assert "is gone or out of reach" in (member.unrecoverable or "")
     assert ended.wait(30)
-    with pytest.raises(HorovodInternalError, match="is gone or out of reach"):
+    with pytest.raises(SystemExit) as end:
         member.form(lambda: meet(member), 30)
+    assert end.value.code == DRIVER_LOST
+
+
+@pytest.mark.parametrize("goodbye", ["", "the worker's", "the driver's"])
+def test_a_driver_that_is_gone_is_an_error_unless_somebody_said_goodbye(
+    goodbye: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(membership, "_LAST_WORDS", 0.01)
+    monkeypatch.setattr(membership.os, "_exit", lambda code: None)
+    store = _LostStore()
+    publish(store, decision(1, "w0", "start"))
+    member = Membership(store, "w0")
+    before = set(threading.enumerate())
+    member.form(lambda: meet(member), 30)
+    (watcher,) = set(threading.enumerate()) - before
+    if goodbye == "the worker's":
+        member.retire()
+    elif goodbye == "the driver's":
+        told = threading.Event()
+        member.on_break = lambda reason, generation: told.set()
+        publish(store, decision(2, "", "failure", "w0"))
+        assert told.wait(30)
+    store.lost = True
+    watcher.join(30)
+    assert not watcher.is_alive()
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert any("gone or out of reach" in error for error in errors) == (goodbye == "")
+
+
+def test_a_worker_that_never_had_a_place_ends_with_the_job():
+    store = MemoryStore()
+    publish(store, decision(1, "w0", "start"), decision(2, "", "failure", "w0"))
+    late = Membership(store, "w1")
+    with pytest.raises(SystemExit) as left:
+        late.form(lambda: None, 30)
+    assert left.value.code == 0
 
 
 def test_an_elastic_worker_is_recognised_first():

@@ -13,6 +13,7 @@ from horovod.runner.elastic.job_state import JobState, Limits, Process, WorkerFa
 from horovod.runner.elastic.policy import ElasticPlan, arrange, expect_assignments, make_plan
 from horovod.runner.elastic.termination import Ending
 from horovod.runner.output.report import Exit
+from tests.effort import examples
 from tests.elastic.parts import moment
 
 LIMITS = Limits(num_proc=2, min_np=2, max_np=4)
@@ -237,7 +238,7 @@ def views(draw: st.DrawFn) -> tuple[JobState, Limits]:
     return view, limits
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(views())
 def test_rules_that_always_hold(case: tuple[JobState, Limits]):
     view, limits = case
@@ -275,7 +276,7 @@ def test_rules_that_always_hold(case: tuple[JobState, Limits]):
         assert view.number <= limits.reset_limit
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(HOSTS), st.integers(1, 4)), min_size=1, max_size=12))
 def test_places_are_complete_and_hosts_are_together(people: list[tuple[str, int]]):
     workers = [member(n, host, joined) for n, (host, joined) in enumerate(people)]

@@ -12,6 +12,7 @@ import torch
 
 import horovod.torch as hvd
 from horovod.torch.elastic import ElasticSampler
+from tests.effort import examples
 from tests.ranks import RankPool
 
 
@@ -101,7 +102,7 @@ def test_recorded_indices_are_left_out_and_batches_still_count():
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.settings(max_examples=examples(200), deadline=None)
 def test_every_sample_is_processed(data: st.DataObject):
     """Random batches, commits, failures (back to the last commit) and changes at commits.
 
@@ -149,7 +150,7 @@ def test_every_sample_is_processed(data: st.DataObject):
 @hypothesis.given(
     st.integers(1, 40), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=6)
 )
-@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.settings(max_examples=examples(100), deadline=None)
 def test_ranks_that_process_different_numbers(length: int, phases: list[tuple[int, int]]):
     """With record_indices, exchanged when the ranks change: exactly once, but for the padding."""
     seen: Counter[int] = Counter()

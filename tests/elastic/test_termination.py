@@ -214,6 +214,25 @@ def test_what_is_waited_for():
     assert describe_shortage(moment(empty, hosts_known=False), LIMITS) == ""
 
 
+def test_a_cluster_without_room_is_waited_for_and_the_reason_is_told():
+    full = view(number=0, workers=[Process(0, "a"), Process(1, "b")], obstacle="All CPUs are taken")
+    assert shortage_start(full, LIMITS) == 100.0
+    waiting = moment(full, short_since=100.0)
+    assert find_ending(waiting, LIMITS) is None
+    needs = "the job needs 2 workers, and 0 can begin. All CPUs are taken"
+    assert describe_shortage(waiting, LIMITS) == f"waiting up to 600 s for room: {needs}"
+    ending = find(moment(waiting, now=700.0))
+    assert ending.problem == f"gave up after 600 s (--elastic-timeout): {needs}"
+    one = moment(waiting, workers=[Process(0, "a", ready_at=1.0), Process(1, "b")])
+    enough = dataclasses.replace(LIMITS, min_np=1)
+    assert describe_shortage(one, enough).startswith(
+        "waiting for room: the job needs 1 worker, and 1 can"
+    )
+    replacing = one_is_left(short_since=100.0, obstacle="All CPUs are taken")
+    assert "the job needs 2 workers, and 1 is left. All" in describe_shortage(replacing, LIMITS)
+    assert describe_shortage(view(obstacle="All CPUs are taken"), LIMITS) == "", "there are enough"
+
+
 # -- with the state that the driver keeps --------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from horovod.transport.base import Group, Transport
 from horovod.transport.select import by_host
 from horovod.transport.shared_memory import SharedMemoryTransport
 from horovod.transport.tcp import TcpTransport
+from tests.effort import examples
 from tests.ranks import PATIENCE, run_ranks
 
 TOLERANCES = {
@@ -174,7 +175,7 @@ def test_any_number_of_ranks_and_dtype(size, dtype):
     check(inputs, on_threads(inputs))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     size=st.integers(2, 5),
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
@@ -186,7 +187,7 @@ def test_any_shapes(size, lengths, dtype, seed):
     check(inputs, on_threads(inputs))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     names=st.lists(st.sampled_from("abc"), min_size=2, max_size=6),
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
@@ -249,7 +250,7 @@ def test_half_precision_does_not_overflow_inside():
         assert torch.equal(result, big)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(order=st.permutations(range(5)), size=st.integers(2, 4))
 def test_the_order_of_tensors_does_not_matter(order, size):
     inputs = random_inputs(size, [3, 11, 1, 8, 30], torch.float64)

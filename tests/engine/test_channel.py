@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.runtime import runtime
+from tests.effort import examples
 from tests.ranks import RankPool, run_ranks
 
 
@@ -39,7 +40,7 @@ def shuffled_orders(seed: int, count: int) -> list[float]:
     return [results[f"t{i}"] for i in range(count)]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 60))
 def test_ranks_may_submit_in_any_order(pool3: RankPool, seed: int, count: int) -> None:
     expected = [3 * i + 0 + 1 + 2 for i in range(count)]

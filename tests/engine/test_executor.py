@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.runtime import runtime
+from tests.effort import examples
 from tests.ranks import RankPool, run_ranks
 
 DTYPES = ["float32", "bfloat16", "int32", "float64"]
@@ -51,7 +52,7 @@ def check_group(pool: RankPool, *case: object) -> None:
 groups = st.lists(st.sampled_from(SMALL + LARGE), min_size=1, max_size=6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     counts=groups,
     dtype=st.sampled_from(DTYPES),

@@ -17,6 +17,7 @@ from horovod.engine.executor import Executor
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.transport.tcp import TcpTransport
+from tests.effort import examples
 from tests.ranks import RankPool
 
 OVER_TCP = {"HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_FUSION_THRESHOLD": str(512 * 1024)}
@@ -91,7 +92,7 @@ def expected(size: int, place: int, count: int, case: Case) -> torch.Tensor:
     return total / size if case.dtype != "int32" else (total / size).trunc()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(chosen=st.lists(cases, min_size=2, max_size=6))
 def test_batches_that_follow_each_other_are_right(tcp_pool: RankPool, chosen: list[Case]) -> None:
     results = tcp_pool.run(in_one_round, chosen)

@@ -23,6 +23,7 @@ from horovod.engine import timeline
 from horovod.engine.thread_times import ThreadTimes, thread_times
 from horovod.engine.timeline import Timeline, path_of_rank
 from horovod.timeline.files import load
+from tests.effort import examples
 
 
 def read(path: str | Path) -> list[dict]:
@@ -150,7 +151,7 @@ def test_the_file_of_a_rank(path, rank, expected):
     assert path_of_rank(path, rank) == expected
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.text(max_size=300), min_size=1, max_size=40))
 def test_any_name_survives_and_the_file_is_complete_after_every_event(tmp_path_factory, names):
     path = tmp_path_factory.mktemp("names") / "t.json"

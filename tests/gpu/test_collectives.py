@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import horovod.torch as hvd
 from horovod.common.reduce_op import ReduceOp
 from tests.accelerators import own_device
+from tests.effort import examples
 from tests.engine.test_adasum import reference as adasum_reference
 from tests.gpu import JOBS, size_of
 from tests.gpu.pools import GpuPools, few_examples
@@ -467,7 +468,7 @@ def joined(batches: list[list[int]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("job", JOBS)
-@settings(few_examples, max_examples=8)
+@settings(few_examples, max_examples=examples(8))
 @given(data=st.data())
 def test_join(gpus: GpuPools, job: str, data: st.DataObject):
     """Averages divide by all ranks, also by those that have no data any more."""

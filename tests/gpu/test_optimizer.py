@@ -14,6 +14,7 @@ from torch import nn
 import horovod.torch as hvd
 from horovod.torch import hooks
 from tests.accelerators import own_device
+from tests.effort import examples
 from tests.gpu import JOBS, size_of
 from tests.gpu.pools import GpuPools, few_examples
 from tests.gpu.training import (
@@ -263,7 +264,7 @@ def joined(batches: list[list[int]]) -> Any:
 
 
 @pytest.mark.parametrize("job", JOBS)
-@settings(few_examples, max_examples=6)
+@settings(few_examples, max_examples=examples(6))
 @given(data=st.data())
 def test_join(gpus: GpuPools, job: str, data: st.DataObject):
     """Several epochs, in which the ranks have different numbers of batches."""

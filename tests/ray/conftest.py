@@ -104,6 +104,7 @@ def cluster(ray_files: str) -> Iterator[Any]:
 
     port = _port()
     head = {"num_cpus": 8, "include_dashboard": False, "ray_client_server_port": port}
+    head["resources"] = {"node:left": 1, "node:right": 1}  # it can stand for two hosts
     found = Cluster()
     add_node(found, **head)
     found.client_port = port

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from horovod.ray import ElasticRayExecutor, RayExecutor
 from horovod.ray.elastic import RayHostDiscovery, TestDiscovery
+from horovod.runner.elastic.discovery import HostDiscovery
 from horovod.runner.functions.run_function import RemoteError
+from tests.files import contents
 from tests.ray import training
 from tests.ray.conftest import add_node, remove_node
 from tests.ray.processes import await_ends
@@ -97,6 +100,47 @@ def test_nodes_come_and_go(cluster: Any):
     assert added.node_id in nodes
 
 
+def test_a_host_that_is_taken_away_and_comes_back_under_a_cooldown(
+    capfd: pytest.CaptureFixture[str],
+):
+    offered = {"left": 1, "right": 1}  # names that a node has as resources
+
+    class Changing(HostDiscovery):
+        def find_available_hosts_and_slots(self) -> dict[str, int]:
+            return dict(offered)
+
+    events = Events(at2=lambda _: offered.pop("right"), at1=lambda _: offered.update(right=1))
+    settings = RayExecutor.create_settings(timeout_s=300)
+    settings.discovery = Changing()
+    executor = RayExecutor(settings, min_workers=1, cooldown_range=[1, 1], override_discovery=False)
+    executor.start()
+    found = executor.run(training.train_through, args=[[2, 1, 2]], callbacks=[events])
+    assert [(one["rank"], one["seen"]) for one in found] == [(0, (2, 1, 2)), (1, (2, 1, 2))]
+    assert len({message["pid"] for message in events.messages}) == 3
+    said = capfd.readouterr().err
+    assert "right is not available any more" in said
+    assert "failure" not in said, "a host that was taken away has not failed"
+
+
+def test_all_cpus_are_taken_by_others(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("horovod.ray.node_set.SILENT_SECONDS", 0.1)
+    others = placement_group([{"CPU": 8}, {"CPU": 4}, {"CPU": 4}])
+    assert others.wait(300)
+    try:
+        with pytest.raises(RemoteError) as caught:
+            elastic(min_workers=2, max_workers=2, elastic_timeout=1).run(training.place)
+    finally:
+        remove_placement_group(others)
+    told = (
+        "the job needs 2 workers, and 0 can begin. Ray has not started w0 and w1: they need 1 CPU "
+        "each, and the cluster has 16 CPUs, of which 0 are free, on 3 nodes: "
+    )
+    assert f"gave up after 1 s (elastic_timeout): {told}" in str(caught.value)
+    assert f"horovod.ray: waiting up to 1 s for room: {told}" in capfd.readouterr().err
+
+
 def test_the_function_fails_everywhere():
     def fail() -> None:
         raise LookupError("as expected")
@@ -139,7 +183,7 @@ def test_what_an_elastic_job_cannot_do():
         executor.run(training.place)
 
 
-def test_executables_and_variables():
+def test_executables_variables_and_an_end_without_complaints(ray_files: str):
     executor = RayExecutor(RayExecutor.create_settings(timeout_s=300), min_workers=2, max_workers=2)
     executor.start(dict, executable_kwargs={"a": 1}, extra_env_vars={"MY": "own"})
 
@@ -147,6 +191,8 @@ def test_executables_and_variables():
         return training.join_elastic_job(), made, os.environ["MY"]
 
     assert executor.execute(show) == [(0, {"a": 1}, "own"), (1, {"a": 1}, "own")]
+    said = b"".join(contents(ray_files).values())
+    assert b"gone or out of reach" not in said, "the workers of a job that is done have no driver"
 
 
 def test_a_function_that_never_joins_has_a_result():

@@ -35,7 +35,8 @@ SECONDS = 300.0
         ({"num_hosts": 1, "num_workers_per_host": 0}, "num_workers_per_host must be at least 1"),
         ({"max_workers": 2}, "max_workers is for elastic jobs"),
         ({"max_workers": 2, "min_workers": 0}, "max_workers is for elastic jobs"),
-        ({"min_workers": 1, "num_workers": 2}, "min_workers is for elastic jobs"),
+        ({"min_workers": 1, "num_workers": 2}, "Both `min_workers` and `num_workers` provided"),
+        ({"min_workers": 1, "num_hosts": 2}, "Both `min_workers` and `num_hosts` provided"),
         ({"min_workers": 3, "max_workers": 2}, "less than min_workers=3"),
         ({"num_workers": 1, "gpus_per_worker": 1}, "use_gpu is not set"),
         ({"num_workers": 1, "use_gpu": True, "gpus_per_worker": 0}, "at least 1, not 0"),
@@ -72,16 +73,22 @@ def test_without_a_cluster():
 
 
 @pytest.mark.usefixtures("cluster")
-def test_more_workers_than_there_is_room_for():
+def test_more_workers_than_there_is_room_for(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("horovod.ray.strategy.SILENT_SECONDS", 0.1)
     settings = RayExecutor.create_settings(placement_group_timeout_s=1)
     executor = RayExecutor(settings, num_workers=40, cpus_per_worker=2)
     with pytest.raises(TimeoutError) as caught:
         executor.start()
     said = str(caught.value)
-    assert "within 1 s (placement_group_timeout_s)" in said
-    assert "40 workers with 2 CPU each" in said
-    assert "3 nodes: " in said
+    assert "gave up after 1 s (placement_group_timeout_s)" in said
+    assert "room in the Ray cluster for 40 workers with 2 CPU each" in said
+    assert re.search(r"The cluster has 16 CPUs, of which \d+ (is|are) free, on 3 nodes: ", said)
     assert "has 8 CPU (" in said
+    told = capfd.readouterr().err
+    assert "horovod.ray: waiting up to 1 s for room in the Ray cluster for 40 workers" in told
+    assert "The cluster has 16 CPUs" in told
     with pytest.raises(TimeoutError, match="5 nodes with 1 workers each"):
         RayExecutor(settings, num_hosts=5).start()
 
@@ -123,8 +130,11 @@ executor.run(wait, callbacks=[lambda pid: print("pid", pid, flush=True)])
 """
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("kind", ["static", "elastic"])
-def test_a_driver_that_dies_leaves_nothing_running(cluster: Any, kind: str, tmp_path: Path):
+def test_a_driver_that_is_ended_leaves_nothing_running(
+    cluster: Any, kind: str, number: signal.Signals, tmp_path: Path
+):
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     with (
@@ -142,8 +152,14 @@ def test_a_driver_that_dies_leaves_nothing_running(cluster: Any, kind: str, tmp_
             line = driver.stdout.readline()
             assert line, (tmp_path / "errors").read_text()
             pids += map(int, re.findall(r"^pid (\d+)", line))
-        driver.send_signal(signal.SIGKILL)
+        driver.send_signal(number)
+        driver.wait(SECONDS)
     await_ends(pids)
+    said = (tmp_path / "errors").read_text()
+    if number != signal.SIGKILL:
+        assert "horovod.ray: the job was interrupted, and its workers were ended" in said
+        assert "***" not in said, "no stack of Ray's C++ part"
+        assert ("KeyboardInterrupt" in said) == (number == signal.SIGINT)
 
 
 # -- who is which rank ---------------------------------------------------------------------------

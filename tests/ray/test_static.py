@@ -11,11 +11,12 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from ray.util.placement_group import placement_group, placement_group_table
+from ray.util.placement_group import placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from horovod.common.wire import encode_key
 from horovod.ray import BaseHorovodWorker, RayExecutor
+from horovod.ray.strategy import create_placement_group
 from horovod.runner.functions.run_function import RemoteError
 from tests.files import contents
 from tests.ray import training
@@ -197,25 +198,34 @@ def test_a_number_of_workers_and_nothing_left_after_shutdown():
     with_it.shutdown()
 
 
-def test_inside_the_current_placement_group():
-    def train() -> tuple[set[str], list[dict[str, Any]]]:
-        before = live_groups()
-        executor = RayExecutor(settings(), num_workers=2)
-        executor.start()
-        found = executor.run(training.place)
-        groups = live_groups() - before
-        executor.shutdown()
-        return groups, found
+def test_inside_a_placement_group_of_the_users():
+    group, bundles = create_placement_group({"CPU": 1}, 3, 300, "STRICT_PACK")
+    assert bundles == [{"CPU": 1}] * 3
+    node = placement_group_table(group)["bundles_to_node_id"][0]
 
-    group = placement_group([{"CPU": 1}, {"CPU": 2}], strategy="STRICT_PACK")
-    where = PlacementGroupSchedulingStrategy(
-        group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
-    )
-    task = ray.remote(train).options(num_cpus=1, scheduling_strategy=where)
-    groups, found = ray.get(task.remote(), timeout=SECONDS)
-    assert groups == set()
-    assert len({one["node"] for one in found}) == 1, "where the group is"
-    ray.util.remove_placement_group(group)
+    class Trainer:
+        def train(self) -> list[dict[str, Any]]:
+            executor = RayExecutor(settings(), num_workers=3, num_workers_per_host=None)
+            executor.start()
+            assert executor.adapter.strategy._created_placement_group is None
+            found = executor.run(training.place)
+            executor.shutdown()
+            return found
+
+    before = live_groups()
+    where = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    trainer = ray.remote(Trainer).options(num_cpus=0, scheduling_strategy=where).remote()
+    found = ray.get(trainer.train.remote(), timeout=SECONDS)
+    assert [one["local_rank"] for one in found] == [0, 1, 2]
+    assert {one["node"] for one in found} == {node}, "where the group is"
+    assert live_groups() == before, "it made none, and the user's is still there"
+    ray.kill(trainer)
+    remove_placement_group(group)
+
+
+def test_no_room_for_the_bundles_of_a_group():
+    with pytest.raises(TimeoutError, match=r"within 1 s for 99 bundles with 1 CPU each\. The"):
+        create_placement_group({"CPU": 1}, 99, 1, "PACK")
 
 
 @pytest.fixture

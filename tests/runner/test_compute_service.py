@@ -18,6 +18,7 @@ from horovod.runner.compute_service import (
     ComputeService,
     NoValidAddressesFound,
 )
+from tests.effort import examples
 from tests.ports import reserved_port
 
 LONG = 60.0
@@ -137,7 +138,7 @@ def test_of_dispatchers_that_register_at_once_one_wins(service: ComputeService) 
     assert asking.wait_for_dispatcher_registration(0, LONG) == winner
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 12), st.integers(1, 4)),
     registrations=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 5)), max_size=30),

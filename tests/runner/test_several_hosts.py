@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from horovod.common.store import StoreClient
+from tests.effort import examples
 from tests.runner import stub_ssh
 from tests.runner.horovodrun import (
     HANG,
@@ -118,7 +119,7 @@ NASTY = st.one_of(
 
 
 @settings(
-    max_examples=8,
+    max_examples=examples(8),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -61,9 +61,10 @@ def newest_group(spark: Any) -> str:
 
 def executors(spark: Any) -> list[str]:
     """The addresses of the executors that Spark tells of. A new one has another."""
-    from horovod.spark.cluster import Cluster
-
-    return Cluster(spark.sparkContext)._executors()
+    context = spark.sparkContext
+    driver = context._jsc.sc().env().blockManager().blockManagerId().port()
+    infos = context._jsc.sc().statusTracker().getExecutorInfos()
+    return [f"{info.host()}:{info.port()}" for info in infos if info.port() != driver]
 
 
 def executor_of(worker: int) -> psutil.Process:

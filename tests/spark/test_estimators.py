@@ -189,6 +189,11 @@ def test_dataframes_that_are_refused(spark: Any, df: Any, store: Any, pool2: Ran
     backend = PoolBackend(pool2)
     before = _datasets(store)
     with_null = df.withColumn("y", F.when(df.x0 > 0, df.y))
+    with_nan = df.withColumn("y", F.when(df.x0 > 0, df.y).otherwise(F.lit(float("nan"))))
+    nested = F.array(F.array("x0", "y"))
+    empty = F.array().cast("array<array<double>>")
+    ragged = df.withColumn("a", F.when(df.x0 > 0, nested).otherwise(F.array(F.array("x0"))))
+    hollow = df.withColumn("a", F.when(df.x0 > 0, nested).otherwise(empty))
     uneven = df.withColumn("a", F.when(df.x0 > 0, F.array("x0")).otherwise(F.array("x0", "y")))
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         (df, {"label_cols": ["nope"]}, ValueError, r"label column\(s\) 'nope' not in the Data"),
@@ -197,7 +202,18 @@ def test_dataframes_that_are_refused(spark: Any, df: Any, store: Any, pool2: Ran
         (df, {"validation": "nope"}, ValueError, "validation column 'nope' is not in"),
         (df, {"input_shapes": [[-1, 7]]}, ValueError, r"'x' has 3 element\(s\)"),
         (with_null, {}, ColumnError, r"column 'y' has \d+ null value\(s\)"),
+        (with_nan, {}, ColumnError, r"'y' has \d+ row\(s\) with NaN.*nan_labels='drop'"),
         (uneven, {"feature_cols": ["a"]}, ColumnError, "'a' has rows of 1 and of 2 elements"),
+        (ragged, {"feature_cols": ["a"]}, ColumnError, "'a' has rows of 1 and of 2 elements"),
+        (hollow, {"feature_cols": ["a"]}, ColumnError, "'a' has rows of 0 and of 1 elements"),
+        (df.withColumn("a", empty), {"feature_cols": ["a"]}, ColumnError, "without any element"),
+        (
+            df.withColumn("a", F.lit("text")),
+            {"feature_cols": ["a"]},
+            ColumnError,
+            "'a' is of type string.*StringIndexer",
+        ),
+        (df, {"feature_cols": ["x0"]}, ColumnError, r"'x0' \(column of type double, .*\(8, 1\)"),
         (
             df.withColumn("never", F.lit(0)),
             {"validation": "never"},
@@ -213,6 +229,35 @@ def test_dataframes_that_are_refused(spark: Any, df: Any, store: Any, pool2: Ran
             estimator(store, backend=backend, **more).fit(frame)
     left = set(_datasets(store)) - set(before)
     assert len(left) <= 3, f"what was refused while it was written is removed: {left}"
+
+
+def test_columns_with_dots_whole_numbers_and_nan(
+    df: Any, store: Any, pool2: RankPool, caplog: pytest.LogCaptureFixture
+):
+    import pyspark.sql.functions as F
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    nan = F.when(df.x0 > 1, F.lit(float("nan"))).otherwise(df.w)
+    frame = df.select(df.x0.alias("first.x"), df.k.cast("int").alias("the.k"), nan.alias("w.w"))
+    made = estimator(
+        store,
+        model,
+        backend=PoolBackend(pool2),
+        feature_cols=["first.x"],
+        label_cols=["the.k"],
+        sample_weight_col="w.w",
+        validation=0.2,
+        loss=torch.nn.functional.cross_entropy,
+        random_seed=1,
+    )
+    with pytest.raises(ColumnError, match=r"column 'w.w' has \d+ row\(s\) with NaN"):
+        made.fit(frame)
+    trained = made.setNanLabels("drop").fit(frame)
+    dropped = df.filter(df.x0 > 1).count()
+    assert f"leaves out {dropped} row(s) with NaN in the.k, w.w" in caplog.text
+    assert np.isfinite(trained.getHistory()[-1]["validation"]["loss"])
+    assert trained.transform(frame).select("`the.k__output`").count() == df.count()
 
 
 def test_a_store_that_cannot_be_written_to(df: Any, tmp_path: Path, pool2: RankPool):

@@ -14,7 +14,14 @@ import pytest
 
 import horovod
 from horovod.common.wire import Stream, new_key
-from horovod.spark.gathering import assign_ranks, check_versions, installed_torch
+from horovod.spark.cluster import Cluster
+from horovod.spark.gathering import (
+    assign_ranks,
+    check_slots,
+    check_versions,
+    installed_torch,
+    too_few,
+)
 from horovod.spark.spark_job import shorten
 from horovod.spark.task_link import TaskServer
 from tests.spark.cluster import until
@@ -118,3 +125,24 @@ Driver stacktrace:
         "ValueError: a reason",
     ]
     assert shorten("Job 3 cancelled\n\tat java.lang.Thread.run") == "Job 3 cancelled"
+
+
+class BrokenJava:
+    """A SparkContext whose Java side fails at every question: classes of it are missing."""
+
+    master = "spark://host:7077"
+    defaultParallelism = 2
+
+    def getConf(self) -> dict[str, str]:
+        return {"spark.driver.host": "127.0.0.1"}
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("java.lang.NoClassDefFoundError: com/google/protobuf/MessageOrBuilder")
+
+
+def test_what_spark_does_not_tell_ends_no_job():
+    cluster = Cluster(BrokenJava())
+    assert cluster.slots is None
+    check_slots(cluster, 5)
+    said = too_few(cluster, 5, 1, 600.0)
+    assert "The cluster offers an unknown number of slots. Ask for fewer processes" in said

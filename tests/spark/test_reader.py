@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from horovod.spark.common.batches import batches, in_memory, read_all
 from horovod.spark.common.columns import ColumnError, to_numpy
 from horovod.spark.common.reader import ParquetReader
+from tests.effort import examples
 from tests.spark.parquet import write
 
 
@@ -113,7 +114,7 @@ def test_iterating_again_goes_on_with_the_next_order(numbered: Path):
     assert first + rest == rows_of(reader(3))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(lambda s: sum(s) > 0),
     passes=st.integers(1, 3),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from horovod.spark.common import row_buffer
 from horovod.spark.common.columns import ColumnError, Rows
 from horovod.spark.common.row_buffer import RowBuffer, RowLayout, RowQueue, packed
+from tests.effort import examples
 
 KINDS = st.tuples(
     st.sampled_from([np.float32, np.float64, np.int64, np.uint8, np.bool_]),
@@ -34,7 +35,7 @@ def assert_same(found: Rows, expected: Rows) -> None:
         np.testing.assert_array_equal(found[name], array)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     kinds=st.lists(KINDS, min_size=1, max_size=12),
     rows=st.integers(0, 40),

@@ -117,8 +117,21 @@ from pyspark.sql import SparkSession
 import horovod.spark
 from horovod.spark.task import get_available_devices
 SparkSession.builder.getOrCreate()
+from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+from horovod.runner.common.util.timeout import TimeoutException
 found = horovod.spark.run(get_available_devices, num_proc=2)
-sys.exit(0 if sorted(found) == [["3"], ["5"]] else f"found {found}")
+assert sorted(found) == [["3"], ["5"]], found
+# Another job of the same session: both GPUs for one task.
+profile = ResourceProfileBuilder().require(TaskResourceRequests().cpus(1).resource("gpu", 2)).build
+both = horovod.spark.run(get_available_devices, num_proc=1, resource_profile=profile)
+assert sorted(both[0]) == ["3", "5"], both
+try:
+    horovod.spark.run(get_available_devices, num_proc=2, resource_profile=profile, start_timeout=3)
+except TimeoutException as error:
+    assert "offers 1 slot in 1 executor" in str(error), error
+    assert "2 gpu for each task (resource_profile)" in str(error), error
+else:
+    sys.exit("there are no four GPUs")
 """
 
 

@@ -25,6 +25,7 @@ RUN = {
     "nics": None,
     "prefix_output_with_timestamp": False,
     "executable": None,
+    "resource_profile": None,  # ours, after upstream's
 }
 RUN_ELASTIC = {
     "fn": inspect.Parameter.empty,
@@ -44,6 +45,7 @@ RUN_ELASTIC = {
     "prefix_output_with_timestamp": False,
     "min_np": None,
     "max_np": None,
+    "resource_profile": None,  # ours, after upstream's
 }
 
 

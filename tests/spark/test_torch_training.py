@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import horovod.torch as hvd
+from horovod.spark.common.backend import Backend
+from horovod.spark.common.columns import ColumnError
 from horovod.spark.common.store import Store
 from horovod.spark.torch import TorchEstimator
 from horovod.spark.torch.datamodule import NVTabularDataModule
@@ -300,7 +302,7 @@ def test_transformation_of_text(estimator: Any, tmp_path: Path):
         epochs=4,
     )
     assert losses(estimate.fit_on_parquet())[-1] > 0
-    with pytest.raises(AssertionError, match="column 'text' is of type"):
+    with pytest.raises(ColumnError, match="column 'text' is of type string"):
         estimate.setTransformationFn(None).fit_on_parquet()
 
 
@@ -338,6 +340,111 @@ def test_what_is_refused_before_anything_runs(estimator: Any, pool2: RankPool):
         estimator(optimizer=torch.optim.SGD(linear().parameters(), lr=0.1)).fit_on_parquet()
     with pytest.raises(ValueError, match="model is not set"):
         TorchEstimator().fit_on_parquet()
+
+
+class Refuses(Backend):
+    """Starts nothing: what the driver can know must be said before."""
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
+        raise AssertionError("processes were started")
+
+    def num_processes(self) -> int:
+        return 2
+
+
+class OnlyWholeBatches(torch.nn.Linear):
+    """Insists on batches of 16 rows."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x.reshape(16, 3))
+
+
+class OnlyOnGpus(torch.nn.Linear):
+    def forward(self, x: Any) -> Any:
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+
+def test_a_batch_is_tried_on_the_driver(estimator: Any):
+    cross_entropy = torch.nn.CrossEntropyLoss()
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (
+            torch.nn.Linear(5, 1),
+            {},
+            r"the model fails with a batch of 'x' \(column of type .*float32 of shape \(8, 3\)\): "
+            r"RuntimeError: mat1 and mat2 .*input_shapes.*Nothing was started",
+        ),
+        (
+            torch.nn.Linear(3, 2),
+            {"loss": cross_entropy},
+            r"the loss fails with the label 'y' .*output float32 of shape \(8, 2\).*"
+            r"whole numbers: df.withColumn\('y', df\['y'\].cast\('long'\)\)",
+        ),
+        (Embedded(), {"feature_cols": ["k", "x0"]}, "the model fails.*categorical_cols"),
+        (TwoHeads(), {"feature_cols": ["x", "x0"]}, r"2 output\(s\) for 1 label column"),
+        (linear(), {"metrics": [accuracy_of_classes]}, "the metric fails with the label 'y'"),
+        (OnlyWholeBatches(3, 1), {"batch_size": 8}, "the model fails"),
+    ]
+    for model, more, message in cases:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        made = estimator(model, backend=Refuses(), optimizer=optimizer, **more)
+        with pytest.raises(ColumnError, match=message):
+            made.fit_on_parquet()
+    for model, more in (
+        (OnlyWholeBatches(3, 1), {"batch_size": 16}),
+        (OnlyOnGpus(3, 1), {}),
+        (torch.nn.Linear(3, 2), {"label_cols": ["k"], "loss": cross_entropy}),
+        (torch.nn.Linear(1, 1), {"feature_cols": ["x0"]}),
+    ):
+        before = torch.get_rng_state()
+        made = estimator(model, backend=Refuses(), optimizer=_sgd(model), **more)
+        with pytest.raises(AssertionError, match="processes were started"):
+            made.fit_on_parquet()
+        assert torch.equal(before, torch.get_rng_state()), "the user's random numbers"
+
+
+def _sgd(model: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def accuracy_of_classes(output: Any, label: Any) -> Any:
+    return (output.argmax(1) == label.reshape(3, -1)).float().mean()
+
+
+def test_numbers_of_any_size_are_classes_and_scalars_are_columns(estimator: Any, tmp_path: Path):
+    """Spark's whole numbers are 32 bits wide, and its doubles one number in a row."""
+    data = points()
+    data["k"] = data["k"].astype(np.int32)
+    write(tmp_path / "intermediate_train_data", data)
+    model = torch.nn.Linear(1, 2)
+    trained = estimator(
+        model,
+        store=Store.create(str(tmp_path)),
+        optimizer=_sgd(model),
+        loss=torch.nn.functional.cross_entropy,
+        feature_cols=["x0"],
+        label_cols=["k"],
+    ).fit_on_parquet()
+    assert losses(trained)[-1] < losses(trained)[0]
+
+
+def masked_error(output: Any, label: Any) -> Any:
+    known = ~label.isnan()
+    return ((output - label)[known] ** 2).mean()
+
+
+def test_nan_in_a_label(estimator: Any, tmp_path: Path):
+    data = points()
+    data["y"][90] = np.nan  # behind what the driver looks at
+    write(tmp_path / "intermediate_train_data", data)
+    made = estimator(store=Store.create(str(tmp_path)))
+    with pytest.raises(AssertionError, match=r"column 'y' has NaN in 1 of the \d+ rows"):
+        made.fit_on_parquet()
+    kept = made.setNanLabels("keep").setLoss(masked_error).fit_on_parquet()
+    assert losses(kept)[-1] < losses(kept)[0]
+    with pytest.raises(ValueError, match="'drop' needs a DataFrame"):
+        made.setNanLabels("drop").fit_on_parquet()
+    with pytest.raises(ValueError, match="nan_labels must be one of refuse, drop, keep, not 'x'"):
+        made.setNanLabels("x").fit_on_parquet()
 
 
 def test_a_model_that_cannot_be_pickled(estimator: Any):

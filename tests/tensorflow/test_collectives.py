@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import horovod.tensorflow as hvd
 from horovod.common.reduce_op import ReduceOp
 from horovod.tensorflow import bridge
+from tests.effort import examples
 from tests.ranks import RankPool
 from tests.tensorflow.modes import MODES, run_in
 from tests.torch.reference import Case, cases
@@ -76,13 +77,13 @@ def _check(chosen: list[Case], by_rank: list[list[np.ndarray]]) -> None:
 
 
 @given(mode=modes, chosen=st.lists(cases(), min_size=5, max_size=12))
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=examples(18), deadline=None)
 def test_allreduce(tf_pool3: RankPool, mode: str, chosen: list[Case]):
     _check(chosen, tf_pool3.run(_reduce, mode, chosen))
 
 
 @given(mode=modes, data=st.data(), first=cases())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_a_group_of_tensors_of_any_types(
     tf_pool3: RankPool, mode: str, data: st.DataObject, first: Case
 ):
@@ -251,7 +252,7 @@ def _gather(mode: str, chosen: list[Move]) -> list[np.ndarray]:
 
 
 @given(mode=modes, chosen=st.lists(moves, min_size=3, max_size=8))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_allgather(tf_pool3: RankPool, mode: str, chosen: list[Move]):
     expected = [np.concatenate([_own(move, rank) for rank in range(3)]) for move in chosen]
     for results in tf_pool3.run(_gather, mode, chosen):
@@ -284,7 +285,7 @@ def _broadcast(mode: str, chosen: list[tuple[str, tuple[int, ...], int, int]]) -
         max_size=10,
     ),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_broadcast(
     tf_pool3: RankPool, mode: str, chosen: list[tuple[str, tuple[int, ...], int, int]]
 ):
@@ -308,7 +309,7 @@ def _alltoall(mode: str, move: Move, splits: list[list[int]]) -> list[np.ndarray
 
 
 @given(mode=modes, move=moves, data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_alltoall(tf_pool3: RankPool, mode: str, move: Move, data: st.DataObject):
     splits = []
     for rank in range(3):  # what is left over is not sent
@@ -364,7 +365,7 @@ def _share(whole: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 @given(mode=modes, chosen=st.lists(scattered, min_size=2, max_size=6))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_reducescatter(tf_pool3: RankPool, mode: str, chosen: list[Case]):
     plain = [Case(c.dtype, c.shape, c.layout, ReduceOp.SUM, seed=c.seed) for c in chosen]
     for rank, results in enumerate(tf_pool3.run(_scatter, mode, chosen)):

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from horovod.common.wire import new_key
 from horovod.runner.compute_service import ComputeService
+from tests.effort import examples
 from tests.hosts import Hosts, host_address
 from tests.hosts import available as hosts_available
 from tests.ranks import RankPool, start_ranks
@@ -86,7 +87,7 @@ def test_configuration(tf_pool2: RankPool, tmp_path: Path):
     def check() -> None:
         from horovod.tensorflow.data.compute_service import TfDataServiceConfig
 
-        @settings(max_examples=50, deadline=None, database=None)
+        @settings(max_examples=examples(50), deadline=None, database=None)
         @given(
             dispatchers=st.integers(1, 9),
             workers_per_dispatcher=st.integers(1, 9),
@@ -181,11 +182,11 @@ def test_servers_answer_at_the_chosen_address_alone(tf_pool2: RankPool):
 
     def check() -> None:
         from horovod.tensorflow.data.compute_service import _dispatcher
-        from horovod.tensorflow.data.listening import only_at
+        from horovod.tensorflow.data.listening import restrict_to
 
         with everywhere() as before:
             for chosen in ("127.0.0.1", "127.0.0.2", "::1"):
-                with only_at(chosen):
+                with restrict_to(chosen):
                     inside = everywhere()
                 with inside:
                     assert _reaching(inside.getsockname()[1]) == [chosen]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import horovod.tensorflow as hvd
 from horovod.tensorflow import bridge
+from tests.effort import examples
 from tests.ranks import RankPool, run_ranks
 from tests.tensorflow.conftest import tensorflow_pool
 from tests.torch.reference import Case, cases
@@ -88,7 +89,7 @@ def reduce_all(mode: str, group: list[Case]) -> tuple[list[np.ndarray], list[str
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(group=st.lists(cases(), min_size=1, max_size=6))
 def test_allreduce(pool: RankPool, mode: str, group: list[Case]):
     outcomes = pool.run(reduce_all, mode, group)

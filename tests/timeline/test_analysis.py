@@ -16,6 +16,7 @@ from horovod.timeline.clocks import align
 from horovod.timeline.long_steps import Where
 from horovod.timeline.recording import interpret
 from horovod.timeline.splitting import PARTS
+from tests.effort import examples
 from tests.timeline.made import ROW, Clock, MadeJob, even, with_slow_rank
 
 
@@ -23,7 +24,7 @@ def found_in(job: MadeJob):
     return analyse(align(job.recordings()))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data(), ranks=st.integers(2, 4), steps=st.integers(1, 6), offset=st.integers(-9, 9))
 def test_every_part_of_every_step(data, ranks, steps, offset):
     times = st.integers(1000, 4000).map(float)
@@ -77,7 +78,7 @@ def test_nobody_is_late_in_an_even_job():
     assert found.awaited[0].spread == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(hidden=st.integers(0, 2000), backward=st.integers(100, 9000))
 def test_overlap_achieved_and_possible(hidden, backward):
     """A reduction of 2 ms, of which the program waits for what is not hidden."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from horovod.timeline.clocks import Comparison, align, compare, estimate
 from horovod.timeline.recording import interpret
+from tests.effort import examples
 from tests.timeline.made import Clock, MadeJob, even
 
 OFFSETS = st.floats(-1e12, 1e12, allow_nan=False).map(round)
@@ -35,7 +36,7 @@ def test_ranks_of_one_host_share_its_clock_whenever_they_began():
     assert disagreement(aligned) == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(offset=OFFSETS, lateness=st.lists(st.integers(0, 300), min_size=30, max_size=30))
 def test_a_shifted_clock_is_found_within_the_median_of_the_delays(offset, lateness):
     jitter = [[0.0, float(late)] for late in lateness]
@@ -55,7 +56,7 @@ def test_a_shifted_clock_is_found_within_the_median_of_the_delays(offset, latene
         assert theirs.submitted - ours.submitted == pytest.approx(true, abs=middle + 3)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(offset=OFFSETS, drift=st.floats(-100, 100), steps=st.integers(40, 100))
 def test_a_clock_that_drifts(offset, drift, steps):
     clocks = {"b": Clock(float(offset), drift)}
@@ -64,7 +65,7 @@ def test_a_clock_that_drifts(offset, drift, steps):
     assert disagreement(align(job.recordings())) < 10
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0, 1e9), st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 1e4)),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from horovod.timeline.files import load
 from horovod.timeline.recording import bytes_of, interpret, rank_in_name, read_recordings
+from tests.effort import examples
 from tests.timeline.made import even
 
 
@@ -20,7 +21,7 @@ def test_an_intact_file(tmp_path):
     assert load(paths[0]) == job.events(0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(share=st.floats(0.05, 1.0))
 def test_a_file_cut_anywhere_keeps_what_is_complete(tmp_path_factory, share):
     folder = tmp_path_factory.mktemp("cut")

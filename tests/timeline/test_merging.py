@@ -14,6 +14,7 @@ from horovod.engine.timeline import Timeline, path_of_rank
 from horovod.timeline.clocks import align
 from horovod.timeline.merging import Slice, merge, merged_events, place
 from horovod.timeline.recording import interpret
+from tests.effort import examples
 from tests.timeline.made import ROW, Clock, MadeJob, even, with_slow_rank
 from tests.timeline.test_files import UPSTREAM
 from tests.timeline.trace_rules import check
@@ -60,7 +61,7 @@ def test_arrows_lead_from_the_last_rank_to_all_others():
     assert {event["tid"] // 1000 for event in ends} == {0, 2}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     data=st.data(),
     ranks=st.integers(1, 4),
@@ -81,7 +82,7 @@ def test_any_job_makes_a_valid_trace(data, ranks, steps, offset):
     check(merged_events(align(cut)))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=30), st.booleans())
 def test_placing_loses_nothing_and_cuts_nothing(drawn, nested):
     slices = [Slice("", began, began + length) for began, length in drawn]

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import horovod.torch as hvd
+from tests.effort import examples
 from tests.ranks import RankPool
 from tests.torch.reference import Case, every_dtype, layouts, row_shapes
 
@@ -32,7 +33,7 @@ def _gather(form: str, by_rank: list[Case], name: str | None) -> torch.Tensor:
     form=st.sampled_from(sorted(FORMS)),
     name=st.none() | st.text(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_rows_of_all_ranks(pool3: RankPool, rows, shape, dtype, layout, form, name):
     by_rank = [Case(dtype, (count, *shape), layout, seed=7) for count in rows]
     expected = torch.cat([case.tensor(rank) for rank, case in enumerate(by_rank)])
@@ -55,7 +56,7 @@ def _gather_group(form: str, by_rank: list[list[Case]]) -> list[torch.Tensor]:
     ),
     form=st.sampled_from(sorted(GROUP_FORMS)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_group_of_tensors_of_any_types(pool3: RankPool, members, form):
     by_rank = [
         [

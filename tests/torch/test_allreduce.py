@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import horovod.torch as hvd
 from horovod.common.reduce_op import ReduceOp
+from tests.effort import examples
 from tests.ranks import RankPool, run_ranks
 from tests.torch.reference import EVERY_DTYPE, Case, cases
 
@@ -86,19 +87,19 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 @given(case=cases(), form=st.sampled_from(ONE), name=st.none() | st.text())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_one_tensor(pool3: RankPool, case: Case, form: str, name: str | None):
     _check_everywhere(case, pool3.run(_one, form, case, name))
 
 
 @given(case=cases())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_four_ranks(pool4: RankPool, case: Case):
     _check_everywhere(case, pool4.run(_one, "allreduce_", case, "four"))
 
 
 @given(data=st.data(), form=st.sampled_from(SEVERAL), case=cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_group_of_tensors_of_any_types(
     pool3: RankPool, data: st.DataObject, form: str, case: Case
 ):
@@ -126,7 +127,7 @@ def _submit_in_own_order(cases: list[Case], orders: list[list[int]]) -> list[tor
 
 
 @given(data=st.data(), chosen=st.lists(cases(), min_size=2, max_size=8))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_ranks_submit_in_different_orders(pool3: RankPool, data: st.DataObject, chosen: list[Case]):
     orders = [data.draw(st.permutations(range(len(chosen)))) for _ in range(3)]
     by_rank = pool3.run(_submit_in_own_order, chosen, orders)

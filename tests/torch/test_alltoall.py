@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import horovod.torch as hvd
+from tests.effort import examples
 from tests.ranks import RankPool
 from tests.torch.reference import Case, every_dtype, layouts, row_shapes
 
@@ -32,7 +33,7 @@ def _exchange(
     form=st.sampled_from(["list", "tensor", "async list", "async tensor"]),
     name=st.none() | st.text(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_uneven_splits(pool3: RankPool, splits, unsent, shape, dtype, layout, form, name):
     by_rank = [Case(dtype, (sum(rows) + unsent, *shape), layout, seed=5) for rows in splits]
     sent = [case.tensor(rank).split([*splits[rank], unsent]) for rank, case in enumerate(by_rank)]

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import horovod.torch as hvd
+from tests.effort import examples
 from tests.ranks import RankPool
 from tests.torch.reference import Case, every_dtype, layouts, shapes
 
@@ -37,7 +38,7 @@ def _broadcast(form: str, case: Case, root: int, name: str | None) -> torch.Tens
     root=st.integers(0, 2),
     name=st.none() | st.text(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_everybody_gets_the_roots_tensor(pool3: RankPool, dtype, shape, layout, form, root, name):
     case = Case(dtype, shape, layout, seed=3)
     for result in pool3.run(_broadcast, form, case, root, name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
+from horovod.torch import operators
 from tests.ranks import RankPool
 
 Tensor = torch.Tensor
@@ -97,6 +99,17 @@ def all_in_one_graph() -> tuple[list[Tensor], list[Tensor]]:
     return _results(everything), _results(torch.compile(everything, fullgraph=True))
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch records whatever it compiles"
+)
+def test_cuda_graphs_of_the_compiler_leave_collectives_out():
+    names = [schema.partition("(")[0] for schema in operators._SCHEMAS]
+    for name in names:
+        overload = getattr(torch.ops.horovod, name).default
+        assert torch.Tag.cudagraph_unsafe in overload.tags, name
+    assert "allreduce" in names
+
+
 def used_by_one_rank() -> list[float]:
     """The second rank drops a result, and does not use another one in its loss."""
 
@@ -167,3 +180,103 @@ def test_functional_transforms(pool2: RankPool):
         assert batched == [[0.5, 2.5, 4.5], [1.5, 3.5, 5.5]]
         assert gathered == [[0, 1, 1, 2], [2, 3, 3, 4], [4, 5, 5, 6]]
         assert scattered == [[2.0 * value + rank * 2 + 1] for value in (0, 2, 4)]
+
+
+# Each takes five rows of three and returns a handle; what to use where the graph may not be left.
+ASYNCHRONOUS: dict[str, tuple[Callable[[Tensor], int], str]] = {
+    "allreduce_async": (hvd.allreduce_async, "use hvd.allreduce"),
+    "allreduce_async_": (hvd.allreduce_async_, "use hvd.allreduce_"),
+    "grouped_allreduce_async": (
+        lambda x: hvd.grouped_allreduce_async([x, x[0]]),
+        "use hvd.grouped_allreduce",
+    ),
+    "grouped_allreduce_async_": (
+        lambda x: hvd.grouped_allreduce_async_([x, x[0].clone()]),
+        "use hvd.grouped_allreduce_",
+    ),
+    "allgather_async": (hvd.allgather_async, "use hvd.allgather"),
+    "grouped_allgather_async": (
+        lambda x: hvd.grouped_allgather_async([x, x[0]]),
+        "use hvd.grouped_allgather",
+    ),
+    "broadcast_async": (lambda x: hvd.broadcast_async(x, 1), "use hvd.broadcast"),
+    "broadcast_async_": (lambda x: hvd.broadcast_async_(x, 1), "use hvd.broadcast_"),
+    "reducescatter_async": (hvd.reducescatter_async, "use hvd.reducescatter"),
+    "grouped_reducescatter_async": (
+        lambda x: hvd.grouped_reducescatter_async([x, x[:3]]),
+        "use hvd.grouped_reducescatter",
+    ),
+    "alltoall_async": (lambda x: hvd.alltoall_async(x[:4]), "use hvd.alltoall"),
+}
+
+
+def asynchronous(name: str) -> tuple[bool, int]:
+    """Whether the results are those without a compiler, and the number of graphs."""
+    collective, _ = ASYNCHRONOUS[name]
+
+    def function(x: Tensor) -> list[Tensor]:
+        handle = collective(x.sin())
+        twice = x * 2  # while the other ranks are waited for
+        results = hvd.synchronize(handle)
+        return [twice, *(results if isinstance(results, tuple) else [results])]
+
+    torch._dynamo.reset()
+    x = _inputs().detach()
+    expected = function(x)
+    graph = torch.compile(function, backend="eager")
+    torch._dynamo.utils.counters.clear()
+    equal = all(
+        torch.equal(a, b) for _ in range(3) for a, b in zip(expected, graph(x), strict=True)
+    )
+    return equal, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", ["allreduce_async", "grouped_allreduce_async_", "allgather_async"])
+def test_an_asynchronous_collective_leaves_the_graph(pool2: RankPool, name: str):
+    for equal, graphs in pool2.run(asynchronous, name):
+        assert equal
+        # One before it, one after it, and the latter again for other handles. If the compiler
+        # looked into the engine there would be many more. A group is made in a graph as well.
+        assert graphs <= 4
+
+
+def _refusal(function: Callable[[], Any]) -> str:
+    """The line of the error with which torch refuses a function in a graph."""
+    torch._dynamo.reset()
+    try:
+        torch.compile(function, backend="eager", fullgraph=True)()
+    except torch._dynamo.exc.Unsupported as error:
+        return next((line for line in str(error).splitlines() if "hvd." in line), str(error))
+    return "not refused"
+
+
+def refused() -> list[str]:
+    x, model, sparse = torch.ones(5, 3), torch.nn.Linear(2, 2), torch.eye(2).to_sparse()
+    collectives = [collective for collective, _ in ASYNCHRONOUS.values()]
+    return [
+        *(_refusal(lambda each=each: each(x)) for each in collectives),  # type: ignore[misc]
+        _refusal(lambda: hvd.poll(1)),
+        _refusal(lambda: hvd.synchronize(1)),
+        _refusal(hvd.join),
+        _refusal(lambda: hvd.broadcast_object(1)),
+        _refusal(lambda: hvd.allgather_object(1)),
+        _refusal(lambda: hvd.broadcast_parameters(model.state_dict(), 0)),
+        _refusal(lambda: hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)),
+    ]
+
+
+@pytest.mark.skipif(
+    "reason" not in inspect.signature(torch.compiler.disable).parameters,
+    reason="this torch names the function, and takes no words of ours",
+)
+def test_what_cannot_be_in_a_graph(pool2: RankPool):
+    """The error of fullgraph=True says in one line what to use."""
+    blocking = "use blocking collectives, such as hvd.allreduce"
+    outside = "call it outside of compiled code"
+    expected = {name: instead for name, (_, instead) in ASYNCHRONOUS.items()}
+    expected |= {"poll": blocking, "synchronize": blocking, "join": outside}
+    expected |= {"broadcast_object": outside, "allgather_object": outside}
+    expected |= {"broadcast_parameters": outside, "sparse_allreduce_async": outside}
+    for refusals in pool2.run(refused):
+        for (name, instead), refusal in zip(expected.items(), refusals, strict=True):
+            assert f"hvd.{name} cannot be traced with fullgraph=True: {instead}" in refusal

@@ -7,6 +7,7 @@ import torch
 
 import horovod.torch as hvd
 from horovod.torch.compression import Compressor, FP16Compressor, NoneCompressor
+from horovod.transport import eight_bits
 from tests.ranks import RankPool, run_ranks
 
 NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -110,3 +111,57 @@ def test_optimizers_compress_what_crosses_hosts_and_nothing_else(name: str, dtyp
     assert torch.equal(first, second)
     assert torch.equal(first, first.to(dtype).float()), "it did not travel in the narrow type"
     torch.testing.assert_close(first, mean, rtol=1e-2, atol=0)
+
+
+def _in_eight_bits(rank: int, size: int) -> dict[str, list[torch.Tensor]]:
+    """What travels as fp8 and as int8, between ranks that the network connects."""
+    hvd.init()
+    found = {}
+    for name, compression in (("fp8", hvd.Compression.fp8), ("int8", hvd.Compression.int8)):
+        values = torch.randn(40_000, generator=torch.Generator().manual_seed(rank))
+        mean = hvd.allreduce(values, name="exact")
+        reduced = hvd.allreduce(values, name=name, compression=compression)
+        grouped = hvd.grouped_allreduce([values, values[:300]], compression=compression)
+        params = [torch.nn.Parameter(torch.zeros(40_000))]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(params, lr=1.0), compression=compression, local_steps=2
+        )
+        for _ in range(2):
+            params[0].grad = -values / 2
+            optimizer.step()
+        found[name] = [mean, reduced, *grouped, params[0].detach()]
+        for wrong in (torch.ones(3, dtype=torch.int32), torch.ones(3, requires_grad=True)):
+            with pytest.raises(ValueError, match=f"hvd.Compression.{name} works with"):
+                hvd.allreduce(wrong, compression=compression)
+        with pytest.raises(ValueError, match="Adasum does not add up"):
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(params, lr=1.0), compression=compression, op=hvd.Adasum
+            )
+    return found
+
+
+def test_eight_bits():
+    one, other = run_ranks(_in_eight_bits, 2, env={"HOROVOD_CPU_OPERATIONS": "gloo"})
+    for name, tensors in one.items():
+        assert all(map(torch.equal, tensors, other[name]))
+        mean, *coded = tensors
+        for result in coded:
+            exact = mean[: len(result)]
+            assert float((result - exact).abs().max()) < float(exact.abs().max()) / 8
+            assert len(result) < 1000 or not torch.equal(result, exact), "it travelled as it was"
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_rows_of_eight_bits_are_read_as_torch_does(kind: torch.dtype):
+    blocks = torch.randn(5, 256) * torch.tensor([[1.0], [1e-30], [1e30], [0.0], [3.0]])
+    blocks[4, 7] = float("inf")
+    rows = torch.empty(5, eight_bits.ROW, dtype=torch.uint8)
+    eight_bits.encode(blocks, rows, kind)
+    found = torch.empty_like(blocks)
+    eight_bits.decode(rows, found, kind)
+    scales = rows[:, 256:].contiguous().view(torch.float32)
+    expected = rows[:, :256].contiguous().view(kind).float() * scales
+    assert torch.equal(found[:4], expected[:4])
+    largest = blocks.abs().amax(1, keepdim=True)
+    assert bool(((found - blocks).abs() <= largest / 14)[:4].all())
+    assert not bool(torch.isfinite(found[4]).all())

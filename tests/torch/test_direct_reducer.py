@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import horovod.torch as hvd
+from tests.effort import examples
 from tests.ranks import RankPool
 from tests.torch.direct import Training, direct, distributed, lanes, own_device, parameters
 
@@ -79,7 +80,7 @@ def reference(training: Training, size: int) -> list[torch.Tensor]:
     return parameters(model)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(training=trainings)
 def test_the_same_as_one_process_with_all_batches(pool: RankPool, training: Training) -> None:
     first, *others = pool.run(train, training)

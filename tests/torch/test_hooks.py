@@ -21,6 +21,7 @@ from horovod.torch.hooks.compressing import (
     allreduce_traffic,
 )
 from horovod.torch.hooks.eightbit import BLOCK
+from tests.effort import examples
 from tests.ranks import RankPool
 
 Tensor = torch.Tensor
@@ -188,7 +189,7 @@ def _block_maxima(flat: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", HOOKS)
 @given(group=st.lists(gradients(), min_size=2, max_size=6), op=OPS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_error_and_traffic_of_one_reduction(pool3: RankPool, name, group, op):
     outcomes = pool3.run(_steps, name, group, op, 1)
     _same(outcomes)
@@ -205,7 +206,7 @@ def test_error_and_traffic_of_one_reduction(pool3: RankPool, name, group, op):
 
 @pytest.mark.parametrize("name", FEEDBACK)
 @given(group=st.lists(gradients(FLOATING), min_size=2, max_size=5), op=OPS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_what_is_left_out_comes_later(pool2: RankPool, name, group, op):
     """What was sent in all steps and what is still owed is what came in."""
     outcomes = pool2.run(_steps, name, group, op, STEPS)

@@ -73,7 +73,8 @@ def _broadcast(name: str, trained: list[bool]) -> tuple[Any, Any, bool]:
     before = _plain(optimizer.state_dict())
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     untouched = all(
-        torch.equal(parameter, value) and parameter.grad is gradient
+        torch.equal(parameter, value)
+        and (parameter.grad is gradient or (gradient is None and not parameter.grad.any()))
         for parameter, value, gradient in zip(parameters, values, gradients, strict=True)
     )
     return before, _plain(optimizer.state_dict()), untouched
@@ -171,6 +172,52 @@ def _train_on(name: str) -> list[Any]:
 def test_training_goes_on_alike(pool2: RankPool, name: str):
     first, second = pool2.run(_train_on, name)
     assert first == second
+
+
+def _gradients(is_sparse: bool) -> tuple[bool, bool, bool]:
+    """What a script of 0.28.1 does: broadcast the gradients of a fresh optimizer, then train."""
+
+    def trained(is_broadcast: bool, set_to_none: bool) -> tuple[list[Any], list[Any]]:
+        torch.manual_seed(2)
+        table = torch.nn.Embedding(5, 4, sparse=is_sparse)
+        model = torch.nn.Sequential(table, torch.nn.Linear(4, 1))
+        model[1].bias.requires_grad_(False)
+        kind = torch.optim.SGD if is_sparse else torch.optim.AdamW
+        optimizer = hvd.DistributedOptimizer(
+            kind(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        first: list[Any] = []
+        if is_broadcast:
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=model)
+            found = [parameter.grad for parameter in model.parameters()]
+            dense = [grad for grad in found if grad is not None and not grad.is_sparse]
+            hvd.broadcast_parameters(dense, root_rank=0)
+            first = [None if grad is None else grad.clone() for grad in found]
+        for step in range(3):
+            if step:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            model(torch.arange(2) + hvd.rank() + step).square().sum().backward()
+            optimizer.step()
+        return first, [parameter.detach() for parameter in model.parameters()]
+
+    (table, weight, bias), _ = trained(True, True)
+    zeros = not (table.to_dense() if table.is_sparse else table).any() and not weight.any()
+    same = all(
+        torch.equal(mine, other)
+        for set_to_none in (True, False)
+        for mine, other in zip(
+            trained(True, set_to_none)[1], trained(False, set_to_none)[1], strict=True
+        )
+    )
+    return bool(zeros), table.is_sparse == is_sparse and bias is None, same
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_fresh_optimizer_has_gradients_that_can_be_broadcast(pool2: RankPool, is_sparse: bool):
+    for zeros, is_as_trained, same in pool2.run(_gradients, is_sparse):
+        assert zeros
+        assert is_as_trained  # sparse where the model's are, none for what is not trained
+        assert same
 
 
 def _options() -> list[Any]:

@@ -19,6 +19,7 @@ import horovod.torch as hvd
 from horovod.torch import bucketing
 from horovod.torch.bucket_submission import BucketSubmitter
 from horovod.torch.sliced_update import SlicedParameter
+from tests.effort import examples
 from tests.ranks import RankPool
 from tests.torch.delaying import (
     ALL,
@@ -56,7 +57,7 @@ def _trained(steps: int, passes: int, zero: str, options: dict[str, Any]) -> Any
 
 
 @settings(
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -156,7 +157,7 @@ def _trained_while_looking(model: str, more: list[float], hooked: int) -> Any:
 
 
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import horovod.torch as hvd
 from horovod.common.reduce_op import ReduceOp
+from tests.effort import examples
 from tests.ranks import RankPool
 from tests.torch.reference import Case, cases
 
@@ -52,7 +53,7 @@ def _one(form: str, case: Case, name: str | None) -> torch.Tensor:
 
 
 @given(case=rowed_cases, form=st.sampled_from(sorted(FORMS)), name=st.none() | st.text())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_one_tensor(pool3: RankPool, case: Case, form: str, name: str | None):
     _check(case, pool3.run(_one, form, case, name))
 
@@ -68,7 +69,7 @@ def _group(form: str, cases: list[Case]) -> list[torch.Tensor]:
     op=st.sampled_from(SIMPLE),
     form=st.sampled_from(sorted(GROUP_FORMS)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_group_of_tensors_of_any_types(pool3: RankPool, chosen, op, form):
     group = [
         Case(torch.uint8 if c.dtype is torch.bool else c.dtype, c.shape, c.layout, op, seed=c.seed)

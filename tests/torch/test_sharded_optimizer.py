@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import horovod.torch as hvd
+from tests.effort import examples
 from tests.ranks import RankPool
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -152,7 +153,7 @@ forms = st.tuples(
 def test_any_parameters(request: pytest.FixtureRequest, size: int):
     pool: RankPool = request.getfixturevalue(f"pool{size}")
 
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(12), deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         name=st.sampled_from(sorted(OPTIMIZERS.keys() - TENSORWISE.keys())),
         forms=st.lists(forms, min_size=1, max_size=6),

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.torch.shards import GRAIN, Slice, cut, deal_out
+from tests.effort import examples
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(counts=st.lists(st.integers(0, 1000), max_size=12), size=st.integers(1, 9))
 def test_every_element_has_one_owner_and_shares_are_equal(counts: list[int], size: int):
     params = [torch.nn.Parameter(torch.empty(count)) for count in counts]
@@ -27,7 +28,7 @@ def test_every_element_has_one_owner_and_shares_are_equal(counts: list[int], siz
         assert abs(share - sum(counts) / size) <= GRAIN + 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     counts=st.lists(st.lists(st.integers(0, 1000), max_size=8), min_size=1, max_size=3),
     size=st.integers(1, 9),

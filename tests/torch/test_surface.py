@@ -24,7 +24,9 @@ SIGNATURES = {
         "optimizer, named_parameters=None, compression=NoneCompressor, "
         "backward_passes_per_step=1, op=0, gradient_predivide_factor=1.0, "
         "num_groups=0, groups=None, sparse_as_dense=False, process_set=GPS, "
-        "shard_state=False, communication_hook=None, overlap_forward=None"
+        "shard_state=False, communication_hook=None, overlap_forward=None, local_steps=None, "
+        "outer=None, warmup_steps=0, average_state=False, average_buffers=None, fragments=1, "
+        "delay=0, alpha=None, within=None"
     ),
     "SyncBatchNorm": (
         "num_features, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, "
@@ -91,6 +93,7 @@ SIGNATURES = {
     "remove_process_set": "process_set",
 }
 OTHER_NAMES = {
+    "OuterSGD",
     "Adasum",
     "Average",
     "Compression",

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import horovod.torch as hvd
 from horovod.torch.sync_batch_norm import SyncBatchNorm, _names
 from tests.accelerators import accelerator as find_accelerator
+from tests.effort import examples
 from tests.ranks import RankPool, run_ranks
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -168,7 +169,7 @@ def layers(draw: st.DrawFn, size: int) -> Layer:
 @given(layer=layers(3))
 @example(layer=Layer((4, 0, 1), dtype=torch.float64))
 @example(layer=Layer((0, 0, 2), 2, (3, 3), channels_last=True))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_training_like_one_layer_on_the_whole_batch(pool3: RankPool, layer: Layer):
     _check(layer, pool3.run(_train, layer))
 
@@ -181,7 +182,7 @@ def _train_on_accelerator(layer: Layer) -> dict[str, Any]:
 @pytest.mark.skipif(find_accelerator() is None, reason="needs an accelerator")
 @given(layer=layers(2))
 @example(layer=Layer((4, 0), 2, (3, 3), torch.bfloat16, channels_last=True))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_two_ranks_on_one_accelerator(pool2: RankPool, layer: Layer):
     _check(layer, pool2.run(_train_on_accelerator, layer))
 

@@ -89,7 +89,7 @@ def cases(size: int) -> st.SearchStrategy[Case]:
         reduction("allreduce_vector", st.lists(lengths(size), min_size=1, max_size=5)),
         st.builds(
             Case,
-            st.just("allreduce_narrow"),
+            st.sampled_from(["allreduce_narrow", "allreduce_int8", "allreduce_fp8"]),
             st.sampled_from(["float32", "float64"]),
             values=st.sampled_from(["whole", "random"]),
             counts=lengths(size),
@@ -226,6 +226,22 @@ def _allreduce_narrow(transport: Transport, case: Case) -> str:
     tolerance = 0 if case.values == "whole" else TOLERANCE[torch.bfloat16]
     torch.testing.assert_close(tensor, expected, rtol=tolerance, atol=4 * tolerance)
     return digest(tensor)
+
+
+def _allreduce_coded(transport: Transport, case: Case) -> str:
+    """Between hosts in 8 bits: each rank's numbers are rounded, and the sum of every 256 is."""
+    inputs = [data(case, rank, case.counts) for rank in range(transport.size)]
+    tensor = inputs[transport.rank].clone()
+    wire = torch.int8 if case.kind == "allreduce_int8" else torch.float8_e4m3fn
+    transport.allreduce_vector([tensor], ReduceOp.SUM, 0.5, wire)
+    expected = reduced(case, inputs) / 2
+    most = sum(float(each.abs().max()) for each in inputs) if case.counts else 0.0
+    tolerance = most / 127 if wire is torch.int8 else most / 14
+    torch.testing.assert_close(tensor, expected, rtol=0, atol=tolerance)
+    return digest(tensor)
+
+
+_allreduce_int8 = _allreduce_fp8 = _allreduce_coded
 
 
 def _reduce_scatter(transport: Transport, case: Case) -> str:

@@ -16,6 +16,7 @@ from horovod.common.store import PrefixStore
 from horovod.transport import pairwise
 from horovod.transport.base import Group
 from horovod.transport.mpi import MpiTransport, communicator_of
+from tests.effort import examples
 from tests.ranks import PATIENCE
 from tests.transport import cases
 from tests.transport.kinds import connect, whole_group
@@ -39,7 +40,7 @@ def contract() -> None:
     if world.rank == 0:
 
         @settings(
-            max_examples=60,
+            max_examples=examples(60),
             deadline=None,
             database=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

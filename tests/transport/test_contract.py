@@ -19,12 +19,13 @@ from horovod.common.store import MemoryStore
 from horovod.common.store_server import StoreServer
 from horovod.common.wire import new_key
 from tests import rank_process
+from tests.effort import examples
 from tests.ranks import PATIENCE, Ranks, clean_environment
 from tests.transport import cases
 from tests.transport.kinds import KINDS, build, connect
 
 EXAMPLES = settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

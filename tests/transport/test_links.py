@@ -27,9 +27,10 @@ from horovod.common.config import Config
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import MemoryStore, Store
 from horovod.common.wire import Session, Stream, new_key
-from horovod.transport import links
+from horovod.transport import handshakes, links
 from horovod.transport.base import Group
-from horovod.transport.links import Links, drain
+from horovod.transport.links import Links
+from horovod.transport.sockets import drain
 from horovod.transport.tcp import TcpTransport
 from tests.ranks import start_ranks, tell
 from tests.transport.kinds import connect, whole_group
@@ -243,7 +244,7 @@ def test_a_stranger_that_comes_and_goes_is_forgotten():
 
 def test_a_silent_stranger_is_dropped_in_time():
     with linked(2) as ranks:
-        with mock.patch.object(links, "_HANDSHAKE_SECONDS", 0.1):  # too short for slow ranks
+        with mock.patch.object(handshakes, "_HANDSHAKE_SECONDS", 0.1):  # too short for slow ranks
             with socket.create_connection(ranks.address(0)) as stranger:
                 assert is_dropped(stranger)
             with socket.create_connection(ranks.address(0)) as stranger:
@@ -405,7 +406,7 @@ def test_a_peer_is_lost_when_its_kernel_is_silent_for_long_enough():
         return 100.0 if silent.is_set() and link is ranks.links[0].open[2] else None
 
     with (
-        mock.patch.object(links, "_unanswered", unanswered),
+        mock.patch.object(links, "unanswered_seconds", unanswered),
         linked(3) as ranks,
     ):
         ranks.check(0, 1)
@@ -427,7 +428,7 @@ def test_a_peer_that_answers_now_and_then_is_not_lost():
         return next(ages)
 
     with (
-        mock.patch.object(links, "_unanswered", unanswered),
+        mock.patch.object(links, "unanswered_seconds", unanswered),
         linked(2) as ranks,
     ):
         ranks.join(0, 1)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.transport import address_arrays
-from horovod.transport.shares import Memory, SharePlan, whole
+from horovod.transport.shares import Memory, SharePlan, tensor_operands
+from tests.effort import examples
 
 counts = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 3_000)), min_size=1, max_size=6)
 widths = st.sampled_from([1, 2, 4, 8, 16])
@@ -17,7 +18,7 @@ ranks = st.integers(1, 12)
 blocks = st.one_of(st.integers(1, 300), st.integers(1, 20_000))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(counts, widths, ranks, blocks)
 def test_every_element_is_in_one_block_in_order(
     lengths: list[int], width: int, size: int, block: int
@@ -34,7 +35,7 @@ def test_every_element_is_in_one_block_in_order(
     assert elements == [(t, e) for t, length in enumerate(lengths) for e in range(length)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(counts, widths, ranks, blocks)
 def test_blocks_say_what_they_hold_and_keep_to_the_limit(
     lengths: list[int], width: int, size: int, block: int
@@ -82,6 +83,6 @@ def test_buffers_and_operands_are_the_tensors_memory(
             operand *= 0
     assert found == content
     assert not any(tensor.any() for tensor in tensors), "operands were copies"
-    for operand in whole(tensors):
+    for operand in tensor_operands(tensors):
         operand += 1
     assert all((tensor == 1).all() for tensor in tensors)

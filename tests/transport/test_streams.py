@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from horovod.common.exceptions import HorovodInternalError
 from horovod.transport import streams
 from horovod.transport.streams import Incoming, MessageStream, finish
+from tests.effort import examples
 
 Connected = Callable[[], AbstractContextManager[tuple[socket.socket, socket.socket]]]
 
@@ -107,7 +108,7 @@ def alongside(function) -> threading.Thread:
     return thread
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(messages, messages, st.integers(1, 5), st.sampled_from([pair, tcp_pair]))
 def test_messages_arrive_intact_and_in_order_both_ways(
     there: list, back: list, most: int, connected: Connected

@@ -10,9 +10,9 @@
 
     train(state)
 
-When ranks are lost or come, the function is called again, and the new fit goes on from the last
-commit: with the weights, optimizers, schedulers, loops and callbacks of then, and with the samples
-of the epoch that nobody has seen yet, divided among the ranks that are there now.
+When ranks are lost or added, the function is called again, and the new fit continues from the last
+commit. It restores weights, optimizers, schedulers, loops and callbacks, and divides the samples of
+the epoch that no rank has seen yet among the present ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from horovod.torch.elastic import run
 __all__ = ["CommitCallback", "TrainerState", "run"]
 
 if typing.TYPE_CHECKING:
-    from horovod.lightning.elastic.callback import Commits as CommitCallback
+    from horovod.lightning.elastic.callback import CommitCallbackMixin as CommitCallback
 
 
 def __getattr__(name: str) -> typing.Any:
-    """The callback, for the Lightning that the program uses."""
+    """Return the callback, made for the package of Lightning that the program uses."""
     if name == "CommitCallback":
-        from horovod.lightning import flavours
+        from horovod.lightning.elastic.callback import commit_callback_class
+        from horovod.lightning.flavours import preferred_flavour
 
-        return flavours.commit_callback(flavours.preferred())
+        return commit_callback_class(preferred_flavour())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

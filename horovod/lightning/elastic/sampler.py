@@ -1,8 +1,9 @@
-"""Which samples of an epoch are left: an ElasticSampler that counts like a Trainer.
+"""An ElasticSampler that counts batches as a Trainer does.
 
-A Trainer that is restored in the middle of an epoch goes on with the number of batches that it has
-counted, up to the length of its loader. So the length of this sampler is what was done before the
-ranks changed, in batches of this rank, and what is left to do; only the latter is handed out.
+A Trainer that is restored in the middle of an epoch continues with the number of batches that it
+has counted, up to the length of its loader. So the length of this sampler is the number of samples
+done before the ranks changed, in batches of this rank, plus those that are left; it hands out only
+the latter.
 """
 
 from __future__ import annotations
@@ -13,36 +14,36 @@ from horovod.torch.elastic.sampler import ElasticSampler
 
 
 class EpochSampler(ElasticSampler):
-    """Used by the strategy in place of Lightning's DistributedSampler, for training data."""
+    """Replaces Lightning's DistributedSampler for training data."""
 
     def __init__(self, dataset: Any, shuffle: bool, seed: int, batch_size: int) -> None:
-        self.batches = 0  # of each rank, in this epoch
-        self._before = 0  # of those, when what is left was last divided
+        self.batches = 0  # that each rank has done in this epoch
+        self._batches_before = 0  # those done when the rest was last divided among the ranks
         self._batch_size = batch_size
         super().__init__(dataset, shuffle, seed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by Lightning at the beginning of an epoch, also of one that goes on."""
+        """Start an epoch; Lightning also calls this when it resumes one, which keeps its counts."""
         if epoch != self.epoch:
             self.batches = 0
             super().set_epoch(epoch)
 
     @property
-    def resumed(self) -> bool:
-        """Whether this epoch goes on after others had begun it."""
-        return self._before > 0
+    def is_resumed(self) -> bool:
+        """Whether this epoch was begun before the ranks last changed."""
+        return self._batches_before > 0
 
     def record(self) -> None:
-        """All ranks have trained on one more batch."""
+        """Count one more batch that all ranks have trained on."""
         self.record_batch(self.batches, self._batch_size)
         self.batches += 1
 
     def reset(self) -> None:
         super().reset()
-        self._before = self.batches
+        self._batches_before = self.batches
 
     def __len__(self) -> int:
-        return self._before * self._batch_size + self.num_samples
+        return self._batches_before * self._batch_size + self.num_samples
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "batches": self.batches}

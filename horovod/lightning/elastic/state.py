@@ -1,7 +1,7 @@
-"""What a Trainer has to carry over when ranks are lost or come: `TrainerState`.
+"""`TrainerState`: what a Trainer carries over when ranks are lost or added.
 
-A commit is a checkpoint of Lightning's that stays in memory, and where the samples of the epoch are
-that were not seen yet. A new fit loads it as it would load a file.
+A commit is a checkpoint of Lightning that stays in memory, together with the samplers' record of
+the samples that no rank has seen yet. A new fit loads it as it would load a file.
 """
 
 from __future__ import annotations
@@ -21,35 +21,39 @@ SAMPLERS = "horovod_samplers"
 AT_EPOCH_START = "horovod_at_epoch_start"
 
 
-class InMemory(str):
-    """Stands for the path of a checkpoint, in Lightning's messages too."""
+class InMemoryCheckpoint(str):
+    """Stands for the path of a checkpoint; Lightning's messages show its text."""
 
     content: Callable[[], dict[str, Any]]
 
 
 class TrainerState(State):
-    """The state of a fit: `module`, and all that the Trainer knows about its training."""
+    """The state of a fit: a module, and all that the Trainer knows about its training.
+
+    Args:
+        module: The LightningModule to train.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(broadcast_object, lambda: runtime.topology.rank)
         self.module = module
         self._initial = clone(module.state_dict())
         self._snapshots = Snapshots()
-        self._trainer: Any = None  # while it trains
-        self._num_given = 0  # samplers that have got what was committed for them
-        self._epoch_start = False  # what is committed next
+        self._trainer: Any = None  # only while it trains
+        self._num_restored = 0  # the number of samplers that were made with committed state
+        self._is_epoch_start = False  # whether the next commit is before an epoch's first batch
 
     @property
-    def checkpoint(self) -> InMemory | None:
+    def checkpoint(self) -> InMemoryCheckpoint | None:
         """The last commit, for ``Trainer.fit(ckpt_path=...)``; None if there is none yet."""
         if self._snapshots.current is None:
             return None
-        made = InMemory("the last commit, in memory")
-        made.content = self._content
-        return made
+        checkpoint = InMemoryCheckpoint("the last commit, in memory")
+        checkpoint.content = self._copy_content
+        return checkpoint
 
-    def _content(self) -> dict[str, Any]:
-        """A copy: optimizers keep the tensors that they load."""
+    def _copy_content(self) -> dict[str, Any]:
+        """Return a copy of the last commit, since optimizers keep the tensors that they load."""
         assert self._snapshots.current is not None, "asked for through `checkpoint`"
         content: dict[str, Any] = clone(self._snapshots.current.content)
         return content
@@ -63,54 +67,61 @@ class TrainerState(State):
     # -- with a Trainer --------------------------------------------------------------------
 
     def attach(self, trainer: Any) -> None:
-        """The `trainer` is about to fit."""
+        """Take snapshots of `trainer` from now on; it is about to fit."""
         self._trainer = trainer
-        self._num_given = 0
+        self._num_restored = 0
 
     def detach(self) -> None:
-        """The Trainer has finished: nothing newer than the last commit is to be had."""
+        """Take no more snapshots: the Trainer has finished."""
         self._trainer = None
 
     @property
     def samplers(self) -> list[EpochSampler]:
-        """Those of the training data that can go on in the middle of an epoch."""
+        """The samplers of the training data that can resume in the middle of an epoch."""
         loaders = getattr(self._trainer.fit_loop._combined_loader, "flattened", [])
-        found = [getattr(loader, "sampler", None) for loader in loaders]
-        return [sampler for sampler in found if isinstance(sampler, EpochSampler)]
+        samplers = [getattr(loader, "sampler", None) for loader in loaders]
+        return [sampler for sampler in samplers if isinstance(sampler, EpochSampler)]
 
     def sampler_for(self, dataset: Any, shuffle: bool, seed: int, batch_size: int) -> EpochSampler:
-        """A sampler of the training data `dataset`, which goes on where the last commit was.
+        """Make a sampler of training data that continues where the last commit was made.
 
-        `shuffle`, `seed` and `batch_size` are those of the data loader.
+        Args:
+            dataset: The data to sample.
+            shuffle: Whether the data loader shuffles.
+            seed: The seed of its shuffling.
+            batch_size: The number of samples in its batches.
+
+        Returns:
+            The sampler.
         """
-        made = EpochSampler(dataset, shuffle, seed, batch_size)
+        sampler = EpochSampler(dataset, shuffle, seed, batch_size)
         current = self._snapshots.current
         committed = [] if current is None else current.content[SAMPLERS]
-        if self._num_given < len(committed):
-            made.load_state_dict(committed[self._num_given])
-            self._num_given += 1
-        return made
+        if self._num_restored < len(committed):
+            sampler.load_state_dict(committed[self._num_restored])
+            self._num_restored += 1
+        return sampler
 
     def commit_at(self, epoch_start: bool) -> None:
-        """Commit; `epoch_start`: nothing of the epoch is done yet."""
-        self._epoch_start = epoch_start
+        """Commit the state; `epoch_start` says whether no batch of the epoch is done yet."""
+        self._is_epoch_start = epoch_start
         self.commit()
 
-    # -- as the elastic loop asks for it ---------------------------------------------------
+    # -- called by the elastic loop --------------------------------------------------------
 
     def save(self) -> None:
-        """Take a snapshot. Outside of a fit there is nothing newer than the last one."""
+        """Take a snapshot. Outside of a fit nothing is newer than the last snapshot."""
         if self._trainer is None:
             return
         content = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         content[SAMPLERS] = [sampler.state_dict() for sampler in self.samplers]
-        content[AT_EPOCH_START] = self._epoch_start
-        if self._epoch_start:
-            _as_if_between_epochs(content["loops"]["fit_loop"])
+        content[AT_EPOCH_START] = self._is_epoch_start
+        if self._is_epoch_start:
+            _rewind_to_epoch_start(content["loops"]["fit_loop"])
         self._snapshots.take(content)
 
     def restore(self) -> None:
-        """The next fit loads the last commit by itself."""
+        """Return to the initial values if nothing was committed; the next fit loads a commit."""
         self.detach()
         if self._snapshots.current is None:
             self.module.load_state_dict(self._initial)
@@ -124,8 +135,8 @@ class TrainerState(State):
             self._snapshots.take(content)
 
 
-def _as_if_between_epochs(fit_loop: dict[str, Any]) -> None:
-    """Make the counts of a loop that has just begun an epoch those of one that is about to."""
+def _rewind_to_epoch_start(fit_loop: dict[str, Any]) -> None:
+    """Change the counts of a loop that has just begun an epoch to those of just before it."""
     epochs = fit_loop["epoch_progress"]
     for counts in (epochs["total"], epochs["current"]):
         counts["ready"] = counts["completed"]

@@ -336,7 +336,6 @@ class HostManager:
         return frozenset(h for h in self._slots if self.blacklisting.is_blacklisted(h, now))
 
 
-DISCOVER_HOSTS_FREQUENCY_SECS = 1.0
 _CLOSE_SECONDS = 5.0
 
 
@@ -344,11 +343,21 @@ class HostPoller:
     """Asks for hosts repeatedly, in a thread of its own."""
 
     def __init__(
-        self, discovery: HostDiscovery, report: Callable[[dict[str, int] | Exception], None]
+        self,
+        discovery: HostDiscovery,
+        report: Callable[[dict[str, int] | Exception], None],
+        pause: float,
     ) -> None:
-        """Begin to ask; `report` gets every answer or exception, in the poller's thread."""
+        """Begin to ask.
+
+        Args:
+            discovery: The source of hosts.
+            report: Gets every answer or exception, in the poller's thread.
+            pause: Seconds after each answer until the next question.
+        """
         self._discovery = discovery
         self._report = report
+        self._pause = pause
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="horovod-discovery", daemon=True)
         self._thread.start()
@@ -363,7 +372,7 @@ class HostPoller:
             if self._closing.is_set():
                 return
             self._report(answer)
-            self._closing.wait(DISCOVER_HOSTS_FREQUENCY_SECS)
+            self._closing.wait(self._pause)
 
     @property
     def running(self) -> bool:

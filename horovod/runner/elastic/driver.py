@@ -20,7 +20,7 @@ from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import FAILURE_GRACE, Supervisor
 from horovod.runner.elastic import policy, termination
 from horovod.runner.elastic.decision_log import DecisionLog
-from horovod.runner.elastic.discovery import DISCOVER_HOSTS_FREQUENCY_SECS, HostManager
+from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.host_set import Host, HostSet
 from horovod.runner.elastic.job_state import (
@@ -49,6 +49,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+DISCOVER_HOSTS_FREQUENCY_SECS = 1.0
 _TICK = 0.5
 """Seconds after which the driver checks its deadlines, if nothing else happens."""
 
@@ -122,7 +123,7 @@ class Driver:
         self._supervisor.watch(self._inbox.descriptor, self._take_messages)
         self._supervisor.awaits_agents = True
         self._tick()
-        self._inbox.open()
+        self._inbox.open(DISCOVER_HOSTS_FREQUENCY_SECS)
         try:
             self._supervisor.run(self)
         finally:
@@ -263,6 +264,7 @@ class Driver:
         state.resting_hosts = frozenset(host for host in state.hosts if not hosts.is_ready(host))
         state.hosts_connecting = any(map(hosts.is_connecting, state.resting_hosts))
         state.interrupted = bool(self._supervisor.signals)
+        state.obstacle = hosts.obstacle()
         return state
 
     def _mind_hosts(self) -> None:
@@ -340,6 +342,6 @@ class Driver:
             termination.make_outcome(self._state, ending),
             ending.failure,
         )
-        if ending.problem or ending.failure:
+        if ending.problem or ending.failure or self._state.alive:
             self._decisions.announce_the_end()
         self._supervisor.stop(FAILURE_GRACE)

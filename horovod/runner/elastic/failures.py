@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import time
 
+from horovod.common.decisions import DRIVER_LOST
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.processes import signal_groups
 from horovod.runner.elastic.discovery import HostManager
@@ -32,7 +33,9 @@ class Failures:
 
     def failed(self, process: Process, code: int) -> None:
         """Record a worker that has ended by itself with an error."""
-        self._note(process, code, process.exit(code).describe())
+        lost_driver = "could not reach the driver any more"
+        how = lost_driver if code == DRIVER_LOST else process.exit(code).describe()
+        self._note(process, code, how)
         self.blame(process.host)
 
     def could_not_start(self, process: Process, why: str) -> None:

@@ -97,6 +97,10 @@ class HostSet(ABC):
                 ones.
         """
 
+    def obstacle(self) -> str:
+        """Say why workers that were to start have not for a while; nothing if none is known."""
+        return ""
+
     @abstractmethod
     def stop(self, name: str, worker: int, grace: float) -> None:
         """End a worker, by force after `grace` seconds; do nothing if its host is lost."""

@@ -134,6 +134,7 @@ class JobState:
     hosts_known: bool = False  # discovery has answered
     no_hosts: str = ""  # why no hosts will come any more
     host_problem: str = ""  # the last problem of a host
+    obstacle: str = ""  # why the cluster does not start workers that it was asked for
     fenced_until: float = 0.0  # workers that we cannot kill may live until then
     short_since: float | None = None  # since when there are too few workers
     shortage: str = ""  # the message to people about that

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from horovod.common.decisions import broken_key, parse_answer, seen_key
@@ -93,12 +94,11 @@ class Inbox:
         """A descriptor that is readable when `take_all` has something to do."""
         return self._mailbox.descriptor
 
-    def open(self) -> None:
-        """Watch the store's keys, and begin to ask for hosts."""
+    def open(self, pause: float) -> None:
+        """Watch the store's keys, and begin to ask for hosts, `pause` seconds after each answer."""
         self._store.watch(self._on_key)
-        self._poller = HostPoller(
-            self._manager.discovery, lambda answer: self._mailbox.post("hosts", answer)
-        )
+        report = partial(self._mailbox.post, "hosts")
+        self._poller = HostPoller(self._manager.discovery, report, pause)
 
     def stop_polling(self) -> None:
         """Ask for hosts no more."""
@@ -140,7 +140,7 @@ class Inbox:
         state.hosts_known = True
         self._last_problem = ""
         for host in before.host_slots:
-            if host not in answer and state.workers_on(host):
+            if state.number and host not in answer and state.workers_on(host):
                 state.causes.append(f"{host} is not available any more")
         self._status.note("hosts", hosts=answer)
         return True

@@ -13,6 +13,7 @@ import dataclasses
 import signal
 from dataclasses import dataclass
 
+from horovod.common.decisions import DRIVER_LOST
 from horovod.runner.elastic.job_state import JobState, Limits, WorkerFailure
 from horovod.runner.elastic.status import count_of
 from horovod.runner.output.report import Outcome, first_to_fail
@@ -75,7 +76,8 @@ def are_all_lost(state: JobState) -> bool:
 def shortage_start(state: JobState, limits: Limits) -> float | None:
     """Return when the workers became too few; None if there are enough."""
     anybody_waits = not state.workers or any(w.ready_at is not None for w in state.workers)
-    enough = len(state.members()) >= limits.min_np if state.number else not anybody_waits
+    is_waiting = anybody_waits or bool(state.obstacle)
+    enough = len(state.members()) >= limits.min_np if state.number else not is_waiting
     if enough:
         return None
     return state.now if state.short_since is None else state.short_since
@@ -85,6 +87,10 @@ def describe_shortage(state: JobState, limits: Limits) -> str:
     """Return a line for people if the job waits because hosts are missing; empty if not."""
     if not state.hosts_known or state.is_over or state.short_since is None:
         return ""
+    if state.obstacle:
+        can_begin = _count_ready(state) >= limits.min_np and not state.number
+        limit = "" if can_begin else f"up to {limits.elastic_timeout:g} s "
+        return f"waiting {limit}for room: {_describe_lack(state, limits)}"
     wanted = limits.min_np if state.number else limits.num_proc
     enough = max(state.slots, len(state.workers)) >= wanted
     if enough or (state.workers and not state.number):
@@ -98,10 +104,12 @@ def _ending_if_useless(state: JobState) -> Ending | None:
     assert first is not None, "all of them failed"
     blamed = next(failure for failure in state.failures if failure.exit is first)
     again = state.fruitless_starts + (not state.have_met) >= _MOST_FRUITLESS
-    if all(failure.exit.pid == 0 for failure in state.failures):  # none could be started
-        others = set(state.usable) - {failure.exit.host for failure in state.failures}
+    exits = [failure.exit for failure in state.failures]
+    # One that was lost with its host before it ran (a negative code) says nothing about others.
+    if all(exit.pid == 0 and exit.code > 0 for exit in exits):  # none could be started
+        others = set(state.usable) - {exit.host for exit in exits}
         return None if others and not again else Ending(state.host_problem, status=first.status)
-    if all(failure.exit.code > 0 for failure in state.failures):
+    if all(exit.code > 0 and exit.code != DRIVER_LOST for exit in exits):
         return Ending(failure=blamed)  # by themselves, not by a signal or with their host
     if again:
         return Ending("all workers were lost again before they could begin", blamed)
@@ -137,6 +145,10 @@ def _ending_after_timeout(state: JobState, limits: Limits) -> Ending | None:
 
 
 def _describe_lack(state: JobState, limits: Limits) -> str:
+    if state.obstacle:
+        needed = count_of(limits.min_np, "worker")
+        begun = _describe_workers(state) if state.number else f"{_count_ready(state)} can begin"
+        return f"the job needs {needed}, and {begun}. {state.obstacle}"
     hosts = ", ".join(f"{host}:{slots}" for host, slots in state.usable.items()) or "no host"
     if state.blacklisted:
         hosts += f"; not used after failures: {', '.join(sorted(state.blacklisted))}"
@@ -149,9 +161,13 @@ def _describe_lack(state: JobState, limits: Limits) -> str:
 
 
 def _describe_workers(state: JobState) -> str:
-    placed, new = len(state.members()), state.newcomers()
-    ready = sum(w.ready_at is not None for w in new)
-    starting = len(new) - ready
+    placed, ready = len(state.members()), _count_ready(state)
+    starting = len(state.newcomers()) - ready
     extra = [f"{ready} ready"] * bool(ready) + [f"{starting} starting"] * bool(starting)
     verb = "is" if placed == 1 else "are"
     return f"{placed} {verb} left" + (f" ({', '.join(extra)})" if extra else "")
+
+
+def _count_ready(state: JobState) -> int:
+    """Return how many new workers are ready to join."""
+    return sum(worker.ready_at is not None for worker in state.newcomers())

@@ -67,6 +67,19 @@ def to_numpy(name: str, column: Any) -> np.ndarray[Any, Any]:
     )
 
 
+def check_nan(name: str, array: np.ndarray[Any, Any]) -> None:
+    """ColumnError if rows have NaN."""
+    if array.dtype.kind != "f":
+        return
+    has_nan = np.isnan(array).reshape(len(array), -1).any(axis=1)
+    if has_nan.any():
+        raise ColumnError(
+            f"column {name!r} has NaN in {has_nan.sum()} of the {len(array)} rows that were read "
+            "first, which would make the loss NaN: leave such rows out of the data, or set "
+            "nan_labels='keep' if the loss leaves them out"
+        )
+
+
 def _list_rows(name: str, values: Any, length: int, rows: int) -> np.ndarray[Any, Any]:
     inner = to_numpy(name, values)
     return inner.reshape(rows, length, *inner.shape[1:])

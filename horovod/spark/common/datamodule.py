@@ -87,6 +87,7 @@ class ParquetDataModule(DataModule):
         val_reader_workers: int = 2,
         edit_fields: Sequence[Any] | None = None,
         removed_fields: Sequence[str] | None = None,
+        refuse_nan_in: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -96,6 +97,7 @@ class ParquetDataModule(DataModule):
         self._workers = {"train": train_reader_workers, "val": val_reader_workers}
         self._edit_fields = edit_fields
         self._removed = list(removed_fields or ())
+        self._refuse_nan_in = refuse_nan_in
         self._train: ParquetReader | None = None
         self._val: ParquetReader | None = None
 
@@ -125,6 +127,7 @@ class ParquetDataModule(DataModule):
             removed_fields=self._removed,
             workers_count=self._workers[what],
             storage_options=self.storage_options,
+            refuse_nan_in=self._refuse_nan_in,
         )
 
     def _passes_of(self, what: str) -> int | None:

@@ -11,11 +11,18 @@ from pyspark.ml import Estimator, Model
 
 from horovod.spark.common import util
 from horovod.spark.common.backend import Backend, SparkBackend
+from horovod.spark.common.checks import check_nan_labels, check_types, check_validation
+from horovod.spark.common.columns import Rows
+from horovod.spark.common.head import head_of_frame, head_of_parquet
 from horovod.spark.common.job import DataFacts, TrainingJob
-from horovod.spark.common.metadata import Metadata
+from horovod.spark.common.metadata import Metadata, describe_rows
 from horovod.spark.common.params import EstimatorParams, ModelParams
+from horovod.spark.common.reader import ParquetFiles
+from horovod.spark.common.row_buffer import row_count
 from horovod.spark.common.serialization import Persistent
 from horovod.spark.common.store import Store
+
+TRIAL_ROWS = 8  # that the driver looks at before it starts processes
 
 
 class HorovodEstimator(Persistent, EstimatorParams, Estimator):
@@ -73,6 +80,15 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
             )
         if not validation:
             val_rows = 0  # what lies there was not asked for
+        if self.getNanLabels() == "drop":
+            raise ValueError(
+                "nan_labels='drop' needs a DataFrame: fit_on_parquet trains with all rows that are "
+                "in the store"
+            )
+        if self._feeds_columns():
+            files = ParquetFiles(store.get_train_data_path(dataset_idx), store.storage_options)
+            rows = head_of_parquet(files, list(metadata), self._trial_rows())
+            self._check_rows(rows, metadata, payload)
         facts = DataFacts(train_rows, val_rows, row_size, metadata, dataset_idx)
         return self._fit_prepared(backend, facts, payload)
 
@@ -80,6 +96,17 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         backend = self._checked_backend()
         store = self._checked_store()
         payload = self._pack()
+        columns = util.choose_columns(
+            df,
+            self._checked_labels(),
+            self.getFeatureCols(),
+            self.getValidation(),
+            self.getSampleWeightCol(),
+        )
+        if self._feeds_columns():
+            check_types({name: df.schema[name].dataType for name in columns})
+            rows = head_of_frame(df, columns, self._trial_rows())
+            self._check_rows(rows, describe_rows(rows, dict(df.dtypes)), payload)
         with util.prepare_data(
             backend.num_processes(),
             store,
@@ -93,6 +120,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
             verbose=self.getVerbose(),
             allow_nulls=self.getTransformationFn() is not None,
             seed=self.getRandomSeed(),
+            nan_labels=self.getNanLabels(),
         ) as dataset_idx:
             train_rows, val_rows, metadata, row_size = util.get_dataset_properties(dataset_idx)
             facts = DataFacts(train_rows, val_rows, row_size, metadata, dataset_idx)
@@ -171,7 +199,24 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if (self.getShufflingBufferSize() or 0) < 0:
             raise ValueError("shuffle_buffer_size must be at least 0")
-        util.check_validation(self.getValidation())
+        check_validation(self.getValidation())
+        check_nan_labels(self.getNanLabels())
+
+    def _feeds_columns(self) -> bool:
+        """Whether the model gets the columns as they are, so that they can be tried here."""
+        return self.getTransformationFn() is None and self.getDataModule() is None
+
+    def _trial_rows(self) -> int:
+        return min(TRIAL_ROWS, int(self.getBatchSize()))
+
+    def _check_rows(self, rows: Rows, metadata: Metadata, payload: bytes) -> None:
+        """ValueError if the first rows do not fit the model; no process was started yet."""
+        if row_count(rows):
+            self._check_metadata(metadata)
+            self._try_rows(rows, metadata, payload)
+
+    def _try_rows(self, rows: Rows, metadata: Metadata, payload: bytes) -> None:
+        """ValueError if the model or a loss fails with these rows, where that can be tried."""
 
     @abstractmethod
     def _check_metadata(self, metadata: Metadata) -> None:

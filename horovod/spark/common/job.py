@@ -103,6 +103,11 @@ class TrainingJob:
             return int(given)
         return max(1, BUFFER_BYTES // max(1, self.facts.row_size)) if self["shuffle"] else 0
 
+    def _targets(self) -> list[str]:
+        """The labels and the weights of rows."""
+        weights = self["sample_weight_col"]
+        return [*self.label_columns, *([weights] if weights else [])]
+
     def data_module(self, rank: int, size: int, steps: int, default: type[Any]) -> Any:
         """The data module of one rank."""
         use_system_memory()
@@ -137,6 +142,7 @@ class TrainingJob:
             val_reader_workers=self["val_reader_num_workers"],
             edit_fields=self["transformation_edit_fields"],
             removed_fields=self["transformation_removed_fields"],
+            refuse_nan_in=self._targets() if self["nan_labels"] != "keep" else (),
             feature_columns=self.feature_columns,
             label_columns=self.label_columns,
             sample_weight_col=sample_weights,

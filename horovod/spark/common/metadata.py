@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod.spark.common.columns import ColumnError, to_numpy
+from horovod.spark.common.columns import ColumnError, Rows, to_numpy
 
 Metadata = dict[str, dict[str, Any]]
 
@@ -16,33 +16,44 @@ NOCHANGE, ARRAY, CUSTOM_SPARSE = "nochange", "array", "custom_sparse_format"
 def describe(frame: Any, columns: list[str], compress_sparse: bool) -> Metadata:
     """Type and shape of the columns of a DataFrame that was written to Parquet.
 
-    One query over the Parquet finds nulls and rows whose lengths differ.
+    One query over the Parquet finds nulls, NaN, and rows whose lengths differ.
     """
     import pyspark.sql.functions as F
 
     kinds = {field.name: field.dataType for field in frame.schema.fields}
+    queries = {name: _Queries(F.col(quoted(name)), kinds[name]) for name in columns}
     wanted = []
-    for name in columns:
-        column = F.col(_quoted(name))
-        wanted.append(F.count_if(column.isNull()).alias(f"null {name}"))
-        for depth, length in enumerate(_lengths(column, kinds[name])):
-            wanted.append(F.min(length).alias(f"min {depth} {name}"))
-            wanted.append(F.max(length).alias(f"max {depth} {name}"))
+    for place, query in enumerate(queries.values()):
+        wanted.append(F.count_if(query.has_null).alias(f"null {place}"))
+        wanted.append(F.count_if(query.has_nan).alias(f"nan {place}"))
+        for depth, (shortest, longest) in enumerate(query.lengths):
+            wanted.append(F.min(shortest).alias(f"min {depth} {place}"))
+            wanted.append(F.max(longest).alias(f"max {depth} {place}"))
     found = frame.agg(*wanted).first().asDict()
     metadata: Metadata = {}
-    for name in columns:
+    for place, (name, query) in enumerate(queries.items()):
         shape = []
-        for depth in range(len(_lengths(F.col(_quoted(name)), kinds[name]))):
-            shortest, longest = found[f"min {depth} {name}"], found[f"max {depth} {name}"]
-            if shortest != longest:
-                raise ColumnError(
-                    f"column {name!r} has rows of {shortest} and of {longest} elements: all rows "
-                    "must have the same shape, so pad them or cut them first"
-                )
+        for depth in range(len(query.lengths)):
+            shortest, longest = found[f"min {depth} {place}"], found[f"max {depth} {place}"]
+            check_lengths(name, shortest, longest)
             shape.append(int(longest or 0))
         metadata[name] = _entry(kinds[name].simpleString(), tuple(shape), compress_sparse)
-        metadata[name]["nulls"] = int(found[f"null {name}"])
+        metadata[name]["nulls"] = int(found[f"null {place}"])
+        metadata[name]["nans"] = int(found[f"nan {place}"])
     return metadata
+
+
+def check_lengths(name: str, shortest: int | None, longest: int | None) -> None:
+    """ColumnError if not all rows are of one length, or if they are empty."""
+    if shortest != longest:
+        raise ColumnError(
+            f"column {name!r} has rows of {shortest} and of {longest} elements: all rows must have "
+            "the same shape, so pad them or cut them first"
+        )
+    if longest == 0:
+        raise ColumnError(
+            f"column {name!r} has rows without any element: fill them, or leave the column out"
+        )
 
 
 def _entry(kind: str, shape: tuple[int, ...], compress_sparse: bool) -> dict[str, Any]:
@@ -56,36 +67,60 @@ def _entry(kind: str, shape: tuple[int, ...], compress_sparse: bool) -> dict[str
         "intermediate_format": form,
         "max_size": int(np.prod(shape)) if shape else 1,
         "nulls": 0,
+        "nans": 0,
     }
 
 
-def check_nulls(metadata: Metadata) -> None:
-    """ColumnError if a column has nulls; `transformation_fn` may fill them, so not always asked."""
-    for name, facts in metadata.items():
-        if facts["nulls"]:
-            raise ColumnError(
-                f"column {name!r} has {facts['nulls']} null value(s): fill them or drop the rows "
-                "(df.na.fill, df.na.drop) before training"
-            )
-
-
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
+    """A column's name as Spark's expressions have it: dots in it are not those of a struct."""
     return "`" + name.replace("`", "``") + "`"
 
 
-def _lengths(column: Any, kind: Any) -> list[Any]:
-    """How long a row of this column is in each dimension."""
-    import pyspark.sql.functions as F
-    from pyspark.ml.functions import vector_to_array
-    from pyspark.sql.types import ArrayType
+class _Queries:
+    """What to ask Spark about the rows of one column."""
 
-    if kind.simpleString() == "vector":
-        return [F.when(column.isNotNull(), F.size(vector_to_array(column)))]
-    found = []
-    while isinstance(kind, ArrayType):
-        found.append(F.when(column.isNotNull(), F.size(column)))
-        column, kind = column[0], kind.elementType
+    def __init__(self, column: Any, kind: Any) -> None:
+        import pyspark.sql.functions as F
+        from pyspark.ml.functions import vector_to_array
+        from pyspark.sql.types import ArrayType, DoubleType, FloatType
+
+        self.lengths: list[tuple[Any, Any]] = []  # the least and greatest of each dimension
+        self.has_null = column.isNull()
+        if kind.simpleString() == "vector":
+            column, kind = vector_to_array(column), ArrayType(DoubleType())
+        is_first = True
+        while isinstance(kind, ArrayType):
+            if is_first:
+                length = F.when(column.isNotNull(), F.size(column))
+                self.lengths.append((length, length))
+            else:  # of arrays in an array
+                lengths = F.transform(column, F.size)
+                self.lengths.append((F.array_min(lengths), F.array_max(lengths)))
+                column = F.flatten(column)
+            self.has_null |= F.exists(column, lambda value: value.isNull())
+            is_first, kind = False, kind.elementType
+        if not isinstance(kind, (DoubleType, FloatType)):
+            self.has_nan = F.lit(False)
+        elif self.lengths:
+            self.has_nan = F.exists(column, F.isnan)
+        else:
+            self.has_nan = F.isnan(column)
+
+
+def nan_condition(frame: Any, columns: list[str]) -> Any:
+    """Spark's expression for rows of a DataFrame with NaN in one of the columns."""
+    import pyspark.sql.functions as F
+
+    found = F.lit(False)
+    for name in columns:
+        has_nan = _Queries(F.col(quoted(name)), frame.schema[name].dataType).has_nan
+        found |= F.coalesce(has_nan, F.lit(False))  # of null it is null
     return found
+
+
+def describe_rows(rows: Rows, kinds: dict[str, str]) -> Metadata:
+    """The same of some rows, whose Spark types are `kinds`."""
+    return {name: _entry(kinds[name], rows[name].shape[1:], False) for name in rows}
 
 
 def describe_parquet(files: Any, columns: list[str]) -> Metadata:

@@ -151,6 +151,7 @@ def _fresh(default: Any) -> Any:
     Spec("use_gpu", True, "whether to train on GPUs where there are any", _BOOL),
     Spec("mp_start_method", None, "how reader processes start; readers are threads", _STRING),
     Spec("backward_passes_per_step", 1, "batches whose gradients are added up for a step", _INT),
+    Spec("nan_labels", "refuse", "what NaN in a label does: refuse, drop or keep", _STRING),
     Spec("tensorflow_dataset_prefetch_buffer_size", 0, "batches TensorFlow reads ahead", _INT),
 )
 class EstimatorParams(DeclaredParams):

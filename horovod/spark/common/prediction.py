@@ -7,8 +7,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from horovod.spark.common.checks import check_columns
 from horovod.spark.common.columns import Rows, to_numpy
+from horovod.spark.common.head import head_of_frame
 from horovod.spark.common.metadata import Metadata
+from horovod.spark.common.row_buffer import row_count
 
 Predict = Callable[[Rows], "list[np.ndarray[Any, Any]]"]
 
@@ -29,8 +32,6 @@ def transform(
     """The DataFrame with the predictions of each row in new columns."""
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql.types import DoubleType, StructField, StructType
-
-    from horovod.spark.common.util import check_columns
 
     check_columns(df, feature_columns, "feature column(s)")
     taken = [name for name in output_columns if name in df.columns]
@@ -115,14 +116,10 @@ def _output_sizes(
         # Two rows, so that a dimension of the batch cannot be mistaken for one of the output.
         rows: Rows = {name: _zeros(metadata[name]) for name in features}
     else:  # a model that was not trained by an estimator: look at a row
-        import pyarrow as pa
-
-        head = df.select(*(f"`{name}`" for name in features)).limit(2)
-        table = pa.table(head.toArrow()) if hasattr(head, "toArrow") else _to_arrow(head)
-        if not table.num_rows:
+        rows = head_of_frame(df, features, 2)
+        if not row_count(rows):
             raise ValueError("the DataFrame is empty, so the model's outputs cannot be known")
-        rows = {name: to_numpy(name, table.column(name)) for name in features}
-    count = len(next(iter(rows.values())))
+    count = row_count(rows)
     return [int(np.asarray(output).size // count) for output in predictor.load()(rows)]
 
 
@@ -134,10 +131,3 @@ def _zeros(facts: dict[str, Any]) -> np.ndarray[Any, Any]:
     if kind == "vector":
         row = shape
     return np.zeros((2, *row), np.int64 if integral else np.float64)
-
-
-def _to_arrow(frame: Any) -> Any:
-    """Spark 3.5 has no public `toArrow`."""
-    import pyarrow as pa
-
-    return pa.Table.from_batches(frame._collect_as_arrow())

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod.spark.common.columns import ColumnError, Rows, rows_of, to_numpy
+from horovod.spark.common.columns import ColumnError, Rows, check_nan, rows_of, to_numpy
 from horovod.spark.common.filesystem import arrow_filesystem
 from horovod.spark.common.row_buffer import packed
 
@@ -135,6 +135,7 @@ class ParquetReader:
         removed_fields: Sequence[str] = (),
         workers_count: int = 2,
         storage_options: dict[str, Any] | None = None,
+        refuse_nan_in: Sequence[str] = (),
     ) -> None:
         if not 0 <= cur_shard < shard_count:
             raise ValueError(f"cur_shard must be from 0 to {shard_count - 1}, not {cur_shard}")
@@ -164,6 +165,7 @@ class ParquetReader:
         self._seed = seed
         self._transform = transform_fn
         self._removed = list(removed_fields)
+        self._refuse_nan_in = list(refuse_nan_in)
         self._workers_count = workers_count
         self._chunk_rows = min(65536, max(16, CHUNK_BYTES // self.files.bytes_per_row))
         self._run: _Run | None = None
@@ -212,9 +214,13 @@ class ParquetReader:
     def _decode(self, piece: Piece) -> Iterator[Rows]:
         for batch in self.files.read(piece, self.columns, self._chunk_rows):
             if self._transform is None:
-                yield {n: a for n, a in rows_of(batch).items() if n not in self._removed}
+                rows = {n: a for n, a in rows_of(batch).items() if n not in self._removed}
             else:
-                yield _transformed(batch, self._transform, self._removed)
+                rows = _transformed(batch, self._transform, self._removed)
+            for name in self._refuse_nan_in:
+                if name in rows:
+                    check_nan(name, rows[name])
+            yield rows
 
     def reset(self) -> None:
         """Begin again, as a new iteration does by itself."""

@@ -11,9 +11,29 @@ from typing import Any
 from horovod.common.logging import get_logger
 from horovod.spark.common import metadata as meta
 from horovod.spark.common.cache import Prepared, TrainingDataCache
+from horovod.spark.common.checks import (
+    check_columns,
+    check_missing_values,
+    check_shape_compatibility,
+    check_types,
+    check_validation,
+)
 from horovod.spark.common.columns import ColumnError
 from horovod.spark.common.filesystem import split_url
+from horovod.spark.common.metadata import quoted
 from horovod.spark.common.reader import ParquetFiles
+
+__all__ = [
+    "check_columns",
+    "check_shape_compatibility",
+    "check_validation",
+    "choose_columns",
+    "clear_training_cache",
+    "default_feature_columns",
+    "get_dataset_properties",
+    "get_simple_meta_from_parquet",
+    "prepare_data",
+]
 
 logger = get_logger(__name__)
 
@@ -39,83 +59,6 @@ def clear_training_cache() -> None:
     _cache.clear()
 
 
-def check_validation(validation: Any, df: Any = None) -> None:
-    """ValueError if `validation` is neither a fraction nor a column of the DataFrame."""
-    if validation is None:
-        return
-    if isinstance(validation, bool) or not isinstance(validation, (int, float, str)):
-        raise ValueError(
-            "validation must be a fraction of the rows (a float) or the name of a column, "
-            f"not {validation!r}"
-        )
-    if isinstance(validation, str):
-        if df is not None and validation not in df.columns:
-            raise ValueError(
-                f"the validation column {validation!r} is not in the DataFrame, which has "
-                f"{', '.join(df.columns)}"
-            )
-    elif not 0 <= validation < 1:
-        raise ValueError(f"validation must be at least 0 and less than 1, not {validation}")
-
-
-def check_columns(df: Any, columns: Sequence[str], what: str) -> None:
-    """ValueError if the DataFrame has not all of these columns."""
-    missing = [name for name in columns if name not in df.columns]
-    if missing:
-        raise ValueError(
-            f"{what} {', '.join(map(repr, missing))} not in the DataFrame, which has "
-            f"{', '.join(df.columns)}"
-        )
-
-
-def check_shape_compatibility(
-    metadata: meta.Metadata,
-    feature_columns: Sequence[str],
-    label_columns: Sequence[str],
-    input_shapes: Sequence[Sequence[int]] | None = None,
-    output_shapes: Sequence[Sequence[int]] | None = None,
-    label_shapes: Sequence[Sequence[int]] | None = None,
-) -> None:
-    """ValueError if columns cannot be given the shapes that the model, or the user, wants."""
-    _check_shapes(metadata, feature_columns, input_shapes, "input", "feature column")
-    wanted = label_shapes if label_shapes is not None else None
-    _check_shapes(metadata, label_columns, wanted, "label shape", "label column")
-    if output_shapes is not None and len(output_shapes) != len(label_columns):
-        raise ValueError(
-            f"the model has {len(output_shapes)} output(s), but there are {len(label_columns)} "
-            f"label column(s): {', '.join(label_columns)}"
-        )
-
-
-def _check_shapes(
-    metadata: meta.Metadata,
-    columns: Sequence[str],
-    shapes: Sequence[Sequence[int]] | None,
-    what: str,
-    of: str,
-) -> None:
-    if shapes is None:
-        return
-    if len(shapes) != len(columns):
-        raise ValueError(
-            f"there are {len(shapes)} {what}(s) {list(map(tuple, shapes))}, but {len(columns)} "
-            f"{of}(s): {', '.join(columns)}"
-        )
-    for name, shape in zip(columns, shapes, strict=True):
-        known = [size for size in shape if size is not None and size > 0]
-        wanted = 1
-        for size in known:
-            wanted *= size
-        unknown = len(shape) - len(known)
-        found = int(metadata[name]["max_size"])
-        # One unknown dimension is the batch; with more, anything that divides may fit.
-        if (unknown <= 1 and wanted != found) or (unknown > 1 and found % wanted):
-            raise ValueError(
-                f"{of} {name!r} has {found} element(s) in a row (shape {metadata[name]['shape']}), "
-                f"which do not fit the {what} {tuple(shape)}"
-            )
-
-
 @contextlib.contextmanager
 def prepare_data(
     num_processes: int,
@@ -130,14 +73,61 @@ def prepare_data(
     verbose: int = 0,
     allow_nulls: bool = False,
     seed: int | None = None,
+    nan_labels: str = "refuse",
 ) -> Iterator[int]:
-    """The number, in the store, of the Parquet dataset that has this DataFrame's rows."""
+    """The number, in the store, of the Parquet dataset that has this DataFrame's rows.
+
+    `allow_nulls` accepts nulls, NaN and texts: `transformation_fn` may make numbers of them.
+    """
     for name, value in (
         ("num_processes", num_processes),
         ("partitions_per_process", partitions_per_process),
     ):
         if value is None or value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
+    columns = choose_columns(df, label_columns, feature_columns, validation, sample_weight_col)
+    targets = [*label_columns, *([sample_weight_col] if sample_weight_col else [])]
+    if not allow_nulls:
+        check_types({name: df.schema[name].dataType for name in columns})
+    key = (
+        id(df),
+        store.get_train_data_path(),
+        store.get_val_data_path(),
+        validation,
+        tuple(columns),
+        compress_sparse,
+        nan_labels == "drop",
+    )
+    with _cache.lock:
+        prepared = _cache.get(key)
+        if prepared is None or not store.is_parquet_dataset(
+            store.get_train_data_path(prepared.index)
+        ):
+            store.check_writable()
+            partitions = num_processes * partitions_per_process
+            rows = _without_nan(df, targets) if nan_labels == "drop" else df
+            prepared = _write(store, rows, columns, validation, compress_sparse, partitions, seed)
+            _cache.put(key, df, prepared)
+            if verbose:
+                logger.info(
+                    "wrote %d training and %d validation rows to %s",
+                    prepared.train_rows,
+                    prepared.val_rows,
+                    store.get_train_data_path(prepared.index),
+                )
+    if not allow_nulls:
+        check_missing_values(prepared.metadata, targets, nan_labels)
+    yield prepared.index
+
+
+def choose_columns(
+    df: Any,
+    label_columns: Sequence[str],
+    feature_columns: Sequence[str] | None,
+    validation: float | str | None = None,
+    sample_weight_col: str | None = None,
+) -> list[str]:
+    """The columns to train with: features, then labels, then weights; ValueError if one lacks."""
     if not label_columns:
         raise ValueError("label_cols is not set: name the column(s) to predict")
     check_columns(df, label_columns, "label column(s)")
@@ -149,36 +139,20 @@ def prepare_data(
     if sample_weight_col:
         check_columns(df, [sample_weight_col], "sample_weight_col")
     check_validation(validation, df)
-    columns = list(dict.fromkeys([*feature_columns, *label_columns]))
-    if sample_weight_col and sample_weight_col not in columns:
-        columns.append(sample_weight_col)
-    key = (
-        id(df),
-        store.get_train_data_path(),
-        store.get_val_data_path(),
-        validation,
-        tuple(columns),
-        compress_sparse,
+    weights = [sample_weight_col] if sample_weight_col else []
+    return list(dict.fromkeys([*feature_columns, *label_columns, *weights]))
+
+
+def _without_nan(df: Any, targets: list[str]) -> Any:
+    """The rows whose labels and weights are numbers; says how many others there are."""
+    has_nan = meta.nan_condition(df, targets)
+    dropped = df.filter(has_nan).count()
+    if not dropped:
+        return df
+    logger.warning(
+        "nan_labels='drop' leaves out %d row(s) with NaN in %s", dropped, ", ".join(targets)
     )
-    with _cache.lock:
-        prepared = _cache.get(key)
-        if prepared is None or not store.is_parquet_dataset(
-            store.get_train_data_path(prepared.index)
-        ):
-            store.check_writable()
-            partitions = num_processes * partitions_per_process
-            prepared = _write(store, df, columns, validation, compress_sparse, partitions, seed)
-            _cache.put(key, df, prepared)
-            if verbose:
-                logger.info(
-                    "wrote %d training and %d validation rows to %s",
-                    prepared.train_rows,
-                    prepared.val_rows,
-                    store.get_train_data_path(prepared.index),
-                )
-    if not allow_nulls:
-        meta.check_nulls(prepared.metadata)
-    yield prepared.index
+    return df.filter(~has_nan)
 
 
 def get_dataset_properties(dataset_idx: int) -> tuple[int, int, meta.Metadata, int]:
@@ -209,7 +183,7 @@ def _write(
             _write_frame(val, val_path, compress_sparse, partitions)
             found = meta.describe(session.read.parquet(val_path), columns, compress_sparse)
             _join(metadata, found)
-        for name, kind in df.select(*map(_quoted, columns)).dtypes:
+        for name, kind in df.select(*map(quoted, columns)).dtypes:
             metadata[name]["spark_data_type"] = kind  # vectors may be arrays in the Parquet
         train_files = ParquetFiles(train_path, store.storage_options)
         if not train_files.num_rows:
@@ -241,11 +215,11 @@ def _split(
     """The rows to train and to validate with; None if there is no validation."""
     import pyspark.sql.functions as F
 
-    chosen = [_quoted(name) for name in columns]
+    chosen = [quoted(name) for name in columns]
     if not validation:
         return df.select(*chosen), None
     if isinstance(validation, str):
-        column = F.col(_quoted(validation))
+        column = F.col(quoted(validation))
         kind = dict(df.dtypes)[validation]
         if kind == "boolean":
             marked = column
@@ -269,9 +243,9 @@ def _write_frame(frame: Any, path: str, compress_sparse: bool, partitions: int) 
     if not compress_sparse:
         frame = frame.select(
             *(
-                vector_to_array(F.col(_quoted(name))).alias(name)
+                vector_to_array(F.col(quoted(name))).alias(name)
                 if kind == "vector"
-                else F.col(_quoted(name))
+                else F.col(quoted(name))
                 for name, kind in frame.dtypes
             )
         )
@@ -302,16 +276,13 @@ def _join(metadata: meta.Metadata, other: meta.Metadata) -> None:
                 f"{facts['shape']}: all rows must have the same shape"
             )
         metadata[name]["nulls"] += facts["nulls"]
+        metadata[name]["nans"] += facts["nans"]
 
 
 def _remove(store: Any, *paths: str) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             store.remove(path)
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("`", "``") + "`"
 
 
 def get_simple_meta_from_parquet(

@@ -9,7 +9,8 @@ from typing import Any
 from horovod.data import AsyncDataLoaderMixin, BaseDataLoader
 from horovod.spark.common.batches import batches, in_memory, read_all
 from horovod.spark.common.columns import Rows
-from horovod.spark.torch.datamodule import Batch, tensors
+from horovod.spark.torch.datamodule import tensors
+from horovod.spark.torch.feeding import Batch
 
 
 def _passes(reader: Any) -> Iterator[Iterator[Rows]]:

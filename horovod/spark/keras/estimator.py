@@ -11,6 +11,7 @@ import numpy as np
 from pyspark import keyword_only
 
 from horovod._keras.flavour import keras_of
+from horovod.spark.common.checks import check_shape_compatibility
 from horovod.spark.common.columns import Rows
 from horovod.spark.common.estimator import HorovodEstimator, HorovodModel
 from horovod.spark.common.job import TrainingJob
@@ -18,7 +19,6 @@ from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.params import Spec, declare
 from horovod.spark.common.prediction import Predict, transform
 from horovod.spark.common.serialization import decode
-from horovod.spark.common.util import check_shape_compatibility
 from horovod.spark.keras import remote, serialization
 
 PREDICTED_AT_ONCE = 1024  # rows
@@ -100,6 +100,9 @@ class KerasEstimator(HorovodEstimator):
         mp_start_method: Accepted for compatibility and ignored: readers are threads.
         tensorflow_dataset_prefetch_buffer_size: Number of batches that TensorFlow reads ahead. The
             default is 0, which reads one ahead.
+        nan_labels: What happens to rows with NaN in a label or weight: "refuse" raises an error
+            that counts them, "drop" leaves them out and says how many, "keep" trains with them.
+            The default is "refuse".
 
     Raises:
         ValueError: A value has the wrong type. What is missing or does not fit is found by `fit`,
@@ -156,6 +159,7 @@ class KerasEstimator(HorovodEstimator):
         use_gpu: bool = True,
         mp_start_method: str | None = None,
         tensorflow_dataset_prefetch_buffer_size: int = 0,
+        nan_labels: str = "refuse",
     ) -> None:
         super().__init__()
         self._set_given(self._input_kwargs)

@@ -10,18 +10,18 @@ import cloudpickle
 import torch
 from pyspark import keyword_only
 
+from horovod.spark.common.checks import check_shape_compatibility
 from horovod.spark.common.columns import Rows
 from horovod.spark.common.estimator import HorovodEstimator
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.params import Spec, declare
 from horovod.spark.common.prediction import Predict
-from horovod.spark.common.util import check_shape_compatibility
 from horovod.spark.lightning import remote
 from horovod.spark.lightning.legacy import to_lightning_module
 from horovod.spark.torch import TorchModel as PlainTorchModel
 from horovod.spark.torch.datamodule import as_tensor
-from horovod.spark.torch.remote import as_input
+from horovod.spark.torch.feeding import as_input
 from horovod.spark.torch.serialization import PersistentWithOptimizer
 
 
@@ -127,6 +127,9 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
             0 uses no thread. The default is 8.
         trainer_args: Dict of further arguments of the Trainer, which come before all others. By
             default there are none.
+        nan_labels: What happens to rows with NaN in a label or weight: "refuse" raises an error
+            that counts them, "drop" leaves them out and says how many, "keep" trains with them.
+            The default is "refuse".
 
     Raises:
         ValueError: A value has the wrong type. What is missing or does not fit is found by `fit`,
@@ -188,6 +191,7 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
         train_async_data_loader_queue_size: int | None = None,
         val_async_data_loader_queue_size: int | None = None,
         trainer_args: dict[str, Any] | None = None,
+        nan_labels: str = "refuse",
     ) -> None:
         super().__init__()
         self._set_given(self._input_kwargs)
@@ -298,7 +302,7 @@ def _require_lightning() -> None:
     from horovod.lightning import flavours
 
     try:
-        flavours.preferred().require()
+        flavours.preferred_flavour().require()
     except ImportError as error:
         raise RuntimeError(str(error)) from None
 
@@ -333,10 +337,11 @@ class TorchModel(PlainTorchModel):
         features, shapes = self.getFeatureColumns(), self.getInputShapes()
 
         def predict(module: Any, rows: Rows) -> Any:
-            inputs = [
-                as_input(as_tensor(rows[name]), shapes[place] if shapes else None, False)
-                for place, name in enumerate(features)
-            ]
+            as_column = getattr(module, "takes_columns", False)
+            inputs = []
+            for place, name in enumerate(features):
+                shape = shapes[place] if shapes else None
+                inputs.append(as_input(as_tensor(rows[name]), shape, False, as_column=as_column))
             return module(*inputs)
 
         return predict

@@ -9,7 +9,7 @@ import torch
 
 from horovod.lightning import flavours
 from horovod.spark.torch import losses
-from horovod.spark.torch.remote import as_input
+from horovod.spark.torch.feeding import as_input, as_label
 
 
 def to_lightning_module(
@@ -28,7 +28,7 @@ def to_lightning_module(
     label_shapes: Any = None,
 ) -> Any:
     """The module; made in a function because either Lightning package may be the program's."""
-    base = flavours.preferred().trainer_part("core").LightningModule
+    base = flavours.preferred_flavour().trainer_part("core").LightningModule
     labels = len(label_cols)
     functions = losses.loss_functions(
         loss_fns, loss_constructors, labels, sample_weights_col is not None
@@ -37,6 +37,8 @@ def to_lightning_module(
     groups = [losses.to_list(group, labels, "metrics") for group in metrics]
 
     class ConvertedModule(base):  # type: ignore[misc, valid-type]
+        takes_columns = True  # numbers as batches of shape (n, 1), when it predicts as well
+
         def __init__(self) -> None:
             super().__init__()
             self._model = model
@@ -53,9 +55,10 @@ def to_lightning_module(
                 as_input(batch[name], input_shapes[place] if input_shapes else None, False)
                 for place, name in enumerate(feature_cols)
             ]
-            wanted = [batch[name] for name in label_cols]
-            if label_shapes:
-                wanted = [w.reshape(s) for w, s in zip(wanted, label_shapes, strict=True)]
+            wanted = [
+                as_label(batch[name], label_shapes[place] if label_shapes else None)
+                for place, name in enumerate(label_cols)
+            ]
             outputs, wanted = losses.transform_outputs(self(*inputs), wanted)
             rows = None if sample_weights_col is None else batch[sample_weights_col].float()
             loss = losses.total_loss(outputs, wanted, weights, functions, rows)

@@ -11,6 +11,7 @@ import torch
 
 import horovod.torch as hvd
 from horovod.lightning import flavours
+from horovod.lightning.strategy import trainer_strategy_class
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.lightning.datamodule import PetastormDataModule
 
@@ -54,7 +55,7 @@ def flavour_of(module: Any) -> Any:
 
 
 def _trainer(job: TrainingJob, flavour: Any, folder: str, history: Any) -> Any:
-    strategy = flavours.trainer_strategy(flavour)(
+    strategy = trainer_strategy_class(flavour)(
         compression=job["gradient_compression"] or hvd.Compression.none
     )
     callbacks = [_callback(flavour, _Rates), history, *(job["callbacks"] or ())]

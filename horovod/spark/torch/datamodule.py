@@ -12,8 +12,7 @@ import torch
 from horovod.data import AsyncDataLoaderMixin, BaseDataLoader
 from horovod.spark.common.columns import Rows
 from horovod.spark.common.datamodule import ParquetDataModule
-
-Batch = dict[str, torch.Tensor]
+from horovod.spark.torch.feeding import Batch
 
 BATCHES_AHEAD = 8
 

@@ -10,16 +10,18 @@ import cloudpickle
 import torch
 from pyspark import keyword_only
 
+from horovod.spark.common.checks import check_shape_compatibility
 from horovod.spark.common.columns import Rows
 from horovod.spark.common.estimator import HorovodEstimator, HorovodModel
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.params import Spec, declare
 from horovod.spark.common.prediction import Predict, transform
-from horovod.spark.common.util import check_shape_compatibility
 from horovod.spark.torch import remote
 from horovod.spark.torch.datamodule import as_tensor
+from horovod.spark.torch.feeding import Feed, as_input
 from horovod.spark.torch.serialization import PersistentWithOptimizer
+from horovod.spark.torch.trial import Trial
 
 
 @declare(
@@ -100,6 +102,9 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
         mp_start_method: Accepted for compatibility and ignored: readers are threads.
         backward_passes_per_step: Number of batches whose gradients are added up for one step. The
             default is 1.
+        nan_labels: What happens to rows with NaN in a label or weight: "refuse" raises an error
+            that counts them, "drop" leaves them out and says how many, "keep" trains with them.
+            The default is "refuse".
 
     Raises:
         ValueError: A value has the wrong type. What is missing or does not fit is found by `fit`,
@@ -156,6 +161,7 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
         use_gpu: bool = True,
         mp_start_method: str | None = None,
         backward_passes_per_step: int = 1,
+        nan_labels: str = "refuse",
     ) -> None:
         super().__init__()
         self._set_given(self._input_kwargs)
@@ -206,6 +212,20 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
             self.getInputShapes(),
             label_shapes=self.getLabelShapes(),
         )
+
+    def _try_rows(self, rows: Rows, metadata: Metadata, payload: bytes) -> None:
+        if self.getTrainMinibatchFn() is not None:
+            return  # it may call the model and the losses in other ways
+        feed = Feed(
+            self._features(metadata),
+            self._checked_labels(),
+            self.getSampleWeightCol(),
+            self.getInputShapes(),
+            self.getLabelShapes(),
+            frozenset(self.getCategoricalCols() or ()),
+        )
+        kinds = {name: str(facts["spark_data_type"]) for name, facts in metadata.items()}
+        Trial(payload, feed, kinds, self.getMetrics(), self.getBatchSize()).run(rows)
 
     def _pack(self) -> bytes:
         parts = {
@@ -329,7 +349,7 @@ class TorchPredictor:
 
         def predict(rows: Rows) -> list[Any]:
             inputs = [
-                remote.as_input(
+                as_input(
                     as_tensor(rows[name]),
                     self._shapes[place] if self._shapes else None,
                     name in self._categorical,

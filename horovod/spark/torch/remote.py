@@ -15,7 +15,8 @@ import horovod.torch as hvd
 from horovod.spark.common.devices import local_device_index
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.torch import losses
-from horovod.spark.torch.datamodule import Batch, PetastormDataModule
+from horovod.spark.torch.datamodule import PetastormDataModule
+from horovod.spark.torch.feeding import Feed
 
 
 def train(job: TrainingJob) -> dict[str, Any] | None:
@@ -37,19 +38,23 @@ class _Training:
         self.weights = losses.to_list(
             job["loss_weights"] or [1.0 / self.labels] * self.labels, self.labels, "loss weights"
         )
-        self.sample_weight_col = job["sample_weight_col"]
+        self.feed = Feed(
+            job.feature_columns,
+            job.label_columns,
+            job["sample_weight_col"],
+            job["input_shapes"],
+            job["label_shapes"],
+            frozenset(job["categorical_cols"] or ()),
+        )
         self.functions = losses.loss_functions(
             packed["loss"],
             packed["loss_constructors"],
             self.labels,
-            self.sample_weight_col is not None,
+            self.feed.sample_weight_col is not None,
         )
         self.metrics = [
             losses.to_list(group, self.labels, "metrics") for group in job["metrics"] or ()
         ]
-        self.shapes = job["input_shapes"]
-        self.label_shapes = job["label_shapes"]
-        self.categorical = set(job["categorical_cols"] or ())
         self.minibatch: Callable[..., Any] = job["train_minibatch_fn"] or self._minibatch
         self.passes = job["backward_passes_per_step"]
         self.batch_index = 0
@@ -109,7 +114,7 @@ class _Training:
         averages = losses.Averages(self.metrics)
         self.model.train()
         for batch in batches:
-            inputs, labels, sample_weights = self._split(batch)
+            inputs, labels, sample_weights = self.feed.split(batch, self.device)
             outputs, loss = self.minibatch(
                 self.model,
                 self.optimizer,
@@ -148,31 +153,11 @@ class _Training:
         averages = losses.Averages(self.metrics)
         self.model.eval()
         for batch in batches:
-            inputs, labels, sample_weights = self._split(batch)
+            inputs, labels, sample_weights = self.feed.split(batch, self.device)
             outputs, labels = losses.transform_outputs(self.model(*inputs), labels)
             loss = losses.total_loss(outputs, labels, self.weights, self.functions, sample_weights)
             averages.add(len(inputs[0]), loss, outputs, labels)
         return averages.result(hvd, "validation")
-
-    def _split(self, batch: Batch) -> tuple[list[Any], list[Any], Any]:
-        """Inputs, labels and weights of a batch, on the device."""
-        batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
-        inputs = []
-        for place, name in enumerate(self.job.feature_columns):
-            inputs.append(
-                as_input(
-                    batch[name],
-                    self.shapes[place] if self.shapes else None,
-                    name in self.categorical,
-                )
-            )
-        labels = []
-        for place, name in enumerate(self.job.label_columns):
-            label = batch[name]
-            label = label.float() if label.is_floating_point() else label
-            labels.append(label.reshape(self.label_shapes[place]) if self.label_shapes else label)
-        weights = self.sample_weight_col
-        return inputs, labels, None if weights is None else batch[weights].float()
 
     def _tell(self, what: str, logs: Any, *arguments: Any) -> None:
         for callback in self.job["callbacks"] or ():
@@ -201,12 +186,6 @@ class _Training:
         with open(os.path.join(logs, "history.jsonl"), "a", encoding="utf-8") as log:
             log.write(json.dumps(history[-1]) + "\n")
         store.sync(folder)
-
-
-def as_input(tensor: torch.Tensor, shape: Any, categorical: bool) -> torch.Tensor:
-    """A column as the model gets it: floats, or integers if it is categorical."""
-    tensor = tensor.long() if categorical else tensor.float()
-    return tensor.reshape(tuple(shape)) if shape else tensor
 
 
 def _device(use_gpu: bool) -> torch.device:

@@ -1,10 +1,10 @@
 """The TF data service for Horovod: compute workers prepare the data that ranks train on.
 
 A training script reads the `TfDataServiceConfig` that `compute_worker` wrote, and sends its dataset
-to the workers: with `send_to_data_service` when these run the dispatchers, and inside
-`tf_data_service` when the training processes do. `compute_worker_fn` is what a worker runs.
-Everybody meets at the authenticated `ComputeService`; datasets and elements then travel between
-TensorFlow's own servers, which authenticate nobody (see `listening`).
+to the workers: with `send_to_data_service` if the workers run the dispatchers, and inside
+`tf_data_service` if the training processes do. A worker runs `compute_worker_fn`. All of them
+register at the authenticated `ComputeService`. Datasets and elements then travel between
+TensorFlow's own servers, which have no authentication (see `listening`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import horovod.tensorflow as hvd
 from horovod.common.logging import get_logger
 from horovod.common.wire import check_key
 from horovod.runner.compute_service import Addresses, ComputeClient
-from horovod.tensorflow.data.listening import only_at
+from horovod.tensorflow.data.listening import restrict_to
 from horovod.tensorflow.functions import allgather_object
 
 SIDES = ("compute", "training")
@@ -36,11 +36,20 @@ _service = tf.data.experimental.service
 
 @dataclass(frozen=True)
 class TfDataServiceConfig:
-    """What training processes and compute workers must know of each other.
+    """The configuration that training processes and compute workers share.
 
-    ``dispatcher_side`` says whether compute workers or training processes run the dispatchers,
-    ``addresses`` and ``key`` lead to the compute service, ``timeout`` is how many seconds one may
-    wait for the others. Whoever has the key can take part: keep files of it private.
+    A process with the key can take part, so keep files with a configuration private.
+
+    Args:
+        dispatchers: The number of dispatchers.
+        workers_per_dispatcher: The number of workers of each dispatcher.
+        dispatcher_side: "compute" or "training": which processes run the dispatchers.
+        addresses: The endpoints of the compute service, by network interface.
+        key: The secret key of the compute service.
+        timeout: The number of seconds that a process waits for others; 60 by default.
+
+    Raises:
+        ValueError: `dispatcher_side` or `key` is wrong.
     """
 
     dispatchers: int
@@ -58,16 +67,16 @@ class TfDataServiceConfig:
         check_key(self.key)
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
-        """A new connection to the compute service."""
+        """Return a new connection to the compute service; `verbose` is its level of messages."""
         return ComputeClient(self.addresses, self.key, verbose=verbose)
 
     def to_dict(self) -> dict[str, Any]:
-        """This configuration as JSON can hold it, with the key in hexadecimal."""
+        """Return this configuration as a dictionary for JSON, with the key in hexadecimal."""
         return {
             "dispatchers": self.dispatchers,
             "workers_per_dispatcher": self.workers_per_dispatcher,
             "dispatcher_side": self.dispatcher_side,
-            "addresses": {nic: list(doors) for nic, doors in self.addresses.items()},
+            "addresses": {nic: list(endpoints) for nic, endpoints in self.addresses.items()},
             "key": self.key.hex(),
             "timeout": self.timeout,
         }
@@ -75,8 +84,8 @@ class TfDataServiceConfig:
     @staticmethod
     def from_dict(config: Mapping[str, Any]) -> TfDataServiceConfig:
         addresses = {
-            nic: [(str(address), int(port)) for address, port in doors]
-            for nic, doors in config["addresses"].items()
+            nic: [(str(address), int(port)) for address, port in endpoints]
+            for nic, endpoints in config["addresses"].items()
         }
         return TfDataServiceConfig(
             dispatchers=config["dispatchers"],
@@ -88,7 +97,7 @@ class TfDataServiceConfig:
         )
 
     def write(self, filename: str | os.PathLike[str]) -> None:
-        """Write a file that nobody else can read, and that appears with all its content."""
+        """Write the file `filename`, which only this user can read, in one atomic step."""
         path = os.path.abspath(filename)
         fd, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".tf_data_service_")
         try:
@@ -103,7 +112,7 @@ class TfDataServiceConfig:
     def read(
         filename: str | os.PathLike[str], wait_for_file_creation: bool = False
     ) -> TfDataServiceConfig:
-        """Read what `write` wrote; with ``wait_for_file_creation`` as soon as there is a file."""
+        """Read a file that `write` wrote, once it exists if `wait_for_file_creation` is True."""
         while wait_for_file_creation and not os.path.exists(filename):
             time.sleep(_POLL_SECONDS)
         with open(filename, encoding="utf-8") as file:
@@ -112,11 +121,18 @@ class TfDataServiceConfig:
 
 @contextmanager
 def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
-    """The address of this training rank's dispatcher, once all of its workers are there.
+    """Yield the address of this training rank's dispatcher, once all its workers have registered.
 
-    Use it as ``service`` of `tf.data.experimental.service.distribute`. A dispatcher on the training
-    side runs inside this block: in every rank, or, when there is but one, in rank 0, which leaves
-    the block only together with the other ranks.
+    Pass it as ``service`` to `tf.data.experimental.service.distribute`. A dispatcher on the
+    training side runs inside this block: in every rank, or in rank 0 if there is only one. In that
+    case rank 0 leaves the block together with the other ranks.
+
+    Args:
+        compute_config: The configuration that `compute_worker` wrote.
+        rank: The rank of this process.
+
+    Yields:
+        The address, as ``protocol://address:port``.
     """
     on_training_side = compute_config.dispatcher_side == "training"
     is_shared = compute_config.dispatchers == 1
@@ -134,7 +150,7 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
         compute.wait_for_dispatcher_worker_registration(dispatcher_id, compute_config.timeout)
         yield address
         if on_training_side and is_shared and hvd.is_initialized():
-            # The others may still be reading.
+            # Wait for the other ranks, which may still be reading from this dispatcher.
             allgather_object(rank, name="tf_data_service")
 
 
@@ -147,15 +163,28 @@ def send_to_data_service(
     reuse_dataset: bool = False,
     round_robin: bool = False,
 ) -> tf.data.Dataset:
-    """The same dataset, processed by compute workers, for training ``rank``.
+    """Return a dataset with the same elements, which compute workers process.
 
-    ``processing_mode`` "distributed_epoch" shares the elements among the workers of a dispatcher,
-    "parallel_epochs" has each of them process all. With ``reuse_dataset`` the ranks share one pass
-    over the dataset, each element going to one of them; otherwise each gets its own pass. With
-    ``round_robin`` too, the ranks (``size`` of them) take elements in turn: for this the dataset
-    must be infinite (``repeat()``). Needs dispatchers on the compute side.
+    It needs dispatchers on the compute side. It is also a method of `tf.data.Dataset`.
 
-    Also a method of `tf.data.Dataset`.
+    Args:
+        dataset: The dataset to process.
+        compute_config: The configuration that `compute_worker` wrote.
+        rank: The training rank that reads the dataset.
+        size: The number of training ranks; needed with `round_robin` only.
+        processing_mode: "distributed_epoch" (the default) divides the elements among the workers of
+            a dispatcher; with "parallel_epochs" each worker processes all elements.
+        reuse_dataset: Whether the ranks share one pass over the dataset, in which each element goes
+            to one rank; otherwise (the default) each rank gets a pass of its own.
+        round_robin: With `reuse_dataset`, whether the ranks take elements in turn. The dataset must
+            then be infinite (``repeat()``). False by default.
+
+    Returns:
+        The processed dataset.
+
+    Raises:
+        RuntimeError: The dispatchers run on the training side.
+        ValueError: `round_robin` is True and `size` is missing.
     """
     if compute_config.dispatcher_side == "training":
         raise RuntimeError(
@@ -186,14 +215,18 @@ tf.data.Dataset.send_to_data_service = send_to_data_service
 
 
 def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
-    """Be a compute worker until somebody shuts the compute service down; runs on every rank."""
+    """Run a compute worker on this rank until the compute service is shut down.
+
+    Args:
+        compute_config: The configuration that `compute_worker` wrote.
+    """
     hvd.init()
     index = hvd.rank()
-    dispatcher_id, place = divmod(index, compute_config.workers_per_dispatcher)
+    dispatcher_id, worker_number = divmod(index, compute_config.workers_per_dispatcher)
     with ExitStack() as stack:
         compute = compute_config.compute_client()
         stack.callback(compute.close)
-        if compute_config.dispatcher_side == "compute" and place == 0:
+        if compute_config.dispatcher_side == "compute" and worker_number == 0:
             address = stack.enter_context(_dispatcher(compute.own_address))
             compute.register_dispatcher(dispatcher_id, address)
         address = compute.wait_for_dispatcher_registration(dispatcher_id, compute_config.timeout)
@@ -204,8 +237,8 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
 
 @contextmanager
 def _dispatcher(own_address: str) -> Iterator[str]:
-    """Run a dispatcher; where it is, as ``protocol://address:port``."""
-    with only_at(own_address):
+    """Run a dispatcher, and yield its address as ``protocol://address:port``."""
+    with restrict_to(own_address):
         server = _service.DispatchServer()
     try:
         protocol, _, local = server.target.partition("://")
@@ -224,7 +257,7 @@ def _worker(dispatcher_address: str, own_address: str, timeout: float) -> Iterat
         protocol=protocol,
         dispatcher_timeout_ms=int(1000 * timeout),
     )
-    with only_at(own_address):
+    with restrict_to(own_address):
         server = _service.WorkerServer(config)
     try:
         yield

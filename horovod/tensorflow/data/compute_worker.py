@@ -72,7 +72,7 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: int) 
 
 
 def _address() -> str:
-    """Where rank 0 serves: what the user chose, loopback if all is local, else the way out."""
+    """Return rank 0's address: of the user's interface, loopback on one host, or routable."""
     interface = Config.from_env().gloo_iface
     if not interface and hvd.local_size() == hvd.size():
         return LOOPBACK
@@ -80,16 +80,29 @@ def _address() -> str:
 
 
 def remove_configuration(configfile: str, config: TfDataServiceConfig | None) -> None:
-    """Take the file away, so that no training waits for workers that have gone."""
+    """Remove the file, so that no training waits for workers that have ended.
+
+    Args:
+        configfile: The path of the file.
+        config: The configuration that this job wrote; a file with another one stays.
+    """
     try:
         if TfDataServiceConfig.read(configfile) == config:
             os.unlink(configfile)
     except (OSError, ValueError, KeyError):
-        pass  # never written, or no longer ours
+        pass  # the file was never written, or belongs to another job now
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """With what all commands that start compute workers have in common."""
+    """Make a parser with the arguments that all commands for compute workers share.
+
+    Args:
+        prog: The name of the command.
+        description: The description for its help.
+
+    Returns:
+        The parser.
+    """
     parser = argparse.ArgumentParser(
         prog=prog,
         description=description,

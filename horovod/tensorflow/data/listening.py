@@ -1,8 +1,8 @@
-"""Keeps servers of TensorFlow's data service to one address of this host.
+"""Restricts servers of TensorFlow's data service to one address of this host.
 
-They know no authentication, listen on all addresses, and cannot be told otherwise. So
-`compute_service` starts them inside `only_at`, which gives their listening sockets a filter: the
-kernel drops what is addressed to any other address, as if they had been bound to that one.
+The servers have no authentication and listen on all addresses, and no option changes that. So
+`compute_service` starts them inside `restrict_to`, which attaches a filter to their listening
+sockets. The kernel then drops packets for any other address, as if the sockets were bound to one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from horovod.common.logging import get_logger
 
-# From linux/filter.h: operations of the kernel's packet filter, on a packet's network header.
+# Operations of the kernel's packet filter from linux/filter.h, on a packet's network header.
 _SO_ATTACH_FILTER = 26
 _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _JUMP_IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x15, 0x06
 _NETWORK_HEADER = 0xFFF00000
@@ -26,8 +26,8 @@ _ALL, _NOTHING = 0xFFFFFFFF, 0
 
 
 @contextmanager
-def only_at(address: str) -> Iterator[None]:
-    """Servers that this process starts meanwhile on all addresses answer on this one alone."""
+def restrict_to(address: str) -> Iterator[None]:
+    """Restrict servers that this process starts inside this context to the address."""
     before = set(_listening())
     yield
     started = [fd for inode, fd in _listening().items() if inode not in before]
@@ -45,8 +45,8 @@ def only_at(address: str) -> Iterator[None]:
 
 
 def _listening() -> dict[int, int]:
-    """The sockets of this process that wait for connections on all addresses: inode and fd."""
-    found = {}
+    """Return this process's sockets that listen on all addresses, as file descriptors by inode."""
+    sockets = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -56,13 +56,14 @@ def _listening() -> dict[int, int]:
                     continue
                 waits = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if waits and ipaddress.ip_address(sock.getsockname()[0]).is_unspecified:
-                    found[os.fstat(sock.fileno()).st_ino] = int(name)
+                    sockets[os.fstat(sock.fileno()).st_ino] = int(name)
         except OSError:
             continue  # another thread has just closed it
-    return found
+    return sockets
 
 
 def _drop_others(listener: socket.socket, address: str) -> None:
+    """Attach a filter that drops packets for other addresses than this one."""
     destination = ipaddress.ip_address(address)
     words = struct.unpack(f"!{len(destination.packed) // 4}I", destination.packed)
     at = _NETWORK_HEADER + _DESTINATION[destination.version]

@@ -1,7 +1,7 @@
 """Horovod for tf.keras: ``import horovod.tensorflow.keras as hvd``.
 
-tf.keras is Keras 3, or tf-keras (Keras 2) with TF_USE_LEGACY_KERAS=1; both work. In custom training
-loops `horovod.tensorflow` has everything else.
+tf.keras is Keras 3, or tf-keras (Keras 2) with TF_USE_LEGACY_KERAS=1; both work. For custom
+training loops use `horovod.tensorflow`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if hasattr(tf.keras, "ops"):  # Keras 3
 
 
 def __getattr__(name: str) -> Any:
-    """``hvd.elastic``, imported when a script first asks for it."""
+    """Import ``hvd.elastic`` when a script first asks for it."""
     if name == "elastic":
         return importlib.import_module("horovod.tensorflow.keras.elastic")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -77,33 +77,40 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """An optimizer like `optimizer` that uses the gradients of all ranks.
+    """Return an optimizer like `optimizer` that uses the gradients of all ranks.
 
-    They are reduced before they are clipped or checked for overflow. A model saved with it loads
-    without Horovod. An optimizer that has been used is itself turned into the distributed one, and
-    keeps its state; of others this is a copy.
+    Gradients are reduced before they are clipped or checked for overflow. A model saved with the
+    optimizer loads without Horovod. An optimizer that has been used is itself turned into the
+    distributed one and keeps its state; of others a copy is returned.
 
     Args:
         optimizer: An optimizer of Keras.
-        name: Of the new optimizer.
+        name: Name of the reductions; "DistributedOptimizer" by default.
         device_dense: Accepted for compatibility.
         device_sparse: Accepted for compatibility.
-        compression: What travels in place of gradients, such as `Compression.fp16`.
-        sparse_as_dense: Turn sparse gradients into dense ones.
-        gradient_predivide_factor: f divides by f before and by size / f after the sum.
-        op: `Average` or `Sum`.
+        compression: How gradients are compressed on the way, such as `Compression.fp16`; not at all
+            by default.
+        sparse_as_dense: Whether to turn sparse gradients into dense ones; False by default.
+        gradient_predivide_factor: Divide gradients by this factor before the sum and by
+            `size / factor` after it; the result is still the average. 1.0 by default.
+        op: `Average` (the default) or `Sum`.
         num_groups: Older form of `groups`.
-        groups: How many parts to reduce the gradients in, or lists of the variables that belong
-            together.
-        backward_passes_per_step: How many passes to add up before the ranks exchange gradients and
-            take a step.
-        average_aggregated_gradients: Divide that sum by the number of passes.
-        process_set: The ranks to reduce with.
-        scale_local_gradients: Gradients of variables given to its `register_local_var` stay on
-            their rank; divide them by the number of ranks.
+        groups: The number of groups in which gradients are reduced, or lists of variables that form
+            a group; None (the default) for a single group.
+        backward_passes_per_step: The number of passes whose gradients are added up before the ranks
+            exchange them and take a step; 1 by default.
+        average_aggregated_gradients: Whether to divide that sum by the number of passes; False by
+            default.
+        process_set: The ranks to reduce with; all ranks by default.
+        scale_local_gradients: Whether to divide the gradients of variables that were passed to
+            `register_local_var`, and so stay on their rank, by the number of ranks; True by
+            default.
+
+    Returns:
+        An optimizer of a class derived from that of `optimizer`.
 
     Raises:
-        ValueError: A wrong argument, or the optimizer is distributed already.
+        ValueError: An argument is wrong, or the optimizer is distributed already.
 
     Examples:
         >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size())))
@@ -133,13 +140,16 @@ def load_model(
     compression: Any = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """The saved model in `filepath`; its optimizer, with its state, is a `DistributedOptimizer`.
+    """Load a saved model; its optimizer, with its state, becomes a `DistributedOptimizer`.
 
     Args:
-        filepath: What `model.save` wrote.
-        custom_optimizers: Classes of optimizers that are not Keras's own.
-        custom_objects: Other things by the names that the file has for them.
-        compression: That of the new `DistributedOptimizer`.
-        legacy_opts: Accepted for compatibility: the file says which optimizer it has.
+        filepath: The file that `model.save` wrote.
+        custom_optimizers: Optimizer classes that are not part of Keras; none by default.
+        custom_objects: Other custom classes and functions, by their names in the file.
+        compression: The compression of the `DistributedOptimizer`; none by default.
+        legacy_opts: Accepted for compatibility; the file itself says which optimizer it has.
+
+    Returns:
+        The model.
     """
     return loading.load_model(tf.keras, filepath, custom_optimizers, custom_objects, compression)

@@ -51,7 +51,7 @@ class BestModelCheckpoint(BestModelCheckpointBase, tf.keras.callbacks.ModelCheck
         save_freq: str | int = "epoch",
     ) -> None:
         super().__init__(
-            # A name is asked for; it is taken away below.
+            # Keras requires a name, which is removed below.
             "best.weights.h5" if save_weights_only else "best.keras",
             monitor=monitor,
             verbose=verbose,

@@ -5,8 +5,10 @@ Each is looked after by a handler, chosen by type from a registry that may be ex
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from horovod.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from horovod.torch.local_optimizer import LocalStepsOptimizer
 
 
 class StateHandler(ABC):
@@ -200,6 +203,9 @@ class TorchState(ObjectState):
             handler.snapshots.publish()
 
     def restore(self) -> None:
+        if self._local_optimizers() and self._num_syncs() >= 0:
+            super().save()  # the steps that this rank took alone are good, whoever was lost
+            return
         pending.abandon()  # updates of parameters that are replaced now
         for handler in self._handlers.values():
             handler.restore()
@@ -208,13 +214,57 @@ class TorchState(ObjectState):
     def sync(self) -> None:
         if self._version < 0 and runtime.topology.rank == self._root:
             self._resume()  # nobody has begun, or another rank would have been chosen
-        for handler in self._handlers.values():
-            handler.root_rank = self._root
-            handler.sync()
+        with self._keeping_local_steps():
+            for handler in self._handlers.values():
+                handler.root_rank = self._root
+                handler.sync()
         super().sync()
         if self._writer is not None:
             self._version = broadcast_object(self._version, self._root, "elastic.version")
         self.save()  # a failure before the next commit must not bring back what was before
+
+    # -- local steps -------------------------------------------------------------------------
+
+    def _local_optimizers(self) -> list[LocalStepsOptimizer]:
+        values = [handler.value for handler in self._handlers.values()]
+        return [value for value in values if isinstance(value, LocalStepsOptimizer)]
+
+    def _num_syncs(self) -> int:
+        """How many synchronisations of models this rank has seen; -1: it has not begun."""
+        numbers = [optimizer._num_syncs() for optimizer in self._local_optimizers()]
+        return -1 if min(numbers) < 0 else sum(numbers)
+
+    @contextlib.contextmanager
+    def _keeping_local_steps(self) -> Iterator[None]:
+        """Let ranks that took part in the last synchronisation keep their steps since then.
+
+        Inside, all get the state of a rank that took part. The others begin where all ranks were
+        after that synchronisation. Collective; nothing happens before local steps have begun.
+        """
+        optimizers = self._local_optimizers()
+        numbers = allgather_object(self._num_syncs(), "elastic.syncs") if optimizers else [-1]
+        newest = max(numbers)
+        if newest < 0:
+            yield
+            return
+        self._root = numbers.index(newest)
+        self.gather()
+        is_newest = self._num_syncs() == newest
+        own = [
+            handler
+            for handler in self._handlers.values()
+            if isinstance(handler, (ModelStateHandler, OptimizerStateHandler))
+        ]
+        for handler in own:
+            handler.save()
+        yield
+        schedules = [optimizer._schedule() for optimizer in optimizers]
+        for handler in own if is_newest else ():
+            handler.restore()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer._adopt_schedule(schedule)
+            if not is_newest:
+                optimizer._return_to_anchor()
 
     def reset(self) -> None:
         for handler in self._handlers.values():

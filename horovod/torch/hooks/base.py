@@ -18,7 +18,7 @@ from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.engine.arguments import set_id, set_size
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
-from horovod.torch.compression import NoneCompressor
+from horovod.torch.compression import NoneCompressor, is_eight_bit
 
 Tensor = torch.Tensor
 
@@ -163,9 +163,18 @@ def _used_here(results: Sequence[Tensor]) -> list[Tensor]:
     return list(results)
 
 
+def eight_bit_hook(compression: Any) -> CommunicationHook:
+    """What does on devices what an 8-bit compressor means."""
+    from horovod.torch.hooks.eightbit import EightBit  # which derives from what is here
+
+    return EightBit(error_feedback=False, numbers=compression.name)
+
+
 def check_hook(optimizer: object, hook: Any, compression: Any, op: ReduceOp) -> None:
     """Refuse a hook that the optimizer cannot have, or not with its other arguments."""
     if hook is None:
+        if op is ReduceOp.ADASUM and is_eight_bit(compression):
+            raise ValueError("op=Adasum does not add up: use hvd.Compression.bf16 or fp16 with it")
         return
     if not isinstance(hook, CommunicationHook):
         raise ValueError(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from horovod.runner.agents.host_agent import agent_command
 from horovod.runner.agents.starters import Ssh
+from tests.effort import examples
 
 ANYTHING = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 NASTY = st.one_of(
@@ -20,7 +21,7 @@ NASTY = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(arguments=st.lists(NASTY, max_size=4))
 def test_arguments_pass_through_a_real_shell_unharmed(arguments: list[str]):
     shown = "import os, sys; os.write(1, repr(sys.argv[1:]).encode('utf-8', 'surrogateescape'))"

@@ -1,0 +1,146 @@
+"""One small batch through the model, its losses and metrics, on the driver.
+
+A wrong shape or type shows here in a second; on the ranks it would show after the data is written
+and the processes have started.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from horovod.common.logging import get_logger
+from horovod.spark.common.columns import ColumnError, Rows
+from horovod.spark.common.row_buffer import row_count
+from horovod.spark.torch import losses
+from horovod.spark.torch.datamodule import tensors
+from horovod.spark.torch.feeding import Feed
+
+logger = get_logger(__name__)
+
+_WRONG_DATA = (IndexError, RuntimeError, TypeError, ValueError)
+# What a driver may lack and the processes have: a GPU, a process group, Horovod's `init`.
+_ELSEWHERE = re.compile(r"cuda|device|nvidia|accelerator|initiali[sz]ed", re.IGNORECASE)
+_WANTS_INTEGERS = re.compile(r"\b(Long|Int)\b")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is tried: the packed model and losses, how they are fed, and the size of batches."""
+
+    payload: bytes
+    feed: Feed
+    kinds: dict[str, str]  # the columns' types, for messages
+    metrics: Any
+    batch_size: int
+
+    def run(self, rows: Rows) -> None:
+        """ColumnError if the model, a loss or a metric fails with these rows.
+
+        What fails for a reason that only the driver may have, such as a missing GPU, is left to
+        the processes.
+        """
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            try:
+                self._try(rows)
+            except ColumnError as error:
+                # A model may insist on the size of its batches; so the whole size decides.
+                if row_count(rows) == self.batch_size:
+                    raise
+                logger.debug("the trial with %d rows failed: %s", row_count(rows), error)
+                self._try(_repeated(rows, self.batch_size))
+
+    def _try(self, rows: Rows) -> None:
+        packed = cloudpickle.loads(self.payload)  # the user's own model keeps its state
+        labels = len(self.feed.labels)
+        functions = losses.loss_functions(
+            packed["loss"],
+            packed["loss_constructors"],
+            labels,
+            self.feed.sample_weight_col is not None,
+        )
+        groups = [losses.to_list(group, labels, "metrics") for group in self.metrics or ()]
+        model = packed["model"].cpu()
+        inputs, given, _ = self.feed.split(tensors(rows))
+        fed = ", ".join(map(self._describe, self.feed.features, inputs))
+        done, outputs = _call(
+            lambda: model(*inputs),
+            f"the model fails with a batch of {fed}",
+            "Give the columns the shapes that it takes with input_shapes, name columns of "
+            "category indices in categorical_cols, or change the model",
+        )
+        if not done:
+            return
+        names = ", ".join(self.feed.labels)
+        done, pairs = _call(
+            lambda: losses.transform_outputs(outputs, given),
+            f"the outputs of the model do not fit the label(s) {names}",
+            "The model returns one tensor for each of label_cols, in their order",
+        )
+        if not done:
+            return
+        outputs, wanted = pairs
+        for place, name in enumerate(self.feed.labels):
+            output, label = outputs[place], wanted[place]
+            found = f"{self._describe(name, label)} and an output {_text(output)}"
+            advice = "Change label_shapes, the loss or the model"
+            for what, function in (
+                ("loss", functions[place]),
+                *(("metric", group[place]) for group in groups),
+            ):
+                _call(
+                    functools.partial(function, output, label),
+                    f"the {what} fails with the label {found}",
+                    _advice(name, label, advice),
+                )
+
+    def _describe(self, name: str, tensor: torch.Tensor) -> str:
+        return f"{name!r} (column of type {self.kinds[name]}, {_text(tensor)})"
+
+
+def _call(function: Callable[[], Any], failure: str, advice: Callable[[str], str] | str) -> Any:
+    """Whether it could be called, and what it returned; ColumnError if the data is to blame."""
+    try:
+        return True, function()
+    except _WRONG_DATA as error:
+        words = " ".join(str(error).split())
+        if _ELSEWHERE.search(words) or isinstance(error, NotImplementedError):
+            logger.debug("the trial on the driver says nothing: %s", words)
+            return False, None
+        hint = advice if isinstance(advice, str) else advice(words)
+        raise ColumnError(
+            f"{failure}: {type(error).__name__}: {words}. {hint}. Nothing was started"
+        ) from error
+    except Exception as error:
+        logger.debug("the trial on the driver says nothing: %r", error)
+        return False, None
+
+
+def _advice(name: str, label: torch.Tensor, otherwise: str) -> Callable[[str], str]:
+    def choose(words: str) -> str:
+        if label.is_floating_point() and _WANTS_INTEGERS.search(words):
+            return (
+                f"It wants whole numbers: df.withColumn({name!r}, df[{name!r}].cast('long')) makes "
+                "them"
+            )
+        return otherwise
+
+    return choose
+
+
+def _text(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return f"of type {type(tensor).__name__}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def _repeated(rows: Rows, count: int) -> Rows:
+    """The same rows again and again, until there are `count`."""
+    return {name: np.take(array, np.arange(count) % len(array), 0) for name, array in rows.items()}

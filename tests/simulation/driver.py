@@ -1,0 +1,223 @@
+"""The launcher of a simulated job: the real driver, its loop and the job's store.
+
+What is not real is how processes start on hosts: an agent of the simulation does it, at the other
+end of a simulated connection, in place of `horovod.runner.agents.agent`, which forks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import simulated  # what the simulation offers
+
+from horovod.common.decisions import Assignment
+from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
+from horovod.common.membership import WORKER_ID
+from horovod.common.wire import encode_key, new_key
+from horovod.runner.agents.store_endpoints import StoreEndpoints
+from horovod.runner.agents.supervise import FAILURE_GRACE, Supervisor
+from horovod.runner.elastic.discovery import HostDiscovery, HostManager
+from horovod.runner.elastic.driver import Driver
+from horovod.runner.elastic.host_set import HostSet
+from horovod.runner.elastic.job_state import Limits, Process
+from horovod.runner.elastic.status import Status
+from horovod.runner.output.console import Console
+from horovod.runner.output.outputs import Outputs
+from horovod.runner.output.report import exit_status
+
+_START_SECONDS = 30.0
+
+
+class Agent:
+    """The connection to a host, as the driver's failures ask about it."""
+
+    remote = True
+    finished = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.hello: dict[str, Any] | None = None
+        self.connection: Any = None
+        self.unread = b""
+
+    def explain_end(self, code: int) -> str:
+        return "connection closed"
+
+
+class Hosts(HostSet):
+    """The hosts that are wanted, and the agents on them."""
+
+    def __init__(self, endpoints: StoreEndpoints, supervisor: Supervisor) -> None:
+        super().__init__()
+        self.driver: Driver | None = None
+        self._endpoints = endpoints
+        self._supervisor = supervisor
+        self._agents: dict[str, Agent] = {}
+
+    def want(self, names: Sequence[str]) -> dict[str, str]:
+        for name in names:
+            if name not in self._agents and not self._rests_now(name):
+                agent = self._agents[name] = Agent(name)
+                agent.connection = simulated.connect_agent(name)
+                self._supervisor.watch(
+                    agent.connection.fileno(),
+                    lambda agent=agent: self._take(agent),  # type: ignore[misc]
+                )
+                self._supervisor.call_later(
+                    _START_SECONDS,
+                    lambda agent=agent: self._give_up(agent),  # type: ignore[misc]
+                )
+        return {}
+
+    def _give_up(self, agent: Agent) -> None:
+        if agent.hello is None and self._agents.get(agent.name) is agent:
+            self._end(agent)
+
+    def _take(self, agent: Agent) -> None:
+        driver = self.driver
+        assert driver is not None
+        try:
+            data = agent.connection.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            self._end(agent)
+            return
+        *lines, agent.unread = (agent.unread + data).split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            if event["kind"] == "hello":
+                agent.hello = event
+                driver.ready(agent)
+            elif event["kind"] == "started":
+                driver.started(agent, event["worker"], event["pid"])
+            elif event["kind"] == "exited":
+                driver.exited(agent, [(event["worker"], event["code"])])
+
+    def _end(self, agent: Agent) -> None:
+        if agent.connection.fileno() >= 0:
+            self._supervisor.unwatch(agent.connection.fileno())
+            agent.connection.close()
+            assert self.driver is not None
+            self.driver.lost(agent, 255)  # type: ignore[arg-type]
+
+    def lost(self, host: Agent) -> bool:
+        if self._agents.get(host.name) is not host:
+            return False
+        del self._agents[host.name]
+        self.rest(host.name)
+        return True
+
+    def let_go(self, name: str) -> None:
+        agent = self._agents.pop(name, None)
+        if agent is not None and agent.connection.fileno() >= 0:
+            self._supervisor.unwatch(agent.connection.fileno())
+            agent.connection.close()
+
+    def names(self) -> list[str]:
+        return list(self._agents)
+
+    def is_ready(self, name: str) -> bool:
+        return name in self._agents and self._agents[name].hello is not None
+
+    def is_connecting(self, name: str) -> bool:
+        return name in self._agents and self._agents[name].hello is None
+
+    def met(self, host: Agent) -> str:
+        return ""
+
+    def obeys(self, name: str) -> bool:
+        return self.is_ready(name)
+
+    def start(
+        self, name: str, worker: int, index: int, slots: int, place: Assignment | None
+    ) -> None:
+        ((address, port),) = self._endpoints.endpoints
+        environ = {
+            WORKER_ID: f"w{worker}",
+            "HOROVOD_ELASTIC": "1",
+            "HOROVOD_HOSTNAME": name,
+            STORE_ADDRESS: address,
+            STORE_PORT: str(port),
+            SECRET_KEY: encode_key(self._endpoints.key),
+        }
+        self._tell(name, kind="start", worker=worker, environ=environ)
+
+    def stop(self, name: str, worker: int, grace: float) -> None:
+        self._tell(name, kind="stop", worker=worker, grace=grace)
+
+    def _tell(self, name: str, **command: Any) -> None:
+        agent = self._agents.get(name)
+        if agent is not None:
+            try:
+                agent.connection.send(json.dumps(command).encode() + b"\n")
+            except OSError:
+                pass  # the loop learns of it when it reads
+
+    def close(self) -> None:
+        """End all workers and agents, as the launcher's loop does."""
+        for agent in self._agents.values():
+            try:
+                agent.connection.send(b'{"kind": "finish", "grace": %g}\n' % FAILURE_GRACE)
+                agent.connection.settimeout(60.0)
+                while agent.connection.recv(1 << 16):
+                    pass
+            except OSError:
+                continue  # lost: its workers end by themselves
+
+
+class Discovery(HostDiscovery):
+    """The hosts that the simulation offers."""
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        return simulated.discover()
+
+
+class Events(Status):
+    """The status of the job, which is part of the story."""
+
+    def note(self, event: str, **details: Any) -> None:
+        facts = ", ".join(f"{name} {value}" for name, value in details.items())
+        simulated.note(f"{event}: {facts}")
+
+
+class NoOutputs:
+    """Workers print nothing."""
+
+    def open(self, process: Process) -> None:
+        """Expect nothing."""
+
+    def rename(self, worker: int, rank: int) -> None:
+        """Nothing has a name."""
+
+
+def main() -> None:
+    """Run the job to its end."""
+    plan = simulated.plan
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        console = Console(nowhere, nowhere)
+        endpoints = StoreEndpoints(new_key())
+        endpoints.open("head")
+        supervisor = Supervisor(console, Outputs(console))
+        hosts = Hosts(endpoints, supervisor)
+        limits = Limits(
+            num_proc=plan.num_proc,
+            min_np=plan.min_np,
+            max_np=plan.max_np,
+            elastic_timeout=plan.elastic_timeout,
+        )
+        manager = HostManager(Discovery(), max_failures=1000)
+        status = Events(console)
+        driver = Driver(hosts, limits, manager, endpoints, supervisor, NoOutputs(), status)
+        hosts.driver = driver
+        outcome = driver.run()
+        hosts.close()
+        supervisor.close()
+        endpoints.close()
+        simulated.ended(exit_status(outcome), outcome.problem)
+    finally:
+        os.close(nowhere)

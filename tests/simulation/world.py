@@ -1,0 +1,156 @@
+"""The virtual clock, and the scheduler that decides which of all threads runs next.
+
+Every thread of every simulated process is a greenlet. It runs until it waits for something, or
+until `World.pause` lets another one go first; which one is drawn from the seed. Time stands still
+while threads run, but for a little for each switch, and jumps to the next timer when all wait: an
+hour of waiting costs nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+if TYPE_CHECKING:
+    from tests.simulation.processes import Process
+
+_SWITCH_SECONDS = 2e-6
+"""How long a thread runs before it waits again, in virtual time: loops that spin do end."""
+
+
+class Task:
+    """One thread of one simulated process."""
+
+    def __init__(
+        self, world: World, process: Process, function: Callable[[], Any], name: str
+    ) -> None:
+        self.process = process
+        self.name = name
+        self.thread: Any = None  # the object that the code under test knows it by
+        self.is_done = False
+        self.waiting_for = ""  # for the story of a job that hangs
+        self._wake_number = 0  # a wake-up or a time limit of an earlier wait has no effect
+        self._was_woken = False
+        self.greenlet = greenlet(function, parent=world.hub)
+
+
+class World:
+    """Everything that happens, in one order, from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 1000.0
+        self.hub = getcurrent()
+        self.current: Task | None = None
+        self.events: list[tuple[float, str]] = []
+        self.switches = 0
+        self._preemption = self.random.choice([0.0, 0.02, 0.2])
+        self._runnable: list[Task] = []
+        self._tasks: list[Task] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    # -- what happens -------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        """Add a line to the story."""
+        self.events.append((self.now, text))
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call back after this much virtual time, outside of any simulated thread."""
+        heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), call))
+
+    def run(self, is_over: Callable[[], bool], limit: float) -> bool:
+        """Let things happen until `is_over`; return False if nothing can, or time is up."""
+        end = self.now + limit
+        while not is_over():
+            if self._timers and self._timers[0][0] <= self.now:
+                heapq.heappop(self._timers)[2]()
+                continue
+            candidates = [task for task in self._runnable if not task.process.is_stopped]
+            if candidates:
+                task = candidates[self.random.randrange(len(candidates))]
+                self._runnable.remove(task)
+                self._switch_to(task)
+            elif self._timers and self._timers[0][0] <= end:
+                self.now = max(self.now, self._timers[0][0])
+            else:
+                return False
+        return True
+
+    def close(self) -> None:
+        """End all threads that are left. Their code finds every simulated call refused."""
+        for task in self._tasks:
+            if not task.is_done:
+                task.process.is_gone = True
+                self.current = task
+                task.greenlet.throw(GreenletExit)
+        self.current = None
+
+    def _switch_to(self, task: Task) -> None:
+        self.switches += 1
+        self.now += _SWITCH_SECONDS
+        self.current = task
+        task.greenlet.switch()
+        self.current = None
+
+    # -- for simulated threads --------------------------------------------------------------
+
+    def spawn(self, process: Process, function: Callable[[], Any], name: str) -> Task:
+        """Start a thread."""
+        task = Task(self, process, function, name)
+        self._tasks.append(task)
+        self._runnable.append(task)
+        return task
+
+    def running(self) -> Task:
+        """Return the thread that calls this; refuse to go on where its process is gone."""
+        task = self.current
+        assert task is not None, "only simulated threads may wait"
+        if task.process.is_gone:
+            raise GreenletExit
+        return task
+
+    def pause(self) -> None:
+        """Perhaps let another thread go first."""
+        task = self.running()
+        if self._preemption and self.random.random() < self._preemption:
+            self._runnable.append(task)
+            self._leave(task)
+
+    def park(self, reason: str, seconds: float | None = None) -> bool:
+        """Wait until `wake`; return False if that does not come within this time."""
+        task = self.running()
+        task._wake_number += 1
+        task._was_woken = False
+        task.waiting_for = reason
+        if seconds is not None:
+            number = task._wake_number
+            self.later(max(0.0, seconds), lambda: self._resume(task, number, is_woken=False))
+        self._leave(task)
+        task.waiting_for = ""
+        return task._was_woken
+
+    def wake(self, task: Task) -> None:
+        """Let a thread that is parked go on."""
+        self._resume(task, task._wake_number, is_woken=True)
+
+    def forget(self, process: Process) -> None:
+        """Never run a thread of this process again."""
+        self._runnable = [task for task in self._runnable if task.process is not process]
+
+    def _resume(self, task: Task, number: int, *, is_woken: bool) -> None:
+        if number == task._wake_number and not task.process.is_gone and not task.is_done:
+            task._wake_number += 1
+            task._was_woken = is_woken
+            self._runnable.append(task)
+
+    def _leave(self, task: Task) -> None:
+        self.hub.switch()
+        if task.process.is_gone:
+            raise GreenletExit
