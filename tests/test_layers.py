@@ -159,8 +159,8 @@ def test_imports_in_the_runner_point_down(path: Path):
     [
         ("horovod.runner.output.report", "from horovod.runner.jobs import request", False),
         ("horovod.runner.jobs.run_job", "from horovod.runner import launch", False),
-        ("horovod.runner.agents.ssh", "from horovod.runner.dashboard import address", False),
-        ("horovod.runner.agents.ssh", "from horovod.runner.agents.agent import main", True),
+        ("horovod.runner.agents.starters", "from horovod.runner.dashboard import watching", False),
+        ("horovod.runner.agents.starters", "from horovod.runner.agents.agent import main", True),
         ("horovod.runner.elastic.job", "import horovod.runner.slots.hosts", True),
         ("horovod.runner.launch", "from horovod.runner.jobs import run_job", True),
     ],

@@ -32,8 +32,7 @@ from horovod.runner.elastic.status import Status
 from horovod.runner.functions.remote_error import RemoteError
 from horovod.runner.functions.run_function import raise_outcome
 from horovod.runner.options.parser import DEFAULT_WORKER_FAILURES
-from horovod.runner.output.colours import Colour
-from horovod.runner.output.console import Console
+from horovod.runner.output.console import Colour, Console
 from horovod.runner.output.outputs import Outputs
 from horovod.runner.output.report import Outcome
 
@@ -192,7 +191,7 @@ class _Console(Console):
 
     def __init__(self, verbose: int) -> None:
         super().__init__()
-        self.without_bars()
+        self.disable_bars()
         self._verbose = verbose
 
     def say(self, text: str, colour: Colour = Colour.PLAIN) -> None:

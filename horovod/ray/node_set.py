@@ -37,10 +37,10 @@ from horovod.ray.worker import ElasticWorker, WorkerEnd, WorkerInfo, own_version
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
 from horovod.runner.elastic.driver import Driver
-from horovod.runner.elastic.host_set import HostSet, place_variables
+from horovod.runner.elastic.host_set import HostSet, assignment_variables
 from horovod.runner.elastic.mailbox import Mailbox
 from horovod.runner.functions.function_call import Failure
-from horovod.runner.output.progress import some
+from horovod.runner.output.progress import list_some
 
 _LOOK_SECONDS = 1.0
 """Seconds between two looks at what the cluster has free."""
@@ -186,7 +186,7 @@ class NodeSet(HostSet):
                 "HOROVOD_ELASTIC": "1",
                 WORKER_ID: f"w{worker}",
                 "HOROVOD_HOSTNAME": identity,
-                **place_variables(place),
+                **assignment_variables(place),
                 SECRET_KEY: encode_key(self._place.key),
             },
             probe_request(self._place, nics_of(settings), settings.timeout_s),
@@ -234,7 +234,7 @@ class NodeSet(HostSet):
         if len(names) == 1:
             need = f"it needs {describe_amounts(needs)}"
         room = describe_room(needs)
-        return f"Ray has not started {some(names)}: {need}, and the cluster has {room}"
+        return f"Ray has not started {list_some(names)}: {need}, and the cluster has {room}"
 
     def stop(self, name: str, worker: int, grace: float) -> None:
         found = self._workers.get(worker)

@@ -1,11 +1,11 @@
-"""Starting jobs: the ``horovodrun`` command, and ``horovod.run``.
+"""Start jobs: the ``horovodrun`` command, and ``horovod.run``.
 
-launch is the command; check_build and scaling (with scaling_report) are what its options of these
-names do. The rest is in folders, each of which imports only those after it: functions
-(``horovod.run``), jobs (fixed ranks), elastic (ranks that come and go), options (what the command
-line means), agents (the processes on the hosts) and dashboard, output (what people see), slots
-(which rank runs where). compute_service is where the processes of TensorFlow's data service meet.
-Modules that only Horovod 0.28.1 had (docs/old_names.md) are made by _upstream.
+`launch` is the command; `check_build` and `scaling` (with `scaling_report`) do what its options of
+these names ask for. The rest is in folders, each of which imports only those after it: `functions`
+(``horovod.run``), `jobs` (fixed ranks), `elastic` (ranks that come and go), `options` (the command
+line), `agents` (the processes on the hosts) and `dashboard`, `output` (what people see), `slots`
+(on which host each rank runs). In `compute_service` the processes of TensorFlow's data service find
+each other. `_upstream` makes modules that only Horovod 0.28.1 had (docs/old_names.md).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ install()
 
 
 def __getattr__(name: str) -> Any:
-    """``horovod.runner.run`` is ``horovod.run``; who only launches does not pay for it."""
+    """Import ``run``, which is ``horovod.run``, and old names only when they are asked for."""
     if name == "run":
         from horovod.runner.functions.run_function import run
 
         return run
     if name == "_HorovodArgs":
-        from horovod.runner._upstream.launch import _HorovodArgs
+        from horovod.runner._upstream.launchers import _HorovodArgs
 
         return _HorovodArgs
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

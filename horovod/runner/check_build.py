@@ -1,7 +1,7 @@
-"""``horovodrun --check-build``: what is usable on this machine, found out by trying.
+"""Find out by trying what is usable on this machine: ``horovodrun --check-build``.
 
-Each probe runs in a process of its own, all at once: importing a framework may take seconds, print,
-or crash, and the launcher stays free of it. Called by `launch` only.
+`launch` calls `check_build`. Each probe runs in a process of its own, all at the same time:
+importing a framework may take seconds, print something or crash, and must not affect the launcher.
 """
 
 from __future__ import annotations
@@ -191,13 +191,13 @@ _SECTIONS = (
 
 
 def check_build(*, verbose: bool = False) -> str:
-    """The report; with ``verbose``, what the probes said comes first."""
+    """Return the report; with ``verbose`` it begins with the output of the probes."""
     usable: dict[str, str] = {}
     problems: dict[str, str] = {}
     said: list[str] = []
     processes = [
         subprocess.Popen(
-            [sys.executable, "-u", "-c", probe.program],  # its last line is the last it wrote
+            [sys.executable, "-u", "-c", probe.program],  # unbuffered: the last line is the answer
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -223,7 +223,7 @@ def check_build(*, verbose: bool = False) -> str:
 def _finish(
     process: subprocess.Popen[str], limit: float, deadline: float
 ) -> tuple[str, str | None]:
-    """What a probe printed, and in one line what went wrong."""
+    """Return what a probe printed, and in one line what went wrong, if anything."""
     left = max(5.0, deadline - time.monotonic())
     try:
         output, _ = process.communicate(timeout=min(limit, left))
@@ -232,7 +232,7 @@ def _finish(
         try:
             output, _ = process.communicate(timeout=_KILL_SECONDS)
         except subprocess.TimeoutExpired:
-            output = ""  # it hangs in the kernel, where a driver can hold a process even then
+            output = ""  # it hangs in the kernel: a driver can hold even a killed process
         return output, f"no answer within {limit:g} s"
     output = output.rstrip()
     if process.returncode < 0:

@@ -1,15 +1,15 @@
-"""Where compute workers and training processes of the TF data service find each other.
+"""Let compute workers and training processes of TensorFlow's data service find each other.
 
-`horovod.tensorflow.data` uses it: rank 0 of the compute workers runs a `ComputeService`, to which
-all talk with a `ComputeClient`. Dispatchers say where they listen, workers to which dispatcher they
-belong, training processes wait for both, and somebody ends it all with `shutdown`.
+`horovod.tensorflow.data` uses it. Rank 0 of the compute workers runs a `ComputeService`, and all
+processes talk to it with a `ComputeClient`. Dispatchers register their addresses, workers register
+for a dispatcher, training processes wait for both, and `shutdown` ends the service.
 
 The service is the project's authenticated store (`horovod.common.store`) with these entries, so
 every byte is authenticated with the service's key and nothing is ever unpickled:
 
     layout                      numbers of dispatchers and of workers for each
-    dispatcher/<id>/claims      how often somebody wanted to be this dispatcher
-    dispatcher/<id>/address     where the first of them listens
+    dispatcher/<id>/claims      how many processes wanted to be this dispatcher
+    dispatcher/<id>/address     the address of the first of them
     worker/<dispatcher>/<id>    exists for each worker that has registered
     complete/<dispatcher>       exists once this dispatcher has all its workers
     shutdown                    exists once the end was asked for
@@ -29,7 +29,7 @@ from horovod.common.store import MemoryStore, StoreClient, StoreServer
 from horovod.runner.agents.probe import interface_address, source_towards
 
 Addresses = Mapping[str, Sequence[tuple[str, int]]]
-"""For each network interface, the addresses and ports where the service listens."""
+"""For each network interface, the addresses and ports at which the service listens."""
 
 _CONNECT_TIMEOUT = 20.0
 _CLAIM_TIMEOUT = 20.0  # seconds between a dispatcher's claim and its address, at the very most
@@ -37,15 +37,11 @@ _LONG = 1e6  # seconds
 
 
 class NoValidAddressesFound(ConnectionError):
-    """A service answers at none of the addresses that are known of it."""
+    """A service answers at none of its known addresses."""
 
 
 class ComputeService:
-    """Serves those who know ``key``, until `shutdown`.
-
-    It listens on ``nics`` alone (names of interfaces, or addresses of this host), and without any
-    on loopback, where only processes of this host reach it.
-    """
+    """Serves processes that know the key, until `shutdown`."""
 
     def __init__(
         self,
@@ -54,6 +50,18 @@ class ComputeService:
         key: bytes,
         nics: Sequence[str] | None = None,
     ) -> None:
+        """Start to serve.
+
+        Args:
+            dispatchers: The number of dispatchers.
+            workers_per_dispatcher: The number of workers for each.
+            key: The key that clients must know.
+            nics: Names of interfaces, or addresses of this host, to listen at; by default loopback,
+                which only processes of this host reach.
+
+        Raises:
+            ValueError: If a number is not positive, or an interface has no address.
+        """
         if dispatchers <= 0:
             raise ValueError(f"dispatchers must be larger than 0, not {dispatchers}")
         if workers_per_dispatcher <= 0:
@@ -71,6 +79,7 @@ class ComputeService:
             raise
 
     def addresses(self) -> dict[str, list[tuple[str, int]]]:
+        """Return the addresses and ports of the service, by network interface."""
         return {nic: [(endpoint.address, endpoint.port)] for nic, endpoint in self._servers.items()}
 
     def shutdown(self) -> None:
@@ -80,14 +89,20 @@ class ComputeService:
 
 
 class ComputeClient:
-    """Talks to the `ComputeService` that is served at one of ``compute_addresses``.
-
-    With ``verbose`` above 1 it logs which one. Errors: `NoValidAddressesFound` when none can be
-    reached, `PermissionError` when the service has another key, `ConnectionError` when the service
-    has gone, and what the methods say.
-    """
+    """Talks to a `ComputeService`. All methods raise `ConnectionError` if the service has gone."""
 
     def __init__(self, compute_addresses: Addresses, key: bytes, verbose: int = 1) -> None:
+        """Connect to the service.
+
+        Args:
+            compute_addresses: The addresses of the service; the first that answers is used.
+            key: The key of the service.
+            verbose: Above 1, the address that answers is logged.
+
+        Raises:
+            NoValidAddressesFound: If the service answers at none of the addresses.
+            PermissionError: If the service has another key.
+        """
         self._store = _connect(compute_addresses, key)
         self._where = f"{self._store.address}:{self._store.port}"
         if verbose > 1:
@@ -98,13 +113,19 @@ class ComputeClient:
 
     @property
     def own_address(self) -> str:
-        """This host's address on the way to the service, where others of the service reach it."""
+        """The address at which other processes of the service reach this host."""
         return source_towards(self._store.address) or LOOPBACK
 
     def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
-        """Say where a dispatcher listens.
+        """Register the address of a dispatcher.
 
-        `IndexError`: there is no such dispatcher; `ValueError`: it listens elsewhere already.
+        Args:
+            dispatcher_id: The number of the dispatcher.
+            dispatcher_address: The address at which it listens.
+
+        Raises:
+            IndexError: If there is no such dispatcher.
+            ValueError: If it is registered with another address.
         """
         self._check(dispatcher_id)
         entry = f"dispatcher/{dispatcher_id}"
@@ -121,9 +142,15 @@ class ComputeClient:
             )
 
     def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
-        """Where a dispatcher listens, once it has said so.
+        """Wait until a dispatcher has registered, and return its address.
 
-        `IndexError`: there is no such dispatcher; `TimeoutException`: not within ``timeout`` s.
+        Args:
+            dispatcher_id: The number of the dispatcher.
+            timeout: Seconds to wait.
+
+        Raises:
+            IndexError: If there is no such dispatcher.
+            TimeoutException: If it does not register in time.
         """
         self._check(dispatcher_id)
         with self._service_errors():
@@ -139,18 +166,33 @@ class ComputeClient:
         )
 
     def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
-        """Say that a worker serves a dispatcher; `IndexError`: there is no such dispatcher."""
+        """Register a worker for a dispatcher.
+
+        Args:
+            dispatcher_id: The number of the dispatcher.
+            worker_id: The number of the worker.
+
+        Raises:
+            IndexError: If there is no such dispatcher.
+        """
         self._check(dispatcher_id)
         with self._service_errors():
             self._store.set(f"worker/{dispatcher_id}/{worker_id}", b"")
-            # Of workers that register at once, the last sees all of them.
+            # Each writes first and counts then: of workers that register at the same time, the
+            # last sees all of them.
             if len(self._store.keys(f"worker/{dispatcher_id}/")) >= self._workers_per_dispatcher:
                 self._store.set(f"complete/{dispatcher_id}", b"")
 
     def wait_for_dispatcher_worker_registration(self, dispatcher_id: int, timeout: float) -> None:
-        """Return once a dispatcher has all its workers.
+        """Wait until a dispatcher has all its workers.
 
-        `IndexError`: there is no such dispatcher; `TimeoutException`: not within ``timeout`` s.
+        Args:
+            dispatcher_id: The number of the dispatcher.
+            timeout: Seconds to wait.
+
+        Raises:
+            IndexError: If there is no such dispatcher.
+            TimeoutException: If workers are missing after that time.
         """
         self._check(dispatcher_id)
         with self._service_errors():
@@ -167,12 +209,12 @@ class ComputeClient:
         )
 
     def shutdown(self) -> None:
-        """Tell everybody who waits for it, now or later, that the end has come."""
+        """End the service for all processes that wait for that, now or later."""
         with self._service_errors():
             self._store.set("shutdown", b"")
 
     def wait_for_shutdown(self) -> None:
-        """Return once somebody has called `shutdown`, however long that takes."""
+        """Wait until a process has called `shutdown`, however long that takes."""
         with self._service_errors():
             while True:
                 try:
@@ -194,7 +236,7 @@ class ComputeClient:
 
     @contextmanager
     def _service_errors(self) -> Iterator[None]:
-        """Say of which service errors of the connection speak."""
+        """Name the service in errors of the connection."""
         try:
             yield
         except ConnectionError as error:

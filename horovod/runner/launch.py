@@ -1,4 +1,4 @@
-"""``horovodrun``: from the command line to the exit status.
+"""Run ``horovodrun``, from the command line to the exit status.
 
 The console script and ``python -m horovod.runner`` call `run_commandline`. Everything here is cheap
 to import (no framework): workers start within a fraction of a second.
@@ -21,8 +21,7 @@ from horovod.runner.options.arguments import parse_args as parse_args  # upstrea
 from horovod.runner.options.completion import completion_script
 from horovod.runner.options.parser import make_parser
 from horovod.runner.options.tunables import settings
-from horovod.runner.output.colours import Colour
-from horovod.runner.output.console import Console
+from horovod.runner.output.console import Colour, Console
 from horovod.runner.output.report import LaunchError, exit_status
 from horovod.runner.slots.worker_env import terminal_variables
 
@@ -30,16 +29,20 @@ _OLD_NAMES = ("_run", "_run_elastic", "check_build", "is_gloo_used", "run_contro
 
 
 def __getattr__(name: str) -> Any:
-    """Names of Horovod 0.28.1 (docs/old_names.md), which a launch does not need."""
+    """Import names of Horovod 0.28.1 (docs/old_names.md) when a program asks for them."""
     if name in _OLD_NAMES:
-        from horovod.runner._upstream import launch as upstream
+        from horovod.runner._upstream import launchers as upstream
 
         return getattr(upstream, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def run_commandline(argv: Sequence[str] | None = None) -> int:
-    """Run ``horovodrun`` with these arguments (the process's own by default)."""
+    """Run ``horovodrun``, and return its exit status.
+
+    Args:
+        argv: The arguments; by default those of this process.
+    """
     _open_standard_descriptors()
     options = parse_args(argv)
     console = Console(timestamps=options.prefix_timestamp)
@@ -97,14 +100,14 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         console.say(str(error), Colour.FAILURE)
         return error.status
-    except KeyboardInterrupt:  # before the supervisor took the signals over
+    except KeyboardInterrupt:  # before the supervisor handled signals
         return 130
 
 
 def _run_elsewhere(controller: str, options: argparse.Namespace, console: Console) -> int:
     """Let mpirun or jsrun start the processes; does not return unless this is a dry run."""
     request = make_request(options, options.command, os.environ)
-    plan = controllers.plan(controller, options, request, dry=options.dry_run)
+    plan = controllers.make_plan(controller, options, request, dry=options.dry_run)
     program = os.path.basename(plan.command[0])
     wanted = ["dashboard"] * (settings(options, os.environ).dashboard is not None)
     wanted += ["progress"] * options.progress
@@ -117,11 +120,11 @@ def _run_elsewhere(controller: str, options: argparse.Namespace, console: Consol
         console.say(f"{program} starts the processes here; --gloo lets horovodrun do it itself")
     if options.verbose:
         console.say(f"running {plan.command!r}")
-    controllers.replace_us(plan)
+    controllers.replace_process(plan)
 
 
 def _open_standard_descriptors() -> None:
-    """A shell may have closed some (``>&-``): other files must not get their numbers."""
+    """Open descriptors 0 to 2 that a shell has closed (``>&-``): no other file may get them."""
     for fd in range(3):
         try:
             os.fstat(fd)

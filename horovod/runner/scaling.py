@@ -1,9 +1,9 @@
-"""``horovodrun --scaling 1,2,4,8``: the same command at several sizes, and what that gains.
+"""Run the same command at several sizes, and compare them: ``horovodrun --scaling 1,2,4,8``.
 
-`launch` calls `run_study`. Sizes take turns, so that what else the machine does falls on all of
-them alike. Each run is a job like any other; its time is that of the whole command. Where ranks
-train with our optimizers they report their steps to the job's store (HOROVOD_STATS_INTERVAL).
-`scaling_report` makes table, file and chart of it.
+`launch` calls `run_study`. Sizes take turns, so that other load on the machine affects all of them
+alike. Each run is an ordinary job; its time is that of the whole command. Ranks that train with our
+optimizers report their steps to the job's store (HOROVOD_STATS_INTERVAL). `scaling_report` makes a
+table, a file and a chart of the measurements.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from horovod.runner.dashboard.watching import INTERVAL, title_of
 from horovod.runner.jobs import controllers
 from horovod.runner.jobs.request import make_request
 from horovod.runner.jobs.run_job import find_command, run_job
-from horovod.runner.output.colours import Colour
-from horovod.runner.output.console import Console
+from horovod.runner.output.console import Colour, Console
 from horovod.runner.output.report import Exit, LaunchError, exit_status
 from horovod.runner.scaling_report import (
     Report,
@@ -37,14 +36,14 @@ from horovod.runner.scaling_report import (
 from horovod.runner.slots.hosts import is_local
 
 FRACTION = "HOROVOD_SCALING_FRACTION"
-"""The share of the whole work that is left for each rank: 1/size in a strong study, else 1.0."""
+"""The share of the whole work for each rank: 1/size in a strong study, otherwise 1.0."""
 
-_SECONDS_BETWEEN_REPORTS = "5.0"  # the one at the end is what counts
+_SECONDS_BETWEEN_REPORTS = "5.0"  # only the last report counts
 
 
 @dataclass(frozen=True)
 class _Ended:
-    """How a run ended that gave no measurement."""
+    """The end of a run that gave no measurement."""
 
     status: int
     how: str
@@ -52,7 +51,16 @@ class _Ended:
 
 
 def run_study(options: argparse.Namespace, env: Mapping[str, str], console: Console) -> int:
-    """Run the study that the options describe; the exit status. `LaunchError` before it begins."""
+    """Run the study that the options describe, and return the exit status.
+
+    Args:
+        options: The options of horovodrun.
+        env: The environment from which that of the workers is made.
+        console: Where messages and the table go.
+
+    Raises:
+        LaunchError: If the study cannot begin.
+    """
     controller = controllers.choose(options, env)
     if options.dry_run:
         return console.answer(_describe(controller, options, env))
@@ -86,10 +94,10 @@ class _Study:
     controller: str
     report: Report
     status: int = 0
-    unwritten: str = ""  # why the CSV file is not there
+    unwritten: str = ""  # why the CSV file could not be written
 
     def run(self) -> None:
-        """All runs; a size that fails is not tried again, and the others go on."""
+        """Do all runs; a size that fails is not tried again, and the others go on."""
         options = self.options
         for repeat in range(1, options.repeat + 1):
             for size in options.scaling:
@@ -110,7 +118,7 @@ class _Study:
                     return
 
     def finish(self) -> None:
-        """The table, the files, and once more what failed."""
+        """Write the table and the files, and report again what failed."""
         report, console, prefix = self.report, self.console, self.options.scaling_output
         left = [n for n in self.options.scaling if n not in report.failed and n not in report.runs]
         if report.runs:
@@ -133,7 +141,7 @@ class _Study:
         self.report.runs.setdefault(run.ranks, []).append(run)
         steps = f", {run.steps_per_second:.4g} steps/s" if run.steps_per_second else ""
         self.console.say(f"scaling: {ranks_of(run.ranks)}: {run.seconds:.2f} s{steps}")
-        # After every run: a study takes hours, and the machine may not live to its end.
+        # After every run, because a study takes hours and may be interrupted.
         path = f"{self.options.scaling_output}.csv"
         self.unwritten = write_csv(self.report, self.options.scaling, path)
 
@@ -146,7 +154,7 @@ class _Study:
         began = time.monotonic()
         if self.controller == controllers.GLOO:
             return self._run_here(options, env, began)
-        plan = controllers.plan(
+        plan = controllers.make_plan(
             self.controller, options, make_request(options, options.command, env)
         )
         code = controllers.run_and_wait(plan)
@@ -179,9 +187,9 @@ class _Study:
 
 
 def steps_per_second(store: Store, size: int) -> float | None:
-    """The steps that the ranks of a job made in a second, each of them; None if they told nothing.
+    """Return how many steps each rank of a job made in a second; None if none has reported.
 
-    The median of what the ranks' last reports say: they step together.
+    It is the median of the ranks' last reports: all ranks step together.
     """
     found = [rate for rank in range(size) if (rate := _rate(store.try_get(f"stats/0/{rank}")))]
     return statistics.median(found) if found else None
@@ -196,10 +204,10 @@ def _rate(content: bytes | None) -> float | None:
 
 
 def _options_for(options: argparse.Namespace, size: int) -> argparse.Namespace:
-    """Those of the job of one size."""
-    found = copy.copy(options)
-    found.num_proc, found.scaling = size, None
-    return found
+    """Return the options for the job of one size."""
+    job = copy.copy(options)
+    job.num_proc, job.scaling = size, None
+    return job
 
 
 def _environment(env: Mapping[str, str], size: int, strong: bool) -> dict[str, str]:
@@ -208,7 +216,7 @@ def _environment(env: Mapping[str, str], size: int, strong: bool) -> dict[str, s
 
 
 def _check_output(options: argparse.Namespace) -> None:
-    """Nothing is to fail at the end of a long study that can be known before."""
+    """Check the files before the study: nothing known before may fail at its end."""
     prefix, published = options.scaling_output, options.scaling_published
     folder = os.path.dirname(os.path.abspath(prefix))
     if not os.path.isdir(folder):
@@ -235,6 +243,6 @@ def _describe(controller: str, options: argparse.Namespace, env: Mapping[str, st
         if controller == controllers.GLOO:
             plan = describe_plan(request)
         else:
-            plan = controllers.describe(controllers.plan(controller, job, request, dry=True))
+            plan = controllers.describe(controllers.make_plan(controller, job, request, dry=True))
         lines += [f"== {ranks_of(size)}, {times}\n", plan, ""]
     return "\n".join(lines)

@@ -1,12 +1,13 @@
-"""What a scaling study found: the table, the CSV file and the chart, beside a published run.
+"""Report a scaling study: a table, a CSV file and a chart, beside a published run.
 
 `scaling` measures and calls it. Speed-up and efficiency are relative to the smallest size:
 
-strong  the work is the same at every size. Speed-up: time of the smallest size / time. Efficiency:
-        speed-up / how many times as many ranks.
-weak    every rank has the same work at every size, so n ranks do n times as much. Efficiency: what
-        a rank does in a second / the same at the smallest size. Speed-up: efficiency * how many
-        times as many ranks. By steps per second where all sizes have them, else by time.
+strong  The work is the same at every size. Speed-up is the time of the smallest size / the time.
+        Efficiency is the speed-up / the ratio of the numbers of ranks.
+weak    Every rank has the same work at every size, so n ranks do n times as much. Efficiency is the
+        work of a rank per second / the same at the smallest size. Speed-up is the efficiency * the
+        ratio of the numbers of ranks. Work is counted in steps if all sizes report them, otherwise
+        in runs of the command.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _COLUMNS = (
 )
 _PUBLISHED_COLUMNS = ("published_seconds", "published_speedup", "published_efficiency")
 _MODES = ("weak", "strong")
-_MUCH = 0.2  # of the median: runs of one size that differ more say little about small differences
-_TOO_GOOD = 1.1  # efficiency above this needs an explanation, most often that of a wrong base
+_MUCH = 0.2  # of the median; if runs of one size differ by more, small differences mean little
+_TOO_GOOD = 1.1  # efficiency above this needs an explanation, most often a wrong base
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,17 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Run):
-    """One size: medians, and what they come to."""
+    """One size: the medians of its runs, with speed-up and efficiency."""
 
     speedup: float
     efficiency: float
 
 
 def spread(runs: Sequence[Run]) -> float | None:
-    """How far the times of the runs of one size are apart, as a share of their median.
+    """Return the spread of the times of one size, as a share of their median.
 
-    None where there is one run, which says nothing about that.
+    Returns:
+        None if there is only one run.
     """
     times = [run.seconds for run in runs]
     return (max(times) - min(times)) / statistics.median(times) if len(times) > 1 else None
@@ -66,7 +68,7 @@ def spread(runs: Sequence[Run]) -> float | None:
 
 @dataclass(frozen=True)
 class Published:
-    """Somebody else's run, or an earlier one."""
+    """Measurements of other people, or earlier ones."""
 
     name: str
     runs: Mapping[int, Run]
@@ -75,13 +77,13 @@ class Published:
 
 @dataclass
 class Report:
-    """What was measured so far."""
+    """The measurements so far."""
 
     strong: bool
     published: Published | None = None
     runs: dict[int, list[Run]] = field(default_factory=dict)  # by size
-    failed: dict[int, str] = field(default_factory=dict)  # how, by size
-    title: str = ""  # of what was measured, for the chart
+    failed: dict[int, str] = field(default_factory=dict)  # by size: how its run failed
+    title: str = ""  # the title of the chart
 
     @property
     def mode(self) -> str:
@@ -108,7 +110,7 @@ class Report:
 
 
 def rows_of(medians: Mapping[int, Run], strong: bool) -> dict[int, Row]:
-    """Speed-up and efficiency of every size, relative to the smallest."""
+    """Return speed-up and efficiency of every size, relative to the smallest."""
     if not medians:
         return {}
     base = medians[min(medians)]
@@ -129,7 +131,7 @@ def rows_of(medians: Mapping[int, Run], strong: bool) -> dict[int, Row]:
 
 
 def counts_steps(medians: Mapping[int, Run], strong: bool) -> bool:
-    """Whether efficiency rests on steps per second, and not on time."""
+    """Return whether efficiency is computed from steps per second, and not from times."""
     return not strong and all(each.steps_per_second for each in medians.values())
 
 
@@ -137,10 +139,13 @@ def counts_steps(medians: Mapping[int, Run], strong: bool) -> bool:
 
 
 def read_published(path: str) -> Published:
-    """A CSV file with the columns ranks and seconds; `LaunchError` that says what is wrong with it.
+    """Read a CSV file with the columns ranks and seconds.
 
-    It may have steps_per_second and mode (weak or strong) too, as the files of a study have; other
+    It may have steps_per_second and mode (weak or strong) too, like the files of a study; other
     columns are ignored, and so are rows without a time.
+
+    Raises:
+        LaunchError: If the file cannot be read; the message says what is wrong with it.
     """
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -203,7 +208,7 @@ def _positive(text: str, what: str) -> float:
 
 
 def table(report: Report, sizes: Sequence[int]) -> str:
-    """The whole table, for people, with a line that says what the numbers mean."""
+    """Return the whole table for people, with a line that says what the numbers mean."""
     rows, published = report.rows, report.published_rows
     with_steps = any(row.steps_per_second for row in rows.values())
     with_spread = any(len(runs) > 1 for runs in report.runs.values())
@@ -260,7 +265,7 @@ def _legend(report: Report) -> str:
 
 
 def _doubts(report: Report) -> list[str]:
-    """What speaks against the numbers, a sentence each."""
+    """Return reasons to doubt the numbers, a sentence each."""
     found = []
     if any(len(runs) == 1 for runs in report.runs.values()):
         found.append("One run of a size has no estimate of its error: --repeat 3 gives one.")
@@ -290,9 +295,12 @@ def ranks_of(size: int) -> str:
 
 
 def write_csv(report: Report, sizes: Sequence[int], path: str) -> str:
-    """Write all numbers, replacing the file; why not, if that is not possible.
+    """Write all numbers to a file, which replaces an older one.
 
-    As ``--scaling-published`` the file can be compared with later.
+    A later study compares itself with the file (``--scaling-published``).
+
+    Returns:
+        The reason if the file cannot be written; empty otherwise.
     """
     rows, published = report.rows, report.published_rows
     partial = f"{path}.partial"
@@ -325,7 +333,7 @@ def _numbers(row: Row | None, *, with_steps: bool) -> list[str]:
 def _errors(
     values: Sequence[float], runs: Sequence[Sequence[Run]], by_steps: bool
 ) -> list[list[float]]:
-    """How far the worst and the best run of each size would move its value: below, and above."""
+    """Return how far the worst and the best run of each size are below and above its value."""
     below, above = [], []
     for value, of_size in zip(values, runs, strict=True):
         rates = [(run.steps_per_second or 0.0) if by_steps else 1 / run.seconds for run in of_size]
@@ -336,7 +344,7 @@ def _errors(
 
 
 def draw(report: Report, path: str) -> str:
-    """Draw the chart; why not, if it cannot be drawn."""
+    """Draw the chart; return the reason if it cannot be drawn."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

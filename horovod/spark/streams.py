@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from horovod.runner.output.colours import Colour
-from horovod.runner.output.console import Console
+from horovod.runner.output.console import Colour, Console
 
 
 class StreamConsole(Console):

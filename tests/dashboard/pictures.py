@@ -25,7 +25,7 @@ STEPS = range(1450, 1561, 10)
 def make_board() -> Board:
     job = SimulatedJob(8, per_host=4, compute=0.11)
     board = Board("train.py", START, 1.0)
-    board.place(0, job.places(), START)
+    board.take_decision(0, job.places(), START)
     told = START
     while job.now < START + SECONDS:
         job.slow_input = {2: 5.0} if told < START + 70 <= job.now else {}

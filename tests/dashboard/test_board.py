@@ -58,7 +58,7 @@ def report_all(board: Board, job: SimulatedJob, ranks=None, **changes: Any) -> N
 def make(size: int, **how: Any) -> tuple[Board, SimulatedJob]:
     job = SimulatedJob(size, **how)
     board = Board("train.py", START, 1.0)
-    board.place(0, job.places(), START)
+    board.take_decision(0, job.places(), START)
     return board, job
 
 
@@ -303,7 +303,7 @@ def test_an_elastic_job_loses_a_rank_and_gets_another():
     for name in workers:
         board.started_worker(name, 100 + int(name[1:]))
     board.events.decision(1, workers, "3 workers: the job begins", START)
-    board.place(1, workers, START)
+    board.take_decision(1, workers, START)
     board.events.formed(1, START + 2.5)
     job = SimulatedJob(3)
     job.generation = 1
@@ -323,7 +323,7 @@ def test_an_elastic_job_loses_a_rank_and_gets_another():
     assert page.ranks[1]["code"] == -9
     after = {"w0": ("a", 0), "w2": ("b", 1), "w3": ("b", 2)}
     board.events.decision(2, after, "3 workers: w1 failed; w3 on b joins", now + 1)
-    board.place(2, after, now + 1)
+    board.take_decision(2, after, now + 1)
     board.update(now + 1)
     page.ask(board)
     assert {rank: each["worker"] for rank, each in page.ranks.items()} == {
@@ -405,7 +405,7 @@ def test_only_those_who_failed_are_said_to_have_failed():
 
 def test_a_worker_that_was_given_up_has_failed_though_the_launcher_killed_it():
     board = Board("train.py", START, 1.0, elastic=True)
-    board.place(1, {"w0": ("a", 0), "w1": ("a", 1)}, START)
+    board.take_decision(1, {"w0": ("a", 0), "w1": ("a", 1)}, START)
     board.mark_failed("w1")
     board.exited_worker("w1", -9, "stopped by the launcher")
     board.exited_worker("w0", -15, "stopped by the launcher")
@@ -443,7 +443,7 @@ def test_histories_of_workers_that_are_gone_do_not_grow_for_ever(monkeypatch: py
         job = SimulatedJob(4)
         job.generation = number
         workers = {f"w{10 * number + rank}": ("a", rank) for rank in range(4)}
-        board.place(number, workers, START)
+        board.take_decision(number, workers, START)
         job.run(3)
         report_all(board, job)
         assert set(workers) <= set(board.histories)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from horovod.runner.dashboard.crowding import CrowdedHost, describe_crowded, find_crowded
-from horovod.runner.dashboard.rank import Rank
+from horovod.runner.dashboard.rank import CrowdedHost, Rank, describe_crowded, find_crowded
 from horovod.runner.dashboard.reports import Report
 
 

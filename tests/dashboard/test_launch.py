@@ -24,8 +24,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 import horovod
-from horovod.runner.dashboard.address import DEFAULT_PORT, Address, listen, parse_address
-from horovod.runner.dashboard.watching import title_of
+from horovod.runner.dashboard.watching import DEFAULT_PORT, Address, listen, parse_address, title_of
 from horovod.runner.options.arguments import parse_args
 from tests.dashboard.training import saved
 from tests.runner.horovodrun import HANG, command, environment, run, run_python

@@ -58,7 +58,7 @@ def board(host: str = "") -> Board:
     places = job.places()
     if host:
         places["3"][0] = host
-    found.place(0, places, START)
+    found.take_decision(0, places, START)
     for _ in range(4):  # a rank is slow only if that lasts
         job.run(12)
         job.now += 1.0

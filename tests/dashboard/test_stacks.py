@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from horovod.runner.dashboard.board import Board
+from horovod.runner.dashboard.processes import AGAIN_SECONDS, StackRequests
 from horovod.runner.dashboard.rank import Rank
-from horovod.runner.dashboard.stacks import AGAIN_SECONDS, StackRequests
 from horovod.runner.output.watcher import StackRequest
 
 

@@ -245,7 +245,7 @@ def train(board: Board, job: SimulatedJob, steps: int) -> None:
 def test_16_noisy_ranks_on_2_cores_give_one_banner_and_no_marks(seed: int):
     job = SimulatedJob(16, per_host=16, compute=0.01, seed=seed, cores=2)
     board = Board("train.py", START, 1.0)
-    board.place(0, job.places(), START)
+    board.take_decision(0, job.places(), START)
     for _ in range(60):
         train(board, job, 8)
         assert board.changes()["job"]["crowded"] == "16 ranks share 2 cores"
@@ -265,7 +265,7 @@ def test_a_rank_that_is_slow_is_named_in_time_and_alone(
 ):
     job = SimulatedJob(size, per_host=1, seed=seed)
     board = Board("train.py", START, 0.01)
-    board.place(0, job.places(), START)
+    board.take_decision(0, job.places(), START)
     for _ in range(WINDOW):
         train(board, job, 1)
     rank = seed % size
@@ -286,7 +286,7 @@ def test_a_rank_that_is_slow_is_named_in_time_and_alone(
 def test_a_rank_that_is_really_slow_is_named_on_a_crowded_host_too():
     job = SimulatedJob(16, per_host=16, compute=0.01, cores=2)
     board = Board("train.py", START, 1.0)
-    board.place(0, job.places(), START)
+    board.take_decision(0, job.places(), START)
     job.slow = {3: 0.2}
     for _ in range(10):
         train(board, job, 8)
@@ -296,7 +296,7 @@ def test_a_rank_that_is_really_slow_is_named_on_a_crowded_host_too():
 def test_the_median_of_a_rank_is_what_is_told():
     job = SimulatedJob(2, per_host=1)
     board = Board("train.py", START, 1.0)
-    board.place(0, job.places(), START)
+    board.take_decision(0, job.places(), START)
     train(board, job, 10)
     job.slow_input = {1: 5.0}
     train(board, job, 1)

@@ -14,7 +14,7 @@ def _events() -> set[str]:
     for path in (ROOT / "horovod" / "runner" / "elastic").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             function = getattr(node, "func", None)
-            if isinstance(function, ast.Attribute) and function.attr in ("note", "tell"):
+            if isinstance(function, ast.Attribute) and function.attr in ("note", "announce"):
                 index = 0 if function.attr == "note" else 1
                 if len(node.args) > index and isinstance(node.args[index], ast.Constant):
                     found.add(node.args[index].value)

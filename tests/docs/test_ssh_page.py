@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod.runner.slots.worker_env import HOSTS_OWN, travelling
+from horovod.runner.slots.worker_env import HOST_VARIABLES, travelling_variables
 from tests.runner import stub_ssh
 from tests.runner.horovodrun import run
 
@@ -36,7 +36,7 @@ def test_the_environment_is_as_told():
     )
     stays = {name.replace("*", "X") for name in re.findall(r"`([A-Z_*]+)`", told)}
     assert len(stays) > 5
-    assert travelling(dict.fromkeys(stays, "")) == {}
-    assert set(re.findall(r"`([A-Z_]+)`", own)) == set(HOSTS_OWN)
+    assert travelling_variables(dict.fromkeys(stays, "")) == {}
+    assert set(re.findall(r"`([A-Z_]+)`", own)) == set(HOST_VARIABLES)
     passed = {"PATH": "", "PYTHONPATH": "", "LD_LIBRARY_PATH": "", "HOROVOD_CYCLE_TIME": "1"}
-    assert travelling(passed) == passed
+    assert travelling_variables(passed) == passed

@@ -31,8 +31,8 @@ def moment(state: JobState | None = None, **facts: Any) -> JobState:
     if "workers" in facts:
         workers = facts.pop("workers")
         facts["alive"] = {worker.number: worker for worker in workers}
-        facts["placed"] = frozenset(w.number for w in workers if w.joined is not None)
-    return dataclasses.replace(state or JobState(discovered=True), **facts)
+        facts["placed_workers"] = frozenset(w.number for w in workers if w.joined is not None)
+    return dataclasses.replace(state or JobState(hosts_known=True), **facts)
 
 
 class Hosts(HostSet):
@@ -106,7 +106,7 @@ class Parts:
 
     def start(self, *hosts: str) -> list[Process]:
         """Workers that have a process on these hosts."""
-        processes = [self.state.new(host) for host in hosts]
+        processes = [self.state.add_process(host) for host in hosts]
         for process in processes:
             process.pid = 1 << 30  # no process can have that number
         return processes
@@ -119,7 +119,7 @@ class Parts:
         )
         decision = self.log.announce(Proposal(members, kind, min_np=min_np))
         ranks = {w: decision.slots[f"w{w}"].rank for w in workers}
-        self.state.place(members, ranks)
+        self.state.assign_ranks(members, ranks)
         return decision
 
     def run_timer(self, seconds: float) -> None:

@@ -87,7 +87,7 @@ def test_old_generations_leave_the_store_when_newer_ones_have_met(formed: list[b
 def test_the_end_has_no_places_and_is_said_only_to_a_job_that_had_begun():
     store, state = RecordingStore(), JobState()
     log = DecisionLog(state, store)
-    state.placed = frozenset([0, 1])
+    state.placed_workers = frozenset([0, 1])
     log.announce_the_end()
     assert store.written == []
     log.announce(proposal(0, 1))

@@ -13,9 +13,9 @@ from horovod.runner.elastic.discovery import (
     HostDiscovery,
     HostDiscoveryScript,
     HostManager,
+    HostPoller,
     HostUpdateResult,
 )
-from horovod.runner.elastic.polling import HostPoller
 from horovod.runner.options.arguments import make_options
 
 

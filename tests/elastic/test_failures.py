@@ -27,7 +27,7 @@ class DeadLink:
     """The connection to the agent of another machine, which ended."""
 
     remote = True
-    keeps = ()
+    own_variables = ()
     pid = 0
     unsent = False
 
@@ -39,7 +39,7 @@ class DeadLink:
 
 def test_a_failure_is_noted_everywhere(job: Parts):
     job.failures.failed(job.state.alive[1], 3)
-    assert job.state.failed == [1]
+    assert job.state.failed_workers == [1]
     assert job.state.causes == ["w1 (rank 1, a) failed: exit code 3"]
     (event,) = job.events()
     del event["time"]
@@ -67,7 +67,7 @@ def test_a_worker_that_could_not_be_started_says_why(job: Parts):
     process.pid = 0
     job.failures.could_not_start(process, "python: no such file")
     assert process.number not in job.state.alive
-    assert job.state.failed == [], "it had no place"
+    assert job.state.failed_workers == [], "it had no place"
     assert job.state.host_problem == "cannot start a worker on b: python: no such file"
     assert job.events()[-1]["event"] == "host failed"
 
@@ -87,12 +87,12 @@ def test_where_killing_is_not_certain_nobody_begins_before_the_worker_has_ended_
 
 
 def test_with_a_host_its_workers_are_lost_and_those_told_to_end_are_not_missed(job: Parts):
-    job.state.alive[0].dismissed = True
+    job.state.alive[0].is_dismissed = True
     agent = HostAgent("a", link=DeadLink())  # type: ignore[arg-type]
     agent.hello = {"pid": 1}
     job.failures.lost_host(agent, "ssh: reset")
     assert list(job.state.alive) == [2]
-    assert job.state.failed == [1]
+    assert job.state.failed_workers == [1]
     assert job.state.causes == ["w1 (rank 1, a) failed: lost with its host"]
     assert job.state.host_problem == "the connection to a is lost: ssh: reset"
     assert job.state.fenced_until > time.monotonic(), "they may still run there"

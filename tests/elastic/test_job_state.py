@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from horovod.common.decisions import Decision
 from horovod.runner.elastic.job_state import JobState, Process, name_of, number_of
-from horovod.runner.elastic.termination import Ending, outcome
+from horovod.runner.elastic.termination import Ending, make_outcome
 from horovod.runner.output.report import Exit
 
 
@@ -17,18 +17,18 @@ def placed(*hosts: str, number: int = 1) -> JobState:
     """A job whose workers all have a place in decision `number`, ranks in this order."""
     state = JobState()
     for host in hosts:
-        state.new(host)
+        state.add_process(host)
     put(state, list(state.alive), number)
     return state
 
 
 def put(state: JobState, workers: list[int], number: int) -> None:
-    state.decided(Decision(number, {}, "a test", "start"))
+    state.note_decision(Decision(number, {}, "a test", "start"))
     members = [
         dataclasses.replace(state.alive[w], joined=state.alive[w].joined or number, seat=seat)
         for seat, w in enumerate(workers)
     ]
-    state.place(members, {worker: rank for rank, worker in enumerate(workers)})
+    state.assign_ranks(members, {worker: rank for rank, worker in enumerate(workers)})
 
 
 def ids(processes: list[Process]) -> list[int]:
@@ -45,8 +45,8 @@ class Books(RuleBasedStateMachine):
 
     @rule(host=st.sampled_from("abc"))
     def start(self, host: str) -> None:
-        before = {p.index for p in self.state.on(host)}
-        process = self.state.new(host)
+        before = {p.index for p in self.state.workers_on(host)}
+        process = self.state.add_process(host)
         assert process.index not in before
         assert set(range(process.index)) <= before, "the lowest free slot"
         assert process.joined is None
@@ -57,16 +57,23 @@ class Books(RuleBasedStateMachine):
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.state.alive)), unique=True))
         self.number += 1
         put(self.state, chosen, self.number)
-        assert self.state.failed == self.state.left == self.state.finished == []
+        assert (
+            self.state.failed_workers
+            == self.state.departed_workers
+            == self.state.finished_workers
+            == []
+        )
 
     @precondition(lambda self: self.state.alive)
     @rule(data=st.data(), code=st.sampled_from([1, 3, -9]))
     def fail(self, data: st.DataObject, code: int) -> None:
         process = self.state.alive[data.draw(st.sampled_from(sorted(self.state.alive)))]
-        failure = self.state.fail(process, code)
+        failure = self.state.note_failure(process, code)
         assert failure.exit.code == code
         assert self.state.last_failure == failure
-        assert (process.number in self.state.failed) == (process.number in self.state.placed)
+        assert (process.number in self.state.failed_workers) == (
+            process.number in self.state.placed_workers
+        )
 
     @precondition(lambda self: self.state.alive)
     @rule(data=st.data(), flag=st.sampled_from(["done", "leaving", "dismissed"]))
@@ -89,14 +96,16 @@ class Books(RuleBasedStateMachine):
         assert len(set(seen)) == len(seen)
         assert seen == ids([*self.state.members(), *self.state.newcomers()])
         assert set(seen) <= set(self.state.alive)
-        assert not any(self.state.alive[w].done or self.state.alive[w].dismissed for w in seen)
+        assert not any(
+            self.state.alive[w].is_done or self.state.alive[w].is_dismissed for w in seen
+        )
 
     @invariant()
     def those_who_entered_are_not_behind(self) -> None:
-        assert set(ids(self.state.behind(self.number))) >= {
+        assert set(ids(self.state.unresponsive_workers(self.number))) >= {
             p.number for p in self.state.members() if not p.heard and self.number
         }
-        assert self.state.behind(0) == []
+        assert self.state.unresponsive_workers(0) == []
 
 
 TestBooks = Books.TestCase
@@ -105,7 +114,7 @@ TestBooks = Books.TestCase
 def test_names_and_numbers():
     assert [number_of(name_of(number)) for number in (0, 7, 12)] == [0, 7, 12]
     state = placed("a", "b")
-    assert [str(p) for p in (*state.alive.values(), state.new("c"))] == [
+    assert [str(p) for p in (*state.alive.values(), state.add_process("c"))] == [
         "w0 (rank 0, a)",
         "w1 (rank 1, b)",
         "w2 (c)",
@@ -117,19 +126,19 @@ def test_who_has_heard_of_a_decision_may_still_be_absent_from_its_generation():
     first, second, third = state.alive.values()
     first.heard, first.entered = 2, (2, 0)
     second.heard = 2
-    assert state.behind(2) == [third]
-    assert state.absent(2, 0) == [second, third]
-    assert state.absent(2, 1) == [first, second, third]
-    third.leaving = True
-    assert state.behind(2) == []
-    assert state.absent(2, 0) == [second]
+    assert state.unresponsive_workers(2) == [third]
+    assert state.absent_members(2, 0) == [second, third]
+    assert state.absent_members(2, 1) == [first, second, third]
+    third.is_leaving = True
+    assert state.unresponsive_workers(2) == []
+    assert state.absent_members(2, 0) == [second]
 
 
 def test_who_joins_in_another_slot_exchanges_it_with_the_process_there():
     state = placed("a")
-    late, early, elsewhere = state.new("a"), state.new("a"), state.new("b")
+    late, early, elsewhere = state.add_process("a"), state.add_process("a"), state.add_process("b")
     assert [p.index for p in (late, early, elsewhere)] == [1, 2, 0]
-    state.place([dataclasses.replace(early, joined=2, index=1)], {early.number: 1})
+    state.assign_ranks([dataclasses.replace(early, joined=2, index=1)], {early.number: 1})
     assert [p.index for p in (late, early, elsewhere)] == [2, 1, 0]
     assert state.alive[0].index == 0
 
@@ -147,17 +156,17 @@ def test_an_exit_has_the_rank_that_the_worker_knew():
 
 def test_the_cause_outlives_those_who_failed_because_of_it():
     state = placed("a", "a", "b")
-    cause = state.fail(state.alive[2], -9)
+    cause = state.note_failure(state.alive[2], -9)
     state.alive[0].because_of = (2,)
-    state.fail(state.alive[0], 1)
+    state.note_failure(state.alive[0], 1)
     assert state.last_failure == cause
-    assert state.failed == [2, 0]
+    assert state.failed_workers == [2, 0]
 
 
 def test_failures_before_a_place_count_for_the_host_only():
     state = placed("a")
-    state.fail(state.new("b"), 1)
-    assert state.failed == []
+    state.note_failure(state.add_process("b"), 1)
+    assert state.failed_workers == []
     assert state.ended_early == ["b"]
     assert [failure.worker for failure in state.failures] == [1]
 
@@ -165,18 +174,23 @@ def test_failures_before_a_place_count_for_the_host_only():
 def test_hosts_for_new_workers_are_those_that_are_not_blacklisted():
     state = placed("a", "b")
     state.hosts, state.blacklisted = {"a": 1, "b": 2}, frozenset("b")
-    assert (state.usable, state.slots, state.over) == ({"a": 1}, 1, False)
+    assert (state.usable, state.slots, state.is_over) == ({"a": 1}, 1, False)
     state.interrupted = True
-    assert state.over
+    assert state.is_over
 
 
 def test_a_decision_takes_the_causes_along_and_answers_whoever_asked():
     state = placed("a")
     state.mark_formed()
     state.causes.append("a test")
-    state.asked = True
+    state.decision_requested = True
     put(state, [0], 2)
-    assert (state.number, state.formed, state.asked, state.causes) == (2, False, False, [])
+    assert (state.number, state.is_formed, state.decision_requested, state.causes) == (
+        2,
+        False,
+        False,
+        [],
+    )
     assert state.forming_since, "the wait for the workers begins"
     first = state.forming_since
     put(state, [0], 3)
@@ -188,70 +202,72 @@ def test_a_decision_takes_the_causes_along_and_answers_whoever_asked():
 def test_a_generation_that_meets_again_by_itself_is_a_wait_as_well():
     state = placed("a", "a")
     state.mark_formed()
-    state.entered(state.alive[0], 1, 0)
+    state.note_entry(state.alive[0], 1, 0)
     assert not state.forming_since
-    state.entered(state.alive[0], 1, 1)
+    state.note_entry(state.alive[0], 1, 1)
     assert state.forming_since
-    assert state.absent(1, 1) == [state.alive[1]]
+    assert state.absent_members(1, 1) == [state.alive[1]]
 
 
 def test_failures_are_forgiven_when_somebody_ends_well_after_them():
     state = placed("a", "a", "a")
-    state.lose(state.alive[0], -9, "killed")
+    state.note_loss(state.alive[0], -9, "killed")
     assert state.unrecovered is not None
     assert state.causes == ["w0 (rank 0, a) failed: killed"]
-    state.end_well(state.alive[1])
+    state.note_success(state.alive[1])
     assert state.unrecovered is None
-    state.alive[2].done = True
-    state.lose(state.alive[2], 7, "exit code 7")
+    state.alive[2].is_done = True
+    state.note_loss(state.alive[2], 7, "exit code 7")
     assert state.bad_end is not None
-    state.end_well(state.new("a"))
+    state.note_success(state.add_process("a"))
     assert state.bad_end.exit.code == 7, "nobody can make good for that one"
 
 
 def test_a_victim_does_not_hide_the_cause():
     state = placed("a", "a")
-    state.lose(state.alive[1], 5, "exit code 5")
+    state.note_loss(state.alive[1], 5, "exit code 5")
     state.alive[0].because_of = (1,)
-    state.lose(state.alive[0], 1, "exit code 1")
+    state.note_loss(state.alive[0], 1, "exit code 1")
     assert state.unrecovered is not None
     assert state.unrecovered.exit.code == 5
-    told = outcome(state, Ending(failure=state.unrecovered))
+    told = make_outcome(state, Ending(failure=state.unrecovered))
     assert told.first_failure == state.unrecovered.exit
     assert [exit.rank for exit in told.exits] == [1, 0]
 
 
 def test_who_left_early_is_named_when_others_failed_because_of_it():
     state = placed("a", "b")
-    state.end_well(state.alive[0])
+    state.note_success(state.alive[0])
     state.alive[1].because_of = (0,)
-    state.lose(state.alive[1], 1, "exit code 1")
-    assert outcome(state, Ending(failure=state.unrecovered)).gone_early == [Exit(0, 0, 0, "a")]
+    state.note_loss(state.alive[1], 1, "exit code 1")
+    assert make_outcome(state, Ending(failure=state.unrecovered)).early_exits == [
+        Exit(0, 0, 0, "a")
+    ]
 
 
 def test_beginning_anew_is_counted_until_workers_meet():
     state = placed("a")
     state.mark_formed()
     for expected in (0, 1, 2):
-        state.fail(state.new("a"), -9)
+        state.note_failure(state.add_process("a"), -9)
         state.begin_anew()
-        assert (state.failures, state.fruitless) == ([], expected), "the first had met"
+        assert (state.failures, state.fruitless_starts) == ([], expected), "the first had met"
     state.mark_formed()
-    assert state.fruitless == 0
+    assert state.fruitless_starts == 0
 
 
 def test_who_is_awaited():
     state = JobState()
-    assert state.awaited(["a", "b"]) == "starting, waiting for a and b"
-    workers = [state.new("a"), state.new("b")]
+    assert state.describe_awaited(["a", "b"]) == "starting, waiting for a and b"
+    workers = [state.add_process("a"), state.add_process("b")]
     workers[0].ready_at = 1.0
-    assert state.awaited([]) == "starting, waiting for w1 (b)"
+    assert state.describe_awaited([]) == "starting, waiting for w1 (b)"
     put(state, [0, 1], 1)
-    state.entered(workers[0], 1, 0)
-    assert state.awaited([]) == "forming with 2 ranks, waiting for w1 (rank 1, b)"
+    state.note_entry(workers[0], 1, 0)
+    assert state.describe_awaited([]) == "forming with 2 ranks, waiting for w1 (rank 1, b)"
     state.mark_formed()
-    assert state.awaited([]) == ""
+    assert state.describe_awaited([]) == ""
     put(state, [0], 2)
-    assert state.awaited([]) == "re-forming with 1 rank, waiting for w0 (rank 0, a)"
+    assert state.describe_awaited([]) == "re-forming with 1 rank, waiting for w0 (rank 0, a)"
     state.shortage = "waiting for hosts"
-    assert state.awaited([]) == "waiting for hosts"
+    assert state.describe_awaited([]) == "waiting for hosts"

@@ -73,44 +73,44 @@ def test_who_meets_again_while_another_is_missing_calls_all(job: Parts):
     for process in job.state.alive.values():
         process.entered = (1, 0)
     job.state.alive[0].entered = job.state.alive[1].entered = (1, 1)
-    job.liveness.entered(1, 1)
-    assert not job.state.asked, "the other may be on its way"
+    job.liveness.note_entry(1, 1)
+    assert not job.state.decision_requested, "the other may be on its way"
     job.run_timer(ABSENCE)
-    assert job.state.asked
+    assert job.state.decision_requested
     assert job.state.causes == ["the others have lost w2 (rank 2, b)"]
     assert job.reconciled == 1
     job.liveness.begin(job.decide(0, 1, 2, kind="failure"))
-    assert not job.state.asked
+    assert not job.state.decision_requested
 
 
 def test_who_meets_again_together_needs_nobody(job: Parts):
     for process in job.state.alive.values():
         process.entered = (1, 1)
-    job.liveness.entered(1, 1)
+    job.liveness.note_entry(1, 1)
     job.run_timer(ABSENCE)
-    assert (job.state.asked, job.reconciled) == (False, 0)
+    assert (job.state.decision_requested, job.reconciled) == (False, 0)
 
 
 def test_the_first_meeting_and_old_news_are_nothing_to_mind(job: Parts):
     job.timers.clear()
-    job.liveness.entered(1, 0)
-    job.liveness.entered(0, 3)
+    job.liveness.note_entry(1, 0)
+    job.liveness.note_entry(0, 3)
     assert job.timers == []
-    assert not job.state.asked
+    assert not job.state.decision_requested
 
 
 def test_nobody_waits_for_a_worker_that_has_finished(job: Parts):
     job.state.alive[0].entered = (1, 0)
-    job.liveness.finished()
-    assert job.state.asked
+    job.liveness.note_finish()
+    assert job.state.decision_requested
 
 
 def test_a_generation_that_has_met_does_not_miss_who_has_finished(job: Parts):
     job.state.mark_formed()
     job.state.alive[0].entered = (1, 0)
-    job.liveness.finished()
-    assert not job.state.asked
+    job.liveness.note_finish()
+    assert not job.state.decision_requested
     # But if the others meet again, that one will not come.
-    job.state.finished.append(1)
-    job.liveness.entered(1, 1)
-    assert job.state.asked
+    job.state.finished_workers.append(1)
+    job.liveness.note_entry(1, 1)
+    assert job.state.decision_requested

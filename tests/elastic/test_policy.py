@@ -8,9 +8,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod.runner.elastic.blacklist import Blacklist
+from horovod.runner.elastic.discovery import Blacklist
 from horovod.runner.elastic.job_state import JobState, Limits, Process, WorkerFailure
-from horovod.runner.elastic.policy import ElasticPlan, arrange, expect, make_plan
+from horovod.runner.elastic.policy import ElasticPlan, arrange, expect_assignments, make_plan
 from horovod.runner.elastic.termination import Ending
 from horovod.runner.output.report import Exit
 from tests.effort import examples
@@ -31,7 +31,7 @@ def new(number: int, host: str = "a", ready_at: float | None = None) -> Process:
 
 def running(*workers: Process, **details: object) -> JobState:
     """A job that trains."""
-    facts = {"now": 100.0, "number": 1, "formed": True, "hosts": {"a": 4}, "workers": workers}
+    facts = {"now": 100.0, "number": 1, "is_formed": True, "hosts": {"a": 4}, "workers": workers}
     return moment(**{**facts, **details})
 
 
@@ -76,7 +76,7 @@ def test_replacements_wait_until_it_is_clear_whether_all_fail():
 
 
 def test_a_loss_is_decided_at_once_and_the_replacement_comes_later():
-    view = running(member(0), member(2), failed=[1], hosts={"a": 3})
+    view = running(member(0), member(2), failed_workers=[1], hosts={"a": 3})
     plan = make_plan(view, LIMITS)
     assert plan.proposal is not None
     assert (plan.proposal.kind, plan.proposal.lost) == ("failure", (1,))
@@ -92,7 +92,7 @@ def test_a_loss_is_decided_at_once_and_the_replacement_comes_later():
 
 def test_survivors_below_the_minimum_are_told_but_nobody_joins_them_too_early():
     limits = dataclasses.replace(LIMITS, min_np=3)
-    plan = make_plan(running(member(0), failed=[1, 2]), limits)
+    plan = make_plan(running(member(0), failed_workers=[1, 2]), limits)
     assert plan.proposal is not None
     assert (len(plan.proposal.members), plan.proposal.min_np) == (1, 3)
     waiting = running(member(0), new(3, ready_at=1.0), new(4), number=2)
@@ -100,7 +100,9 @@ def test_survivors_below_the_minimum_are_told_but_nobody_joins_them_too_early():
 
 
 def test_when_all_are_lost_others_begin_anew_but_not_before_the_old_are_surely_gone():
-    view = running(new(2, ready_at=90.0), new(3, ready_at=90.0), failed=[0, 1], fenced_until=101.0)
+    view = running(
+        new(2, ready_at=90.0), new(3, ready_at=90.0), failed_workers=[0, 1], fenced_until=101.0
+    )
     assert make_plan(view, LIMITS).proposal is None
     proposal = make_plan(moment(view, now=102.0), LIMITS).proposal
     assert proposal is not None
@@ -109,7 +111,7 @@ def test_when_all_are_lost_others_begin_anew_but_not_before_the_old_are_surely_g
 
 def test_the_reset_limit():
     limits = dataclasses.replace(LIMITS, reset_limit=0)
-    lost = running(member(0), member(1), failed=[2], last_failure=FAILURE)
+    lost = running(member(0), member(1), failed_workers=[2], last_failure=FAILURE)
     ending = make_plan(lost, limits).ending
     assert ending is not None
     assert "exceeded limit: 0 (--reset-limit)" in ending.problem
@@ -119,10 +121,12 @@ def test_the_reset_limit():
 
 
 def test_when_all_are_lost_what_went_wrong_is_forgotten_and_others_start():
-    view = running(failed=[0, 1], failures=[FAILURE], met=True)
+    view = running(failed_workers=[0, 1], failures=[FAILURE], have_met=True)
     plan = make_plan(view, LIMITS)
     assert plan == ElasticPlan(start=("a",) * 4, begin_anew=True, short_since=100.0)
-    assert not make_plan(running(member(1), failed=[0], failures=[FAILURE]), LIMITS).begin_anew
+    assert not make_plan(
+        running(member(1), failed_workers=[0], failures=[FAILURE]), LIMITS
+    ).begin_anew
 
 
 def test_nobody_comes_to_those_who_wait_when_the_launcher_is_told_to_end():
@@ -134,20 +138,20 @@ def test_nobody_comes_to_those_who_wait_when_the_launcher_is_told_to_end():
 
 def test_the_end_comes_before_any_plan():
     """`test_termination` has the reasons."""
-    plan = make_plan(running(ended_well=ENDED, failed=[0]), LIMITS)
+    plan = make_plan(running(ended_well=ENDED, failed_workers=[0]), LIMITS)
     assert plan == ElasticPlan(ending=Ending())
 
 
 def test_a_leaver_is_not_a_failure():
-    proposal = make_plan(running(member(0), member(1), left=[2]), LIMITS).proposal
+    proposal = make_plan(running(member(0), member(1), departed_workers=[2]), LIMITS).proposal
     assert proposal is not None
     assert (proposal.kind, proposal.lost) == ("removed", ())
 
 
 def test_who_has_finished_is_not_replaced_and_not_missed_until_asked_for():
-    view = running(member(0), member(1), finished=[2], finishing=True)
+    view = running(member(0), member(1), finished_workers=[2], finishing=True)
     assert make_plan(view, LIMITS) == ElasticPlan()
-    proposal = make_plan(moment(view, asked=True), LIMITS).proposal
+    proposal = make_plan(moment(view, decision_requested=True), LIMITS).proposal
     assert proposal is not None
     assert (proposal.kind, proposal.lost, proposal.min_np) == ("failure", (2,), 1)
 
@@ -180,9 +184,9 @@ def test_the_state_is_handed_over_before_its_last_holder_goes():
     assert first is not None
     assert [worker.number for worker in first.members] == [0, 1]
     both = [member(0, "a"), member(1, "b", joined=2)]
-    meeting = running(*both, hosts={"b": 1}, number=2, formed=False)
+    meeting = running(*both, hosts={"b": 1}, number=2, is_formed=False)
     assert make_plan(meeting, limits) == ElasticPlan()
-    then = make_plan(moment(meeting, formed=True), limits).proposal
+    then = make_plan(moment(meeting, is_formed=True), limits).proposal
     assert then is not None
     assert [worker.number for worker in then.members] == [1]
 
@@ -217,14 +221,14 @@ def views(draw: st.DrawFn) -> tuple[JobState, Limits]:
     view = moment(
         now=100.0,
         number=number,
-        formed=draw(st.booleans()),
+        is_formed=draw(st.booleans()),
         hosts=draw(st.dictionaries(st.sampled_from(HOSTS), st.integers(1, 4))),
         blacklisted=frozenset(draw(st.sets(st.sampled_from(HOSTS), max_size=1))),
         workers=workers,
-        failed=lost,
+        failed_workers=lost,
         failures=[FAILURE] * draw(st.integers(0, 1)),
-        met=draw(st.booleans()),
-        fruitless=draw(st.integers(0, 1)),
+        have_met=draw(st.booleans()),
+        fruitless_starts=draw(st.integers(0, 1)),
         short_since=draw(st.none() | st.floats(-1000, 100)),
         no_hosts=draw(st.sampled_from(["", "", "", "they are gone"])),
         ended_well=draw(st.sampled_from([{}, ENDED])),
@@ -246,7 +250,7 @@ def test_rules_that_always_hold(case: tuple[JobState, Limits]):
     if plan.ending is not None:
         assert plan == ElasticPlan(ending=plan.ending), "nothing else is to be done"
         return
-    if view.over and (view.number or view.interrupted):
+    if view.is_over and (view.number or view.interrupted):
         assert not plan.start
     placed = Counter(w.host for w in view.workers if w.number not in plan.stop)
     for host, extra in Counter(plan.start).items():
@@ -262,13 +266,13 @@ def test_rules_that_always_hold(case: tuple[JobState, Limits]):
     assert ages == sorted(ages), "the oldest comes first"
     survivors = [w for w in proposal.members if w.number not in proposal.added]
     if view.number:
-        assert {w.number for w in survivors} <= view.placed, "nobody else was there before"
+        assert {w.number for w in survivors} <= view.placed_workers, "nobody else was there before"
     if survivors:
         oldest = min(survivors, key=lambda w: w.age)
         assert arrange(proposal.members)[oldest.number].rank == 0
     if limits.max_np is not None and proposal.added:
         assert len(proposal.members) <= max(limits.max_np, len(survivors))
-    if limits.reset_limit is not None and not view.over:
+    if limits.reset_limit is not None and not view.is_over:
         assert view.number <= limits.reset_limit
 
 
@@ -327,11 +331,13 @@ def test_the_cooldown_stays_in_its_range(dice: float, times: int):
 
 
 def test_a_worker_starts_with_the_place_that_it_will_have():
-    view = moment(now=0.0, hosts={"a": 2, "b": 3}, workers=[new(0, "b")], resting=frozenset("a"))
-    place = expect(view, LIMITS)[0].topology
+    view = moment(
+        now=0.0, hosts={"a": 2, "b": 3}, workers=[new(0, "b")], resting_hosts=frozenset("a")
+    )
+    place = expect_assignments(view, LIMITS)[0].topology
     assert (place.rank, place.size, place.local_rank, place.cross_rank) == (2, 4, 0, 1)
     view = running(member(0), member(1, "b"), new(2, "b"), hosts={"a": 1, "b": 2})
-    place = expect(view, LIMITS)[2].topology
+    place = expect_assignments(view, LIMITS)[2].topology
     assert (place.rank, place.size, place.local_rank, place.cross_rank) == (2, 3, 1, 0)
 
 
@@ -352,20 +358,20 @@ def test_who_ends_before_others_are_started_does_not_end_the_job():
     ended = moment(
         now=0.0,
         hosts={"a": 2, "b": 1},
-        resting=frozenset("a"),
-        connecting=True,
+        resting_hosts=frozenset("a"),
+        hosts_connecting=True,
         finishing=True,
         ended_well=ENDED,
         ended_early=["b"],
     )
     limits = Limits(num_proc=3, min_np=3, max_np=3)
     assert make_plan(ended, limits) == ElasticPlan(), "the other host is on its way"
-    connected = moment(ended, resting=frozenset(), connecting=False)
+    connected = moment(ended, resting_hosts=frozenset(), hosts_connecting=False)
     assert make_plan(connected, limits) == ElasticPlan(start=("a", "a"))
     waiting = moment(ended, workers=[new(1, "b", ready_at=0.0)])
     assert make_plan(waiting, limits) == ElasticPlan(), "nobody begins without them"
     for change in (
-        {"connecting": False},  # it cannot be reached
+        {"hosts_connecting": False},  # it cannot be reached
         {"interrupted": True},
         {"number": 1},
     ):

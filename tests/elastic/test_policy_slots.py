@@ -15,7 +15,7 @@ from horovod.common.decisions import Assignment
 from horovod.common.store import MemoryStore
 from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.job_state import JobState, Limits, Process, number_of
-from horovod.runner.elastic.policy import SETTLE_SECONDS, expect, make_plan
+from horovod.runner.elastic.policy import SETTLE_SECONDS, expect_assignments, make_plan
 
 LIMITS = Limits(num_proc=1, min_np=1, elastic_timeout=1e9)
 
@@ -25,7 +25,7 @@ class Job:
 
     def __init__(self, hosts: Mapping[str, int], limits: Limits = LIMITS) -> None:
         self.limits = limits
-        self.state = JobState(hosts=dict(hosts), discovered=True, now=1.0)
+        self.state = JobState(hosts=dict(hosts), hosts_known=True, now=1.0)
         self.places: dict[int, Assignment] = {}  # of the newest decision, by worker
         self.expected: dict[int, Assignment] = {}  # what workers found in their environment
         self.first: dict[int, Assignment] = {}  # in the first decision of each worker
@@ -39,18 +39,18 @@ class Job:
         if plan.begin_anew:
             state.begin_anew()
         for worker in plan.stop:
-            state.alive[worker].dismissed = True
+            state.alive[worker].is_dismissed = True
         if plan.proposal is not None:
             decision = self._log.announce(plan.proposal)
             self.places = {number_of(name): place for name, place in decision.slots.items()}
-            state.place(plan.proposal.members, {w: p.rank for w, p in self.places.items()})
+            state.assign_ranks(plan.proposal.members, {w: p.rank for w, p in self.places.items()})
             for worker, place in self.places.items():
                 self.first.setdefault(worker, place)
             state.mark_formed()
         for host in plan.start:
-            process = state.new(host)
+            process = state.add_process(host)
             process.pid = 1 << 30  # it has started, though no process can have that number
-            self.expected[process.number] = expect(state, self.limits)[process.number]
+            self.expected[process.number] = expect_assignments(state, self.limits)[process.number]
 
     def make_ready(self, *workers: int) -> None:
         """These processes wait for a place, and nobody else has become ready for a while."""
@@ -61,7 +61,7 @@ class Job:
 
     def kill(self, *workers: int) -> None:
         for worker in workers:
-            self.state.fail(self.state.alive[worker], -9)
+            self.state.note_failure(self.state.alive[worker], -9)
         self.reconcile()
 
     def local_ranks(self) -> dict[int, int]:
@@ -182,7 +182,7 @@ class AnyFate(RuleBasedStateMachine):
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
         state = self.job.state
-        state.fruitless = 0  # this job never gives up
+        state.fruitless_starts = 0  # this job never gives up
         self.job.kill(*self.pick(data, list(state.alive.values())))
 
     @precondition(lambda self: self.job.state.members())
@@ -190,15 +190,15 @@ class AnyFate(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         state = self.job.state
         for worker in self.pick(data, state.members()):
-            state.alive[worker].leaving = True
-            state.left.append(worker)
+            state.alive[worker].is_leaving = True
+            state.departed_workers.append(worker)
         self.job.reconcile()
 
     @rule()
     def those_without_a_place_end(self) -> None:
         state = self.job.state
         for process in list(state.alive.values()):
-            if process.ending or (process.joined and process.number not in state.placed):
+            if process.is_ending or (process.joined and process.number not in state.placed_workers):
                 del state.alive[process.number]
         self.job.reconcile()
 
@@ -233,7 +233,7 @@ class AnyFate(RuleBasedStateMachine):
     @invariant()
     def a_slot_never_changes_after_the_first_decision(self) -> None:
         for process in self.job.state.alive.values():
-            if process.joined is not None and process.number in self.job.state.placed:
+            if process.joined is not None and process.number in self.job.state.placed_workers:
                 assert self.slots.setdefault(process.number, process.index) == process.index
 
     @invariant()

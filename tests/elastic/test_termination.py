@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.job_state import JobState, Limits, Process, WorkerFailure
-from horovod.runner.elastic.termination import Ending, all_lost, find_ending, short_since, shortage
+from horovod.runner.elastic.termination import (
+    Ending,
+    are_all_lost,
+    describe_shortage,
+    find_ending,
+    shortage_start,
+)
 from horovod.runner.output.report import Exit
 from tests.elastic.parts import Parts, moment, parts
 
@@ -20,8 +26,8 @@ LIMITS = Limits(num_proc=2, min_np=2, reset_limit=3, elastic_timeout=600.0)
 TRAINING = moment(
     now=100.0,
     number=1,
-    formed=True,
-    met=True,
+    is_formed=True,
+    have_met=True,
     hosts={"a": 1, "b": 1},
     workers=[Process(0, "a", joined=1, seat=0), Process(1, "b", joined=1, seat=1)],
 )
@@ -60,7 +66,7 @@ def find(seen: JobState, limits: Limits = LIMITS) -> Ending:
 def test_a_job_with_enough_workers_never_ends_by_the_clock(now: float, since: float | None):
     seen = view(now=now, short_since=since)
     assert find_ending(seen, LIMITS) is None
-    assert short_since(seen, LIMITS) is None
+    assert shortage_start(seen, LIMITS) is None
 
 
 def test_it_is_over_when_all_have_finished():
@@ -79,7 +85,7 @@ def test_a_failure_that_is_not_forgiven_is_the_end_of_those_who_finished():
 def test_near_the_end_nothing_but_the_last_exit_ends_the_job(why: str):
     seen = lost(failure(0, 1), failure(1, 1), **{why: True})
     assert find_ending(seen, LIMITS) is None
-    assert not all_lost(seen)
+    assert not are_all_lost(seen)
 
 
 # -- hosts ---------------------------------------------------------------------------------------
@@ -98,26 +104,28 @@ def test_every_host_blacklisted():
     seen = view(
         workers=TRAINING.workers[:1],
         blacklisted=both,
-        for_good=both,
+        excluded_hosts=both,
         last_failure=died,
-        failed=[1],
+        failed_workers=[1],
     )
     assert find(seen) == Ending(
         "every host has failed too often (--max-worker-failures), and 1 is left; the last: rank 1 "
         "on b, killed by SIGKILL (exit code 137)",
         died,
     )
-    assert find_ending(view(for_good=both, blacklisted=both), LIMITS) is None, "enough are left"
-    one = moment(seen, for_good=frozenset("a"))
+    assert find_ending(view(excluded_hosts=both, blacklisted=both), LIMITS) is None, (
+        "enough are left"
+    )
+    one = moment(seen, excluded_hosts=frozenset("a"))
     assert find_ending(one, LIMITS) is None, "the other host may come back"
     unreachable = view(
-        number=0, workers=[], blacklisted=both, for_good=both, host_problem="no route to b"
+        number=0, workers=[], blacklisted=both, excluded_hosts=both, host_problem="no route to b"
     )
     assert find(unreachable).problem.endswith("and 0 are left; the last: no route to b")
 
 
 def test_all_have_left_as_they_were_told_to():
-    seen = view(workers=[], hosts={"a": 0, "b": 0}, left=[0, 1])
+    seen = view(workers=[], hosts={"a": 0, "b": 0}, departed_workers=[0, 1])
     assert find(seen) == Ending("all workers have left, as they were told to", status=143)
     assert find_ending(moment(seen, number=0), LIMITS) is None, "they never came"
 
@@ -132,20 +140,20 @@ def test_when_all_fail_by_themselves_the_cause_is_told_and_not_those_who_followe
 
 def test_a_survivor_is_reason_enough_to_go_on():
     seen = lost(failure(0, 1), workers=TRAINING.workers[1:])
-    assert not all_lost(seen)
+    assert not are_all_lost(seen)
     assert find_ending(seen, LIMITS) is None
     newcomer = [Process(2, "a")]
-    assert all_lost(lost(failure(0, 1), workers=newcomer)), "it has nothing of the training"
-    assert not all_lost(lost(failure(0, 1), workers=newcomer, number=0)), "nobody has"
+    assert are_all_lost(lost(failure(0, 1), workers=newcomer)), "it has nothing of the training"
+    assert not are_all_lost(lost(failure(0, 1), workers=newcomer, number=0)), "nobody has"
 
 
 def test_workers_killed_with_their_hosts_are_tried_again_twice():
     killed = failure(0, -9), failure(1, -9)
     assert find_ending(lost(*killed), LIMITS) is None
-    assert find_ending(lost(*killed, met=False), LIMITS) is None
-    again = find(lost(*killed, met=False, fruitless=1))
+    assert find_ending(lost(*killed, have_met=False), LIMITS) is None
+    again = find(lost(*killed, have_met=False, fruitless_starts=1))
     assert again == Ending("all workers were lost again before they could begin", killed[0])
-    assert find_ending(lost(*killed, fruitless=1), LIMITS) is None, "they had begun"
+    assert find_ending(lost(*killed, fruitless_starts=1), LIMITS) is None, "they had begun"
 
 
 def test_when_none_could_be_started_the_host_says_why():
@@ -169,11 +177,11 @@ def one_is_left(**details: object) -> JobState:
 def test_too_few_workers_are_waited_for_as_long_as_the_timeout_and_not_longer():
     seen = one_is_left()
     assert find_ending(seen, LIMITS) is None
-    assert short_since(seen, LIMITS) == 100.0
+    assert shortage_start(seen, LIMITS) == 100.0
     assert policy.make_plan(seen, LIMITS).short_since == 100.0
     waiting = one_is_left(now=699.9, short_since=100.0)
     assert find_ending(waiting, LIMITS) is None
-    assert short_since(waiting, LIMITS) == 100.0
+    assert shortage_start(waiting, LIMITS) == 100.0
     assert find(one_is_left(now=700.0, short_since=100.0)).problem == (
         "gave up after 600 s (--elastic-timeout): the job needs 2 workers, and 1 is left "
         "(a:1; not used after failures: b)"
@@ -182,45 +190,47 @@ def test_too_few_workers_are_waited_for_as_long_as_the_timeout_and_not_longer():
 
 def test_before_the_first_decision_only_those_who_wait_get_impatient():
     starting = view(number=0, workers=[Process(0, "a"), Process(1, "b")])
-    assert short_since(starting, LIMITS) is None, "imports may take their time"
+    assert shortage_start(starting, LIMITS) is None, "imports may take their time"
     one_ready = view(number=0, workers=[Process(0, "a", ready_at=1.0), Process(1, "b")])
-    assert short_since(one_ready, LIMITS) == 100.0
-    assert short_since(view(number=0, workers=[]), LIMITS) == 100.0
+    assert shortage_start(one_ready, LIMITS) == 100.0
+    assert shortage_start(view(number=0, workers=[]), LIMITS) == 100.0
     problem = find(moment(one_ready, short_since=-500.0)).problem
     assert "the job needs 2 workers, and 0 are left (1 ready, 1 starting)" in problem
 
 
 def test_what_is_waited_for():
     seen = one_is_left(short_since=100.0)
-    assert shortage(seen, LIMITS) == (
+    assert describe_shortage(seen, LIMITS) == (
         "waiting up to 600 s for hosts: the job needs 2 workers, and 1 is left "
         "(a:1; not used after failures: b)"
     )
-    assert shortage(one_is_left(), LIMITS) == "", "it is not short yet"
-    assert shortage(moment(seen, blacklisted=frozenset()), LIMITS) == "", "only slow"
-    assert shortage(moment(seen, interrupted=True), LIMITS) == ""
+    assert describe_shortage(one_is_left(), LIMITS) == "", "it is not short yet"
+    assert describe_shortage(moment(seen, blacklisted=frozenset()), LIMITS) == "", "only slow"
+    assert describe_shortage(moment(seen, interrupted=True), LIMITS) == ""
     empty = moment(now=0.0, hosts={"a": 1}, short_since=0.0)
-    assert shortage(empty, LIMITS) == (
+    assert describe_shortage(empty, LIMITS) == (
         "waiting up to 600 s for hosts: the job needs 2 slots to begin, and 1 is offered (a:1)"
     )
-    assert shortage(moment(empty, discovered=False), LIMITS) == ""
+    assert describe_shortage(moment(empty, hosts_known=False), LIMITS) == ""
 
 
 def test_a_cluster_without_room_is_waited_for_and_the_reason_is_told():
     full = view(number=0, workers=[Process(0, "a"), Process(1, "b")], obstacle="All CPUs are taken")
-    assert short_since(full, LIMITS) == 100.0
+    assert shortage_start(full, LIMITS) == 100.0
     waiting = moment(full, short_since=100.0)
     assert find_ending(waiting, LIMITS) is None
     needs = "the job needs 2 workers, and 0 can begin. All CPUs are taken"
-    assert shortage(waiting, LIMITS) == f"waiting up to 600 s for room: {needs}"
+    assert describe_shortage(waiting, LIMITS) == f"waiting up to 600 s for room: {needs}"
     ending = find(moment(waiting, now=700.0))
     assert ending.problem == f"gave up after 600 s (--elastic-timeout): {needs}"
     one = moment(waiting, workers=[Process(0, "a", ready_at=1.0), Process(1, "b")])
     enough = dataclasses.replace(LIMITS, min_np=1)
-    assert shortage(one, enough).startswith("waiting for room: the job needs 1 worker, and 1 can")
+    assert describe_shortage(one, enough).startswith(
+        "waiting for room: the job needs 1 worker, and 1 can"
+    )
     replacing = one_is_left(short_since=100.0, obstacle="All CPUs are taken")
-    assert "the job needs 2 workers, and 1 is left. All" in shortage(replacing, LIMITS)
-    assert shortage(view(obstacle="All CPUs are taken"), LIMITS) == "", "there are enough"
+    assert "the job needs 2 workers, and 1 is left. All" in describe_shortage(replacing, LIMITS)
+    assert describe_shortage(view(obstacle="All CPUs are taken"), LIMITS) == "", "there are enough"
 
 
 # -- with the state that the driver keeps --------------------------------------------------------
@@ -230,7 +240,7 @@ def look(job: Parts, now: float) -> policy.ElasticPlan:
     """What the driver does with a plan, as far as time and endings are concerned."""
     record, offered, state = job.manager.blacklisting, job.manager.current_hosts, job.state
     state.now, state.hosts, state.blacklisted = now, offered.host_slots, offered.blacklisted
-    state.for_good = frozenset(filter(record.is_for_good, state.hosts))
+    state.excluded_hosts = frozenset(filter(record.is_for_good, state.hosts))
     plan = policy.make_plan(state, job.limits)
     if plan.begin_anew:
         job.state.begin_anew()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from horovod.common.wire import encode_key, new_key
-from horovod.runner.agents.joining import JoinServer, gather
+from horovod.runner.agents.link_server import JoinServer, gather
 from horovod.runner.agents.relay import connect
 from horovod.runner.options.arguments import parse_args
 from horovod.runner.options.secret import job_secret

@@ -63,8 +63,8 @@ MUTANTS = (
     ),
     Mutant(
         "the job ends when its discovery fails once",
-        "horovod.runner.elastic.driver",
-        "            elif not state.discovered:",
+        "horovod.runner.elastic.mailbox",
+        "            elif not state.hosts_known:",
         "            else:",
     ),
     Mutant(
@@ -76,8 +76,8 @@ MUTANTS = (
     Mutant(
         "a worker that was told to leave counts as failed",
         "horovod.runner.elastic.driver",
-        "expected = process.dismissed or removed or (process.leaving and code == 0)",
-        "expected = process.dismissed or removed",
+        "expected = process.is_dismissed or removed or (process.is_leaving and code == 0)",
+        "expected = process.is_dismissed or removed",
     ),
     Mutant(
         "a lost driver is not noticed by its workers",

@@ -23,7 +23,7 @@ class OldModules:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to load an old module. It is asked only where there is no file."""
+        """Return how to load an old module. Python asks only if there is no file."""
         if not name.startswith(PREFIX):
             return None
         from horovod.runner._upstream.table import GENERATED, PACKAGES

@@ -54,7 +54,7 @@ class HostsUpdatedRequest:
 
 
 class WorkerNotificationManager:
-    """Tells listeners that hosts have changed."""
+    """Notifies listeners that hosts have changed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class WorkerNotificationManager:
             self._listeners = [each for each in self._listeners if each is not listener]
 
     def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Tell all listeners, which act on it at their next check."""
+        """Notify all listeners, which react at their next check."""
         with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:

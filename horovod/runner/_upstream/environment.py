@@ -1,7 +1,7 @@
-"""What programs of Horovod 0.28.1 ask about this process, its host, its job and its keys.
+"""Functions of Horovod 0.28.1 about this process, its host, its job and its keys.
 
-Addresses and interfaces of the host, variables that travel to others, LSF's hosts, objects as text,
-and digests by which two that share a key know each other.
+They return addresses and interfaces of the host, variables that other hosts get, LSF's hosts,
+objects as text, and digests by which two processes that share a key recognise each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from horovod.common.wire import new_key as make_secret_key
 from horovod.runner.slots.allocation import read_lsf
 from horovod.runner.slots.hosts import is_local
 from horovod.runner.slots.worker_env import KEY as HOROVOD_SECRET_KEY
-from horovod.runner.slots.worker_env import travelling
+from horovod.runner.slots.worker_env import travelling_variables
 
 __all__ = ["HOROVOD_SECRET_KEY", "host_hash", "make_secret_key"]
 
@@ -33,7 +33,7 @@ Server = TypeVar("Server")
 
 DIGEST_LENGTH = hashlib.sha256().digest_size
 IGNORE_REGEXES = {"BASH_FUNC_.*", "OLDPWD", ".*CUDA_VISIBLE_DEVICES", "_HOROVOD_SECRET_KEY"}
-"""Upstream's list. What really stays behind is more: see `horovod.runner.slots.worker_env`."""
+"""Upstream's list. More variables stay on this host: see `horovod.runner.slots.worker_env`."""
 
 _PAIRS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
@@ -43,13 +43,13 @@ _PAIRS = (
 
 
 def is_exportable(v: str) -> bool:
-    """Return whether a variable of this name goes along to another host."""
+    """Return whether workers on another host get a variable of this name."""
     ignored = any(re.fullmatch(pattern, v) for pattern in IGNORE_REGEXES)
-    return not ignored and v in travelling({v: ""})
+    return not ignored and v in travelling_variables({v: ""})
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """Return rank and size by the variables of a launcher; (0, 1) where there is none."""
+    """Return rank and size from the variables of a launcher; (0, 1) if there are none."""
     for rank, size in _PAIRS:
         values = os.environ.get(rank), os.environ.get(size)
         if values[0] is not None and values[1] is not None:
@@ -85,13 +85,13 @@ def dumps_base64(obj: Any, to_ascii: bool = True) -> str | bytes:
 def loads_base64(encoded: str | bytes) -> Any:
     """Return the object of `dumps_base64`.
 
-    Who can write such a text can run code where it is read: use it only for what you wrote.
+    A person who can write such a text can run code here: use it only for text that you wrote.
     """
     return cloudpickle.loads(base64.b64decode(encoded))
 
 
 def compute_digest(key: bytes, body: bytes) -> bytes:
-    """Return what only holders of the key can compute of a message."""
+    """Return the digest of a message, which only holders of the key can compute."""
     return hmac.digest(key, body, hashlib.sha256)
 
 
@@ -106,18 +106,18 @@ def get_local_host_addresses() -> set[str]:
 
 
 def get_local_intfs(nic: Iterable[str] | None = None) -> set[str]:
-    """Return the interfaces on which this host is 127.0.0.1, of those named or of all."""
+    """Return the interfaces, among those named or all, that have the address 127.0.0.1."""
     found = {name for name, addresses in _interfaces().items() if "127.0.0.1" in addresses}
     return found if not nic else found & set(nic)
 
 
 def resolve_host_address(host: str) -> str:
-    """Return the address of a host; the name itself where nobody knows one."""
+    """Return the address of a host; its name if the address is unknown."""
     return next(iter(resolve(host)), host)
 
 
 def filter_local_addresses(all_host_names: Iterable[str]) -> list[str]:
-    """Return those of the hosts that are other machines."""
+    """Return the hosts that are other machines."""
     return [name for name in all_host_names if not is_local(name)]
 
 
@@ -130,7 +130,7 @@ def get_driver_ip(nics: Sequence[str]) -> str:
 
 
 def find_port(server_factory: Callable[[tuple[str, int]], Server]) -> tuple[Server, int]:
-    """Make a server on a free port with `server_factory((address, port))`; it and the port."""
+    """Make a server on a free port with `server_factory((address, port))`; return both."""
     ports = list(range(1024, 65536))
     random.shuffle(ports)
     for port in ports:

@@ -1,7 +1,7 @@
-"""Knobs on their way from configuration file and options to the environment, as in 0.28.1.
+"""Functions of Horovod 0.28.1 that turn configuration files and options into variables.
 
-The variables are those that `horovod.runner.options.tunables` declares; the name of each is
-here too, and stands for itself.
+The variables are those that `horovod.runner.options.tunables` declares. Each is an attribute of
+this module, too, whose value is its own name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def set_args_from_config(
 
 
 def validate_config_args(args: argparse.Namespace) -> None:
-    """`ValueError` naming the option that has no sensible value."""
+    """Raise `ValueError`, which names the option, if one has no sensible value."""
     for row in TUNABLES:
         value = getattr(args, row.dest, None)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:

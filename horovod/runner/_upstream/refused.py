@@ -1,7 +1,7 @@
-"""Names of Horovod 0.28.1 that stand for something that is not safe to offer.
+"""Names of Horovod 0.28.1 whose meaning is not safe to offer.
 
-Upstream's rendezvous and its services listen for everybody who reaches the port. Here all that
-ranks and launcher tell each other goes through a store that knows only holders of the job's key
+Upstream's rendezvous and its services serve everybody who reaches their ports. Here ranks and
+launcher communicate through a store that serves only holders of the job's key
 (`horovod.common.store`). The names of `REFUSED` can be imported; using one raises an error that
 says what to use instead.
 """

@@ -1,4 +1,8 @@
-"""Descriptions of jobs that programs of Horovod 0.28.1 hand to `launchers`."""
+"""Descriptions of jobs, hosts and slots in the form that Horovod 0.28.1 has for them.
+
+Programs hand settings to `launchers`. The grammar of hosts and the order of ranks are those of
+`horovod.runner.slots.hosts`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from typing import Any
 from horovod.common.exceptions import TimeoutException
 from horovod.runner.elastic.discovery import HostDiscovery
 from horovod.runner.options.arguments import make_options
+from horovod.runner.slots import hosts as new
 
 
 class Timeout:
@@ -25,18 +30,18 @@ class Timeout:
         self._message = message
 
     def remaining(self) -> float:
-        """Seconds left; never negative."""
+        """Return the seconds that are left; never less than 0."""
         return max(0.0, self._end - time.monotonic())
 
     def timeout_at(self) -> float:
-        """When the time is up, as `time.time` counts."""
+        """Return when the time is up, as `time.time` counts."""
         return self._end_of_day
 
     def timed_out(self) -> bool:
         return self.remaining() == 0.0
 
     def check_time_out_for(self, activity: str) -> None:
-        """`TimeoutException` if the time is up."""
+        """Raise `TimeoutException` if the time is up."""
         if self.timed_out():
             told = self._message.format(activity=activity)
             raise TimeoutException(f"{told} Timeout after {self._timeout:g} seconds.")
@@ -71,7 +76,7 @@ class Settings(BaseSettings):
 
 @dataclass(kw_only=True)
 class ElasticSettings(BaseSettings):
-    """Settings of an elastic job; `discovery` says which hosts there are, and stays where it is."""
+    """Settings of an elastic job; `discovery` finds its hosts, and is not pickled with it."""
 
     discovery: HostDiscovery | None
     min_num_proc: int | None
@@ -130,3 +135,77 @@ def options_of(
     """Return the options of a job that runs a command (text: split as a shell does)."""
     words = shlex.split(command) if isinstance(command, str) else command
     return make_options([*arguments, "--", *words], env)
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """A host and how many ranks it takes."""
+
+    hostname: str
+    slots: int
+
+    @staticmethod
+    def from_string(host_string: str) -> HostInfo:
+        """Read ``NAME:SLOTS``."""
+        (host,) = parse_hosts(host_string)
+        return host
+
+
+@dataclass
+class SlotInfo:
+    """One rank of a job: its host and its numbers."""
+
+    hostname: str
+    rank: int
+    local_rank: int
+    cross_rank: int
+    size: int
+    local_size: int
+    cross_size: int
+
+    def to_response_string(self) -> str:
+        """Return rank and size, local rank and size, cross rank and size as text."""
+        facts = (self.rank, self.size, self.local_rank, self.local_size)
+        return ",".join(map(str, (*facts, self.cross_rank, self.cross_size)))
+
+
+INVALID_SLOT_INFO = SlotInfo("", -1, -1, -1, -1, -1, -1)
+
+
+def parse_hosts(hosts_string: str) -> list[HostInfo]:
+    """Read ``NAME:SLOTS,...``; raise `ValueError` if a host has no number of slots."""
+    found = []
+    for host in new.parse_hosts(hosts_string):
+        if host.slots is None:
+            raise ValueError(f"{host.name!r} has no number of slots: write {host.name}:SLOTS")
+        found.append(HostInfo(host.name, host.slots))
+    return found
+
+
+def parse_host_files(filename: str) -> str:
+    """Return the hosts in a file as ``NAME:SLOTS,...``."""
+    with open(filename, encoding="utf-8") as file:
+        hosts = new.parse_hostfile(file)
+    return ",".join(f"{host.name}:{host.slots or 1}" for host in hosts)
+
+
+def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:
+    """Return the names of the hosts, and the number of slots of each."""
+    found = parse_hosts(hosts)
+    return [host.hostname for host in found], {host.hostname: host.slots for host in found}
+
+
+def get_host_assignments(
+    hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None
+) -> list[SlotInfo]:
+    """Return a rank for every slot, at most `max_num_proc`.
+
+    Raises:
+        ValueError: If there are fewer slots than `min_num_proc`.
+    """
+    offered = sum(host.slots for host in hosts)
+    if offered < min_num_proc:
+        raise ValueError(f"the hosts offer {offered} slots, but {min_num_proc} ranks are to run")
+    size = offered if max_num_proc is None else min(offered, max_num_proc)
+    slots = new.plan_slots([new.Host(host.hostname, host.slots) for host in hosts], size)
+    return [SlotInfo(**vars(slot)) for slot in slots]

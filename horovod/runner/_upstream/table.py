@@ -19,7 +19,7 @@ class OldModule(NamedTuple):
 
     path: str
     source: str
-    """The module that has its names now: the path itself where that is a file."""
+    """The module that has its names now; the path itself if that is a file."""
     names: tuple[str, ...]
     replacement: str
     """What new programs use, for the page; may be empty."""
@@ -66,7 +66,7 @@ OLD_MODULES = (
     _old("runner.common.util.host_hash", "environment", "host_hash"),
     _old(
         "runner.common.util.hosts",
-        "hosts",
+        "settings",
         "HostInfo SlotInfo INVALID_SLOT_INFO parse_hosts parse_host_files parse_hosts_and_slots "
         "get_host_assignments",
         "`horovod.runner.slots.hosts`",
@@ -79,7 +79,7 @@ OLD_MODULES = (
     ),
     _old(
         "runner.common.util.safe_shell_exec",
-        "shell",
+        "utilities",
         "execute terminate_executor_shell_and_children GRACEFUL_TERMINATION_TIME_S",
         "`subprocess`",
     ),
@@ -90,7 +90,7 @@ OLD_MODULES = (
     ),
     _old("runner.common.util.settings", "settings", "BaseSettings Settings", _HORUN),
     _old("runner.common.util.timeout", "settings", "Timeout TimeoutException"),
-    _old("runner.util.cache", "cache", "Cache use_cache", "nothing is kept between jobs"),
+    _old("runner.util.cache", "utilities", "Cache use_cache", "nothing is kept between jobs"),
     _old("runner.util.lsf", "environment", "LSFUtils"),
     _old(
         "runner.util.network",
@@ -98,10 +98,10 @@ OLD_MODULES = (
         "get_local_host_addresses get_local_intfs get_driver_ip filter_local_addresses find_port "
         "resolve_host_address",
     ),
-    _old("runner.util.streams", "threads", "Pipe"),
+    _old("runner.util.streams", "utilities", "Pipe"),
     _old(
         "runner.util.threads",
-        "threads",
+        "utilities",
         "in_thread on_event execute_function_multithreaded",
         "`concurrent.futures`",
     ),
@@ -162,7 +162,7 @@ OLD_MODULES = (
 )
 
 GENERATED = {old.path: old for old in OLD_MODULES if old.source != old.path}
-"""Those that have no file of their own."""
+"""The old modules that have no file of their own."""
 
 PACKAGES = {
     "horovod.runner.common",

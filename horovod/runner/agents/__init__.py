@@ -1,8 +1,12 @@
-"""Hosts: the agent that starts and ends the workers of one, and the launcher's side of it.
+"""Agents: the process on each host that starts and ends workers, and the launcher's side of it.
 
-On the host, with the standard library alone: agent with agent_input, agent_output, bootstrap,
-cores, frames, host_facts, probe and processes. In the launcher: host_agent and agent_link, starter
-(how an agent comes to a host) with ssh and srun, supervise (the loop over all agents),
-store_endpoints (where the hosts reach the job's store). Both kinds of job, and the launchers for
-Spark and Ray, use it.
+These modules run on the host, with the standard library alone: `agent` with `agent_streams`,
+`bootstrap`, `frames`, `host_facts` and `processes`; `probe` and `stack` follow when they are
+needed, and `host_inspection` is the program of ``horovodrun --check``.
+
+These run in the launcher: `host_agent` and `agent_link` (one host, and the line to it), `starters`
+(the command that starts an agent on another host), `supervise` (the loop over all agents),
+`store_endpoints` (the addresses at which hosts reach the job's store), `channel` and `link_server`
+(hosts that connect by themselves, where `relay` runs). Both kinds of job use them, and so do the
+launchers for Spark and Ray.
 """

@@ -1,9 +1,10 @@
 """The agent: the small process between ``horovodrun`` and the workers of one host.
 
-`host_agent` starts one on every host, here directly, elsewhere by a `starter`. Its source arrives
-on stdin, so no host runs another version; it needs nothing but the standard library and is up in
-about 30 ms. It starts workers, each in a session of its own, passes their output and their ends
-on, and ends them when told to, or when the launcher is gone.
+`host_agent` starts one agent on every host: directly on this machine, through one of `starters`
+elsewhere. The agent's source arrives on stdin, so no host runs another version. It needs nothing
+but the standard library and is up in about 30 ms. It starts workers, each in a session of its own,
+passes on their output and their exit codes, and ends them when it is told to or when the launcher
+is gone.
 
 Why a process of its own: a launcher killed by SIGKILL cannot clean up, and a signal on the
 parent's death (PR_SET_PDEATHSIG) is bound to a thread, races with the start and never reaches
@@ -17,15 +18,15 @@ Commands come on stdin, one JSON object a line; end of file stands for a lost la
 - ``{"start": [{"id", "argv", "env", "cwd", "bind", "input"}, ...], "env": {...}, "own": [...]}``:
   start workers. The second ``env`` is common to all, the names in ``own`` are taken from this
   host's environment (null: all of it), ``bind`` is null or ``[kind, index, count]`` (see
-  `cores.share_of_cores`). An empty program name stands for the Python that runs the agent. With
-  ``input`` a worker's stdin is what "input" commands bring. May come any number of times.
+  `host_facts.share_of_cores`). An empty program name stands for the Python that runs the agent.
+  With ``input`` a worker's stdin is what "input" commands bring. This command may come repeatedly.
 - ``{"stop": grace}``: SIGTERM to all workers and SIGKILL to everything after ``grace`` seconds (0:
   at once). With ``"ids": [...]`` only these workers and what they started. With ``"interrupt":
   true`` SIGINT instead, and SIGTERM 5 seconds before the end of the time.
 - ``{"input": id, "data": base64}``: more of a worker's stdin; no data stands for its end.
 - ``{"probe": {...}}``: see `probe`; the answer is the event ``{"probed": {...}}``.
 - ``{"stack": {"id", "pid"}}``: see `stack`; the answer is the event ``{"stack": {"id", "text"}}``.
-- ``{"close": true}``: no more starts will come: end when nothing is left.
+- ``{"close": true}``: no more starts will come; end when no process is left.
 
 Events, in the frames of `frames`: ``{"hello": {...}}``; for each worker ``{"started": {"id",
 "pid"}}`` or ``{"failed": {"id", "errno", "what"}}``; ``{"exited": [[id, code], ...]}``, codes
@@ -45,15 +46,13 @@ import signal
 import sys
 import time
 
-from horovod.runner.agents.agent_input import Input
-from horovod.runner.agents.agent_output import Output
+from horovod.runner.agents.agent_streams import LauncherOutput, WorkerInput
 from horovod.runner.agents.bootstrap import load_modules
-from horovod.runner.agents.cores import numa_nodes, share_of_cores
 from horovod.runner.agents.frames import STDERR, STDOUT
-from horovod.runner.agents.host_facts import host_facts
+from horovod.runner.agents.host_facts import host_facts, numa_nodes, share_of_cores
 from horovod.runner.agents.processes import (
     become_subreaper,
-    family,
+    find_descendants,
     find_program,
     signal_all,
     signal_groups,
@@ -67,20 +66,21 @@ if TYPE_CHECKING:
 ORPHAN_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL when the launcher is gone."""
 
-TOLD_GRACE = 30.0
-"""The same when the agent is told to end, as Slurm does: time to write a checkpoint."""
+SIGNAL_GRACE = 30.0
+"""Seconds between SIGTERM and SIGKILL when the agent itself gets a signal to end, for example from
+Slurm: time to write a checkpoint."""
 
 LEFTOVER_GRACE = 5.0
-"""The same for processes that workers left behind when they ended."""
+"""Seconds between SIGTERM and SIGKILL for processes that workers left behind when they ended."""
 
 KILL_WAIT = 10.0
 """Seconds to wait for killed processes; one may hang in the kernel."""
 
-_FORGIVEN = [getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ") if hasattr(signal, name)]
+_RESET_SIGNALS = [getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ") if hasattr(signal, name)]
 
 
 class WorkerProcess:
-    """One worker, also after its end: what it started may live on."""
+    """One worker. It is kept after its end, because processes that it started may live on."""
 
     def __init__(self, number: int, pid: int) -> None:
         self.number = number
@@ -88,24 +88,25 @@ class WorkerProcess:
         self.running = True
         self.deadline: float | None = None
         self.killing = False
-        self.input: Input | None = None
+        self.input: WorkerInput | None = None
 
 
 class Agent:
-    """Holds the workers of one host."""
+    """Starts, watches and ends the workers of one host."""
 
     def __init__(self, parent: int) -> None:
+        """Prepare the loop; ``parent`` is the launcher's pid where it runs on this host, else 0."""
         self._workers: dict[int, WorkerProcess] = {}  # by pid
         self._closing = False  # nothing more will be started
-        self._deadline: float | None = None  # for everything; those of single workers are theirs
+        self._deadline: float | None = None  # for all workers; each may have one of its own
         self._interrupting = False  # the workers got SIGINT, and have not got SIGTERM
         self._killing = False
         self._cleaning = False
         self._signalled = False
         self._input = b""
-        self._answers: list[dict[str, Any]] = []  # of threads
+        self._answers: list[dict[str, Any]] = []  # events that threads want to emit
         self._selector = selectors.DefaultSelector()
-        self._output = Output(self._selector)
+        self._output = LauncherOutput(self._selector)
         self._wakeup, self._waker = os.pipe()
         for fd in (0, self._wakeup, self._waker):
             os.set_blocking(fd, False)
@@ -121,14 +122,14 @@ class Agent:
             self._watch_parent(parent)
 
     def run(self) -> None:
-        """Until told to close, and no process of the job is left."""
+        """Work until "close" has come and no process of the job is left."""
         self._output.emit({"hello": host_facts()})
         while self._reap() or not self._closing:
             for key, _ in self._selector.select(self._patience()):
                 key.data()
             if self._signalled:
                 self._signalled = False
-                self._end(TOLD_GRACE)
+                self._end(SIGNAL_GRACE)
             while self._answers:
                 self._output.emit(self._answers.pop())
             if self._expire(time.monotonic()):
@@ -160,7 +161,7 @@ class Agent:
         allowed = os.sched_getaffinity(0) if spec["bind"] else None
         try:
             if allowed is not None:
-                # The child inherits what we have at this moment.
+                # The child inherits the agent's affinity of this moment; it is restored below.
                 kind, index, count = spec["bind"]
                 share = share_of_cores(allowed, kind, index, count, numa_nodes())
                 os.sched_setaffinity(0, share)
@@ -176,7 +177,7 @@ class Agent:
                     (os.POSIX_SPAWN_DUP2, ends[1][1], 2),
                 ],
                 setsid=True,
-                setsigdef=_FORGIVEN,  # Python ignores these, and ignoring is inherited
+                setsigdef=_RESET_SIGNALS,  # Python ignores these, and ignoring is inherited
             )
         except OSError:
             os.close(ends[0][0])
@@ -193,7 +194,7 @@ class Agent:
             os.close(ends[1][1])
         worker = self._workers[pid] = WorkerProcess(spec["id"], pid)
         if feeding:
-            worker.input = Input(feeding[1], self._selector)
+            worker.input = WorkerInput(feeding[1], self._selector)
         self._output.emit({"started": {"id": spec["id"], "pid": pid}})
         self._output.follow(ends[0][0], spec["id"], STDOUT)
         self._output.follow(ends[1][0], spec["id"], STDERR)
@@ -211,7 +212,10 @@ class Agent:
     # -- ending ----------------------------------------------------------------------------
 
     def stop(self, grace: float, ids: Sequence[int] | None = None, interrupt: bool = False) -> None:
-        """Ask workers to end; kill them and what they started after ``grace``."""
+        """Ask workers to end, and kill them and what they started after ``grace`` seconds.
+
+        This is the command "stop", see above; without ``ids`` it is for all workers.
+        """
         if ids is not None:
             for worker in self._workers.values():
                 if worker.number in ids:
@@ -235,7 +239,7 @@ class Agent:
             if grace > 0 and worker.running:
                 signal_groups([worker.pid], signal.SIGTERM)
             elif grace > 0:
-                signal_all(family(worker.pid), signal.SIGTERM)
+                signal_all(find_descendants(worker.pid), signal.SIGTERM)
 
     def _end(self, grace: float) -> None:
         self._closing = True
@@ -245,7 +249,7 @@ class Agent:
         return [worker.pid for worker in self._workers.values() if worker.running]
 
     def _reap(self) -> bool:
-        """Collect the dead and report workers among them; False when no child is left."""
+        """Reap dead children and report the workers among them; return False if none is left."""
         exits: list[tuple[int, int]] = []
         alive = True
         while True:
@@ -269,10 +273,10 @@ class Agent:
             self._workers.clear()
             self._deadline, self._killing = None, False
         elif self._killing:
-            self.kill()  # what was forked since, or has become our child
+            self.kill()  # again, for what was forked since, or has become our child
         elif self._closing and not self._running() and not self._cleaning:
             self._cleaning = True
-            signal_all(family(os.getpid()), signal.SIGTERM)
+            signal_all(find_descendants(os.getpid()), signal.SIGTERM)
             self.stop(LEFTOVER_GRACE)
         return alive
 
@@ -282,11 +286,11 @@ class Agent:
         return max(0.0, min(known) - time.monotonic()) if known else None
 
     def _expire(self, now: float) -> bool:
-        """Kill what had its time; whether even killing did not end it."""
+        """Kill what is past its deadline; return True if processes survive even that."""
         for worker in self._workers.values():
             if worker.killing or (worker.deadline is not None and now >= worker.deadline):
                 worker.deadline = None
-                members = family(worker.pid)
+                members = find_descendants(worker.pid)
                 signal_all(members, signal.SIGKILL)
                 worker.killing = bool(members)  # look again for what was forked meanwhile
         if self._deadline is None or now < self._deadline:
@@ -297,7 +301,7 @@ class Agent:
             signal_groups(self._running(), signal.SIGTERM)
             return False
         if self._killing:
-            self._output.emit({"stuck": family(os.getpid())})
+            self._output.emit({"stuck": find_descendants(os.getpid())})
             return True
         self._kill_all()
         return False
@@ -308,9 +312,9 @@ class Agent:
         self.kill()
 
     def kill(self) -> None:
-        """End everything now."""
+        """Kill all workers and all other descendants now."""
         signal_groups(self._running(), signal.SIGKILL)
-        signal_all(family(os.getpid()), signal.SIGKILL)
+        signal_all(find_descendants(os.getpid()), signal.SIGKILL)
 
     # -- the launcher ----------------------------------------------------------------------
 
@@ -318,7 +322,7 @@ class Agent:
         try:
             pidfd = os.pidfd_open(parent)
         except (AttributeError, OSError):
-            pidfd = None  # the end of file on stdin tells the same, later in rare cases
+            pidfd = None  # the end of stdin says the same; another holder of it may delay that
         if os.getppid() != parent:
             sys.exit("horovodrun is gone")
         if pidfd is not None:
@@ -357,7 +361,7 @@ class Agent:
             self._closing = True
 
     def _answer_later(self, kind: str, request: dict[str, Any]) -> None:
-        """In a thread, because it may take its time; with code that came along."""
+        """Answer in a thread, because it may take seconds, with code that came in the request."""
         import threading
 
         load_modules(request["modules"])
@@ -380,11 +384,11 @@ class Agent:
         self._signalled = True
 
     def _wake(self) -> None:
-        os.read(self._wakeup, 1 << 12)  # a signal or a thread; the loop looks what it changed
+        os.read(self._wakeup, 1 << 12)  # from a signal or a thread; the loop sees what changed
 
 
 def main(parent: int) -> None:
-    """Called by the bootstrap (see `host_agent`) in the agent's process."""
+    """Run an agent. The program that `host_agent` sends calls this in the agent's process."""
     become_subreaper()
     agent = Agent(parent)
     try:

@@ -1,9 +1,8 @@
 """The line between the launcher and the agent of one host.
 
-`host_agent.HostAgent` speaks through an `AgentLink` and does not know what it is made of.
-`ProcessLink` is the ordinary one: pipes to a child process, which is the agent itself or what
-leads to it (see `starter`). Clusters that start processes themselves bring their own, such as
-`horovod.spark.task_link`.
+`host_agent.HostAgent` speaks through an `AgentLink` and does not know how it works. `ProcessLink`
+is the ordinary one: pipes to a child process, which is the agent itself or the command that leads
+to it (see `starters`). Hosts that connect by themselves have a `channel.ChannelLink`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Protocol
 
-from horovod.runner.agents.starter import Starter
+from horovod.runner.agents.starters import Starter
 
 _CHUNK = 1 << 18
 _STARTER_PATIENCE = 5.0
@@ -23,60 +22,66 @@ NO_INPUT = 93
 
 
 class AgentLink(Protocol):
-    """Never blocks: `read`, `read_errors` and `write` raise `BlockingIOError` instead."""
+    """The line to an agent.
+
+    It never blocks: `read`, `read_errors` and `write` raise `BlockingIOError` instead.
+    """
 
     remote: bool
-    """The agent may be on another machine: its processes cannot be signalled from here."""
+    """Whether the agent may be on another machine, where its processes cannot be signalled."""
 
-    keeps: Sequence[str] | None
-    """Variables that workers take from their host's own environment. None: all of them, and the
-    job's key is among them."""
+    own_variables: Sequence[str] | None
+    """Variables that workers take from their host's own environment. None stands for all; the job's
+    key is then among them."""
 
     pid: int
 
     @property
     def input_fd(self) -> int:
-        """Becomes writable when `write` or `flush` can go on."""
+        """A descriptor that is writable when `write` or `flush` can go on."""
 
     @property
     def output_fd(self) -> int:
-        """Becomes readable when `read` has something; another number than `input_fd`."""
+        """A descriptor, other than `input_fd`, that is readable when `read` has something."""
 
     @property
     def errors_fd(self) -> int | None:
-        """Becomes readable when `read_errors` has something; None where `read` brings that too."""
+        """A descriptor that is readable when `read_errors` has something.
+
+        None where `read` brings the errors too.
+        """
 
     @property
     def unsent(self) -> bool:
-        """Something that `write` took is still here."""
+        """Whether bytes that `write` took are still here."""
 
     @property
     def ends(self) -> tuple[str, str]:
-        """The launcher's address and the host's, as the connection has them; empty if unknown."""
+        """The addresses of both ends of the connection, launcher first; empty if unknown."""
 
     def write(self, data: memoryview) -> int:
-        """Send some of it; how much was taken."""
+        """Send some of the data, and return how many bytes were taken."""
 
     def flush(self) -> None:
-        """Send what is still here."""
+        """Send bytes that are still here."""
 
     def read(self) -> bytes:
-        """What the agent said; nothing at its end."""
+        """Return bytes from the agent; none at its end."""
 
     def read_errors(self) -> bytes:
-        """What was said that is not the agent's protocol; nothing when there is no more."""
+        """Return error text from the agent or the command that leads to it; none at the end."""
 
     def abandon(self) -> None:
         """Give the agent up; `read` then comes to an end."""
 
     def release(self) -> None:
-        """Close our side: an agent that still runs ends whatever is left, and then itself."""
+        """Close our side. An agent that still runs then ends its workers, and itself."""
 
     def wait(self) -> int:
-        """After `release`: an exit code, negative for signals."""
+        """Wait for the end after `release`; return an exit code, negative for signals."""
 
     def describe_end(self, code: int) -> str:
-        """What happened when the link ended by itself, for people."""
+        """Return a sentence for people about a link that ended by itself with this code."""
 
 
 class ProcessLink:
@@ -86,12 +91,17 @@ class ProcessLink:
     ends = ("", "")  # the agent says what ssh or Slurm has told it
 
     def __init__(self, command: Sequence[str], starter: Starter | None) -> None:
-        """Without a starter the process is on this machine.
+        """Start the process.
 
-        Raises `OSError` if the process cannot be started.
+        Args:
+            command: The command to execute.
+            starter: What leads to another machine; None if the process is the agent itself.
+
+        Raises:
+            OSError: If the process cannot be started.
         """
         self.remote = starter is not None
-        self.keeps: Sequence[str] | None = starter.keeps if starter else ()
+        self.own_variables: Sequence[str] | None = starter.own_variables if starter else ()
         self._name = starter.name if starter else "the agent"
         self._process = subprocess.Popen(
             command,

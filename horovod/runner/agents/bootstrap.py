@@ -1,9 +1,9 @@
-"""How the agent's modules get into a process that has no Horovod: through its stdin.
+"""Bring the agent's modules into a process that has no Horovod, through its stdin.
 
-`host_agent` packs them with `pack_modules` and sends this file first, then a call of `load_modules`
-with what was packed. Because they come from the launcher, the agent is of the launcher's version on
-every host, whatever is installed there. Compiled code travels along with the source, for hosts that
-have exactly the launcher's Python: hundreds may start at once, and compiling takes longer than
+`host_agent` packs them with `pack_modules`. It sends this file first, then a call of `load_modules`
+with the packed modules. Because they come from the launcher, the agent is of the launcher's version
+on every host, whatever is installed there. Compiled code travels along with the source, for hosts
+that have exactly the launcher's Python: hundreds may start at once, and compiling takes longer than
 loading.
 """
 
@@ -21,7 +21,7 @@ Packed = tuple[str, list[tuple[str, str, str]]]
 
 
 def pack_modules(*names: str) -> Packed:
-    """Modules of this process, made ready for `load_modules` in another."""
+    """Pack modules of this process for `load_modules` in another; imports come before importers."""
     from importlib.util import find_spec
 
     packed = []
@@ -35,7 +35,7 @@ def pack_modules(*names: str) -> Packed:
 
 
 def load_modules(packed: Packed) -> None:
-    """Make modules importable; each comes after those that it imports."""
+    """Make packed modules importable in this process, in their order."""
     version, modules = packed
     for name, source, code in modules:
         parts = name.split(".")

@@ -1,30 +1,35 @@
-"""An authenticated connection that never blocks, to a host whose agent was not started by us.
+"""Connections that hosts open to the launcher: hosts that join a job, and Spark tasks.
 
-`channel_link` and `link_server` use it in the launcher, `relay` on the host: one that has joined,
-or a Spark task. The protocol is `horovod.common.wire`'s. Messages of the launcher:
+A `LinkChannel` is one end of such a connection; it is authenticated and never blocks. `relay` has
+one on the host. In the launcher `link_server` makes a `ChannelLink` around it, which is the
+`agent_link.AgentLink` through which `host_agent` speaks. The protocol is `horovod.common.wire`'s.
+The launcher sends these messages:
 
-- ``{"agent": length}``: start an agent, whose source of so many bytes follows as input
+- ``{"agent": length}``: start an agent; its source, ``length`` bytes, follows as input
 - ``{"input": true}`` with bytes for the agent's stdin
-- ``{"end": "done"}``: the host is not needed any more; ``{"end": "again"}``: it is to connect once
+- ``{"end": "done"}``: the host is not needed any more; ``{"end": "again"}``: it should connect once
   more, as another host; ``{"end": "refused", "why": text}``: it cannot take part.
 
-Messages of a host: first what it is (`joining`, or `horovod.spark.task.relay.describe`), then
-``{"output": true}`` and ``{"errors": true}`` with bytes of the agent's stdout and stderr, at last
-``{"exit": code}``.
+A host first describes itself (as `link_server.JoinServer` or `horovod.spark.task_link` expects),
+then sends ``{"output": true}`` and ``{"errors": true}`` with bytes of the agent's stdout and
+stderr, and at last ``{"exit": code}``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod.common.wire import Message, Session
+from horovod.runner.agents.host_agent import HostAgent, agent_source
 
 _CHUNK = 1 << 18
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-"""A peer whose machine has gone is noticed after a minute."""
+"""With these the kernel notices after a minute that a peer's machine has gone."""
 
 
 class LinkChannel:
@@ -48,9 +53,13 @@ class LinkChannel:
         return len(self._unsent)
 
     def receive(self) -> list[Message] | None:
-        """The messages that have come; None at the end. `OSError` when the connection is broken.
+        """Return the messages that have arrived, or None at the end of the connection.
 
-        `BlockingIOError` when nothing is there. Handshakes may leave something to `flush`.
+        A handshake may leave bytes for `flush` to send.
+
+        Raises:
+            BlockingIOError: If nothing has arrived.
+            OSError: If the connection is broken.
         """
         data = self.socket.recv(_CHUNK)
         if not data:
@@ -66,7 +75,7 @@ class LinkChannel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is left, as far as possible. A broken connection is `receive`'s to tell."""
+        """Send what is left, as far as possible. `receive` reports a broken connection."""
         try:
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent[:_CHUNK])]
@@ -76,9 +85,154 @@ class LinkChannel:
             self._unsent.clear()
 
     def finish(self) -> None:
-        """Nothing more will be sent: the peer's `receive` comes to its end."""
+        """Send nothing more; the peer's `receive` then comes to its end."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self.socket.close()
+
+
+_CHUNK = 1 << 18
+_KEPT_ERRORS = 8000
+
+
+class ChannelLink:
+    """The launcher's end of such a connection, as an `agent_link.AgentLink`."""
+
+    remote = True
+    own_variables: Sequence[str] | None = None
+    pid = 0  # on another machine
+
+    def __init__(self, channel: LinkChannel) -> None:
+        self.restarts: Callable[[], bool] = lambda: False
+        """Whether the host should connect again when its agent is released."""
+        self._channel = channel
+        self._input_fd = os.dup(channel.socket.fileno())  # a selector takes a number only once
+        self._ends = channel_ends(channel)
+        self._errors = b""
+        self._code: int | None = None
+        self._closed = False
+        self._over = False
+
+    def start_agent(self, name: str) -> HostAgent:
+        """Start an agent on the host, and return it with this name."""
+        self._channel.send({"agent": len(agent_source(0))})
+        return HostAgent(name, link=self)
+
+    # -- for HostAgent ---------------------------------------------------------------------
+
+    @property
+    def input_fd(self) -> int:
+        return self._input_fd
+
+    @property
+    def output_fd(self) -> int:
+        return self._channel.socket.fileno()
+
+    @property
+    def errors_fd(self) -> int | None:
+        return None
+
+    @property
+    def unsent(self) -> bool:
+        return self._channel.unsent > 0
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        return self._ends
+
+    def write(self, data: memoryview) -> int:
+        if self._over:
+            raise BrokenPipeError("the other end has gone")
+        self.flush()
+        piece = bytes(data[:_CHUNK])
+        self._channel.send({"input": True}, piece)
+        return len(piece)
+
+    def flush(self) -> None:
+        self._channel.flush()
+        if self._channel.unsent:
+            raise BlockingIOError
+
+    def read(self) -> bytes:
+        if self._over:
+            return b""
+        try:
+            messages = self._channel.receive()
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            self._keep(f"{error}\n".encode())
+            messages = None
+        if messages is None:
+            self._over = True
+            return b""
+        output = b""
+        for message in messages:
+            if "output" in message.header:
+                output += message.body
+            elif "errors" in message.header:
+                self._keep(message.body)
+            elif "exit" in message.header:
+                self._code = int(message.header["exit"])
+        if not output:
+            raise BlockingIOError
+        return output
+
+    def read_errors(self) -> bytes:
+        said, self._errors = self._errors, b""
+        return said
+
+    def abandon(self) -> None:
+        self._channel.send({"end": "again" if self.restarts() else "done"})
+        with contextlib.suppress(OSError):
+            self._channel.socket.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Let the agent go. The host stays connected until `end`, unless it is to reconnect."""
+        if self.restarts():
+            self.end("again")
+
+    def wait(self) -> int:
+        return -9 if self._code is None else self._code
+
+    def describe_end(self, code: int) -> str:
+        if self._code is None:
+            return "its connection ended"
+        return f"its agent ended with exit code {code}"
+
+    # -- for the server --------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the host still holds its connection, as far as one can know without reading."""
+        sock = self._channel.socket
+        try:
+            waiting = select.select([sock], [], [], 0)[0]
+            return not waiting or bool(sock.recv(1, socket.MSG_PEEK))
+        except (OSError, ValueError):  # it was closed meanwhile
+            return False
+
+    @property
+    def holds_host(self) -> bool:
+        """Whether a host is at the other end, even one that waits because its agent has ended."""
+        return not self._closed and (self._code is not None or self.is_alive)
+
+    def end(self, how: str) -> None:
+        """Let the host go; ``how`` is the value of the message "end"."""
+        if self._closed:
+            return
+        self._closed = self._over = True
+        self._channel.send({"end": how})
+        os.close(self._input_fd)
+        self._channel.close()
+
+    def _keep(self, said: bytes) -> None:
+        self._errors = (self._errors + said)[-_KEPT_ERRORS:]
+
+
+def channel_ends(channel: LinkChannel) -> tuple[str, str]:
+    """Return the launcher's address and the host's."""
+    here, there = channel.socket.getsockname(), channel.socket.getpeername()
+    return str(here[0]).removeprefix("::ffff:"), str(there[0]).removeprefix("::ffff:")

@@ -1,10 +1,10 @@
-"""What an agent and the launcher say to each other, as bytes.
+"""The format of the stream from an agent to the launcher.
 
-`agent_output` writes it on a host, `host_agent` reads it in the launcher. The stream begins with
-`MARK`, because a login shell may have said something before the agent started. Frames follow: u32
-length of the content, u8 kind, content, and a newline, because Slurm's srun passes whole lines on.
-`STDOUT` and `STDERR` are output of a worker (its u32 id, then bytes; none at the end of the
-stream), `EVENT` is an event of the agent in JSON.
+`agent_streams` writes it on a host, `host_agent` reads it in the launcher. The stream begins with
+`MARK`, because a login shell may have written something before the agent started. Frames follow:
+u32 length of the content, u8 kind, content, and a newline, because Slurm's srun passes on whole
+lines only. The kinds `STDOUT` and `STDERR` carry output of a worker: its u32 id, then bytes, of
+which there are none at the end of the stream. `EVENT` carries an event of the agent in JSON.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ _END = b"\n"
 
 
 def event_frame(content: bytes) -> bytes:
+    """Return the frame of an event in JSON."""
     return _FRAME.pack(len(content), EVENT) + content + _END
 
 
 def output_frame(kind: int, worker: int, data: bytes) -> bytes:
+    """Return the frame of a worker's output; ``kind`` is `STDOUT` or `STDERR`."""
     return _FRAME.pack(_WORKER.size + len(data), kind) + _WORKER.pack(worker) + data + _END
 
 
 class FrameReader:
-    """Cuts what arrives into frames; `before` is what came ahead of the mark."""
+    """Cuts the stream into frames. `before` has the last bytes that came ahead of the mark."""
 
     def __init__(self) -> None:
         self._input = bytearray()
@@ -37,7 +39,7 @@ class FrameReader:
         self.before = b""
 
     def feed(self, data: bytes) -> list[tuple[int, int, bytes]]:
-        """The frames that ``data`` completes: kind, worker (0 for an event) and content."""
+        """Return the frames that ``data`` completes: kind, worker (0 for an event) and content."""
         self._input += data
         if not self._begun and not self._find_mark():
             return []

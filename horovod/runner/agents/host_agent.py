@@ -1,8 +1,9 @@
 """One host of a job, seen from the launcher: its agent, and the pipes to it.
 
-`static_job` starts one `HostAgent` for each host (the elastic driver also later), `supervise` waits
-for its descriptors and takes its events. Nothing here blocks and there are no threads: three
-descriptors for each host is all. See `agent` for the other side.
+Both kinds of job and `host_check` call `start_agent` for each host, and `dry_run` shows
+`start_command`; `supervise` waits for the descriptors of a `HostAgent` and takes its events.
+Nothing here blocks, and there are no threads: each host needs three descriptors. See `agent` for
+the other side, and `starters` for the commands that lead to other machines.
 """
 
 from __future__ import annotations
@@ -20,30 +21,29 @@ from typing import Any
 from horovod.runner.agents.agent_link import NO_INPUT, AgentLink, ProcessLink
 from horovod.runner.agents.bootstrap import Packed, pack_modules
 from horovod.runner.agents.frames import EVENT, STREAMS, FrameReader
-from horovod.runner.agents.starter import Starter
+from horovod.runner.agents.starters import Starter
+from horovod.runner.output.report import LaunchError
+from horovod.runner.slots.hosts import is_local
 
 _KEPT_ERRORS = 8000
-_AGENT_MODULES = (
-    *("bootstrap", "frames", "processes", "cores", "host_facts", "agent_input", "agent_output"),
-    "agent",
-)
+_AGENT_MODULES = ("bootstrap", "frames", "processes", "host_facts", "agent_streams", "agent")
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
     """What makes one worker different from the others of its host."""
 
-    id: int  # unlike every other that was started in this job
+    id: int  # unique in the job
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: str
-    bind: tuple[str, int, int] | None = None  # see `cores.share_of_cores`
-    input: bool = False  # whether `feed` brings its stdin; else there is none
+    bind: tuple[str, int, int] | None = None  # kind, index, count: `host_facts.share_of_cores`
+    input: bool = False  # whether `feed` brings its stdin; otherwise it has none
 
 
 @dataclass(frozen=True)
-class Output:
-    """What a worker wrote; nothing when it has closed the stream."""
+class WorkerOutput:
+    """Bytes that a worker wrote; none when it has closed the stream."""
 
     worker: int
     stream: str  # "stdout" or "stderr"
@@ -52,7 +52,7 @@ class Output:
 
 @dataclass(frozen=True)
 class AgentEvent:
-    """What an agent said: one of the kinds in `agent`, with its content."""
+    """An event from an agent: one of the kinds listed in `agent`, with its content."""
 
     kind: str
     content: Any
@@ -60,12 +60,12 @@ class AgentEvent:
 
 @dataclass(frozen=True)
 class AgentEnded:
-    """The agent, or the connection to it, has ended; ``finished`` if that was in order."""
+    """The agent, or the connection to it, has ended; ``finished`` if nothing is left there."""
 
     finished: bool
 
 
-Event = Output | AgentEvent | AgentEnded
+Event = WorkerOutput | AgentEvent | AgentEnded
 
 
 class HostAgent:
@@ -74,14 +74,21 @@ class HostAgent:
     def __init__(
         self, name: str, starter: Starter | None = None, link: AgentLink | None = None
     ) -> None:
-        """Start the agent: here, through a starter, or at the far end of a link that exists.
+        """Start the agent.
 
-        Raises `OSError` if not even that is possible.
+        Args:
+            name: The host's name.
+            starter: The command that leads to another machine.
+            link: A connection that the host has opened, instead of a starter. With neither, the
+                agent runs on this machine.
+
+        Raises:
+            OSError: If the agent or the starter's command cannot be started.
         """
         self.name = name
         self.hello: Mapping[str, Any] | None = None  # what it said about its host
         self.finished = False  # it said that nothing is left
-        self.is_dismissed = False  # it was told to end by us
+        self.is_dismissed = False  # we have told it to end
         self._reader = FrameReader()
         self._errors = b""
         self._commands: deque[memoryview] = deque()
@@ -106,7 +113,7 @@ class HostAgent:
         return bool(self._commands) or self.link.unsent
 
     def read(self) -> list[Event]:
-        """What has happened since the last call."""
+        """Return the events since the last call."""
         try:
             data = self.link.read()
         except BlockingIOError:
@@ -118,7 +125,7 @@ class HostAgent:
         events: list[Event] = []
         for kind, worker, content in self._reader.feed(data):
             if kind != EVENT:
-                events.append(Output(worker, STREAMS[kind], content))
+                events.append(WorkerOutput(worker, STREAMS[kind], content))
                 continue
             for name, value in json.loads(content).items():
                 events.append(AgentEvent(name, value))
@@ -128,7 +135,7 @@ class HostAgent:
         return events
 
     def read_errors(self) -> bool:
-        """Keep what the starter or the agent complains about; False when there is no more."""
+        """Keep error text of the starter or the agent; return False when there is no more."""
         try:
             data = self.link.read_errors()
         except BlockingIOError:
@@ -143,7 +150,7 @@ class HostAgent:
         return said.decode(errors="replace").replace("\r", "").strip()
 
     def explain_end(self, code: int) -> str:
-        """Why the agent has ended, as far as anybody has said it; `code` is its exit code."""
+        """Return why the agent has ended, as far as that is known; `code` is its exit code."""
         return self.last_words or f"{self.link.describe_end(code)} and no message"
 
     # -- commands --------------------------------------------------------------------------
@@ -153,7 +160,12 @@ class HostAgent:
         workers: Sequence[WorkerSpec],
         env: Mapping[str, str],
     ) -> None:
-        """Start workers with ``env`` and each its own; the link says what the host itself gives."""
+        """Start workers.
+
+        Args:
+            workers: The workers, each with variables of its own.
+            env: Variables that all of them get. The link says which come from the host itself.
+        """
         described = [
             {
                 "id": worker.id,
@@ -165,31 +177,33 @@ class HostAgent:
             }
             for worker in workers
         ]
-        self._command({"start": described, "env": _texts(env), "own": self.link.keeps})
+        self._command({"start": described, "env": _texts(env), "own": self.link.own_variables})
 
     def stop(self, grace: float, ids: Sequence[int] | None = None, interrupt: bool = False) -> None:
-        """SIGTERM now and SIGKILL after ``grace`` seconds; 0 kills at once. Safe in a handler.
+        """End workers. A signal handler may call this.
 
-        Without ``ids`` all workers are meant, and everything that they have left behind. With
-        ``interrupt`` SIGINT comes first, and SIGTERM shortly before the end.
+        Args:
+            grace: Seconds between SIGTERM and SIGKILL; 0 kills at once.
+            ids: The workers to end; by default all, and everything that they have left behind.
+            interrupt: Whether SIGINT comes first, and SIGTERM only shortly before SIGKILL.
         """
         which = {} if ids is None else {"ids": list(ids)}
         self._command({"stop": grace, "interrupt": interrupt, **which})
 
     def feed(self, worker: int, data: bytes) -> None:
-        """More for the stdin of a worker that takes input; no data stands for the end."""
+        """Send data to the stdin of a worker that takes input; empty data closes it."""
         self._command({"input": worker, "data": base64.b64encode(data).decode()})
 
     def probe(self, request: Mapping[str, Any]) -> None:
-        """Ask for the ways from that host (see `probe`); the answer is the event "probed"."""
+        """Ask which addresses the host can reach (see `probe`); "probed" is the answer."""
         self._command({"probe": {**request, "modules": _packed("probe")}})
 
     def ask_for_stack(self, worker: int, pid: int) -> None:
-        """Ask where a worker is in its code (see `stack`); the answer is the event "stack"."""
+        """Ask for a worker's Python stack (see `stack`); the event "stack" is the answer."""
         self._command({"stack": {"id": worker, "pid": pid, "modules": _packed("stack")}})
 
     def finish(self) -> None:
-        """No more workers will be started: the agent ends when nothing is left."""
+        """Start no more workers; the agent then ends when none is left."""
         self.is_dismissed = True
         self._command({"close": True})
 
@@ -228,9 +242,9 @@ class HostAgent:
 
 
 def agent_command(name: str, starter: Starter | None, length: int | None = None) -> list[str]:
-    """What to execute here for an agent on a host; its source follows on stdin.
+    """Return the command to execute here for an agent on a host; its source follows on stdin.
 
-    The Python program has no character that would be special to a shell inside single quotes.
+    The Python program has no character that is special to a shell inside single quotes.
     """
     length = len(agent_source(0)) if length is None else length
     python = [sys.executable, *agent_arguments(length)]
@@ -238,7 +252,7 @@ def agent_command(name: str, starter: Starter | None, length: int | None = None)
 
 
 def agent_arguments(length: int) -> list[str]:
-    """The arguments with which Python runs a program of this many bytes from its stdin."""
+    """Return the arguments with which Python runs a program of ``length`` bytes from stdin."""
     program = (
         f'import os;s=b"";exec("while len(s)<{length}:'
         f's+=os.read(0,{length}-len(s))or os._exit({NO_INPUT})");exec(s)'
@@ -247,6 +261,7 @@ def agent_arguments(length: int) -> list[str]:
 
 
 def agent_source(parent: int) -> bytes:
+    """Return the agent's program; ``parent`` is the launcher's pid on the same host, else 0."""
     return _agent_prelude() + f"main({parent})\n".encode()
 
 
@@ -264,9 +279,31 @@ def _packed(*names: str) -> Packed:
 
 
 def _text(value: str) -> str:
-    """As UTF-8 would have decoded it, which is what the agent does everywhere."""
+    """Return the value as UTF-8 decodes its bytes, because the agent always uses UTF-8."""
     return os.fsencode(value).decode("utf-8", "surrogateescape")
 
 
 def _texts(values: Mapping[str, str]) -> dict[str, str]:
     return {_text(name): _text(value) for name, value in values.items()}
+
+
+def start_command(name: str, starter: Starter) -> list[str]:
+    """Return the command that starts a host's agent."""
+    return agent_command(name, None if is_local(name) else starter)
+
+
+def start_agent(name: str, starter: Starter) -> HostAgent:
+    """Start the agent of a host: directly on this machine, elsewhere by the starter.
+
+    Raises:
+        LaunchError: If the command cannot be started, with the reason.
+    """
+    try:
+        return HostAgent(name, None if is_local(name) else starter)
+    except ValueError as error:
+        raise LaunchError(str(error), status=2) from None
+    except FileNotFoundError as error:
+        why = f"there is no program {error.filename!r} here"
+        raise LaunchError(why, status=127) from None
+    except OSError as error:
+        raise LaunchError(str(error.strerror)) from None

@@ -1,21 +1,101 @@
-"""What an agent says about its host when it begins: the event "hello".
+"""What an agent says about its host when it begins, and the share of cores of each worker.
 
-Part of the agent, so nothing but the standard library.
+`host_facts` makes the event "hello"; `share_of_cores` is for ``--cpu-bind``. This module is a part
+of the agent, so it uses the standard library alone.
 """
 
 from __future__ import annotations
 
 import os
 
-from horovod.runner.agents.cores import usable_cores
-
 TYPE_CHECKING = False  # as in typing, whose import would delay the agent's start
 if TYPE_CHECKING:
     from typing import Any
 
+_NODES = "/sys/devices/system/node"
+_CGROUPS = "/sys/fs/cgroup"
+
+
+def usable_cores(folder: str = _CGROUPS, process: str = "/proc/self/cgroup") -> int:
+    """Return how many cores this process may use, by its affinity and its cgroup's quota.
+
+    Args:
+        folder: Where the cgroups are mounted.
+        process: The file that names the cgroup of this process.
+    """
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+    return min([cores, *_quotas(folder, process)])
+
+
+def _quotas(folder: str, process: str) -> list[int]:
+    """Return the limits of all cgroups around this process, in cores, rounded up."""
+    limits = []
+    try:
+        with open(process) as file:
+            path = next(line[4:] for line in file.read().split("\n") if line[:4] == "0::/")
+    except (OSError, StopIteration):
+        return []
+    parts = path.split("/") if path else []
+    for length in range(len(parts) + 1):
+        try:
+            with open("/".join([folder, *parts[:length], "cpu.max"])) as file:
+                quota, period = file.read().split()[:2]
+            if quota != "max":
+                limits.append(max(1, -(-int(quota) // int(period))))
+        except (OSError, ValueError):
+            continue
+    return limits
+
+
+def share_of_cores(
+    allowed: set[int], kind: str, index: int, count: int, nodes: list[set[int]]
+) -> set[int]:
+    """Return the cores for one worker of this host.
+
+    Args:
+        allowed: The cores that the agent may use.
+        kind: "core" deals the allowed cores out in even parts, at least one each; "numa" gives all
+            allowed cores of one NUMA node, with the workers spread evenly over the nodes.
+        index: The worker's local rank.
+        count: How many workers share the host.
+        nodes: The cores of each NUMA node, from `numa_nodes`.
+    """
+    cores = sorted(allowed)
+    if kind == "numa":
+        parts = [node & allowed for node in nodes if node & allowed] or [allowed]
+        return parts[index * len(parts) // count]
+    first = index * len(cores) // count
+    return set(cores[first : max(first + 1, (index + 1) * len(cores) // count)])
+
+
+def numa_nodes(folder: str = _NODES) -> list[set[int]]:
+    """Return the cores of every NUMA node; nothing where the system does not say."""
+    nodes = []
+    try:
+        names = [name for name in os.listdir(folder) if name[:4] == "node" and name[4:].isdigit()]
+        for name in sorted(names, key=lambda name: int(name[4:])):
+            with open(f"{folder}/{name}/cpulist") as file:
+                nodes.append(parse_cores(file.read()))
+    except OSError:
+        return []
+    return nodes
+
+
+def parse_cores(text: str) -> set[int]:
+    """Return the numbers in a list such as ``0-3,8``."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+    return cores
+
 
 def host_facts() -> dict[str, Any]:
-    """Who and where the agent is, and what it was told about the way to the launcher."""
+    """Return the content of the event "hello": process, host, and the addresses on the way here."""
     return {
         "pid": os.getpid(),
         "host": os.uname().nodename,

@@ -2,13 +2,14 @@
 
 `host_check` sends its source and talks to it through stdin and stdout, one JSON object a line. It
 must work where Horovod is missing or of another version, so it uses the standard library alone, and
-it imports no framework: that takes seconds. What is asked, and answered:
+it imports no framework: that takes seconds. The questions and their answers:
 
-- ``{"facts": {"address", "token", "folder", "files"}}``: what this host has, and the port on which
-  the program now listens at that address. Of the ``files`` those that are not here are named.
-- ``{"clock": number}``: the time, with the same number.
-- ``{"neighbours": [[name, address, port, measure], ...], "seconds"}``: for each name, how long a
-  round trip takes, and where ``measure`` is true how many bytes a second get there; or an error.
+- ``{"facts": {"address", "token", "folder", "files"}}``: the answer says what this host has, which
+  of the ``files`` are missing, and the port on which the program now listens at that address.
+- ``{"clock": number}``: the answer has the time, and the same number.
+- ``{"neighbours": [[name, address, port, measure], ...], "seconds"}``: the answer says for each
+  name how long a round trip takes and, where ``measure`` is true, how many bytes a second arrive;
+  or an error.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 
 def gather_facts(request: dict[str, Any]) -> dict[str, Any]:
-    """What a job would find on this host."""
+    """Return what a job would find on this host: versions, devices, memory and files."""
     gpus, driver = find_gpus()
     return {
         "python": platform.python_version(),
@@ -55,7 +56,7 @@ def gather_facts(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_working_folder(path: str) -> bool:
-    """Whether the program runs in that folder; the agent takes another where it is missing."""
+    """Return whether the program runs in that folder; the agent uses another if it is missing."""
     try:
         return os.path.samefile(path, ".")
     except OSError:
@@ -63,12 +64,12 @@ def is_working_folder(path: str) -> bool:
 
 
 def is_here(name: str) -> bool:
-    """Whether a program is on PATH, or a file in the working folder."""
+    """Return whether a program is on PATH, or a file in the working folder."""
     return shutil.which(name) is not None or os.path.exists(name)
 
 
 def horovod_version() -> str:
-    """Its version; empty if there is none. `ImportError` of its own counts as none, too."""
+    """Return Horovod's version; an empty string if it is missing or fails to import."""
     try:
         import horovod
     except Exception:
@@ -77,7 +78,7 @@ def horovod_version() -> str:
 
 
 def torch_version() -> str:
-    """Read it from torch's files; empty if there is none."""
+    """Read torch's version from its files; return an empty string if there is no torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return ""
@@ -93,7 +94,7 @@ def torch_version() -> str:
 
 
 def nccl_version() -> str:
-    """The version of the NCCL that torch brings along, or of the system's; empty if none."""
+    """Return the version of torch's own NCCL or of the system's; an empty string if none."""
     for package in _NCCL_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
@@ -106,7 +107,7 @@ def nccl_version() -> str:
 
 
 def find_gpus() -> tuple[list[str], str]:
-    """The names of NVIDIA's GPUs and the version of their driver, as the driver's library says."""
+    """Ask NVIDIA's library for the names of the GPUs and the version of their driver."""
     names: list[str] = []
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -128,7 +129,7 @@ def find_gpus() -> tuple[list[str], str]:
 
 
 def memory_bytes() -> int:
-    """The memory of this host, or what its container may use of it."""
+    """Return the bytes of memory of this host, or of its container where that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as file:
         total = min(total, int(file.read()))
@@ -136,7 +137,7 @@ def memory_bytes() -> int:
 
 
 def folder_digest(folder: str) -> str:
-    """Equal on two hosts whose folder has the same files: names, sizes and times of change."""
+    """Return a digest of a folder's file names, sizes and times of change, to compare hosts."""
     lines = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -150,7 +151,7 @@ def folder_digest(folder: str) -> str:
 
 
 def serve(address: str, token: bytes) -> int:
-    """Answer whoever knows the token, in threads of their own; the port."""
+    """Listen and answer peers that know the token, each in its own thread; return the port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     server = socket.create_server((address, 0), family=family)
 
@@ -164,7 +165,7 @@ def serve(address: str, token: bytes) -> int:
 
 
 def answer(connection: socket.socket, token: bytes) -> None:
-    """Send single bytes back; after a ``d`` count what comes, and say at its end how much."""
+    """Serve one peer: echo each ``p``; after a ``d`` count the bytes and report them at the end."""
     with connection, contextlib.suppress(OSError):
         connection.settimeout(10.0)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -179,7 +180,7 @@ def answer(connection: socket.socket, token: bytes) -> None:
 
 
 def receive(connection: socket.socket, length: int) -> bytes:
-    """This many bytes; `ConnectionError` if the other side ends before."""
+    """Receive exactly ``length`` bytes; raise `ConnectionError` if the other side ends before."""
     data = b""
     while len(data) < length:
         piece = connection.recv(length - len(data))
@@ -190,7 +191,7 @@ def receive(connection: socket.socket, length: int) -> bytes:
 
 
 def measure(address: str, port: int, token: bytes, seconds: float, rate: bool) -> dict[str, Any]:
-    """The shortest round trip to a neighbour, and bytes per second where ``rate`` asks for it."""
+    """Measure the shortest round trip to a neighbour and, if ``rate``, the bytes per second."""
     try:
         with socket.create_connection((address, port), timeout=seconds) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -215,8 +216,8 @@ def measure(address: str, port: int, token: bytes, seconds: float, rate: bool) -
         return {"error": str(error) or type(error).__name__}
 
 
-def meet(request: dict[str, Any], token: bytes) -> dict[str, Any]:
-    """Measure the ways to all neighbours at once."""
+def measure_neighbours(request: dict[str, Any], token: bytes) -> dict[str, Any]:
+    """Measure the connections to all neighbours at the same time."""
     found: dict[str, Any] = {}
 
     def work(name: str, address: str, port: int, rate: bool) -> None:
@@ -234,7 +235,7 @@ def meet(request: dict[str, Any], token: bytes) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer until stdin ends."""
+    """Answer questions until stdin ends."""
     token = b""
     for line in sys.stdin:
         request = json.loads(line)
@@ -246,7 +247,7 @@ def main() -> None:
         elif "clock" in request:
             reply = {"clock": time.time(), "number": request["clock"]}
         else:
-            reply = {"neighbours": meet(request, token)}
+            reply = {"neighbours": measure_neighbours(request, token)}
         print(json.dumps(reply), flush=True)
 
 

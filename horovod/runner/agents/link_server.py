@@ -1,8 +1,15 @@
 """Where hosts connect whose agents the launcher does not start: those that join, Spark tasks.
 
-A thread accepts connections; who does not prove to know the job's key within seconds is dropped,
-before anything that it says is read. Each host becomes a link, which from then on belongs to the
-job that takes it. `joining` and `horovod.spark.task_link` derive from `LinkServer`.
+A thread accepts connections. A peer that does not prove within seconds that it knows the job's key
+is dropped, before anything else that it sends is read. Each host becomes a link, which from then on
+belongs to the job that takes it. `JoinServer` and `horovod.spark.task_link` derive from
+`LinkServer`.
+
+Hosts that come by themselves: ``horovodrun --listen`` waits for ``horovodrun --join`` on them.
+
+`run_job` opens a `JoinServer`. A job with fixed ranks calls `gather` and starts when all its hosts
+are there; an elastic job takes them as they come (`horovod.runner.elastic.job`). A host
+proves that it knows the job's secret before anything that it says is read.
 """
 
 from __future__ import annotations
@@ -13,13 +20,15 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from horovod.common.logging import get_logger
 from horovod.common.wire import Session
-from horovod.runner.agents.channel import LinkChannel
-from horovod.runner.agents.channel_link import ChannelLink
+from horovod.runner.agents.channel import ChannelLink, LinkChannel
+from horovod.runner.agents.starters import NODE_VARIABLES, check_name
+from horovod.runner.slots.hosts import Host, is_local
+from horovod.runner.slots.worker_env import HOST_VARIABLES
 
 Link = TypeVar("Link", bound=ChannelLink)
 
@@ -33,7 +42,7 @@ class LinkServer(ABC, Generic[Link]):
     """Listens on one address, at any free port by default."""
 
     owner: str
-    """Who listens, for the log."""
+    """The name of the listening program, for the log."""
 
     def __init__(self, address: str, key: bytes, port: int = 0) -> None:
         self._key = key
@@ -43,7 +52,7 @@ class LinkServer(ABC, Generic[Link]):
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Condition()
         self._links: list[Link] = []
-        self._pending: dict[LinkChannel, float] = {}  # until when they may prove themselves
+        self._pending: dict[LinkChannel, float] = {}  # and the deadlines of their handshakes
         self._closing = False
         self._paused = False
         self._rejected = 0
@@ -58,10 +67,20 @@ class LinkServer(ABC, Generic[Link]):
 
     @abstractmethod
     def make_link(self, channel: LinkChannel, hello: Mapping[str, Any]) -> Link:
-        """The link to a host that has proved itself, from what it says of itself.
+        """Make the link to a host that has proved that it knows the key.
 
-        Called in the server's thread. `ValueError`, `KeyError` or `TypeError` where it makes no
-        sense.
+        This is called in the server's thread.
+
+        Args:
+            channel: The connection.
+            hello: The host's first message, with which it describes itself.
+
+        Returns:
+            The link, which the job will take from `links`.
+
+        Raises:
+            ValueError: If the host cannot take part; also `KeyError` and `TypeError`, which a
+                message of another form causes.
         """
 
     def links(self) -> list[Link]:
@@ -69,11 +88,11 @@ class LinkServer(ABC, Generic[Link]):
             return list(self._links)
 
     def living(self) -> list[Link]:
-        """The links whose hosts hold their connection."""
+        """Return the links whose hosts hold their connections."""
         return [link for link in self.links() if link.is_alive]
 
     def wait(self, seconds: float) -> None:
-        """Until a host arrives, `wake` is called or the time is over."""
+        """Wait until a host arrives, `wake` is called or the time is over."""
         with self._lock:
             self._lock.wait(seconds)
 
@@ -83,7 +102,7 @@ class LinkServer(ABC, Generic[Link]):
             self._lock.notify_all()
 
     def close(self) -> None:
-        """No more hosts; those that are left are let go."""
+        """Accept no more hosts, and let go those that are left."""
         self._closing = True
         self._waker.send(b"\0")
         self._thread.join()
@@ -136,7 +155,7 @@ class LinkServer(ABC, Generic[Link]):
         except BlockingIOError:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
-            # Once, because a stranger could otherwise fill the log.
+            # Only the first is a warning, because a stranger could otherwise fill the log.
             level = logging.DEBUG if self._rejected else logging.WARNING
             get_logger().log(
                 level, "%s refused a connection from %s: %s", self.owner, _peer(channel), error
@@ -170,3 +189,125 @@ def _peer(channel: LinkChannel) -> str:
         return str(channel.socket.getpeername()[0]).removeprefix("::ffff:")
     except OSError:
         return "an address that is gone"
+
+
+_GLANCE = 1.0  # seconds between looks at whether hosts that have joined are still there
+_MOST_SLOTS = 100_000
+
+
+class JoinedLink(ChannelLink):
+    """The link to a host that has joined."""
+
+    own_variables = (*HOST_VARIABLES, *NODE_VARIABLES)
+
+    def __init__(self, channel: LinkChannel, name: str, slots: int) -> None:
+        super().__init__(channel)
+        self.name = name
+        self.slots = slots
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the host is there and its agent, if one was started, has not ended."""
+        return self._code is None and self.is_alive
+
+    def describe_end(self, code: int) -> str:
+        if self._code is None:
+            return "horovodrun --join ended there, or its connection did"
+        return super().describe_end(code)
+
+
+class JoinServer(LinkServer[JoinedLink]):
+    """The server at which hosts join a job."""
+
+    owner = "horovodrun"
+
+    def __init__(self, address: str, port: int, key: bytes, expected: Sequence[Host]) -> None:
+        """Listen for hosts.
+
+        Args:
+            address: The address of this machine to listen at.
+            port: The port; 0 takes any that is free.
+            key: The secret that hosts must know.
+            expected: The hosts of the job. Any host may join if all of these are this machine.
+
+        Raises:
+            OSError: If it cannot listen at that address and port.
+        """
+        self._expected = {host.name: host.slots for host in remote_hosts(expected)}
+        super().__init__(address, key, port)
+        name = socket.gethostname() if address in ("0.0.0.0", "::") else address
+        self.address = f"[{name}]:{self.port}" if ":" in name else f"{name}:{self.port}"
+
+    def make_link(self, channel: LinkChannel, hello: Mapping[str, Any]) -> JoinedLink:
+        name, slots = str(hello["host"]), int(hello["slots"])
+        check_name(name)
+        if not 0 < slots <= _MOST_SLOTS:
+            raise ValueError(f"{name} offers {slots} slots")
+        why = self._refusal(name)
+        if why:
+            channel.send({"end": "refused", "why": why})
+            raise ValueError(why)
+        return JoinedLink(channel, name, self._expected.get(name) or slots)
+
+    def _refusal(self, name: str) -> str:
+        if self._expected and name not in self._expected:
+            hosts = ", ".join(self._expected)
+            return f"{name} is not among the hosts of this job, which are {hosts}"
+        if name in self.waiting():
+            return f"there is a host {name} in this job already; say another name with -H"
+        return ""
+
+    def waiting(self) -> dict[str, JoinedLink]:
+        """Return the hosts that are here, by name, in the order in which they came."""
+        return {link.name: link for link in self.links() if link.is_waiting}
+
+
+def gather(
+    server: JoinServer, hosts: Sequence[Host], num_proc: int, timeout: float
+) -> dict[str, JoinedLink]:
+    """Wait until all hosts of a job with fixed ranks have joined.
+
+    Args:
+        server: The server at which they join.
+        hosts: The hosts of the job. If all of them are this machine, any hosts are taken until
+            there are enough slots.
+        num_proc: The number of ranks of the job.
+        timeout: Seconds to wait.
+
+    Returns:
+        The links of the hosts that are not this machine, by name.
+
+    Raises:
+        TimeoutError: If hosts are missing; the message names them.
+    """
+    deadline = time.monotonic() + timeout
+    named = remote_hosts(hosts)
+    needed = num_proc - sum(host.slots or 0 for host in hosts if is_local(host.name))
+    while True:
+        here = server.waiting()
+        if named:
+            missing = [host.name for host in named if host.name not in here]
+            if not missing:
+                return {host.name: here[host.name] for host in named}
+            problem = f"{', '.join(missing)} did not join"
+        else:
+            chosen, slots = {}, 0
+            for name, link in here.items():
+                if slots < needed:
+                    chosen[name], slots = link, slots + link.slots
+            if slots >= needed:
+                return chosen
+            came = ", ".join(f"{name}:{link.slots}" for name, link in here.items()) or "nobody"
+            problem = f"the job needs {needed} slots of other hosts, and {came} joined"
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(
+                f"{problem} within {timeout:g} s (--start-timeout): run horovodrun --join "
+                f"{server.address} there, with the same secret"
+            )
+        server.wait(min(left, _GLANCE))
+
+
+def remote_hosts(hosts: Sequence[Host]) -> list[Host]:
+    """Return the hosts that are not this machine."""
+    return [host for host in hosts if not is_local(host.name)]

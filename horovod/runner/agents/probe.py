@@ -1,9 +1,9 @@
-"""Which way leads from this host to the launcher: asked by the launcher, answered on the host.
+"""Find out which addresses of the launcher this host can reach, when the launcher asks for it.
 
-The agent gets this file when the launcher wants to know, and calls `probe`. An address counts as
-reached when whoever answers there proves to know the job's key: by the handshake of
-`horovod.common.wire`, repeated here because that module takes longer to load than all else the
-agent does, which counts when hundreds of hosts start at once.
+The agent gets this file with the question, and calls `probe`. An address counts as reached when the
+peer there proves that it knows the job's key, by the handshake of `horovod.common.wire`. That
+handshake is repeated here, because its module takes longer to load than all else that the agent
+does, which counts when hundreds of hosts start at once.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ _kept: list[socket.socket] = []
 
 
 def probe(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer a request, which has
+    """Try the launcher's endpoints, and say where other hosts reach this one.
 
-    - ``endpoints``: the [address, port] pairs to try; ``key`` (in hexadecimal), ``timeout`` for
-    that
-    - ``nics``: names of network interfaces; ``towards``: addresses of other hosts of the job.
+    Args:
+        request: ``endpoints`` has the [address, port] pairs to try, with the ``key`` of the job in
+            hexadecimal and a ``timeout``; ``nics`` has names of network interfaces; ``towards`` has
+            addresses of other hosts of the job.
 
-    The answer has ``endpoint`` (the pair that worked, or None), ``failures`` ([address, port,
-    reason] for those that did not), ``nics`` (the interfaces among those asked for that have an
-    address, with it), ``interfaces`` (all names), ``address`` (where other hosts reach this one),
-    ``interface`` (whose address that is) and ``port`` (one there that is kept for the job until
-    this process ends).
+    Returns:
+        ``endpoint`` is the pair that worked, or None; ``failures`` has [address, port, reason] for
+        those that did not; ``nics`` has the requested interfaces that have an address, with it;
+        ``interfaces`` has the names of all; ``address`` is where other hosts reach this one, and
+        ``interface`` the name of its interface; ``port`` is reserved at that address for the job
+        until this process ends.
     """
     endpoint, failures = _try_all(
         request["endpoints"], bytes.fromhex(request["key"]), request["timeout"]
@@ -63,7 +65,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def source_towards(address: str) -> str:
-    """The address that packets to ``address`` would carry as their source; empty if none."""
+    """Return the source address of packets to ``address``; an empty string without a route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:
@@ -74,10 +76,10 @@ def source_towards(address: str) -> str:
 
 
 def reserve_port(address: str) -> socket.socket:
-    """A socket whose port no other program is given while it is open.
+    """Return a socket with a free port, which the kernel gives to no other program meanwhile.
 
-    It never listens: a server that reuses addresses, as torch's store and nearly every other
-    does, can take the port at any time.
+    The socket never listens. A server that reuses addresses, as torch's store and nearly every
+    other does, can therefore take the port at any time.
     """
     reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -86,13 +88,13 @@ def reserve_port(address: str) -> socket.socket:
 
 
 def keep_port(address: str) -> int:
-    """A port that is reserved until this process ends."""
+    """Reserve a free port until this process ends, and return it."""
     _kept.append(reserve_port(address))
     return int(_kept[-1].getsockname()[1])
 
 
 def interface_address(name: str) -> str:
-    """The IPv4 address of an interface; empty if it has none."""
+    """Return the IPv4 address of an interface; an empty string if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         request = struct.pack("256s", name.encode()[:15])
         try:
@@ -104,7 +106,7 @@ def interface_address(name: str) -> str:
 def _try_all(
     endpoints: Sequence[Sequence[Any]], key: bytes, timeout: float
 ) -> tuple[Sequence[Any] | None, list[list[Any]]]:
-    """Try all at once; the first that opens, or why none does."""
+    """Try all endpoints at once; return the first that answers, and why others failed."""
     answers: list[tuple[Sequence[Any], str]] = []
     answered = threading.Semaphore(0)
 
@@ -130,7 +132,7 @@ def _try_all(
 
 
 def _knock(address: str, port: int, key: bytes, timeout: float) -> None:
-    """`OSError` unless a store that knows the key answers there."""
+    """Do the handshake with a store; raise `OSError` unless it knows the key."""
     mine = os.urandom(_NONCE_BYTES)
     with socket.create_connection((address, port), timeout=timeout) as sock:
         sock.sendall(_HELLO + mine)

@@ -1,6 +1,6 @@
-"""Processes of one host: finding a program, finding and signalling a family.
+"""Find programs, find descendants of a process, and send signals.
 
-Part of the agent, so nothing but the standard library; also used by the launcher itself.
+This module is a part of the agent, so it uses the standard library alone; the launcher uses it too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def become_subreaper() -> None:
-    """From now on orphans among our descendants become our children."""
+    """Make this process the new parent of its descendants whose own parent ends."""
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     except (AttributeError, OSError):
@@ -25,7 +25,11 @@ def become_subreaper() -> None:
 
 
 def find_program(name: str, path: str) -> str:
-    """The file that a command names, as a shell would find it."""
+    """Return the file that a command names, as a shell would find it on ``path``.
+
+    Raises:
+        FileNotFoundError: If there is no such program.
+    """
     if "/" in name:
         return name
     for folder in path.split(os.pathsep):
@@ -36,6 +40,7 @@ def find_program(name: str, path: str) -> str:
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
+    """Send a signal to each of these processes that still runs."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -44,7 +49,7 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 
 
 def signal_groups(pids: Iterable[int], number: int) -> None:
-    """The process groups that these processes lead."""
+    """Send a signal to the process groups that these processes lead."""
     for pid in pids:
         try:
             os.killpg(pid, number)
@@ -52,10 +57,10 @@ def signal_groups(pids: Iterable[int], number: int) -> None:
             pass
 
 
-def family(ancestor: int) -> list[int]:
-    """Our descendants that are below ``ancestor`` or in the session it leads; parents first.
+def find_descendants(ancestor: int) -> list[int]:
+    """Return this process's descendants that are below ``ancestor`` or in the session it leads.
 
-    Empty where there is no /proc.
+    Parents come before children. The list is empty where there is no /proc.
     """
     children: dict[int, list[int]] = {}
     sessions: dict[int, int] = {}
@@ -67,7 +72,8 @@ def family(ancestor: int) -> list[int]:
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()  # the name may hold anything
+                    # After the last ")": the program's name may itself have parentheses.
+                    fields = file.read().rpartition(b")")[2].split()
             except OSError:
                 continue
             children.setdefault(int(fields[1]), []).append(int(name))

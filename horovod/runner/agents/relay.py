@@ -1,8 +1,8 @@
-"""The body of a process that brings its host into a job: an agent behind a connection.
+"""The process that brings its own host into a job: it runs an agent behind a connection.
 
-``horovodrun --join`` and Spark's tasks call `connect` and then run a `Relay`: it starts the agent
+``horovodrun --join`` and Spark's tasks call `connect` and then run a `Relay`. It starts the agent
 that the launcher sends, and passes bytes between the two until the launcher lets the host go. The
-agent starts the workers, and ends everything that is left of them when this process goes away.
+agent starts the workers, and ends everything that is left of them when this process ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,20 @@ _MOST_UNSENT = 4 << 20  # bytes, beyond which the agent's output waits in its pi
 
 
 def connect(address: str, port: int, key: bytes, timeout: float) -> LinkChannel:
-    """Connect within the time limit; the launcher may be busy accepting hundreds."""
+    """Connect to the launcher.
+
+    Args:
+        address: The launcher's address.
+        port: The launcher's port.
+        key: The job's secret.
+        timeout: Seconds to wait; the launcher may be busy accepting hundreds of hosts.
+
+    Returns:
+        The connection, after both sides have proved that they know the key.
+
+    Raises:
+        OSError: If there is no connection within the time; `TimeoutError` is one.
+    """
     deadline = time.monotonic() + timeout
     sock = socket.create_connection((address, port), timeout)
     channel = LinkChannel(sock, Session(key, server=False))
@@ -49,26 +62,33 @@ class Relay:
     """Passes bytes between the launcher and the agent."""
 
     def __init__(self, channel: LinkChannel, env: Mapping[str, str]) -> None:
-        """``env`` is the environment of the agent."""
+        """Prepare to relay; ``env`` will be the agent's environment."""
         self.why = ""  # what the launcher said when it let the host go
         self._channel = channel
         self._env = env
         self._agent: subprocess.Popen[bytes] | None = None
         self._input = bytearray()
-        self._sources: dict[int, str] = {}  # the agent's streams that are open
-        self._silent = False  # nothing more will be said
-        self._ended: str | None = None
+        self._sources: dict[int, str] = {}  # the agent's open streams, and their messages
+        self._is_finished = False  # nothing more will be sent
+        self._end: str | None = None  # the value of the message "end", or "gone"
 
     def run(self) -> str:
-        """How it ended: see `channel`. `ConnectionError` when the launcher is gone."""
+        """Pass bytes on until the launcher lets the host go.
+
+        Returns:
+            The value of the launcher's message "end" (see `channel`).
+
+        Raises:
+            ConnectionError: If the launcher is gone.
+        """
         try:
-            while self._ended is None:
+            while self._end is None:
                 self._wait_and_pass()
         finally:
             self._end_agent()
-        if self._ended == "gone":
+        if self._end == "gone":
             raise ConnectionError("the launcher is gone, and with it the job")
-        return self._ended
+        return self._end
 
     def _wait_and_pass(self) -> None:
         channel = self._channel
@@ -88,12 +108,16 @@ class Relay:
             if fd in ready:
                 self._pass_on(fd)
         self._write_input()
-        if self._silent and not channel.unsent:
-            self._silent = False
+        if self._is_finished and not channel.unsent:
+            self._is_finished = False
             channel.finish()
 
     def terminate(self) -> bool:
-        """Ask the agent to end its workers and itself; False where there is none. For a handler."""
+        """Ask the agent to end its workers and itself. A signal handler may call this.
+
+        Returns:
+            Whether an agent runs.
+        """
         if self._agent is None or self._agent.returncode is not None:
             return False
         self._agent.terminate()
@@ -107,7 +131,7 @@ class Relay:
         except OSError:  # a WireError is one
             messages = None
         if messages is None:
-            self._ended = "gone"
+            self._end = "gone"
             return
         for message in messages:
             self._obey(message)
@@ -116,7 +140,7 @@ class Relay:
         if "agent" in message.header:
             self._start_agent(int(message.header["agent"]))
         elif "end" in message.header:
-            self._ended = str(message.header["end"])
+            self._end = str(message.header["end"])
             self.why = str(message.header.get("why", ""))
         else:
             self._input += message.body
@@ -128,7 +152,7 @@ class Relay:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # who ends our session leaves it to the agent to tidy up
+            start_new_session=True,  # a signal to our session must not end the agent: it tidies up
             env=self._env,
         )
         for pipe in (self._agent.stdin, self._agent.stdout, self._agent.stderr):
@@ -153,7 +177,7 @@ class Relay:
         if not self._sources:
             assert self._agent is not None
             self._channel.send({"exit": self._agent.wait()})
-            self._silent = True
+            self._is_finished = True
 
     def _write_input(self) -> None:
         if self._agent is None or self._agent.stdin is None:
@@ -164,10 +188,10 @@ class Relay:
         except BlockingIOError:
             pass
         except OSError:
-            self._input.clear()  # it has ended, which its other pipes tell
+            self._input.clear()  # the agent has ended, which its other pipes report
 
     def _end_agent(self) -> None:
-        """The agent ends everything when its stdin is closed, and is gone when this returns."""
+        """Close the agent's stdin, at which it ends all workers, and wait for its end."""
         if self._agent is None:
             return
         assert self._agent.stdin is not None
@@ -176,6 +200,6 @@ class Relay:
             assert pipe is not None
             os.set_blocking(pipe.fileno(), True)
             while pipe.read(_CHUNK):
-                pass  # it must not wait for a reader
+                pass  # so that the agent does not block on a full pipe
             pipe.close()
         self._agent.wait()

@@ -1,8 +1,8 @@
-"""Where a worker of this host is in its code: asked by the launcher, answered on the host.
+"""Take the Python stack of a worker on this host, when the launcher asks for it.
 
-The agent gets this file when a rank is waited for, and calls `take_stack`. py-spy reads the stack
-out of the worker's memory without stopping it (``--nonblocking``), and shows no values of
-variables. Part of the agent, so nothing but the standard library.
+The agent gets this file when other ranks wait for a worker, and calls `take_stack`. py-spy reads
+the stack out of the worker's memory without stopping it (``--nonblocking``), and shows no values of
+variables. This module runs in the agent, so it uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 
-from horovod.runner.agents.processes import family, find_program
+from horovod.runner.agents.processes import find_descendants, find_program
 
 TYPE_CHECKING = False  # as in typing, whose import would delay the agent
 if TYPE_CHECKING:
@@ -28,15 +28,19 @@ NOT_INSTALLED = (
 
 
 def take_stack(request: Mapping[str, Any], launched: Mapping[int, int]) -> dict[str, Any]:
-    """Answer a request, which has the worker's ``id`` and its process ``pid``, as it says itself.
+    """Return the Python stacks of a worker.
 
-    The answer has the ``id`` and a ``text``: the Python stacks of the process, or a sentence that
-    says why there are none. ``launched`` are the processes that the agent has started, by worker:
-    nothing is looked at but a worker's own process, or one below it.
+    Args:
+        request: The worker's ``id``, and its process ``pid`` as the worker reported it.
+        launched: The processes that the agent has started, by worker. Only a worker's own process
+            or a descendant of it is looked at.
+
+    Returns:
+        The ``id`` and a ``text``: the stacks, or a sentence that says why there are none.
     """
     number, pid = request["id"], request["pid"]
     first = launched.get(number)
-    if first is None or (pid != first and pid not in family(first)):
+    if first is None or (pid != first and pid not in find_descendants(first)):
         text = f"process {pid} does not belong to this worker, or has ended"
     else:
         text = _ask_py_spy(pid)
@@ -67,14 +71,14 @@ def _ask_py_spy(pid: int) -> str:
             "py-spy may not read the worker's memory: the system allows that to root alone "
             "(/proc/sys/kernel/yama/ptrace_scope), or the container does not (SYS_PTRACE)"
         )
-    return shown(text)[:_LONGEST] or "py-spy has nothing to say"
+    return trim_answer(text)[:_LONGEST] or "py-spy has nothing to say"
 
 
-def shown(said: str) -> str:
-    """What of py-spy's answer is shown.
+def trim_answer(said: str) -> str:
+    """Remove from py-spy's answer what nobody should see or needs to see.
 
-    What comes before the stacks is left out: the command line, whose arguments may be private. So
-    are Horovod's own threads, which wait for something in every rank.
+    That is the text before the stacks, which has the command line, whose arguments may be private;
+    and Horovod's own threads, which wait for something in every rank.
     """
     head, *threads = f"\n{said}".split("\nThread ")
     if not threads:

@@ -1,8 +1,9 @@
-"""Where the ranks meet: the job's store, served on those addresses that lead to the hosts.
+"""The job's store, in which the ranks find each other, and the addresses that serve it.
 
 A job opens a `StoreEndpoints`. When all workers are on this machine it listens on loopback alone.
 Otherwise the agents have said how they were reached; `addresses_towards` turns that into
-addresses of this machine, each host tries them (`probe`), and those that nobody needs are closed.
+addresses of this machine, each host tries them (`probe`), and endpoints that no host needs are
+closed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from horovod.common.store import MemoryStore, StoreServer
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.probe import interface_address, reserve_port, source_towards
 
-Endpoint = tuple[str, int]  # address and port where the store is served
+Endpoint = tuple[str, int]  # an address and a port that serve the store
 
 
 class StoreEndpoints:
@@ -33,13 +34,21 @@ class StoreEndpoints:
         return [(server.address, server.port) for server in self._servers.values()]
 
     def open(self, address: str) -> Endpoint:
-        """Serve the store at this address of this machine, if it is not yet."""
+        """Serve the store at this address of this machine, unless it already is."""
         if address not in self._servers:
             self._servers[address] = StoreServer(address, self.key, store=self.store)
         return address, self._servers[address].port
 
     def open_towards(self, agents: Sequence[HostAgent], nics: Sequence[str]) -> str:
-        """Serve the store where these hosts may reach it; a problem, or nothing."""
+        """Serve the store at addresses at which these hosts may reach it.
+
+        Args:
+            agents: The agents of the hosts.
+            nics: The network interfaces to use; any if empty.
+
+        Returns:
+            A description of the problem; empty if there is none.
+        """
         for agent in agents:
             for address in addresses_towards(agent.name, connection_ends(agent), nics):
                 self.open(address)
@@ -58,7 +67,11 @@ class StoreEndpoints:
                 self._servers.pop(address).close()
 
     def probe_all(self, agents: Sequence[HostAgent], nics: Sequence[str], timeout: float) -> str:
-        """Let the agents of all hosts of a job find their ways; a problem, or nothing."""
+        """Let the agents of all hosts of a job find out how they reach the store.
+
+        Returns:
+            A description of the problem; empty if there is none. The answers come as events.
+        """
         remote = [agent for agent in agents if agent.remote]
         if not remote:
             self.open(LOOPBACK)
@@ -75,7 +88,7 @@ class StoreEndpoints:
     def probe(
         self, agent: HostAgent, nics: Sequence[str], towards: Sequence[str], timeout: float
     ) -> None:
-        """Let an agent find its endpoint, and the address where other hosts reach its own."""
+        """Let an agent find an endpoint that it reaches, and its own address for other hosts."""
         agent.probe(
             {
                 "endpoints": self.endpoints,
@@ -87,7 +100,7 @@ class StoreEndpoints:
         )
 
     def reserve_port(self, address: str) -> int:
-        """A port of this machine that is left to the job."""
+        """Reserve a port of this machine for the job until `close`, and return it."""
         self._reserved.append(reserve_port(address))
         return int(self._reserved[-1].getsockname()[1])
 
@@ -99,23 +112,26 @@ class StoreEndpoints:
 
 
 def addresses_towards(name: str, ends: tuple[str, str], nics: Sequence[str]) -> list[str]:
-    """Addresses of this machine that may lead to it from another host, best first.
+    """Return addresses of this machine at which another host may reach it, best first.
 
-    ``ends`` are those of the connection to that host, as in `connection_ends`.
+    Args:
+        name: The name of that host.
+        ends: Both addresses of the connection to that host, from `connection_ends`.
+        nics: The network interfaces to use; any if empty.
     """
     if nics:
         return [address for nic in nics if (address := interface_address(nic))]
     seen, theirs = ends
     if seen and is_local(seen):
         return [seen]
-    # Behind a jump host or a translating router the address that they see is not one of ours.
+    # Behind a jump host or a translating router, the address that the host sees is not one of ours.
     sources = map(source_towards, [theirs] if theirs else resolve(name))
     found = list(dict.fromkeys(each for each in sources if each and not is_loopback(each)))
     return found or ([] if theirs else own_addresses())
 
 
 def connection_ends(agent: HostAgent) -> tuple[str, str]:
-    """Our address and the host's own, as the connection has them; empty if unknown."""
+    """Return both addresses of the connection to an agent, ours first; empty if unknown."""
     if any(agent.link.ends) or not agent.remote:
         return agent.link.ends
     hello = agent.hello or {}
@@ -126,7 +142,7 @@ def connection_ends(agent: HostAgent) -> tuple[str, str]:
 
 
 def describe_problem(name: str, answer: Mapping[str, Any], nics: Sequence[str]) -> str:
-    """Why a host with this answer to `StoreEndpoints.probe` cannot take part; empty if it can."""
+    """Return why a host with this answer to a probe cannot take part; empty if it can."""
     if answer["endpoint"] is None:
         return (
             f"{name} cannot connect to this machine, where the ranks are to meet: tried "
@@ -147,13 +163,13 @@ def own_interfaces() -> list[str]:
 
 
 def own_addresses() -> list[str]:
-    """The IPv4 addresses of this machine at which others may reach it."""
+    """Return the IPv4 addresses of this machine at which others may reach it."""
     found = [interface_address(name) for name in own_interfaces()]
     return [address for address in found if address and not is_loopback(address)]
 
 
 def describe_failures(failures: Sequence[Sequence[Any]]) -> str:
-    """``address:port (reason)`` for people."""
+    """Return a list of ``address:port (reason)`` for people."""
     return ", ".join(
         f"{f'[{address}]' if ':' in address else address}:{port} ({reason})"
         for address, port, reason in failures

@@ -1,8 +1,8 @@
 """The launcher's loop: agents, their workers' output, signals and timers, in one thread.
 
-A job puts its agents in with `Supervisor.add`, gives a `Handler` (its policy: what to do when a
-host is ready, a worker ends, a host is lost) and calls `run`. Both kinds of job use it: the fixed
-one of `static_job` and the elastic driver. The loop sleeps until something happens.
+A job adds its agents with `Supervisor.add` and calls `run` with a `Handler`, which says what to do
+when a host is ready, a worker ends or a host is lost. Both kinds of job use it: `static_job` and
+the elastic driver. The loop sleeps until something happens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from horovod.runner.agents.host_agent import AgentEnded, AgentEvent, HostAgent, Output
-from horovod.runner.output.colours import Colour
-from horovod.runner.output.console import Console
+from horovod.runner.agents.host_agent import AgentEnded, AgentEvent, HostAgent, WorkerOutput
+from horovod.runner.output.console import Colour, Console
 from horovod.runner.output.outputs import Outputs
 from horovod.runner.output.watcher import JobWatcher
 
@@ -29,36 +28,38 @@ FAILURE_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for the other workers after one has failed."""
 
 INTERRUPT_GRACE = 30.0
-"""The same after Ctrl-C or SIGTERM: time to write a checkpoint."""
+"""Seconds between SIGTERM and SIGKILL after Ctrl-C or SIGTERM: time to write a checkpoint."""
 
 _KILL_PATIENCE = 3.0
-_STACKS_TICK = 1.0  # seconds between looks whether the watcher asks for stacks
+_STACKS_TICK = 1.0  # seconds between checks whether the watcher asks for stacks
 _CHUNK = 1 << 16
 
 
 class Handler(Protocol):
-    """What a job does when something happens. All calls come from the loop."""
+    """The part of a job that reacts to events. The loop makes all calls."""
 
     def ready(self, agent: HostAgent) -> None:
-        """The agent runs; ``agent.hello`` tells about its host."""
+        """React to an agent that runs; ``agent.hello`` describes its host."""
 
     def probed(self, agent: HostAgent, answer: dict[str, Any]) -> None:
-        """The answer to ``agent.probe``."""
+        """React to the answer to ``agent.probe``."""
 
     def started(self, agent: HostAgent, worker: int, pid: int) -> None:
-        """A worker runs."""
+        """React to a worker that runs."""
 
     def failed(self, agent: HostAgent, worker: int, number: int, what: str) -> None:
-        """A worker could not be started: an errno, and the file concerned."""
+        """React to a worker that could not be started: an errno, and the file concerned."""
 
     def exited(self, agent: HostAgent, exits: Sequence[tuple[int, int]]) -> None:
-        """Workers were found dead at the same moment: id and code, negative for signals."""
+        """React to workers found dead at the same moment: ids, and codes, negative for signals."""
 
     def lost(self, agent: HostAgent, code: int) -> None:
-        """The agent, or the connection to it, ended without being told; ``code`` is its own.
+        """React to an agent, or a connection to it, that ended although we did not tell it to.
 
-        ``agent.finished`` where it was somebody else, such as a batch system, who told it, and it
-        has left nothing behind.
+        Args:
+            agent: The agent. ``agent.finished`` is true if somebody else, such as a batch system,
+                told it to end and it has left nothing behind.
+            code: Its exit code.
         """
 
 
@@ -72,18 +73,22 @@ class Supervisor:
         pass_interrupts_on: bool = False,
         watcher: JobWatcher | None = None,
     ) -> None:
-        """``pass_interrupts_on``: Ctrl-C is SIGINT for the workers, and not SIGTERM.
+        """Prepare the loop.
 
-        ``watcher`` may ask where workers are in their code.
+        Args:
+            console: Where messages for people go.
+            outputs: What takes the workers' output.
+            pass_interrupts_on: Whether Ctrl-C reaches the workers as SIGINT instead of SIGTERM.
+            watcher: What may ask for stacks of workers; nothing by default.
         """
         self.console = console
         self._pass_interrupts_on = pass_interrupts_on
-        self.signals: list[int] = []  # what the launcher got, in this order
+        self.signals: list[int] = []  # those that the launcher got, in order
         self.stopping = False
-        self.held = False  # run on without any agent: some may come
+        self.awaits_agents = False  # whether the loop goes on without agents: some may come
         self._outputs = outputs
         self._agents: list[HostAgent] = []
-        self._writing: set[HostAgent] = set()  # those whose pipe is full
+        self._writing: set[HostAgent] = set()  # the agents whose pipes are full
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._notes: set[str] = set()
@@ -96,16 +101,16 @@ class Supervisor:
     # -- for the job -----------------------------------------------------------------------
 
     def add(self, agent: HostAgent) -> None:
-        """From now on watch this agent."""
+        """Watch this agent from now on."""
         self._agents.append(agent)
         self.watch(agent.link.output_fd, lambda: self._take(agent))
         if agent.link.errors_fd is not None:
             self.watch(agent.link.errors_fd, lambda: self._take_errors(agent))
-        if self.signals:  # came while it was started
+        if self.signals:  # one came while this agent was being started
             self._stop_agent(agent, INTERRUPT_GRACE, self._is_interrupted)
 
     def watch(self, fd: int, callback: Callable[[], object]) -> None:
-        """Call back whenever the descriptor is readable."""
+        """Call ``callback`` whenever the descriptor is readable."""
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
     def unwatch(self, fd: int) -> None:
@@ -113,7 +118,7 @@ class Supervisor:
             self._selector.unregister(fd)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call back from the loop after this time, if it still runs."""
+        """Call ``callback`` from the loop after this time, if the loop still runs."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), callback))
 
     def stop(self, grace: float) -> None:
@@ -124,12 +129,15 @@ class Supervisor:
                 self._stop_agent(agent, grace)
 
     def run(self, handler: Handler) -> None:
-        """Until all agents have ended; where the job is held, until it is stopped as well."""
+        """Run the loop until all agents have ended.
+
+        With `awaits_agents` it goes on without agents, until the job is stopped.
+        """
         self._handler = handler
         if self._watcher.wants_stacks:
             self.call_later(_STACKS_TICK, self._ask_for_stacks)
         with self._signals_wake_us():
-            while self._agents or (self.held and not self.stopping and not self.signals):
+            while self._agents or (self.awaits_agents and not self.stopping and not self.signals):
                 self._mind_unsent_commands()
                 for key, _ in self._selector.select(self._patience()):
                     key.data()
@@ -140,7 +148,7 @@ class Supervisor:
         self.console.finish()
 
     def close(self) -> None:
-        """Let go of agents that are left, which then end their workers, and wait for them."""
+        """Release the agents that are left, which then end their workers, and wait for them."""
         agents, self._agents = self._agents, []
         for agent in agents:
             if agent.hello is None and agent.remote:
@@ -165,7 +173,7 @@ class Supervisor:
         if agent not in self._agents:
             return
         for event in agent.read():
-            if isinstance(event, Output):
+            if isinstance(event, WorkerOutput):
                 self._outputs.take(event.worker, event.stream, event.data)
             elif isinstance(event, AgentEnded):
                 self._remove(agent, event.finished)
@@ -209,7 +217,7 @@ class Supervisor:
     def _take_errors(self, agent: HostAgent) -> None:
         if agent in self._agents and not agent.read_errors():
             fd = agent.link.errors_fd
-            assert fd is not None, "nobody watches what is not there"
+            assert fd is not None, "only an existing descriptor is watched"
             self.unwatch(fd)
 
     def _remove(self, agent: HostAgent, finished: bool) -> None:
@@ -238,13 +246,13 @@ class Supervisor:
     # -- stdin -----------------------------------------------------------------------------
 
     def attach(self, agent: HostAgent, worker: int, fd: int = 0) -> None:
-        """From now on a worker's stdin is what comes at this descriptor of ours."""
+        """Pass what arrives at a descriptor of ours on to a worker's stdin."""
 
         def pass_on() -> bool:
             try:
                 data = os.read(fd, _CHUNK)
             except OSError:
-                data = b""  # closed, or not ours to read: as if it had ended
+                data = b""  # closed, or we may not read it: as if it had ended
             agent.feed(worker, data)
             if not data:
                 self.unwatch(fd)
@@ -252,7 +260,7 @@ class Supervisor:
 
         try:
             self.watch(fd, pass_on)
-        except (OSError, ValueError):  # a file can always be read, and cannot be waited for
+        except (OSError, ValueError):  # an ordinary file cannot be waited for: read it at once
             while pass_on():
                 pass
 
@@ -269,9 +277,9 @@ class Supervisor:
 
     @contextmanager
     def _signals_wake_us(self) -> Iterator[None]:
-        """Signals end the job and not just the launcher.
+        """Let signals end the whole job and not just the launcher.
 
-        SIGUSR1 is what users of Slurm choose to be told that their time is nearly over.
+        Users of Slurm choose SIGUSR1 as the warning that their time is nearly over.
         """
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may have handlers
@@ -296,7 +304,7 @@ class Supervisor:
             waker.close()
 
     def _interrupt(self, number: int, _frame: object) -> None:
-        # Here and not in the loop, which may be blocked writing to a terminal that is paused.
+        # In the handler and not in the loop, which may be blocked by a terminal that is paused.
         self.signals.append(number)
         self._outputs.interrupted = self._is_interrupted
         for agent in list(self._agents):
@@ -322,14 +330,17 @@ class Supervisor:
         self._announced = len(self.signals)
 
     def _abandon_agents(self) -> None:
-        """Hosts that do not answer any more must not hold up a person who is in a hurry."""
+        """Give up hosts that do not answer, so that a person in a hurry need not wait for them."""
         for agent in self._agents:
             if agent.remote:
                 agent.abandon()
 
 
 def raise_descriptor_limit(needed: int) -> None:
-    """Let this process have this many descriptors, where it may. Its children inherit it."""
+    """Raise this process's limit of descriptors to ``needed``, or as far as it may.
+
+    Children inherit the limit.
+    """
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,7 +1,8 @@
-"""The picture of a job that the page shows, made from reports and from what the launcher tells.
+"""Make the picture of a job that the page shows, from the ranks' reports and the launcher's events.
 
-Pure: no clock, no files, no threads; `dashboard` feeds it from one thread. Memory is bounded,
-however long the job runs. Every change has a version; `changes` gives what is newer than one.
+The board has no clock, no files and no threads; `dashboard` calls it from one thread. Its memory is
+bounded, however long the job runs. Every change gets a version, and `changes` returns what is newer
+than a version.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from horovod.runner.dashboard import crowding
 from horovod.runner.dashboard.events import EventLog
-from horovod.runner.dashboard.rank import Rank, rounded
+from horovod.runner.dashboard.rank import Rank, describe_crowded, find_crowded, rounded
 from horovod.runner.dashboard.reports import Report, Waiting, text
 from horovod.runner.dashboard.series import MetricSeries, RankHistory, StepSeries
 from horovod.runner.dashboard.stragglers import (
@@ -26,12 +26,12 @@ from horovod.runner.dashboard.stragglers import (
 from horovod.runner.slots.worker_env import CROWDED_ADVICE
 
 _MOST_STALLS = 8
-_MOST_HISTORIES = 1024  # workers whose history is kept: of higher ranks there is none
-_MOST_RANKS = 4096  # that are expected because a report says so
+_MOST_HISTORIES = 1024  # workers whose history is kept; higher ranks have none
+_MOST_RANKS = 4096  # ranks that are expected because a report says so
 
 
 class Board:
-    """Takes what becomes known, and says what a page has to show."""
+    """Takes reports and events, and says what a page has to show."""
 
     def __init__(self, title: str, now: float, interval: float, elastic: bool = False) -> None:
         self.title = text(title)
@@ -44,35 +44,37 @@ class Board:
         self.steps = StepSeries()
         self.metrics = MetricSeries()
         self.histories: dict[str, RankHistory] = {}  # by worker
-        self.stacks: dict[str, dict[str, Any]] = {}  # by worker: where it was when others waited
-        self.awaited: dict[int, float] = {}  # ranks that others wait for, and for how long
-        self.crowded = ""  # what is to be said of ranks that outnumber cores
+        self.stacks: dict[str, dict[str, Any]] = {}  # by worker: its stack when others waited
+        self.awaited: dict[int, float] = {}  # ranks that others wait for, and the seconds so far
+        self.crowded = ""  # a sentence about ranks that outnumber cores
         self.ended: dict[str, Any] | None = None
         self.version = 1
         self._verdicts = Verdicts()
-        self._base = 0  # steps of the job when this generation began
+        self._base = 0  # the job's number of steps when this generation began
         self._structure = 1  # version at which the set of ranks changed
         self._job: dict[str, Any] = {}
         self._job_version = 1
         self._stalls: list[dict[str, Any]] = []
         self._stalls_version = 1
         self._updated = now
-        self._events_seen = 0  # number of the newest that has a version
+        self._events_seen = 0  # the number of the newest event that has a version
         self._failed: set[str] = set()  # workers of an elastic job that failed by themselves
         self._pids: dict[str, int] = {}  # of the workers that run, as the launcher started them
 
-    # -- what becomes known ----------------------------------------------------------------
+    # -- reports and events ----------------------------------------------------------------
 
-    def place(self, generation: int, workers: Mapping[str, Sequence[Any]], now: float) -> None:
-        """The launcher has decided who is which rank: ``{worker: [host, rank]}``."""
+    def take_decision(
+        self, generation: int, workers: Mapping[str, Sequence[Any]], now: float
+    ) -> None:
+        """Take the launcher's decision on ranks, ``{worker: [host, rank]}``."""
         before = {each.worker: each for each in self.ranks.values()}
         self._begin(generation)
         ranks: dict[int, Rank] = {}
-        places: dict[str, int] = {}
+        local_sizes: dict[str, int] = {}
         for worker, (host, rank) in sorted(workers.items(), key=lambda item: item[1][1]):
             old = before.get(worker)
-            local = places.setdefault(host, 0)
-            places[host] = local + 1
+            local = local_sizes.setdefault(host, 0)
+            local_sizes[host] = local + 1
             ranks[rank] = Rank(rank, worker, text(host), local, reported_since=now)
             ranks[rank].launched = ranks[rank].pid = self._pids.get(worker, 0)
             if old is not None:
@@ -90,9 +92,15 @@ class Board:
                 rank.pid = rank.launched = pid
 
     def exited_worker(self, worker: str, code: int, ended_by: str = "") -> Rank | None:
-        """The rank that the worker was; None if it had no place.
+        """Note that a worker has ended.
 
-        ``ended_by`` says what ended it, where it has not failed by itself.
+        Args:
+            worker: The worker's name.
+            code: Its exit code, negative after a signal.
+            ended_by: What ended it, if it has not failed by itself.
+
+        Returns:
+            Its rank; None if it had none.
         """
         self._pids.pop(worker, None)
         for rank in self.ranks.values():
@@ -103,7 +111,7 @@ class Board:
         return None
 
     def mark_failed(self, worker: str, because_of: str = "") -> None:
-        """A worker of an elastic job has failed; ``because_of`` says by whose fault."""
+        """Note that a worker of an elastic job has failed; ``because_of`` names another cause."""
         if not because_of:
             self._failed.add(worker)
         for rank in self.ranks.values():
@@ -111,7 +119,7 @@ class Board:
                 rank.ended_by = because_of
 
     def blame(self, ranks: Sequence[int], others: str) -> None:
-        """These ranks have made the job fail; ``others`` is said of those that ended with them."""
+        """Note which ranks made the job fail; ``others`` describes ranks that ended with them."""
         for rank in self.ranks.values():
             if rank.rank in ranks:
                 rank.ended_by = ""
@@ -119,14 +127,14 @@ class Board:
                 rank.ended_by = rank.ended_by or others
 
     def take_stack(self, worker: str, lines: Sequence[str], now: float) -> None:
-        """Where a worker is in its code."""
+        """Take the stack of a worker."""
         self.stacks[worker] = {"time": now, "lines": [text(line) for line in lines[:400]]}
         while len(self.stacks) > _MOST_HISTORIES:
             self.stacks.pop(next(iter(self.stacks)))
         self.version += 1
 
     def take_report(self, report: Report, now: float) -> None:
-        """A rank wrote about itself; of a generation that is over only the charts take notice."""
+        """Take the report of a rank; a report of an old generation only adds to the charts."""
         self.version += 1
         skew = now - report.time if report.time else 0.0
         self.steps.add_steps(report.steps, skew, self.version)
@@ -135,7 +143,7 @@ class Board:
         if report.generation < self.generation:
             return
         if report.generation > self.generation or report.rank not in self.ranks:
-            self._place_from_report(report, now)
+            self._add_ranks_of_report(report, now)
         rank = self.ranks[report.rank]
         rank.take_report(report, now)
         self._base = max(self._base, report.steps_before)
@@ -144,13 +152,13 @@ class Board:
             history.take(report, rank.processor, now, self.version)
 
     def _begin(self, generation: int) -> None:
-        """The steps of the new generation are counted from where the job is."""
+        """Begin a generation, whose steps are counted from the job's number of steps on."""
         made = [rank.steps_since(self._base) for rank in self.ranks.values()]
         self._base = max([self._base, *made])
         self.generation = generation
 
-    def _place_from_report(self, report: Report, now: float) -> None:
-        """Where the launcher does not say who is who (Ray places its workers itself)."""
+    def _add_ranks_of_report(self, report: Report, now: float) -> None:
+        """Add ranks that a report mentions, for launchers that announce no ranks, such as Ray's."""
         if report.generation > self.generation:
             self._begin(report.generation)
             self.ranks = {}
@@ -160,7 +168,7 @@ class Board:
         self._structure = self.version = self.version + 1
 
     def end(self, status: int | None, cause: str, account: str, now: float) -> None:
-        """The job is over."""
+        """Note that the job is over."""
         if self.ended is None:
             lines = [text(line, 1000) for line in account.strip("\n").split("\n")[:200]]
             self.ended = {
@@ -170,13 +178,13 @@ class Board:
                 "account": lines if account.strip() else [],
             }
 
-    # -- once a moment ---------------------------------------------------------------------
+    # -- updates ---------------------------------------------------------------------------
 
     def update(self, now: float) -> None:
-        """Find stragglers and stalls, and note what has changed."""
+        """Find stragglers and stalls, and give versions to what has changed."""
         self._updated = now
-        crowded = crowding.find_crowded(self.ranks.values())
-        self.crowded = crowding.describe_crowded(crowded, len(self._hosts()))
+        crowded = find_crowded(self.ranks.values())
+        self.crowded = describe_crowded(crowded, len(self._hosts()))
         stalls: list[dict[str, Any]] = []
         self.awaited = {}
         if self.ended is None:
@@ -185,12 +193,12 @@ class Board:
                 for rank in self.ranks.values()
                 if rank.report is not None and rank.report.waiting is not None and not rank.ended
             }
-            worth_telling = self._judge(waiting, {each.host for each in crowded}, now)
-            stalls = _stalls(worth_telling, self.ranks)
+            long_waits = self._judge(waiting, {each.host for each in crowded}, now)
+            stalls = _stalls(long_waits, self.ranks)
         else:
             for rank in self.ranks.values():
                 rank.finding = None
-        # A stall that merely goes on is told again with its new length, which the page counts.
+        # A stall that merely goes on does not change: the page itself counts its seconds.
         if stalls != self._stalls:
             self._stalls = stalls
             self._stalls_version = self.version = self.version + 1
@@ -210,7 +218,7 @@ class Board:
     def _judge(
         self, waiting: Mapping[int, Waiting], crowded: set[str], now: float
     ) -> dict[int, Waiting]:
-        """Who holds whom up; returns those who wait for long enough to be told."""
+        """Find ranks that hold others up; return the waits that are long enough to be shown."""
         waited = {rank: self._waited(rank, each, now) for rank, each in waiting.items()}
         awaited: dict[int, list[float]] = {}
         for waiter, each in waiting.items():
@@ -234,7 +242,7 @@ class Board:
         findings = self._verdicts.settle(
             find_stragglers(views, self.interval), steps, now, self.interval
         )
-        self._tell(findings, now)
+        self._announce(findings, now)
         usual = usual_step(views.values())
         self.awaited = {
             number: view.awaited
@@ -248,12 +256,12 @@ class Board:
         }
 
     def _waited(self, rank: int, waiting: Waiting, now: float) -> float:
-        """Seconds for which a rank has waited, whatever its clock says."""
+        """Return the seconds for which a rank has waited, even if its clock differs from ours."""
         report = self.ranks[rank].report
         assert report is not None, "it is what says that the rank waits"
         return max(report.time - waiting.since, 0.0) + max(now - self.ranks[rank].heard, 0.0)
 
-    def _tell(self, findings: Mapping[int, Straggler], now: float) -> None:
+    def _announce(self, findings: Mapping[int, Straggler], now: float) -> None:
         new: dict[str, dict[int, Straggler]] = {}
         well: list[int] = []
         for number, rank in self.ranks.items():
@@ -296,7 +304,12 @@ class Board:
     # -- what a page shows -----------------------------------------------------------------
 
     def changes(self, since: int = 0, event: int = 0) -> dict[str, Any]:
-        """What is newer than a version and an event, as plain values for JSON; all for 0."""
+        """Return what is newer than a version and an event, as plain values for JSON.
+
+        Args:
+            since: A version of the board; 0 asks for everything.
+            event: The number of the newest event that is known.
+        """
         if not 0 < since <= self.version:
             since = event = 0
         found: dict[str, Any] = {
@@ -325,18 +338,18 @@ class Board:
         return found
 
     def rank_changes(self, worker: str, since: int = 0) -> dict[str, Any]:
-        """The history of one worker, newer than a version, and its last known stack."""
+        """Return the history of one worker after a version, and its last known stack."""
         history = self.histories.get(worker)
         found = history.changes(since) if history is not None else {"steps": None, "use": None}
         return {"version": self.version, **found, "stack": self.stacks.get(worker)}
 
     def all_ranks(self) -> dict[str, dict[str, Any]]:
-        """History and stack of all workers, for a page that is saved."""
+        """Return history and stack of all workers, for a page that is saved."""
         return {worker: self.rank_changes(worker) for worker in self.histories}
 
 
 def _stalls(waiting: Mapping[int, Waiting], ranks: Mapping[int, Rank]) -> list[dict[str, Any]]:
-    """Operations that ranks wait in, those who wait for the same one together."""
+    """Return the operations in which ranks wait, each once with all its ranks."""
     found: dict[tuple[tuple[str, ...], tuple[int, ...]], dict[str, Any]] = {}
     for rank, each in sorted(waiting.items()):
         report = ranks[rank].report
@@ -353,7 +366,7 @@ def _stalls(waiting: Mapping[int, Waiting], ranks: Mapping[int, Rank]) -> list[d
             },
         )
         entry["ranks"].append(rank)
-        # Reports come at other moments than they are written: what wobbles is not a change.
+        # The minimum, rounded below: the delay of reports varies, which is not a change.
         entry["since"] = min(entry["since"], since)
         if each.source and each.source not in entry["sources"]:
             entry["sources"].append(each.source)

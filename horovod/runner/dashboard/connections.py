@@ -1,8 +1,8 @@
-"""Limits on who may hold a connection to the page, and for how long.
+"""Limit the number of connections to the page, and how long an idle peer may hold one.
 
 `server` puts a `Guarded` around aiohttp's protocol of every connection. The launcher needs its
-descriptors for the job: above a limit the connection that was idle longest goes, so that nobody can
-lock the owner out; a peer that sends or takes nothing goes after a while.
+descriptors for the job: above a limit the connection that was idle longest is closed, so that
+nobody can lock the owner out. A peer that sends or takes nothing for a while is closed, too.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _SLOW = 10.0
 
 
 def most_connections() -> int:
-    """As many as leave most of this process's descriptors to the job."""
+    """Return a limit that leaves most of this process's descriptors to the job."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else max(8, min(_MOST, soft // 4))
 
 
 class Connections:
-    """All connections to the page. Belongs to the event loop's thread."""
+    """All connections to the page. Only the event loop's thread uses it."""
 
     def __init__(self, most: int | None = None) -> None:
         self.most = most or most_connections()
         self.refused = 0
-        self._open: dict[Guarded, None] = {}  # the one that was idle longest first
+        self._open: dict[Guarded, None] = {}  # in order; the one that was idle longest comes first
 
     def __len__(self) -> int:
         return len(self._open)
@@ -50,7 +50,7 @@ class Connections:
         self._open.pop(connection, None)
 
     def expire(self, now: float) -> None:
-        """Drop who has been silent, or slow, for too long."""
+        """Close connections whose peers have been silent, or slow, for too long."""
         for connection in [each for each in self._open if each.is_overdue(now)]:
             self._abort(connection)
 
@@ -61,7 +61,7 @@ class Connections:
 
 
 class Guarded(asyncio.Protocol):
-    """Passes everything on to another protocol, and keeps the time."""
+    """Passes everything on to another protocol, and notes when the peer was last active."""
 
     def __init__(self, inner: Any, connections: Connections) -> None:
         self._inner = inner

@@ -1,8 +1,8 @@
-"""A job's dashboard: what the launcher tells and the ranks report goes in, a page comes out.
+"""The dashboard of a job: it takes the launcher's events and the ranks' reports, and makes a page.
 
-Made by `horovod.runner.dashboard.watching`. The launcher's threads only append to queues; one
-thread of our own holds the board, serves the page and writes the saved file. Whatever goes wrong
-here, the job goes on.
+`horovod.runner.dashboard.watching` makes it. The launcher's threads only append to queues; one
+thread of the dashboard's own holds the board, serves the page and writes the saved file. If
+anything goes wrong here, the job goes on.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from horovod.common.logging import get_logger
 from horovod.common.store import MemoryStore
 from horovod.runner.dashboard import page
 from horovod.runner.dashboard.board import Board
-from horovod.runner.dashboard.process_state import ProcessStates
+from horovod.runner.dashboard.processes import ProcessStates, StackRequests
 from horovod.runner.dashboard.rank import STOPPED_BY_LAUNCHER
 from horovod.runner.dashboard.reports import KEY_PREFIX, parse_key, parse_report
 from horovod.runner.dashboard.server import Server
-from horovod.runner.dashboard.stacks import StackRequests
 from horovod.runner.dashboard.tails import OutputTails
 from horovod.runner.output.lines import Line
-from horovod.runner.output.report import Exit, LaunchError, Outcome, exit_status, ranges
+from horovod.runner.output.report import Exit, LaunchError, Outcome, exit_status, format_ranks
 from horovod.runner.output.watcher import JobWatcher, StackRequest
 from horovod.runner.slots.worker_env import CROWDED_ADVICE
 
 _TICK = 0.5
 _MOST_QUEUED = 10_000
 _PATIENCE = 16.0
-"""Seconds that the launcher's end may wait for this thread."""
+"""Seconds that the launcher waits for this thread at its end."""
 
 
 class Dashboard(JobWatcher):
@@ -72,11 +71,11 @@ class Dashboard(JobWatcher):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._complained = False
-        self._told_crowding = False
+        self._announced_crowding = False
         self._stacks = StackRequests()
-        self._forgotten = 0  # reports of generations before this one are not in the store any more
+        self._forgotten = 0  # the generation before which all reports are deleted from the store
         store.watch(self._on_key)
-        # A daemon: nothing that happens here may keep the launcher from ending.
+        # A daemon, so that nothing that happens here keeps the launcher from ending.
         self._thread = threading.Thread(target=self._run, name="horovod-dashboard", daemon=True)
         self._thread.start()
 
@@ -109,7 +108,7 @@ class Dashboard(JobWatcher):
         self._thread.join(_PATIENCE)
 
     def _on_key(self, key: str) -> None:
-        """Called by the store's threads, so that no report is missed; quick."""
+        """Queue a report. The store's threads call this, so that no report is missed."""
         if key.startswith(KEY_PREFIX):
             value = self._store.try_get(key)
             if value is not None:
@@ -153,7 +152,7 @@ class Dashboard(JobWatcher):
                 get_logger(__name__).exception("the dashboard made a mistake; the job goes on")
 
     def _take_all(self) -> None:
-        """Everything that has come since, in the order of time."""
+        """Take all events and reports since the last call, in the order of time."""
         board = self._board
         events, reports = _drained(self._events), _drained(self._reports)
         while events or reports:
@@ -169,8 +168,10 @@ class Dashboard(JobWatcher):
         self._forget_reports()
         self._states.look(board)
         board.update(time.time())
-        if board.crowded and board.elastic and not self._told_crowding:  # others know it at first
-            self._told_crowding = True
+        if (
+            board.crowded and board.elastic and not self._announced_crowding
+        ):  # a fixed job says it at its start
+            self._announced_crowding = True
             self._say(f"{board.crowded}. {CROWDED_ADVICE}")
         self._stacks.look(board, time.monotonic())
 
@@ -180,14 +181,14 @@ class Dashboard(JobWatcher):
             number = int(details["number"])
             workers = {name: (host, rank) for name, (host, rank) in details["workers"].items()}
             log.decision(number, workers, str(details.get("message", "")), at)
-            board.place(number, workers, at)
+            board.take_decision(number, workers, at)
         elif event == "formed":
             log.formed(int(details["decision"]), at)
         elif event == "started":
             board.started_worker(str(details["worker"]), int(details["pid"]))
         elif event == "exited":
             worker, code = str(details["worker"]), int(details["code"])
-            # In an elastic job an event "failed" follows where the worker did it by itself.
+            # In an elastic job an event "failed" follows if the worker has failed by itself.
             ended_by = what_ended(code, {"stopped": code} if board.elastic else details)
             rank = board.exited_worker(worker, code, ended_by)
             if rank is not None and code != 0 and not board.elastic and not rank.ended_by:
@@ -201,10 +202,10 @@ class Dashboard(JobWatcher):
             worker = f"w{details['worker']}" if board.elastic else str(details["worker"])
             board.take_stack(worker, str(details["text"]).splitlines(), at)
         else:
-            log.told(event, details, at)
+            log.take_message(event, details, at)
 
     def _forget_reports(self) -> None:
-        """What ranks of generations that are over wrote would stay in the store for ever."""
+        """Delete the reports of old generations, which would stay in the store for ever."""
         current = self._board.generation
         if self._forgotten < current:
             self._forgotten = current
@@ -220,7 +221,7 @@ class Dashboard(JobWatcher):
         if outcome is not None:
             blamed = [] if self._board.elastic else culprits(outcome)
             if blamed:
-                self._board.blame(blamed, f"ended after rank {ranges(blamed)} had failed")
+                self._board.blame(blamed, f"ended after rank {format_ranks(blamed)} had failed")
             self._board.end(exit_status(outcome), describe_cause(outcome), outcome.account, now)
         elif isinstance(error, LaunchError):
             self._board.end(error.status, f"the job could not start: {error}", "", now)
@@ -247,15 +248,15 @@ class Dashboard(JobWatcher):
 
 
 def describe_cause(outcome: Outcome) -> str:
-    """One line on why a job ended; empty where it simply finished."""
+    """Return one line on why a job ended; empty if it simply finished."""
     first, lost = outcome.first_failure, outcome.lost
-    if outcome.gone_early:
-        who = ranges([one.rank for one in outcome.gone_early])
+    if outcome.early_exits:
+        who = format_ranks([one.rank for one in outcome.early_exits])
         return f"rank {who} left the job while other ranks still needed it"
     if first is not None:
         return f"rank {first.rank} on {first.host}: {first.describe()}"
     if lost is not None:
-        return f"{lost.name} (rank {ranges(lost.ranks)}) {lost.how}"
+        return f"{lost.name} (rank {format_ranks(lost.ranks)}) {lost.how}"
     if outcome.problem:
         return outcome.problem
     if outcome.interrupted is not None:
@@ -264,26 +265,28 @@ def describe_cause(outcome: Outcome) -> str:
 
 
 def what_ended(code: int, details: Mapping[str, Any]) -> str:
-    """What ended a worker that has not failed by itself, as an event of its exit tells."""
+    """Return what ended a worker, from the event of its exit; empty if it ended by itself."""
     if details.get("stopped") and code != 0:
         return STOPPED_BY_LAUNCHER
     if code == 0 or details.get("because_of") is None:
         return ""
     ranks = [int(rank) for rank in details["because_of"]]
-    return f"ended because rank {ranges(ranks)} was lost" if ranks else "ended because of others"
+    return (
+        f"ended because rank {format_ranks(ranks)} was lost" if ranks else "ended because of others"
+    )
 
 
 def culprits(outcome: Outcome) -> list[int]:
-    """The ranks by which a job has failed."""
-    if outcome.gone_early:
-        return [one.rank for one in outcome.gone_early]
+    """Return the ranks that made a job fail."""
+    if outcome.early_exits:
+        return [one.rank for one in outcome.early_exits]
     if outcome.first_failure is not None:
         return [outcome.first_failure.rank]
     return list(outcome.lost.ranks) if outcome.lost is not None else []
 
 
 def write_file(path: str, text: str) -> None:
-    """All of it or nothing, readable by its owner alone: output lines may be private."""
+    """Write a file, whole or not at all, readable by its owner alone: output may be private."""
     folder = os.path.dirname(os.path.abspath(path))
     descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".dashboard-")
     try:

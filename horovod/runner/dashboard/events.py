@@ -1,7 +1,7 @@
-"""What happened to a job and when: workers lost and joined, generations formed, stragglers.
+"""Log what happened to a job and when: workers lost and joined, generations formed, stragglers.
 
-`board` holds an `EventLog`; `take` understands the launcher's events (those of --status-file).
-Bounded: the oldest events go first.
+`board` holds an `EventLog`, and `dashboard` adds the launcher's events (those of --status-file) to
+it. Its memory is bounded: the oldest events are dropped first.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from horovod.runner.dashboard.reports import text
 from horovod.runner.dashboard.stragglers import Straggler
-from horovod.runner.output.report import ranges
+from horovod.runner.output.report import format_ranks
 
 _MOST = 400
 _QUIET = 20.0
-"""Seconds within which the same straggler is not told again: some come and go with every step."""
+"""Seconds within which the same straggler is not logged again: some come and go with every step."""
 
-_TOLD_TOGETHER = 4
-_TOLD = {
+_MOST_SINGLE = 4
+_KIND_OF_EVENT = {
     "host failed": "lost",
     "host left": "host",
     "blacklisted": "host",
@@ -29,14 +29,14 @@ _TOLD = {
 
 
 class EventLog:
-    """Numbered events."""
+    """A log of numbered events."""
 
     def __init__(self, now: float) -> None:
         self.number = 0
-        self.totals: dict[str, int] = {}  # by kind, those that are forgotten as well
+        self.totals: dict[str, int] = {}  # by kind, including events that were dropped
         self._events: deque[dict[str, Any]] = deque(maxlen=_MOST)
-        self._told: dict[tuple[int, str], float] = {}
-        self._trouble: float | None = now  # since when there is no working generation
+        self._announced: dict[tuple[int, str], float] = {}
+        self._trouble: float | None = now  # when the last generation broke; None while one works
         self._workers: dict[str, tuple[str, int]] = {}  # of the newest decision
         self._decision: int | None = None
 
@@ -61,38 +61,38 @@ class EventLog:
     # -- stragglers ------------------------------------------------------------------------
 
     def stragglers(self, kind: str, findings: Mapping[int, Straggler], now: float) -> None:
-        """Ranks that hold the others up since now, all for the same kind of reason."""
+        """Log ranks that begin to hold others up, all for the same kind of reason."""
         new = {
             rank: finding
             for rank, finding in findings.items()
-            if now - self._told.get((rank, kind), -_QUIET) >= _QUIET
+            if now - self._announced.get((rank, kind), -_QUIET) >= _QUIET
         }
-        self._told |= dict.fromkeys(((rank, kind) for rank in new), now)
-        if len(new) > _TOLD_TOGETHER:  # such as all of a host, or of the job
+        self._announced |= dict.fromkeys(((rank, kind) for rank in new), now)
+        if len(new) > _MOST_SINGLE:  # such as all of a host, or of the job
             first = next(iter(new.values()))
-            self.add("slow", f"{len(new)} ranks ({ranges(list(new))}): {first.text}", now)
+            self.add("slow", f"{len(new)} ranks ({format_ranks(list(new))}): {first.text}", now)
         else:
             for rank, finding in new.items():
                 self.add("slow", f"rank {rank}: {finding.text}", now)
-        if len(self._told) > 4 * _MOST:
-            self._told = {k: at for k, at in self._told.items() if now - at < _QUIET}
+        if len(self._announced) > 4 * _MOST:
+            self._announced = {k: at for k, at in self._announced.items() if now - at < _QUIET}
 
     def recovered(self, ranks: Sequence[int], now: float) -> None:
-        """Ranks that do not hold the others up any more."""
-        new = [rank for rank in ranks if now - self._told.get((rank, ""), -_QUIET) >= _QUIET]
-        self._told |= dict.fromkeys(((rank, "") for rank in new), now)
-        if len(new) > _TOLD_TOGETHER:
-            self.add("well", f"{len(new)} ranks ({ranges(new)}) keep up again", now)
+        """Log ranks that do not hold others up any more."""
+        new = [rank for rank in ranks if now - self._announced.get((rank, ""), -_QUIET) >= _QUIET]
+        self._announced |= dict.fromkeys(((rank, "") for rank in new), now)
+        if len(new) > _MOST_SINGLE:
+            self.add("well", f"{len(new)} ranks ({format_ranks(new)}) keep up again", now)
         else:
             for rank in new:
                 self.add("well", f"rank {rank} keeps up again", now)
 
-    # -- what the launcher tells -----------------------------------------------------------
+    # -- events of the launcher ------------------------------------------------------------
 
     def decision(
         self, number: int, workers: Mapping[str, tuple[str, int]], message: str, now: float
     ) -> None:
-        """The launcher has decided who is in the next generation."""
+        """Log the launcher's decision on the workers of the next generation."""
         if self._decision is not None:
             for name, (host, rank) in workers.items():
                 if name not in self._workers:
@@ -104,7 +104,7 @@ class EventLog:
         self._decision = number
 
     def formed(self, number: int, now: float) -> None:
-        """The workers of a decision have met."""
+        """Log that the workers of a decision have formed a generation."""
         if number != self._decision or self._trouble is None:
             return
         size = len(self._workers)
@@ -116,14 +116,14 @@ class EventLog:
     def lost(self, worker: str, host: str, how: str, now: float) -> None:
         if self._trouble is None:
             self._trouble = now
-        place = self._workers.get(worker)
-        who = f"rank {place[1]}" if place is not None else worker
-        if place is not None and worker != str(place[1]):
+        _, rank = self._workers.get(worker, ("", None))
+        who = f"rank {rank}" if rank is not None else worker
+        if rank is not None and worker != str(rank):
             who += f" ({worker})"
         self.add("lost", f"{who} on {host} lost: {how}", now, worker)
 
-    def told(self, event: str, details: Mapping[str, Any], now: float) -> None:
-        """Any other event that has a message for people."""
+    def take_message(self, event: str, details: Mapping[str, Any], now: float) -> None:
+        """Log any other event that has a message for people."""
         message = details.get("message")
-        if event in _TOLD and isinstance(message, str):
-            self.add(_TOLD[event], message, now)
+        if event in _KIND_OF_EVENT and isinstance(message, str):
+            self.add(_KIND_OF_EVENT[event], message, now)

@@ -82,7 +82,7 @@
   const short = (value) => (value === 0 ? "0" : Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3
     ? value.toExponential(2) : String(Number(value.toPrecision(4))));
 
-  function ranges(ranks) {
+  function format_ranks(ranks) {
     const found = [];
     for (const rank of ranks) {
       const last = found[found.length - 1];
@@ -92,7 +92,7 @@
     return found.map(([low, high]) => (low === high ? `${low}` : `${low}-${high}`)).join(", ");
   }
 
-  const named = (ranks) => `rank${ranks.length === 1 ? "" : "s"} ${ranges(ranks)}`;
+  const named = (ranks) => `rank${ranks.length === 1 ? "" : "s"} ${format_ranks(ranks)}`;
 
   // -- data ------------------------------------------------------------------------------------
 

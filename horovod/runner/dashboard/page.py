@@ -1,9 +1,8 @@
-"""The page as one HTML file: page.html with page.css, charts.js and page.js inside.
+"""Make the page as one HTML file: page.html with page.css, charts.js and page.js inside.
 
-Nothing comes from elsewhere.
-
-`server` sends it, `dashboard` writes it with the data of an ended job inside. A browser runs only
-the script and the style whose hashes the policy names, so nothing that a worker wrote can run.
+The file loads nothing from elsewhere. `server` sends it; `dashboard` writes it with the data of an
+ended job inside. A browser runs only the script and the style whose hashes the policy names, so
+nothing that a worker wrote can run.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def _sources() -> tuple[str, str, str]:
 
 
 def policy() -> str:
-    """The Content-Security-Policy of the page."""
+    """Return the Content-Security-Policy of the page."""
     _, css, js = _sources()
     return (
         f"default-src 'none'; script-src '{_hash(js)}'; style-src '{_hash(css)}'; "
@@ -35,14 +34,14 @@ def policy() -> str:
 
 
 def render(saved: Any = None) -> str:
-    """The page; with ``saved`` data it shows those and asks nobody."""
+    """Return the page; with ``saved`` data it shows these and asks no server."""
     html, css, js = _sources()
     html = html.replace("{{policy}}", policy()).replace("{{style}}", css).replace("{{script}}", js)
     return html.replace("{{saved}}", _embedded(saved))
 
 
 def _embedded(data: Any) -> str:
-    """JSON that cannot end the element it is in, nor begin a comment."""
+    """Return JSON that can neither end the element that it is in nor begin a comment."""
     packed = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return packed.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

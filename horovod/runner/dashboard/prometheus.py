@@ -1,7 +1,7 @@
-"""``/metrics``: the board in Prometheus' text format.
+"""Write the board in Prometheus' text format, which `server` serves at ``/metrics``.
 
-`server` serves it. Names and labels are documented in docs/dashboard.md and used by
-examples/monitoring/grafana.json; a test holds the three together.
+Names and labels are documented in docs/dashboard.md and used by examples/monitoring/grafana.json; a
+test compares the three.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Family:
 
 
 def render(board: Board, now: float | None = None) -> str:
-    """The text that a scrape gets."""
+    """Return the text that a scrape gets."""
     now = time.time() if now is None else now
     families = [*_of_job(board), *_of_ranks(board.ranks.values(), now)]
     return "\n".join(line for family in families for line in family.lines()) + "\n"

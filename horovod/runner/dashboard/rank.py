@@ -1,10 +1,14 @@
-"""One rank of the job as it is now. `board` holds one `Rank` for each."""
+"""The ranks of a job as they are now, and the hosts whose ranks outnumber their cores.
+
+`board` holds one `Rank` for each. On a crowded host ranks take turns, so that the times of single
+ranks say little: `stragglers` is less sensitive there.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,21 +20,21 @@ STOPPED_BY_LAUNCHER = "stopped by the launcher"
 
 @dataclass
 class Rank:
-    """What is known of a rank."""
+    """What is known about a rank."""
 
     rank: int
     worker: str  # "w3" in an elastic job, the rank otherwise
     host: str = ""
     local_rank: int = 0
-    pid: int = 0  # as the rank itself says
+    pid: int = 0  # as the rank itself reports
     launched: int = 0  # the process that the launcher started: the same, or a shell around it
     code: int | None = None  # exit code, negative after a signal
-    ended_by: str = ""  # what ended it, where that was not its own doing
+    ended_by: str = ""  # what ended it, if it did not end by itself
     report: Report | None = None
     heard: float = 0.0  # when its last report came
     reported_since: float = 0.0  # when the launcher last had reason to expect reports
     steps: deque[ReportedStep] = field(default_factory=functools.partial(deque, maxlen=WINDOW))
-    typical: TypicalStep | None = None  # of these
+    typical: TypicalStep | None = None  # the medians of these steps
     processor: float | None = None  # cores that it keeps busy, known from its second report on
     process_state: str = ""
     finding: Straggler | None = None
@@ -67,16 +71,17 @@ class Rank:
             self.processor = max(0.0, spent / (report.time - before.time))
 
     def steps_since(self, base: int) -> int:
-        """Steps of the job when this rank made its last one; ``base``: at the generation's start.
+        """Return the job's number of steps when this rank made its last one.
 
-        A rank that joins later has made fewer by itself.
+        A rank that joins later has made fewer by itself, so its own steps are added to ``base``,
+        the job's number of steps when this generation began.
         """
         if self.report is None:
             return 0
         return base + max(0, int(self.report.stats.get("steps", 0)) - self.report.steps_before)
 
     def picture(self, base: int) -> dict[str, Any]:
-        """What the page shows of it; ``base``: steps of the job when this generation began."""
+        """Return what the page shows; ``base`` is as in `steps_since`."""
         stats: Mapping[str, float] = self.report.stats if self.report is not None else {}
         found: dict[str, Any] = {
             "rank": self.rank,
@@ -112,5 +117,59 @@ class Rank:
 
 
 def rounded(value: float) -> float:
-    """Four digits: what comes after them is not worth sending."""
+    """Round to four digits; more are not worth sending."""
     return float(f"{value:.4g}")
+
+
+_NAMED_HOSTS = 3
+
+
+@dataclass(frozen=True)
+class CrowdedHost:
+    """A host with more ranks than cores."""
+
+    host: str
+    ranks: int
+    cores: int
+
+
+def find_crowded(ranks: Iterable[Rank]) -> list[CrowdedHost]:
+    """Return the hosts whose ranks outnumber the cores that these ranks may use.
+
+    A host counts only after all of its ranks have reported: each may be bound to a core of its own.
+    """
+    reported: dict[str, list[frozenset[int]]] = {}
+    for rank in ranks:
+        cores = rank.report.cores if rank.report is not None else frozenset()
+        reported.setdefault(rank.host, []).append(cores)
+    return [
+        CrowdedHost(host, len(each), len(frozenset().union(*each)))
+        for host, each in reported.items()
+        if all(each) and len(frozenset().union(*each)) < len(each)
+    ]
+
+
+def describe_crowded(crowded: list[CrowdedHost], hosts: int) -> str:
+    """Return one sentence about all crowded hosts; empty if there is none."""
+    if not crowded:
+        return ""
+    alike = {(each.ranks, each.cores) for each in crowded}
+    names = [each.host for each in crowded]
+    if len(alike) == 1:
+        ranks, cores = next(iter(alike))
+        many = f"{ranks} ranks share {_count(cores)}"
+        if hosts == 1:
+            return many
+        if len(names) > _NAMED_HOSTS:
+            return f"{many} on each of {len(names)} hosts"
+        return f"{many} on {', '.join(names)}"
+    shown = [
+        f"{each.ranks} ranks share {_count(each.cores)} on {each.host}"
+        for each in crowded[:_NAMED_HOSTS]
+    ]
+    more = len(crowded) - len(shown)
+    return ", ".join(shown) + (f", and {more} more hosts are alike" if more else "")
+
+
+def _count(cores: int) -> str:
+    return "1 core" if cores == 1 else f"{cores} cores"

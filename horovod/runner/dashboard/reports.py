@@ -1,8 +1,8 @@
-"""A rank's report, as it lies in the job's store: JSON that is checked before anything uses it.
+"""Read the reports of ranks from the job's store, and check them before anything uses them.
 
-Workers write it under ``stats/<generation>/<rank>`` (see docs/stats.md). The store is
+Workers write JSON under ``stats/<generation>/<rank>`` (see docs/stats.md). The store is
 authenticated, but a training script may log anything: types are checked, numbers are finite, texts
-and lists are cut. What is wrong with a report costs that part of it, never the page.
+and lists are cut. A wrong part of a report is dropped, and never breaks the page.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _MOST_VALUES = 200
 _MOST_METRICS = 32
 _MOST_TENSORS = 8
 _MOST_RANK = 1 << 20
-_FOR_EVER = 1e15  # no number of steps or seconds is larger
-_ROUNDING = 1e-3  # seconds below 0 that a difference of two clocks may come to
+_FOR_EVER = 1e15  # larger than any number of steps or seconds
+_ROUNDING = 1e-3  # a difference of two clocks may be negative by this many seconds
 _LONGEST = 300  # characters of a text
 _MOST_CORES = 1 << 14
 
@@ -54,11 +54,11 @@ TRANSPORTS = {
     "bytes_device": "device",
 }
 NUMBERS = (*COUNTERS, *GAUGES, *TRANSPORTS)
-"""What of ``hvd.stats()`` is kept."""
+"""The values of ``hvd.stats()`` that are kept."""
 
 
 class ReportedStep(NamedTuple):
-    """How long one step took on one rank, in seconds."""
+    """The times of one step on one rank, in seconds."""
 
     number: int
     end: float  # since the epoch
@@ -66,7 +66,7 @@ class ReportedStep(NamedTuple):
     backward: float
     wait: float
     reduce: float
-    hidden: float  # part of `reduce` that ran while backward went on
+    hidden: float  # the part of `reduce` that ran during backward
 
     @property
     def exposed(self) -> float:
@@ -80,7 +80,7 @@ class ReportedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Waiting:
-    """An operation that a rank waits in, and for whom."""
+    """An operation in which a rank waits, and the ranks for which it waits."""
 
     since: float
     tensors: tuple[str, ...]
@@ -100,7 +100,7 @@ class Report:
     pid: int
     time: float
     state: str
-    cores: frozenset[int] = frozenset()  # that it may use; empty where it does not say
+    cores: frozenset[int] = frozenset()  # the cores that it may use; empty if unknown
     steps_before: int = 0  # steps that its process made before this generation
     stats: dict[str, float] = field(default_factory=dict)
     steps: tuple[ReportedStep, ...] = ()
@@ -109,7 +109,7 @@ class Report:
 
 
 def parse_key(key: str) -> tuple[int, int] | None:
-    """Generation and rank of a report's key; None for any other key."""
+    """Return generation and rank of a report's key; None for any other key."""
     parts = key.split("/")
     if len(parts) != 3 or parts[0] != "stats":
         return None
@@ -120,9 +120,12 @@ def parse_key(key: str) -> tuple[int, int] | None:
 
 
 def parse_report(generation: int, rank: int, content: bytes) -> Report | None:
-    """The report that a rank wrote; None where it cannot be used at all.
+    """Return the report that a rank wrote; None if it cannot be used at all.
 
-    Rank and generation are those of the key: the page does not depend on what the text claims.
+    Args:
+        generation: The generation in the key; what the report claims does not count.
+        rank: The rank in the key.
+        content: The value in the store.
     """
     if len(content) > _MOST_BYTES:
         return None
@@ -153,7 +156,7 @@ def parse_report(generation: int, rank: int, content: bytes) -> Report | None:
 
 
 def text(value: Any, longest: int = _LONGEST) -> str:
-    """A text without control characters, cut; empty for anything else."""
+    """Return a text, cut and without control characters; empty for other values."""
     if not isinstance(value, str):
         return ""
     cut = value[:longest]
@@ -181,7 +184,7 @@ def _numbers(stats: dict[Any, Any]) -> dict[str, float]:
 
 
 def _cores(value: Any) -> frozenset[int]:
-    """The numbers of a list such as ``0-3,8``; none of them where it is no such list."""
+    """Return the numbers in a list such as ``0-3,8``; none if it is not such a list."""
     found: set[int] = set()
     if not isinstance(value, str) or len(value) > 16 * _LONGEST:
         return frozenset()
@@ -204,11 +207,11 @@ def _step(entry: Any) -> ReportedStep | None:
     if not isinstance(entry, list) or len(entry) < 7:
         return None
     row = entry[:7]
-    for place, value in enumerate(row):  # there are many steps: the likely case first
+    for index, value in enumerate(row):  # there are many steps, so this loop has to be fast
         if not (type(value) is float or type(value) is int) or not -_ROUNDING < value < _FOR_EVER:
             return None
         if value < 0:
-            row[place] = 0.0
+            row[index] = 0.0
     return ReportedStep._make(row)
 
 

@@ -1,7 +1,7 @@
-"""What the charts show, in bounded memory: the longer the job, the coarser its beginning.
+"""Keep what the charts show in bounded memory: the longer the job, the coarser its beginning.
 
-`board` fills these. Each knows what has changed since a version of the board, so that a page that
-is open gets new points only.
+`board` fills these series. Each knows what has changed since a version of the board, so that an
+open page gets new points only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_NAMES = 32
 
 
 class TimeSeries:
-    """Means over time: buckets of one second, later of two, four, ..."""
+    """Means over time, in buckets of one second, later of two, four and more."""
 
     def __init__(self, values: int, most: int) -> None:
         self.width = 1.0  # seconds of a bucket
@@ -30,7 +30,15 @@ class TimeSeries:
     def add(
         self, at: float, weight: float, sums: Sequence[float], peak: float, version: int
     ) -> None:
-        """Values of a moment, each the sum over ``weight`` of them; ``peak`` is kept as it is."""
+        """Add values of a moment.
+
+        Args:
+            at: The time in seconds.
+            weight: The number of values that each sum is made of.
+            sums: The sums, from which means are made.
+            peak: A value of which the largest is kept.
+            version: The version of the board.
+        """
         bucket = self._buckets.setdefault(int(at // self.width), [0.0] * self._size)
         bucket[0] = version
         bucket[1] += weight
@@ -48,11 +56,11 @@ class TimeSeries:
             merged[0] = self._reset = version
             merged[1] += bucket[1]
             merged[2] = max(merged[2], bucket[2])
-            for place in range(3, self._size):
-                merged[place] += bucket[place]
+            for value in range(3, self._size):
+                merged[value] += bucket[value]
 
     def changes(self, since: int = 0) -> dict[str, Any] | None:
-        """``rows`` that are new or changed: start of the bucket, means of the values, peak."""
+        """Return ``rows`` that are new or changed: start of the bucket, means, peak."""
         rows = [
             [
                 index * self.width,
@@ -74,7 +82,7 @@ class StepSeries(TimeSeries):
         super().__init__(4, _MOST_BUCKETS)
 
     def add_steps(self, steps: Sequence[ReportedStep], offset: float, version: int) -> None:
-        """Steps of one rank, whose clock is behind ours by ``offset`` seconds."""
+        """Add steps of one rank, whose clock is behind ours by ``offset`` seconds."""
         for step, weight in zip(steps, _weights(steps), strict=True):
             parts = step.total, step.compute, step.wait, step.exposed
             sums = [weight * part for part in parts]
@@ -82,9 +90,9 @@ class StepSeries(TimeSeries):
 
 
 def _weights(steps: Sequence[ReportedStep]) -> list[float]:
-    """How many steps each of a report's steps stands for.
+    """Return how many steps each step in a report stands for.
 
-    A report of a fast job has the longest step first and then the last ones, which stand for all
+    The report of a fast job has the longest step first and then the last ones, which stand for all
     that came after it.
     """
     if len(steps) < 2:
@@ -101,7 +109,7 @@ class RankHistory:
         self.use = TimeSeries(4, _MOST_BUCKETS_OF_RANK)
 
     def take(self, report: Report, processor: float | None, now: float, version: int) -> None:
-        """A report; ``processor``: cores that the rank kept busy since the one before."""
+        """Add a report; ``processor`` is how many cores the rank kept busy since the last one."""
         steps, stats = report.steps, report.stats
         if steps:
             weights = _weights(steps)
@@ -124,12 +132,12 @@ class RankHistory:
         self.use.add(now, 1.0, use, processor, version)
 
     def changes(self, since: int = 0) -> dict[str, Any]:
-        """``steps`` as in `StepSeries`; ``use``: processor, memory, GPU, GPU memory."""
+        """Return ``steps`` as in `StepSeries`, and ``use``: processor, memory, GPU, GPU memory."""
         return {"steps": self.steps.changes(since), "use": self.use.changes(since)}
 
 
 class MetricSeries:
-    """What the script logs: value by step, of the lowest rank that logs that name."""
+    """The metrics that the script logs, by step, from the lowest rank that logs each name."""
 
     def __init__(self) -> None:
         self._series: dict[str, _Points] = {}
@@ -160,7 +168,7 @@ class MetricSeries:
 
 
 class _Points:
-    """One curve: every point at first, then every second, every fourth, ..."""
+    """One curve: first it keeps every point, then every second, every fourth and so on."""
 
     def __init__(self, rank: int, version: int = 0) -> None:
         self.rank = rank

@@ -1,8 +1,8 @@
-"""Serves the page, its data and ``/metrics`` over HTTP, with aiohttp.
+"""Serve the page, its data and ``/metrics`` over HTTP, with aiohttp.
 
-`dashboard` runs it in the event loop of a thread of its own. Every request needs the token: in the
+`dashboard` runs the server in the event loop of its thread. Every request needs the token: in the
 link (``?token=``), as ``Authorization: Bearer``, or in the cookie that the first visit sets.
-Without it, or under a foreign host name, the answer is 403 whatever was asked for.
+Without it, or under a foreign host name, every answer is 403.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from horovod.runner.dashboard.connections import Connections, Guarded
 from horovod.runner.dashboard.tails import OutputTails
 
 _HOLD = 20.0
-"""Seconds for which a page's question is held until there is something new."""
+"""Seconds for which a page's question waits for something new."""
 _PACE = 0.002
-"""Seconds by which every open page makes the others wait: many pages do not cost more than few."""
+"""Seconds of delay per open page, so that many pages cost no more than few."""
 _FAREWELL = 10.0
-"""Seconds for open pages to learn of the job's end; one that was answered earlier is closed."""
+"""Seconds for open pages to learn of the job's end; a page that is silent for longer is closed."""
 _MOST_PAGES = 1024
 _SHUTDOWN = 0.5
 
@@ -45,7 +45,7 @@ _HEADERS = {
 
 
 class Server:
-    """The HTTP side of a dashboard. All methods belong to the event loop's thread."""
+    """The HTTP side of a dashboard. Only the event loop's thread may call its methods."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class Server:
         self._names = _own_names(listener)
         port = listener.getsockname()[1]
         self._cookie = f"horovod_dashboard_{port}"  # browsers do not tell ports apart
-        # Not the token itself: what a browser keeps opens this page, and no other job's.
+        # Not the token itself, which may open other jobs' pages: a browser keeps this value.
         self._visitor = hmac.new(token.encode(), b"cookie", hashlib.sha256).hexdigest()
         self._changed = asyncio.Event()
         self._asking = 0  # questions that are not answered yet
-        self._returning: dict[int, float] = {}  # page -> answered when; it will ask again
+        self._returning: dict[int, float] = {}  # by page: when it was answered; it will ask again
         self._packed: dict[tuple[int, int], bytes] = {}  # answers for this version
         self._packed_version = -1
         self._runner: web.AppRunner | None = None
@@ -80,7 +80,7 @@ class Server:
         app.router.add_get("/output", self._output)
         app.router.add_get("/rank", self._rank)
         app.router.add_get("/metrics", self._metrics)
-        # No log of requests: it would have the token in it.
+        # No log of requests, because it would contain the token.
         self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=_SHUTDOWN
         )
@@ -92,15 +92,15 @@ class Server:
         )
 
     def wake(self) -> None:
-        """There may be something new: answer the pages that wait for it."""
+        """Answer the pages that wait for something new."""
         self._changed.set()
         self._changed.clear()
 
     async def finish(self) -> None:
-        """Let open pages see the end, and close."""
+        """Let open pages see the end of the job, and close."""
         deadline = time.monotonic() + _FAREWELL
         while (self._asking or self._expects_pages()) and time.monotonic() < deadline:
-            self.wake()  # again: a question that is just beginning to wait would miss it
+            self.wake()  # repeatedly, because a question that is about to wait would miss it
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)  # the last answers are on their way
         if self._server is not None:
@@ -128,7 +128,7 @@ class Server:
         return response
 
     def _is_ours(self, host: str) -> bool:
-        """Whether the browser means us: a foreign name that leads here is an attack."""
+        """Return whether the host name is ours: a foreign name that leads here is an attack."""
         name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
         name = name.strip("[]").lower().rstrip(".")
         try:
@@ -154,9 +154,9 @@ class Server:
         return response
 
     async def _changes(self, request: web.Request) -> web.Response:
-        """What is new since a version and an event; waits for something if nothing is."""
+        """Answer with what is new since a version and an event; wait if nothing is."""
         since, event = _number(request, "since"), _number(request, "event")
-        page_number = _number(request, "page")  # 0: somebody who need not ask again
+        page_number = _number(request, "page")  # 0: a client that need not ask again
         self._returning.pop(page_number, None)
         self._asking += 1
         try:
@@ -168,13 +168,13 @@ class Server:
             self._asking -= 1
 
     def _expect(self, page_number: int) -> None:
-        """This page gets an answer now, and comes back for the next."""
+        """Note a page that gets an answer now and will ask again."""
         if len(self._returning) >= _MOST_PAGES:
             self._returning.pop(next(iter(self._returning)))
         self._returning[page_number] = time.monotonic()
 
     def _expects_pages(self) -> bool:
-        """Whether an open page is between two questions, and has not heard of the end."""
+        """Return whether an open page between two questions has not heard of the end."""
         closed = time.monotonic() - _FAREWELL
         return any(answered > closed for answered in self._returning.values())
 
@@ -211,7 +211,7 @@ class Server:
         return web.Response(body=_json({"lines": lines}), content_type="application/json")
 
     async def _rank(self, request: web.Request) -> web.Response:
-        """The history of one worker since a version, and its stack."""
+        """Answer with the history of one worker since a version, and its stack."""
         worker, since = request.query.get("worker", ""), _number(request, "since")
         if len(worker) > 16:
             raise web.HTTPBadRequest
@@ -240,7 +240,7 @@ def _json(data: object) -> bytes:
 
 
 def _own_names(listener: socket.socket) -> frozenset[str]:
-    """Under which host names a browser may ask; addresses are always allowed."""
+    """Return the host names under which a browser may ask; addresses are always allowed."""
     names = {"localhost"}
     if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
         names |= {socket.gethostname().lower(), socket.getfqdn().lower()}

@@ -1,9 +1,9 @@
-"""Which ranks hold the others up, and why, as far as the reports tell.
+"""Find the ranks that hold others up, and why, as far as the reports show it.
 
-Pure; `board` calls `find_stragglers` every time it is brought up to date and hands the result to
-`Verdicts`, which says it only once it has lasted. In synchronous training all ranks have the same
-step time: the slow one is the one that does *not* wait. So ranks are compared by what their steps
-are made of. A rank counts by the median of its last steps: one long step says nothing.
+These are pure functions. `board` calls `find_stragglers` at every update and hands the result to
+`Verdicts`, which shows a finding only once it has lasted. In synchronous training all ranks have
+the same step time: the slow one is the one that does *not* wait. So ranks are compared by the parts
+of their steps. The median of a rank's last steps counts, because one long step says nothing.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ BACKWARD, COMPUTE, LINK = "backward", "compute", "link"
 REASONS = (STOPPED, SILENT, AWAITED, BACKWARD, COMPUTE, LINK)
 
 WINDOW = 20
-"""Steps of a rank that its median is taken of."""
+"""The number of steps of a rank of which the median is taken."""
 
 FEWEST_STEPS = 3
 _LEAST_SECONDS = 0.002
-"""Differences that timers and schedulers make by themselves."""
+"""Timers and schedulers cause differences up to this one."""
 
 LASTING_STEPS = 10
 LASTING_REPORTS = 3
-"""What steps are made of must be found for this many steps, and for the time of this many reports,
-before it is said, and must be gone for as long before it is taken back."""
+"""A finding about steps must last for this many steps, and for the time of this many reports,
+before it is shown, and must be gone for as long before it is removed."""
 
 MOST_STEPS_UNTIL_NAMED = WINDOW // 2 + 1 + LASTING_STEPS
-"""Steps after which a rank that has become slow is named, where reports come as fast as steps."""
+"""Steps after which a rank that has become slow is named, if reports come as fast as steps."""
 
 SILENT_INTERVALS = 5.0
 SILENT_SECONDS = 5.0
@@ -39,7 +39,7 @@ SILENT_SECONDS = 5.0
 
 AWAITED_SECONDS = 2.0
 _AWAITED_STEPS = 5.0
-"""Others wait for a rank when they do so for these seconds, and for the time of these steps."""
+"""A rank is late when others wait for it for these seconds, and for the time of these steps."""
 
 ADVICE = {
     STOPPED: "Let it go on: kill -CONT with its process number on its host, or leave the debugger.",
@@ -53,21 +53,21 @@ ADVICE = {
     LINK: "Look at its network: another interface (--network-interfaces), other traffic, cables; "
     "compression=hvd.Compression.bf16 halves the bytes.",
 }
-"""What to try, by kind of finding."""
+"""What a person may try, by kind of finding."""
 
 
 @dataclass(frozen=True)
 class _Sensitivity:
-    """How large a difference must be to say something about a rank."""
+    """How large a difference must be to mean something about a rank."""
 
-    slower: float  # times as long as ranks usually take
+    slower: float  # the rank takes at least this many times as long as others
     share: float  # the difference is at least this share of a step
-    patience: float  # by which all times to wait for a rank are multiplied
+    patience: float  # a factor for all times to wait for a rank
 
 
 _OWN_CORE = _Sensitivity(1.25, 0.1, 1.0)
 _CROWDED = _Sensitivity(2.0, 0.3, 3.0)
-"""Where ranks outnumber cores they take turns: whose turn it is says nothing about the rank."""
+"""If ranks outnumber cores they take turns: a rank that waits for its turn is not slow."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class TypicalStep:
 
     @classmethod
     def of(cls, steps: Sequence[ReportedStep]) -> TypicalStep | None:
-        """None where there are too few steps to say anything."""
+        """Return the medians; None if there are too few steps."""
         if len(steps) < FEWEST_STEPS:
             return None
         return cls(
@@ -98,14 +98,14 @@ class TypicalStep:
 
 @dataclass(frozen=True)
 class RankView:
-    """What is known of a rank when stragglers are looked for."""
+    """What is known about a rank when stragglers are looked for."""
 
     host: str
     typical: TypicalStep | None  # of its last steps
     silent: float  # seconds since its last report
-    process_state: str  # letter of /proc/<pid>/stat; empty where that cannot be read
+    process_state: str  # the letter in /proc/<pid>/stat; empty if that cannot be read
     awaited: float = 0.0  # seconds that others have waited for it
-    waiting: int = 0  # how many others
+    waiting: int = 0  # the number of ranks that wait for it
     is_crowded: bool = False  # the ranks of its host outnumber the cores
 
     @property
@@ -115,24 +115,29 @@ class RankView:
 
 @dataclass(frozen=True)
 class Straggler:
-    """Why a rank holds the others up."""
+    """The reason why a rank holds others up."""
 
     kind: str
     text: str
 
     @property
     def advice(self) -> str:
-        """What to try."""
+        """What a person may try."""
         return ADVICE[self.kind]
 
     @property
     def is_judged(self) -> bool:
-        """Whether it follows from comparing steps. The other kinds are facts of this moment."""
+        """Whether it follows from comparing steps; the other kinds are facts of this moment."""
         return self.kind in (BACKWARD, COMPUTE, LINK)
 
 
 def find_stragglers(ranks: Mapping[int, RankView], interval: float) -> dict[int, Straggler]:
-    """The ranks that hold others up, by rank. ``interval``: seconds between two reports."""
+    """Return the ranks that hold others up, and why.
+
+    Args:
+        ranks: What is known about each rank.
+        interval: Seconds between two reports of a rank.
+    """
     found: dict[int, Straggler] = {}
     for rank, view in ranks.items():
         finding = _is_not_running(view, interval)
@@ -153,21 +158,21 @@ def find_stragglers(ranks: Mapping[int, RankView], interval: float) -> dict[int,
 
 
 def usual_step(ranks: Iterable[RankView]) -> float:
-    """Seconds of a usual step of the job; 0 before there are enough."""
+    """Return the seconds of a usual step of the job; 0 before there are enough steps."""
     totals = [view.typical.total for view in ranks if view.typical is not None]
     return statistics.median(totals) if totals else 0.0
 
 
 def awaited_seconds(view: RankView, step: float) -> float:
-    """How long others wait for a rank before that is worth a word; ``step``: a usual one."""
+    """Return the seconds after which a wait for a rank is shown; ``step`` is a usual step's."""
     return max(AWAITED_SECONDS * view.sensitivity.patience, _AWAITED_STEPS * step)
 
 
 class Verdicts:
-    """What is said about each rank: findings that have lasted, until they have gone for good.
+    """What is shown about each rank: findings that have lasted, until they are gone for good.
 
-    Facts are taken back at once. That a process is stopped or silent is said at once, too; that
-    others wait for a rank, when it is still so a report later: until then they may have gone on.
+    Facts are removed at once. That a process is stopped or silent is shown at once, too. That
+    others wait for a rank is shown if it is still true a report later: they may have gone on.
     """
 
     def __init__(self) -> None:
@@ -180,9 +185,13 @@ class Verdicts:
         now: float,
         interval: float,
     ) -> dict[int, Straggler]:
-        """Take the findings of this moment; returns what is to be said of the ranks in ``steps``.
+        """Take the findings of this moment, and return what to show about each rank.
 
-        ``steps`` has the number of steps that each rank has made so far.
+        Args:
+            found: The findings of this moment.
+            steps: The number of steps that each rank has made so far.
+            now: The time in seconds.
+            interval: Seconds between two reports of a rank.
         """
         self._cases = {rank: self._cases.get(rank) or _Case() for rank in steps}
         for rank, case in self._cases.items():
@@ -192,10 +201,10 @@ class Verdicts:
 
 @dataclass
 class _Case:
-    """One rank: what is said about it, and what has been found since when."""
+    """One rank: what is shown about it, and what is found now."""
 
     said: Straggler | None = None
-    found: str = ""  # kind of what is found now; empty: nothing
+    found: str = ""  # the kind of the present finding; empty if there is none
     since_step: int = 0
     since: float = 0.0
 
@@ -277,7 +286,7 @@ def _others_wait(view: RankView) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Seconds for people, in two digits or so."""
+    """Return seconds for people, in about two digits."""
     if value < 0.0995:
         return f"{value * 1000:.1f} ms" if value < 0.00995 else f"{value * 1000:.0f} ms"
     return f"{value:.2g} s" if value < 9.95 else f"{value:.0f} s"

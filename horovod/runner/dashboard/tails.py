@@ -1,6 +1,7 @@
-"""The last output lines of every worker, for the page.
+"""Keep the last output lines of every worker for the page.
 
-The launcher's thread adds lines, the page's thread reads them. Bounded: per worker, and in workers.
+The launcher's thread adds lines, and the page's thread reads them. Memory is bounded, per worker
+and in the number of workers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\
 
 
 class OutputTails:
-    """By worker number; each line has a number, so that a page asks for newer ones only."""
+    """The last lines of each worker, numbered so that a page asks for newer ones only."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +35,7 @@ class OutputTails:
             tail = self._tails.get(worker)
             if tail is None:
                 tail = self._tails[worker] = deque(maxlen=_KEPT_LINES)
-                if len(self._tails) > _KEPT_WORKERS:  # those who came first went first
+                if len(self._tails) > _KEPT_WORKERS:  # forget the oldest worker
                     self._tails.pop(next(iter(self._tails)))
             for line in lines:
                 if line.end != b"\r":  # a progress bar is drawn many times a second
@@ -42,13 +43,13 @@ class OutputTails:
                     tail.append((number, stream, line.text[: 2 * _LONGEST]))
 
     def since(self, worker: int, number: int) -> list[list[Any]]:
-        """Number, stream and text of the lines of a worker after that number."""
+        """Return number, stream and text of a worker's lines after the line with this number."""
         with self._lock:
             lines = list(self._tails.get(worker, ()))
         return [[at, stream, _shown(line)] for at, stream, line in lines if at > number]
 
     def all(self) -> dict[str, list[list[Any]]]:
-        """The last lines of all workers, for a page that is saved."""
+        """Return the last lines of all workers, for a page that is saved."""
         with self._lock:
             workers = list(self._tails)
         most = max(10, _SAVED_LINES // max(1, len(workers)))

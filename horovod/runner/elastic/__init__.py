@@ -1,9 +1,10 @@
 """Elastic jobs: ``horovodrun`` with --min-np or --host-discovery-script.
 
-job (what `run_job` calls) -> driver (executes) -> policy (what to do, pure) with termination (when
-it is the end) and blacklist. job_state is all that the driver knows. discovery and polling say
-which hosts there are, agents start workers there (`host_set` is what the driver asks of them),
-decision_log tells workers what was decided, liveness minds their answers, failures who fails,
-status tells people and files what happens. The workers' side is `horovod.common.membership`;
-`horovod.common.decisions` is what both say.
+`run_job` calls `job`, which runs a `driver`. The driver executes what `policy` decides; `policy`
+and `termination` (the rules for the end of a job) are pure functions of `job_state`, which is
+everything that the driver knows. `mailbox` takes messages of other threads into that state,
+`discovery` finds hosts, `host_set` is the interface to them and `agents` its implementation for
+horovodrun. `decision_log` publishes decisions, `liveness` checks that workers answer them,
+`failures` records losses, and `status` reports to people and files. The workers' side is
+`horovod.common.membership`; `horovod.common.decisions` has what both sides write to the store.
 """

@@ -1,7 +1,8 @@
-"""The hosts of a horovodrun job: an agent on each, the way to the store, the environment.
+"""The hosts of an elastic job of horovodrun or Spark, with an agent on each.
 
-`driver` says which hosts it wants, and starts workers where the agent is ready. A host that cannot
-be reached, or is lost, rests for a while before it is tried again.
+`driver` says which hosts it wants, and starts workers on hosts whose agent is ready and has found
+out how to reach the store. A host that cannot be reached, or is lost, rests for a while before it
+is tried again.
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ from typing import Any
 from horovod.common.addresses import LOOPBACK
 from horovod.common.decisions import Assignment
 from horovod.common.wire import encode_key
-from horovod.runner.agents.host_agent import HostAgent, WorkerSpec
-from horovod.runner.agents.host_start import start_agent
+from horovod.runner.agents.host_agent import HostAgent, WorkerSpec, start_agent
 from horovod.runner.agents.probe import interface_address
-from horovod.runner.agents.ssh import SSH
-from horovod.runner.agents.starter import Starter
+from horovod.runner.agents.starters import SSH, Starter
 from horovod.runner.agents.store_endpoints import Endpoint, StoreEndpoints, describe_problem
 from horovod.runner.agents.supervise import Supervisor, raise_descriptor_limit
-from horovod.runner.elastic.host_set import HostSet, place_variables
+from horovod.runner.elastic.host_set import HostSet, assignment_variables
 from horovod.runner.output.report import LaunchError
 from horovod.runner.slots.hosts import is_local
 from horovod.runner.slots.worker_env import (
@@ -28,19 +27,19 @@ from horovod.runner.slots.worker_env import (
     interface_variables,
     memory_variables,
     threads_per_worker,
-    travelling,
+    travelling_variables,
 )
 
-_SLACK = 5.0  # beyond ssh's own time limit, so that it can say itself what is wrong
-_WORKERS_PER_HOST = 64  # for which descriptors are provided: they may come at any time
+_SLACK = 5.0  # seconds beyond ssh's own time limit, so that ssh can say what is wrong
+_WORKERS_PER_HOST = 64  # each needs descriptors, and may be started at any time
 
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """What to run, and how."""
+    """What the workers run, and how they are started."""
 
     command: Sequence[str]
-    env: Mapping[str, str]  # for all workers, without what depends on worker and host
+    env: Mapping[str, str]  # the variables that do not depend on worker and host
     cwd: str
     starter: Starter = SSH  # for hosts that are other machines
     nics: Sequence[str] = ()
@@ -50,7 +49,7 @@ class WorkerRequest:
 
 
 class _Host:
-    """A host that is wanted."""
+    """A host that the driver wants."""
 
     def __init__(self, agent: HostAgent) -> None:
         self.agent = agent
@@ -59,19 +58,27 @@ class _Host:
 
 
 class Agents(HostSet):
-    """The agents of all hosts that are wanted."""
+    """The agents of all hosts that the driver wants."""
 
     def __init__(
         self,
         request: WorkerRequest,
-        place: StoreEndpoints,
+        endpoints: StoreEndpoints,
         supervisor: Supervisor,
         connect: Callable[[str], HostAgent] | None = None,
     ) -> None:
+        """Prepare for hosts.
+
+        Args:
+            request: What the workers run.
+            endpoints: The job's store.
+            supervisor: The launcher's loop.
+            connect: Returns the agent of a host; by default it starts one.
+        """
         super().__init__()
         self._request = request
         self._connect = connect or self._start_agent
-        self._place = place
+        self._endpoints = endpoints
         self._supervisor = supervisor
         self._hosts: dict[str, _Host] = {}
         self._said: set[tuple[int, int, int]] = set()
@@ -79,7 +86,6 @@ class Agents(HostSet):
     # -- which hosts -----------------------------------------------------------------------
 
     def want(self, names: Sequence[str]) -> dict[str, str]:
-        """Have an agent on these hosts; those that cannot even be tried, with the reason."""
         problems = {}
         for name in names:
             if name in self._hosts or self._rests_now(name):
@@ -103,7 +109,6 @@ class Agents(HostSet):
         return start_agent(name, self._request.starter)
 
     def let_go(self, name: str) -> None:
-        """This host is not needed any more, and has no workers."""
         host = self._hosts.pop(name, None)
         if host is None:
             return
@@ -127,7 +132,7 @@ class Agents(HostSet):
 
     def _give_up(self, agent: HostAgent) -> None:
         if agent.hello is None:
-            agent.abandon()  # which is then reported as lost
+            agent.abandon()  # the loop then reports it as lost
 
     # -- what agents say -------------------------------------------------------------------
 
@@ -136,12 +141,12 @@ class Agents(HostSet):
         if host is None:
             return ""
         if not agent.remote:
-            host.endpoint = self._place.open(LOOPBACK)
+            host.endpoint = self._endpoints.open(LOOPBACK)
             host.nics = [name for name in self._request.nics if interface_address(name)]
             return ""
-        problem = self._place.open_towards([agent], self._request.nics)
+        problem = self._endpoints.open_towards([agent], self._request.nics)
         if not problem:
-            self._place.probe(agent, self._request.nics, [], self._request.start_timeout)
+            self._endpoints.probe(agent, self._request.nics, [], self._request.start_timeout)
         return problem
 
     def probed(self, agent: HostAgent, answer: Mapping[str, Any]) -> str:
@@ -169,13 +174,17 @@ class Agents(HostSet):
     # -- workers ---------------------------------------------------------------------------
 
     def start(
-        self, name: str, worker: int, index: int, slots: int, place: Assignment | None
+        self, name: str, worker: int, index: int, slots: int, assignment: Assignment | None
     ) -> None:
         host, request = self._hosts[name], self._request
         assert host.endpoint is not None, "only ready hosts get workers"
-        keeps = host.agent.link.keeps
-        env = travelling(request.env, keeps) if host.agent.remote else dict(request.env)
-        if keeps is not None:
+        own_variables = host.agent.link.own_variables
+        env = (
+            travelling_variables(request.env, own_variables)
+            if host.agent.remote
+            else dict(request.env)
+        )
+        if own_variables is not None:
             if not request.env.get("OMP_NUM_THREADS"):
                 env["OMP_NUM_THREADS"] = str(self._threads(host.agent, slots))
             env |= memory_variables((host.agent.hello or {})["machine"], env)
@@ -188,15 +197,14 @@ class Agents(HostSet):
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(host.endpoint[1]),
             "PYTHONUNBUFFERED": "1",
         }
-        own |= place_variables(place)
-        if keeps is not None:
-            own[KEY] = encode_key(self._place.key)
+        own |= assignment_variables(assignment)
+        if own_variables is not None:
+            own[KEY] = encode_key(self._endpoints.key)
         bind = None if request.cpu_bind == "none" else (request.cpu_bind, index, slots)
         spec = WorkerSpec(worker, request.command, own, request.cwd, bind)
         host.agent.start([spec], env)
 
     def stop(self, name: str, worker: int, grace: float) -> None:
-        """End a worker: SIGTERM, and SIGKILL after `grace` seconds. Nothing if its host is lost."""
         agent = self.agent(name)
         if agent is not None:
             agent.stop(grace, [worker])

@@ -1,53 +1,132 @@
-"""Which hosts there are for an elastic job, and how many workers each takes.
+"""Find out which hosts there are for an elastic job, and how many workers each takes.
 
-`HostDiscovery` is what a cluster implements: a script (`HostDiscoveryScript`), a fixed list
-(`FixedHosts`), or a scheduler's own. `HostManager` keeps the newest answer, in a stable order, and
-the blacklist. The driver lets `polling` ask, in a thread of its own, and hands the answers to its
-manager.
+A cluster implements `HostDiscovery`: there is one for a script (`HostDiscoveryScript`) and one for
+a fixed list (`FixedHosts`), and schedulers may have their own. A `HostPoller` asks it repeatedly in
+a thread, so that the driver's loop never waits. `HostManager` keeps the newest answer, in a stable
+order, and the `Blacklist` of hosts that have failed too often.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import signal
 import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from horovod.runner.elastic.blacklist import Blacklist
-from horovod.runner.options.discovery_command import split_command, start
+from horovod.runner.options.values import split_command, start_program
 from horovod.runner.slots.hosts import parse_hosts
 
-SCRIPT_SECONDS = 60.0
-"""After which a discovery script that has not ended is killed."""
 
+class Blacklist:
+    """The failures of all hosts, and which hosts are not used because of them.
+
+    A host may lose a number of workers before it is blacklisted. Without a cooldown range that is
+    for good. With one the host may come back, with a clean record, after a time that doubles with
+    every blacklisting, from the lower to the upper end of the range.
+    """
+
+    def __init__(
+        self,
+        max_failures: int = 1,
+        cooldown_range: tuple[float, float] | None = None,
+        dice: Callable[[], float] = random.random,
+    ) -> None:
+        """Begin with a clean record.
+
+        Args:
+            max_failures: The failures after which a host is blacklisted; 1 is Horovod's own rule.
+            cooldown_range: The shortest and the longest time in seconds; None: for good.
+            dice: Returns random numbers from 0 to 1.
+        """
+        self._max_failures = max_failures
+        self._range = cooldown_range
+        self._dice = dice
+        self._failures: dict[str, int] = {}
+        self._times: dict[str, int] = {}
+        self._until: dict[str, float] = {}
+
+    def record_failure(self, host: str, now: float) -> bool:
+        """Count a failure against a host; return whether the host is blacklisted because of it.
+
+        Failures of a host that is already blacklisted do not prolong that.
+        """
+        if self.is_blacklisted(host, now):
+            return False
+        self._failures[host] = self._failures.get(host, 0) + 1
+        if self._failures[host] < self._max_failures:
+            return False
+        self.add(host, now)
+        return True
+
+    def add(self, host: str, now: float) -> None:
+        """Blacklist a host, whatever its record is."""
+        if not self.is_blacklisted(host, now):
+            self._times[host] = self._times.get(host, 0) + 1
+            self._until[host] = now + self._delay(self._times[host])
+
+    def is_blacklisted(self, host: str, now: float) -> bool:
+        until = self._until.get(host)
+        if until is None:
+            return False
+        if now < until:
+            return True
+        del self._until[host]
+        self._failures.pop(host, None)
+        return False
+
+    def is_for_good(self, host: str) -> bool:
+        return math.isinf(self._until.get(host, 0.0))
+
+    def failures(self, host: str) -> int:
+        """Return how many failures count against a host now."""
+        return self._failures.get(host, 0)
+
+    def _delay(self, times: int) -> float:
+        if self._range is None:
+            return math.inf
+        lower, upper = self._range
+        # A random part, so that hosts that failed together do not come back together.
+        return min(upper, lower * 2.0 ** min(times - 1, 60) + self._dice() * lower)
+
+
+SCRIPT_SECONDS = 60.0
+"""Seconds after which a discovery script that has not ended is killed."""
 
 GIVEN_BACK_SECONDS = 60.0
-"""For which a slot that a worker was told to leave is not used again."""
+"""Seconds for which a slot that a worker was told to leave is not used again."""
 
 
 class NoMoreHosts(Exception):
-    """What gave hosts is gone, and with it those that it gave; the message says why."""
+    """The source of hosts is gone, and with it all its hosts; the message says why."""
 
 
 class HostDiscovery(ABC):
-    """Says which hosts are available."""
+    """A source of hosts for elastic jobs; clusters derive from it."""
 
     @abstractmethod
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """The hosts available now and how many workers each takes. May take its time; any
-        exception counts as a failed attempt, and `NoMoreHosts` ends the job."""
+        """Return the hosts that are available now, and how many workers each takes.
+
+        The call may take long: it runs in a thread of its own.
+
+        Raises:
+            NoMoreHosts: If no more hosts will come; this ends the job.
+            Exception: Any other error counts as a failed attempt.
+        """
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Give up an attempt that is under way in another thread."""
 
 
 class FixedHosts(HostDiscovery):
-    """A list that only its owner changes."""
+    """A fixed list of hosts, which only its owner changes."""
 
     def __init__(self, host_slots: Mapping[str, int]) -> None:
         self._host_slots = dict(host_slots)
@@ -56,20 +135,23 @@ class FixedHosts(HostDiscovery):
         return dict(self._host_slots)
 
     def set(self, host_slots: Mapping[str, int]) -> None:
-        """From now on these."""
+        """Replace the hosts."""
         self._host_slots = dict(host_slots)
 
 
 class HostDiscoveryScript(HostDiscovery):
-    """A command that prints one host a line, ``HOST`` or ``HOST:SLOTS``.
-
-    It is a program or a script, which may be followed by arguments (see `discovery_command`).
-    `slots` is for lines without a number.
-    """
+    """A command that prints one host per line, ``HOST`` or ``HOST:SLOTS``."""
 
     def __init__(
         self, discovery_script: str, slots: int | None, timeout: float = SCRIPT_SECONDS
     ) -> None:
+        """Prepare to run the command.
+
+        Args:
+            discovery_script: A program or a script, which may be followed by arguments.
+            slots: The number of slots for lines that have none.
+            timeout: Seconds after which the command is killed.
+        """
         self._script = discovery_script
         self._command = split_command(discovery_script)
         self._slots = slots
@@ -77,12 +159,12 @@ class HostDiscoveryScript(HostDiscovery):
         self._process: subprocess.Popen[bytes] | None = None
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        with start(
+        with start_program(
             self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # it can be ended with all that it starts
+            start_new_session=True,  # so that it can be killed with all that it has started
         ) as process:
             self._process = process
             try:
@@ -133,7 +215,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 class HostUpdateResult:
-    """What changed between two answers; flags that may be combined."""
+    """Flags that say what changed between two answers; they may be combined."""
 
     no_update = 0
     removed = 1
@@ -143,10 +225,10 @@ class HostUpdateResult:
 
 @dataclass(frozen=True)
 class DiscoveredHosts:
-    """The hosts as they are known at one moment, oldest first; never changes."""
+    """The hosts that are known at one moment, oldest first. It never changes."""
 
     host_slots: Mapping[str, int] = field(default_factory=dict)
-    host_assignment_order: tuple[str, ...] = ()  # of all hosts in `host_slots`
+    host_assignment_order: tuple[str, ...] = ()  # all hosts of `host_slots`
     blacklisted: frozenset[str] = frozenset()
 
     @property
@@ -161,7 +243,7 @@ class DiscoveredHosts:
 
 
 class HostManager:
-    """The newest known hosts and their record. Not for several threads."""
+    """The newest known hosts and their record of failures. Only one thread may use it."""
 
     def __init__(
         self,
@@ -172,7 +254,7 @@ class HostManager:
         self.discovery = discovery
         self.blacklisting = Blacklist(max_failures, cooldown_range)
         self._slots: dict[str, int] = {}  # as discovered
-        self._given_back: dict[str, list[float]] = {}  # for each slot, until when
+        self._given_back: dict[str, list[float]] = {}  # by host: when each such slot counts again
         self._events: dict[str, threading.Event] = {}
         self._excluded: frozenset[str] = frozenset()
 
@@ -186,11 +268,15 @@ class HostManager:
         return DiscoveredHosts(slots, tuple(slots), self._blacklisted())
 
     def update_available_hosts(self) -> int:
-        """Ask for the hosts and take the answer; what changed, as in `HostUpdateResult`."""
+        """Ask for the hosts and take the answer; return flags of `HostUpdateResult`."""
         return self.take(self.discovery.find_available_hosts_and_slots())
 
     def take(self, found: Mapping[str, int]) -> int:
-        """These are the hosts now. Those known before keep their order; new ones come last."""
+        """Replace the hosts; those known before keep their order, and new ones come last.
+
+        Returns:
+            What changed, as flags of `HostUpdateResult`.
+        """
         changed = HostUpdateResult.no_update
         excluded = self._blacklisted()
         for host, slots in self._slots.items():
@@ -209,28 +295,28 @@ class HostManager:
         return changed
 
     def give_back(self, host: str) -> None:
-        """A worker was told to leave its slot: do not use it again at once.
+        """Leave a slot unused for a while, because a worker was told to leave it.
 
-        Whoever told it to will probably take the host away. If it is still there after a while,
-        or is offered differently, its slots count again.
+        The scheduler that told it so will probably take the host away. If the host is still there
+        after a while, or is offered with another number of slots, all its slots count again.
         """
         self._given_back.setdefault(host, []).append(time.monotonic() + GIVEN_BACK_SECONDS)
 
     def blacklist(self, host: str) -> None:
-        """Do not use this host, for now or for good."""
+        """Blacklist a host: for a time if there is a cooldown range, otherwise for good."""
         self.blacklisting.add(host, time.monotonic())
         self._excluded = self._blacklisted()
         self.get_host_event(host).set()
 
     def get_host_event(self, host: str) -> threading.Event:
-        """Set when the host gets blacklisted; for programs that run something there."""
+        """Return the event that is set when the host gets blacklisted."""
         return self._events.setdefault(host, threading.Event())
 
     @staticmethod
     def order_available_hosts(
         available_hosts: Collection[str], prev_host_assignment_order: Sequence[str]
     ) -> list[str]:
-        """Hosts known before in their order, then the others."""
+        """Return the hosts known before, in their order, then the others."""
         known = [host for host in prev_host_assignment_order if host in available_hosts]
         return [*known, *(host for host in available_hosts if host not in known)]
 
@@ -238,7 +324,7 @@ class HostManager:
         return self.blacklisting.is_blacklisted(host, time.monotonic())
 
     def record_failure(self, host: str) -> bool:
-        """A worker failed there; whether the host is blacklisted because of it."""
+        """Count a failure against a host; return whether the host is blacklisted because of it."""
         added = self.blacklisting.record_failure(host, time.monotonic())
         self._excluded = self._blacklisted()
         if added:
@@ -248,3 +334,54 @@ class HostManager:
     def _blacklisted(self) -> frozenset[str]:
         now = time.monotonic()
         return frozenset(h for h in self._slots if self.blacklisting.is_blacklisted(h, now))
+
+
+_CLOSE_SECONDS = 5.0
+
+
+class HostPoller:
+    """Asks for hosts repeatedly, in a thread of its own."""
+
+    def __init__(
+        self,
+        discovery: HostDiscovery,
+        report: Callable[[dict[str, int] | Exception], None],
+        pause: float,
+    ) -> None:
+        """Begin to ask.
+
+        Args:
+            discovery: The source of hosts.
+            report: Gets every answer or exception, in the poller's thread.
+            pause: Seconds after each answer until the next question.
+        """
+        self._discovery = discovery
+        self._report = report
+        self._pause = pause
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="horovod-discovery", daemon=True)
+        self._thread.start()
+
+    def _poll(self) -> None:
+        while not self._closing.is_set():
+            answer: dict[str, int] | Exception
+            try:
+                answer = self._discovery.find_available_hosts_and_slots()
+            except Exception as error:  # a cluster's own discovery may raise anything
+                answer = error
+            if self._closing.is_set():
+                return
+            self._report(answer)
+            self._closing.wait(self._pause)
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Ask no more, and end a script that is running."""
+        self._closing.set()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self.running and time.monotonic() < deadline:
+            self._discovery.close()  # repeatedly, because an attempt may just have begun
+            self._thread.join(0.1)

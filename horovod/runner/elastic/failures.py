@@ -1,6 +1,6 @@
-"""Workers and hosts that fail: what is noted, what is said, and what counts against a host.
+"""Record failures of workers and hosts: in the job's state, for people, and against the host.
 
-`driver` and `liveness` report every loss here. Those who go on learn of it by the next decision.
+`driver` and `liveness` report every loss here. The other workers learn of it by the next decision.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from horovod.runner.agents.processes import signal_groups
 from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.host_set import HostSet
 from horovod.runner.elastic.job_state import JobState, Process
-from horovod.runner.elastic.status import Status, count
+from horovod.runner.elastic.status import Status, count_of
 
 _FENCE_SECONDS = 60.0
-"""Within which workers on a host that was lost end themselves: they cannot reach us either."""
+"""Seconds within which workers on a lost host end themselves, because they cannot reach us."""
 
 
 class Failures:
-    """What the job has lost."""
+    """Records what the job has lost."""
 
     def __init__(
         self, state: JobState, hosts: HostSet, manager: HostManager, status: Status
@@ -32,21 +32,21 @@ class Failures:
         self._status = status
 
     def failed(self, process: Process, code: int) -> None:
-        """A worker has ended by itself, and not well."""
+        """Record a worker that has ended by itself with an error."""
         lost_driver = "could not reach the driver any more"
         how = lost_driver if code == DRIVER_LOST else process.exit(code).describe()
         self._note(process, code, how)
         self.blame(process.host)
 
     def could_not_start(self, process: Process, why: str) -> None:
-        self._state.fail(process, 127)
+        self._state.note_failure(process, 127)
         self.blame(process.host, f"cannot start a worker on {process.host}: {why}")
 
     def give_up(self, process: Process, why: str) -> None:
-        """A worker lives but is of no use: from now on it is out of the job.
+        """Remove a worker that lives but does not answer from the job.
 
-        It is killed where that is possible. Where it is not it may wake up later: then it finds
-        that it has no place any more, or cannot reach us, and ends itself.
+        It is killed where that is possible. Elsewhere it may wake up later: then it finds that it
+        is not a part of the job any more, or cannot reach us, and ends itself.
         """
         self._hosts.stop(process.host, process.number, 0.0)
         if not self._hosts.obeys(process.host):
@@ -55,38 +55,38 @@ class Failures:
         self.blame(process.host)
 
     def lost_host(self, agent: HostAgent, said: str) -> None:
-        """The connection to a host is gone, and with it the workers there, if there were any."""
+        """Record the loss of a host, and with it of its workers; ``said`` is the reason."""
         if agent.hello is None:
             self.blame(agent.name, f"cannot start on {agent.name}: {said}")
             return
-        workers = self._state.on(agent.name)
+        workers = self._state.workers_on(agent.name)
         if not agent.remote:
             signal_groups([p.pid for p in workers if p.pid], signal.SIGKILL)
         else:
             self._fence()
         for process in workers:
-            if process.dismissed:
+            if process.is_dismissed:
                 del self._state.alive[process.number]
             else:
                 self._note(process, -signal.SIGKILL, "lost with its host")
         self.blame(agent.name, f"the connection to {agent.name} is lost: {said}")
 
     def blame(self, host: str, why: str = "") -> None:
-        """One more failure on a host; `why` if it is the host itself that failed."""
+        """Count one more failure against a host; `why` says how the host itself failed."""
         if why:
             self._state.host_problem = why
-            self._status.tell(why, "host failed", host=host)
+            self._status.announce(why, "host failed", host=host)
         if self._manager.record_failure(host):
             failures = self._manager.blacklisting.failures(host)
-            self._status.tell(
-                f"{host} gets no new workers after {count(failures, 'failure')}"
+            self._status.announce(
+                f"{host} gets no new workers after {count_of(failures, 'failure')}"
                 + ("" if self._manager.blacklisting.is_for_good(host) else ", for a while"),
                 "blacklisted",
                 host=host,
             )
 
     def _note(self, process: Process, code: int, how: str) -> None:
-        self._state.lose(process, code, how)
+        self._state.note_loss(process, code, how)
         said = {} if process.because_of is None else {"because_of": process.because_of}
         self._status.note("failed", worker=process.name, host=process.host, how=how, **said)
 

@@ -1,9 +1,9 @@
-"""The hosts of an elastic job as the driver sees them, whoever starts processes there.
+"""The interface between the driver of an elastic job and the hosts on which workers run.
 
 `driver` says which hosts it wants, and starts and stops workers on those that are ready. `agents`
-is the implementation for horovodrun, with a process of ours on every host; a cluster that starts
-processes itself has its own. What happens on a host is reported to the driver's methods `ready`,
-`started`, `could_not_start` and `exited`.
+is the implementation for horovodrun, with an agent on every host; a cluster that starts processes
+itself has its own. An implementation reports events to the driver's methods `ready`, `started`,
+`could_not_start` and `exited`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REST_SECONDS = 5.0
 
 
 class Host(Protocol):
-    """A host that reports something."""
+    """A host that reports an event."""
 
     @property
     def name(self) -> str: ...
@@ -30,20 +30,20 @@ class HostSet(ABC):
     """All hosts that are wanted. A host that cannot be used rests before it is tried again."""
 
     def __init__(self) -> None:
-        self._rests: dict[str, float] = {}  # until when a host is left alone
+        self._rests: dict[str, float] = {}  # by host: when it may be tried again
 
     def first(self, slots: Mapping[str, int], most: int | None) -> list[str]:
-        """As many of these hosts as `most` workers need; resting hosts add no capacity."""
-        found, room = [], 0
+        """Return as many of these hosts as `most` workers need; resting hosts add no capacity."""
+        chosen, room = [], 0
         for name, count in slots.items():
             if most is not None and room >= most:
                 break
-            found.append(name)
+            chosen.append(name)
             room += 0 if self._rests_now(name) else count
-        return found
+        return chosen
 
     def rest(self, name: str) -> None:
-        """Leave a host alone for a while."""
+        """Try nothing on a host for a while."""
         self._rests[name] = time.monotonic() + _REST_SECONDS
 
     def _rests_now(self, name: str) -> bool:
@@ -51,44 +51,50 @@ class HostSet(ABC):
 
     @abstractmethod
     def want(self, names: Sequence[str]) -> dict[str, str]:
-        """Prepare these hosts; those that cannot even be tried, with the reason."""
+        """Prepare these hosts; return those that cannot even be tried, with the reasons."""
 
     @abstractmethod
     def let_go(self, name: str) -> None:
-        """This host is not needed any more, and has no workers."""
+        """Release a host that is not needed any more and has no workers."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """The hosts that are wanted."""
+        """Return the hosts that are wanted."""
 
     @abstractmethod
     def is_ready(self, name: str) -> bool:
-        """Whether workers can be started there."""
+        """Return whether workers can be started on a host."""
 
     @abstractmethod
     def is_connecting(self, name: str) -> bool:
-        """Whether it is wanted, and not ready yet."""
+        """Return whether a host is wanted but not ready yet."""
 
     @abstractmethod
     def met(self, host: Any) -> str:
-        """The host has answered: find the way from there to the store. A problem, or nothing."""
+        """Find out how a host that has answered reaches the store; return a problem, or nothing."""
 
     def probed(self, host: Any, answer: Mapping[str, Any]) -> str:
-        """The answer to a question that `met` asked. A problem, or nothing."""
+        """Take the answer to a question that `met` asked; return a problem, or nothing."""
         return ""
 
     def lost(self, host: Any) -> bool:
-        """The host is gone by itself; whether it was one that we want."""
+        """Remove a host that is gone by itself; return whether it was wanted."""
         return False
 
     @abstractmethod
     def start(
-        self, name: str, worker: int, index: int, slots: int, place: Assignment | None
+        self, name: str, worker: int, index: int, slots: int, assignment: Assignment | None
     ) -> None:
-        """Start a worker, in a certain one of the host's slots.
+        """Start a worker.
 
-        `place` is the one that it will have in the job if nothing unexpected happens: programs
-        look for it in their environment before they call `init`, which tells the real one.
+        Args:
+            name: The host.
+            worker: The worker's number.
+            index: The slot of the host that the worker occupies.
+            slots: The number of slots of the host.
+            assignment: The ranks that the worker will have if nothing unexpected happens. Programs
+                look for them in their environment before they call `init`, which returns the real
+                ones.
         """
 
     def obstacle(self) -> str:
@@ -97,16 +103,16 @@ class HostSet(ABC):
 
     @abstractmethod
     def stop(self, name: str, worker: int, grace: float) -> None:
-        """End a worker, by force after `grace` seconds. Nothing if its host is lost."""
+        """End a worker, by force after `grace` seconds; do nothing if its host is lost."""
 
     @abstractmethod
     def obeys(self, name: str) -> bool:
-        """Whether a worker that was stopped there is certainly gone."""
+        """Return whether a worker that was stopped on this host is certainly gone."""
 
 
-def place_variables(place: Assignment | None) -> dict[str, str]:
-    """The environment in which a worker finds the place that it will probably have."""
-    if place is None:
+def assignment_variables(assignment: Assignment | None) -> dict[str, str]:
+    """Return the environment in which a worker finds the ranks that it will probably have."""
+    if assignment is None:
         return {}
-    facts = dataclasses.asdict(place.topology)
+    facts = dataclasses.asdict(assignment.topology)
     return {f"HOROVOD_{fact.upper()}": str(value) for fact, value in facts.items()}

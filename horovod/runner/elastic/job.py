@@ -1,18 +1,21 @@
-"""An elastic job, from the options to its outcome. `run_job` calls it."""
+"""Run an elastic job of horovodrun, from the options to its outcome; `run_job` calls it."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import BinaryIO
 
 from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
+from horovod.runner.agents.host_agent import HostAgent
+from horovod.runner.agents.link_server import JoinServer
+from horovod.runner.agents.starters import make_starter
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
-from horovod.runner.dashboard.watching import watched
+from horovod.runner.dashboard.watching import watched_environment
 from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.discovery import (
     FixedHosts,
@@ -22,15 +25,43 @@ from horovod.runner.elastic.discovery import (
 )
 from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.job_state import Limits, Process
-from horovod.runner.elastic.joined_hosts import JoinedHosts
 from horovod.runner.elastic.status import Status
-from horovod.runner.options.starters import make_starter
 from horovod.runner.options.tunables import settings, settings_environment
 from horovod.runner.output.console import Console
 from horovod.runner.output.outputs import STREAMS, Outputs
 from horovod.runner.output.report import LaunchError, Outcome, describe_failure
 from horovod.runner.output.watcher import JobWatcher
-from horovod.runner.slots.hosts import plan_slots
+from horovod.runner.slots.hosts import Host, is_local, plan_slots
+
+
+class JoinedHosts(HostDiscovery):
+    """The hosts that have joined (``horovodrun --join``), and this machine if it takes part."""
+
+    def __init__(self, server: JoinServer, hosts: Sequence[Host]) -> None:
+        self._server = server
+        self._own = {host.name: host.slots or 1 for host in hosts if is_local(host.name)}
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        joined = {name: link.slots for name, link in self._server.waiting().items()}
+        return {**self._own, **joined}
+
+    def connect(self, name: str, goes_on: Callable[[], bool]) -> HostAgent:
+        """Start the agent of a host.
+
+        Args:
+            name: The host.
+            goes_on: Returns whether the job goes on; a host that is released may then join again.
+
+        Raises:
+            ConnectionResetError: If the host has gone.
+        """
+        if name in self._own:
+            return HostAgent(name)
+        link = self._server.waiting().get(name)
+        if link is None:
+            raise ConnectionResetError("horovodrun --join has ended there")
+        link.restarts = goes_on
+        return link.start_agent(name)
 
 
 def run_elastic_job(
@@ -42,9 +73,19 @@ def run_elastic_job(
     watcher: JobWatcher,
     joined: JoinedHosts | None = None,
 ) -> Outcome:
-    """Run ``command`` as an elastic job until the end; the outcome tells what went wrong.
+    """Run a command as an elastic job until its end.
 
-    ``joined`` are hosts that come by themselves; without, the options say where hosts come from.
+    Args:
+        options: The options of horovodrun.
+        command: The program that each worker runs, with its arguments.
+        env: The launcher's environment.
+        store: The job's store.
+        console: Where messages and the workers' output go.
+        watcher: What follows the job, such as the dashboard.
+        joined: Hosts that join by themselves; by default the options say which hosts there are.
+
+    Returns:
+        The outcome, which says what went wrong, if anything.
     """
     config = settings(options, env)
     limits = Limits(
@@ -58,7 +99,7 @@ def run_elastic_job(
     )
     request = WorkerRequest(
         command=command,
-        env=watched({**env, **settings_environment(options, env)}, watcher),
+        env=watched_environment({**env, **settings_environment(options, env)}, watcher),
         cwd=os.getcwd(),
         starter=make_starter(options, env, config.start_timeout),
         nics=options.network_interfaces or (),
@@ -77,17 +118,17 @@ def run_elastic_job(
         )
         outputs = Outputs(console, options.output_ranks, watcher=watcher)
         workers = WorkerLogs(outputs, options.output_filename, stack)
-        place = StoreEndpoints(new_key(), store)
-        stack.callback(place.close)
+        endpoints = StoreEndpoints(new_key(), store)
+        stack.callback(endpoints.close)
         supervisor = Supervisor(console, outputs, watcher=watcher)
         stack.callback(supervisor.close)
         connect = None
         if joined is not None:
             going_on = lambda: not supervisor.stopping and not supervisor.signals  # noqa: E731
             connect = lambda name: joined.connect(name, going_on)  # noqa: E731
-        agents = Agents(request, place, supervisor, connect)
+        agents = Agents(request, endpoints, supervisor, connect)
         driver = Driver(
-            agents, limits, manager, place, supervisor, workers, status, options.verbose
+            agents, limits, manager, endpoints, supervisor, workers, status, options.verbose
         )
         outcome = driver.run()
     blamed = driver.last_failure
@@ -99,7 +140,11 @@ def run_elastic_job(
 
 
 def make_discovery(options: argparse.Namespace) -> HostDiscovery:
-    """Where the options say that hosts come from."""
+    """Return the source of hosts that the options name.
+
+    Raises:
+        LaunchError: If the hosts offer too few slots.
+    """
     if options.host_discovery_script is not None:
         return HostDiscoveryScript(options.host_discovery_script, options.slots_per_host)
     wanted = max(options.num_proc, options.max_num_proc or 0)
@@ -107,11 +152,11 @@ def make_discovery(options: argparse.Namespace) -> HostDiscovery:
     slots = {host.name: host.slots or options.slots_per_host or 0 for host in options.hosts}
     if unknown and options.slots_per_host is None:
         try:
-            places = plan_slots(options.hosts, wanted)
+            planned = plan_slots(options.hosts, wanted)
         except ValueError as error:
             raise LaunchError(str(error), status=2) from None
         for host in unknown:
-            slots[host.name] = sum(place.hostname == host.name for place in places)
+            slots[host.name] = sum(slot.hostname == host.name for slot in planned)
     offered = sum(slots.values())
     if offered < options.num_proc:
         raise LaunchError(
@@ -123,7 +168,7 @@ def make_discovery(options: argparse.Namespace) -> HostDiscovery:
 
 
 class WorkerLogs:
-    """The console and, where asked for, DIR/worker.<n>/stdout and stderr for every worker."""
+    """Shows the workers' output and, if a directory is given, writes worker.<n>/stdout there."""
 
     def __init__(self, outputs: Outputs, directory: str | None, stack: ExitStack) -> None:
         self._outputs = outputs

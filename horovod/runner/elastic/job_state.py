@@ -1,8 +1,9 @@
-"""What the driver of an elastic job knows, all in one place: workers, decisions, what went wrong.
+"""Everything that the driver of an elastic job knows: workers, decisions, hosts, failures.
 
-`driver`, `liveness` and `failures` note here what happens, `decision_log` what was decided;
-`policy` and `termination` decide by it, by the user's `Limits`, and by nothing else. Workers are
-numbered in the order of starting; their names in the store are "w0", "w1", ...
+`driver`, `mailbox`, `liveness` and `failures` note events here, and `decision_log` decisions.
+`policy` and `termination` decide by this state and the user's `Limits`, and by nothing else.
+Workers are numbered in the order in which they are started; their names in the store are "w0",
+"w1", ...
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from horovod.common.decisions import Decision
-from horovod.runner.elastic.status import count
-from horovod.runner.output.progress import some
+from horovod.runner.elastic.status import count_of
+from horovod.runner.output.progress import list_some
 from horovod.runner.output.report import Exit
 
 
 def name_of(number: int) -> str:
+    """Return the name of a worker in the store."""
     return f"w{number}"
 
 
 def number_of(name: str) -> int:
+    """Return the number of a worker that has this name."""
     return int(name[1:])
 
 
 def names(numbers: Iterable[int]) -> tuple[str, ...]:
+    """Return the names of several workers."""
     return tuple(name_of(number) for number in numbers)
 
 
@@ -33,13 +37,13 @@ def names(numbers: Iterable[int]) -> tuple[str, ...]:
 class Limits:
     """What the user asked for."""
 
-    num_proc: int  # slots without which the job does not begin
+    num_proc: int  # slots that the job needs to begin
     min_np: int
     max_np: int | None = None
     reset_limit: int | None = None
     elastic_timeout: float = 600.0
     start_timeout: float = 30.0
-    answer_timeout: float = 30.0  # for processes to notice a decision
+    answer_timeout: float = 30.0  # seconds for processes to notice a decision
 
 
 @dataclass(eq=False)
@@ -48,17 +52,17 @@ class Process:
 
     number: int
     host: str
-    index: int = 0  # which of the host's slots it occupies; fixed once it has joined
-    rank: int = 0  # its newest, or for a new one a guess
+    index: int = 0  # the slot of the host that it occupies; fixed once it has joined
+    rank: int = 0  # its newest rank, or a guess for a new worker
     pid: int = 0
-    joined: int | None = None  # the first decision that had a place for it
-    seat: int = 0  # its order among those who joined with it
-    ready_at: float | None = None  # since when it waits for its first place
+    joined: int | None = None  # the first decision that it is a part of
+    seat: int = 0  # its position among the workers that joined with it
+    ready_at: float | None = None  # when it began to wait for its first decision
     heard: int = 0  # the newest decision that its process knows
-    entered: tuple[int, int] = (0, 0)  # decision and attempt of the generation that it entered last
-    done: bool = False  # its training function has returned
-    leaving: bool = False
-    dismissed: bool = False  # we told it to end: how it ends means nothing
+    entered: tuple[int, int] = (0, 0)  # decision and attempt of the last generation that it entered
+    is_done: bool = False  # its training function has returned
+    is_leaving: bool = False
+    is_dismissed: bool = False  # we told it to end, so its exit code means nothing
     because_of: tuple[int, ...] | None = None  # see `Exit`
     ranks: dict[int, int] = field(default_factory=dict)  # by decision
 
@@ -68,26 +72,29 @@ class Process:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Oldest first: who joined earlier has the state of who joined later."""
+        """A sort key, oldest first: a worker has the state of all that joined after it."""
         return (1 << 62, self.number) if self.joined is None else (self.joined, self.seat)
 
     @property
-    def ending(self) -> bool:
-        return self.done or self.leaving or self.dismissed
+    def is_ending(self) -> bool:
+        return self.is_done or self.is_leaving or self.is_dismissed
 
     def __str__(self) -> str:
         rank = f"rank {self.rank}, " if self.joined is not None else ""
         return f"{self.name} ({rank}{self.host})"
 
     def exit(self, code: int) -> Exit:
-        """With the rank that its own output speaks of: it may not have heard of the newest."""
+        """Return its exit, with the rank that its own output shows.
+
+        That is the rank of the generation that it entered: it may not know the newest decision.
+        """
         rank = self.ranks.get(self.entered[0], self.rank)
         return Exit(rank, self.pid, code, self.host, self.because_of)
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """How a worker failed, and which it was."""
+    """The failure of a worker."""
 
     worker: int
     exit: Exit
@@ -97,62 +104,64 @@ class WorkerFailure:
 class JobState:
     """The facts of one job."""
 
-    # Workers, and what became of those with a place in the newest decision.
+    # Workers. "Placed" are those in the newest decision; the next three lists have some of these.
     alive: dict[int, Process] = field(default_factory=dict)
-    placed: frozenset[int] = frozenset()  # in the newest decision, dead or alive
-    failed: list[int] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
-    finished: list[int] = field(default_factory=list)
-    ended_early: list[str] = field(default_factory=list)  # hosts of those that never had a place
+    placed_workers: frozenset[int] = frozenset()  # in the newest decision, dead or alive
+    failed_workers: list[int] = field(default_factory=list)
+    departed_workers: list[int] = field(default_factory=list)
+    finished_workers: list[int] = field(default_factory=list)
+    ended_early: list[str] = field(default_factory=list)  # hosts of workers that no decision had
     next_number: int = 0
 
     # The newest decision.
     number: int = 0  # 0 before the first
     too_few: bool = False  # its workers wait for others
-    formed: bool = False  # its workers have met
-    formed_before: bool = False  # workers have met at least once
-    forming_since: float = 0.0  # when the first decision since they met was made
-    causes: list[str] = field(default_factory=list)  # of the next one, for people
-    asked: bool = False  # workers cannot go on without a new one
+    is_formed: bool = False  # its workers have formed a generation
+    was_formed_before: bool = False  # any generation has formed so far
+    forming_since: float = 0.0  # when the first decision after the last formed one was made
+    causes: list[str] = field(default_factory=list)  # of the next decision, for people
+    decision_requested: bool = False  # workers cannot go on without a new decision
 
     # Hosts, as the driver saw them at the time `now`.
     now: float = 0.0
     hosts: Mapping[str, int] = field(default_factory=dict)  # offered, oldest first
     blacklisted: frozenset[str] = frozenset()
-    for_good: frozenset[str] = frozenset()  # blacklisted, and never to be used again
-    resting: frozenset[str] = frozenset()  # hosts on which nothing can be started at the moment
-    connecting: bool = False  # some of them soon
-    discovered: bool = False  # it is known which there are
-    no_hosts: str = ""  # why none will come any more
-    host_problem: str = ""  # the last that was said about one
+    excluded_hosts: frozenset[str] = frozenset()  # blacklisted, and never to be used again
+    resting_hosts: frozenset[str] = (
+        frozenset()
+    )  # hosts on which nothing can be started at the moment
+    hosts_connecting: bool = False  # some of them soon
+    hosts_known: bool = False  # discovery has answered
+    no_hosts: str = ""  # why no hosts will come any more
+    host_problem: str = ""  # the last problem of a host
     obstacle: str = ""  # why the cluster does not start workers that it was asked for
     fenced_until: float = 0.0  # workers that we cannot kill may live until then
     short_since: float | None = None  # since when there are too few workers
-    shortage: str = ""  # what people were told about that
+    shortage: str = ""  # the message to people about that
 
     # What went wrong.
-    failures: list[WorkerFailure] = field(default_factory=list)  # since workers met last
+    failures: list[WorkerFailure] = field(default_factory=list)  # since a generation formed
     last_failure: WorkerFailure | None = None
-    met: bool = False  # workers have met since all were lost
-    fruitless: int = 0  # times in a row that all were lost before they had met
+    have_met: bool = False  # a generation has formed since all workers were lost
+    fruitless_starts: int = 0  # times in a row that all workers were lost before that
 
     # The end.
-    finishing: bool = False  # somebody has finished: shrink only
-    interrupted: bool = False  # the launcher was told to end: the same
+    finishing: bool = False  # a worker has finished: the job only shrinks from now on
+    interrupted: bool = False  # the launcher was told to end: the job only shrinks, too
     ended_well: dict[int, Exit] = field(default_factory=dict)  # by rank
-    unrecovered: WorkerFailure | None = None  # since then nobody has ended well
-    bad_end: WorkerFailure | None = None  # of a worker that had finished training
+    unrecovered: WorkerFailure | None = None  # a failure after which no worker has ended well
+    bad_end: WorkerFailure | None = None  # the failure of a worker that had finished training
 
     # -- questions -------------------------------------------------------------------------
 
     @property
-    def over(self) -> bool:
-        """The end is near: nobody is added or replaced."""
+    def is_over(self) -> bool:
+        """Whether the job comes to its end, so that no worker is added or replaced."""
         return self.finishing or self.interrupted
 
     @property
     def usable(self) -> dict[str, int]:
-        """Hosts for new workers."""
+        """The hosts for new workers, with their slots."""
         return {host: n for host, n in self.hosts.items() if host not in self.blacklisted}
 
     @property
@@ -161,48 +170,51 @@ class JobState:
 
     @property
     def workers(self) -> list[Process]:
-        """Those that are, or may become, a part of the job."""
+        """The workers that are, or may become, a part of the job."""
         return [*self.members(), *self.newcomers()]
 
     def members(self) -> list[Process]:
-        """Alive, in the newest decision, and staying."""
-        return [p for p in self.alive.values() if p.number in self.placed and not p.ending]
+        """Return the workers of the newest decision that are alive and stay."""
+        return [
+            p for p in self.alive.values() if p.number in self.placed_workers and not p.is_ending
+        ]
 
     def newcomers(self) -> list[Process]:
-        """Alive and without a place so far."""
+        """Return the workers that are alive and not in any decision so far."""
         new = [p for p in self.alive.values() if p.joined is None]
-        return [p for p in new if not (p.done or p.dismissed)]
+        return [p for p in new if not (p.is_done or p.is_dismissed)]
 
-    def on(self, host: str) -> list[Process]:
+    def workers_on(self, host: str) -> list[Process]:
+        """Return the workers that are alive on a host."""
         return [p for p in self.alive.values() if p.host == host]
 
-    def behind(self, number: int) -> list[Process]:
-        """Those who should know decision `number` by now but do not, so probably hang."""
-        told = [p for p in self.alive.values() if p.joined is not None and not p.ending]
+    def unresponsive_workers(self, number: int) -> list[Process]:
+        """Return the workers that do not know decision `number` yet; after a time they hang."""
+        told = [p for p in self.alive.values() if p.joined is not None and not p.is_ending]
         return [p for p in told if max(p.heard, p.entered[0]) < number]
 
-    def absent(self, number: int, attempt: int = 0) -> list[Process]:
-        """Members who have not come to that generation."""
+    def absent_members(self, number: int, attempt: int = 0) -> list[Process]:
+        """Return the members that have not entered that generation."""
         return [p for p in self.members() if p.entered < (number, attempt)]
 
-    def awaited(self, connecting: Sequence[str]) -> str:
-        """Who or what is awaited, for people; empty while the workers train."""
-        if self.shortage or self.finishing or self.formed:
+    def describe_awaited(self, connecting: Sequence[str]) -> str:
+        """Return a line for people about what the job waits for; empty while the workers train."""
+        if self.shortage or self.finishing or self.is_formed:
             return "" if self.finishing else self.shortage
         if self.number == 0:
             starting = [str(p) for p in self.alive.values() if p.ready_at is None]
             who = connecting or starting
-            return f"starting, waiting for {some(who)}" if who else ""
-        who = [str(p) for p in self.absent(self.number)]
-        ranks = count(len(self.members()), "rank")
-        again = "re-" * self.formed_before
-        return f"{again}forming with {ranks}, waiting for {some(who)}" if who else ""
+            return f"starting, waiting for {list_some(who)}" if who else ""
+        who = [str(p) for p in self.absent_members(self.number)]
+        ranks = count_of(len(self.members()), "rank")
+        again = "re-" * self.was_formed_before
+        return f"{again}forming with {ranks}, waiting for {list_some(who)}" if who else ""
 
     # -- what happens ----------------------------------------------------------------------
 
-    def new(self, host: str) -> Process:
-        """A process that is about to start."""
-        taken = {p.index for p in self.on(host)}
+    def add_process(self, host: str) -> Process:
+        """Add a process that is about to start, in the lowest free slot of its host."""
+        taken = {p.index for p in self.workers_on(host)}
         index = next(i for i in range(len(taken) + 1) if i not in taken)
         rank = len(self.members()) + sum(p.joined is None for p in self.alive.values())
         process = Process(self.next_number, host, index, rank)
@@ -210,82 +222,82 @@ class JobState:
         self.alive[process.number] = process
         return process
 
-    def decided(self, decision: Decision) -> None:
-        """There is a newest decision."""
+    def note_decision(self, decision: Decision) -> None:
+        """Note a new decision."""
         self.number, self.too_few = decision.number, decision.too_few
-        self.formed, self.asked, self.causes = False, False, []
+        self.is_formed, self.decision_requested, self.causes = False, False, []
         self.forming_since = self.forming_since or time.monotonic()
 
-    def place(self, members: Sequence[Process], ranks: Mapping[int, int]) -> None:
-        """The newest decision has places for these workers."""
-        self.placed = frozenset(ranks)
+    def assign_ranks(self, members: Sequence[Process], ranks: Mapping[int, int]) -> None:
+        """Note the workers of the newest decision, and their ranks."""
+        self.placed_workers = frozenset(ranks)
         for worker in members:
             process = self.alive[worker.number]
             process.rank = process.ranks[self.number] = ranks[worker.number]
             process.joined, process.seat = worker.joined, worker.seat
             self._move(process, worker.index)
-        self.failed, self.left, self.finished = [], [], []
+        self.failed_workers, self.departed_workers, self.finished_workers = [], [], []
 
     def _move(self, process: Process, index: int) -> None:
         """Put a worker into a slot of its host.
 
-        A process that is there gets the worker's slot in exchange. It is one that has no place yet,
-        or none any more: the policy gives away no member's slot.
+        A process that is in that slot gets the worker's slot in exchange. Such a process is not in
+        the newest decision: the policy never gives away a member's slot.
         """
         if process.index == index:
             return
-        for other in self.on(process.host):
+        for other in self.workers_on(process.host):
             if other.index == index:
                 other.index = process.index
         process.index = index
 
-    def entered(self, process: Process, number: int, attempt: int) -> None:
-        """A worker has come to meet the others; again, if there is an attempt before."""
+    def note_entry(self, process: Process, number: int, attempt: int) -> None:
+        """Note that a worker has entered a generation; an attempt above 0 forms it again."""
         process.entered = max(process.entered, (number, attempt))
         if attempt and number == self.number:
             self.forming_since = self.forming_since or time.monotonic()
 
     def mark_formed(self) -> None:
-        """The workers of the newest decision have met."""
-        self.formed = self.formed_before = self.met = True
-        self.forming_since, self.fruitless = 0.0, 0
+        """Note that the workers of the newest decision have formed a generation."""
+        self.is_formed = self.was_formed_before = self.have_met = True
+        self.forming_since, self.fruitless_starts = 0.0, 0
         self.failures.clear()
 
     def remove(self, process: Process) -> None:
-        """The process is gone."""
+        """Remove a process that is gone."""
         self.alive.pop(process.number, None)
         if process.joined is None:
             self.ended_early.append(process.host)
 
-    def end_well(self, process: Process) -> None:
-        """The process is gone, and has finished."""
+    def note_success(self, process: Process) -> None:
+        """Note a process that is gone and has finished."""
         self.remove(process)
         exit = process.exit(0)
         self.ended_well[exit.rank] = exit
         self.unrecovered = None
 
-    def fail(self, process: Process, code: int) -> WorkerFailure:
-        """The process is gone, by a failure."""
+    def note_failure(self, process: Process, code: int) -> WorkerFailure:
+        """Note a process that is gone because of a failure."""
         failure = WorkerFailure(process.number, process.exit(code))
         self.remove(process)
         self.failures.append(failure)
         own = [each for each in self.failures if each.exit.because_of is None]
         self.last_failure = (own or self.failures)[-1]
-        if process.number in self.placed:
-            self.failed.append(process.number)
+        if process.number in self.placed_workers:
+            self.failed_workers.append(process.number)
         return failure
 
-    def lose(self, process: Process, code: int, how: str) -> None:
-        """A process that had started is gone, by a failure: others may have to go on without it."""
-        failure = self.fail(process, code)
-        if process.done:
+    def note_loss(self, process: Process, code: int, how: str) -> None:
+        """Note the failure of a process that had started: others may have to go on without it."""
+        failure = self.note_failure(process, code)
+        if process.is_done:
             self.bad_end = self.bad_end or failure
         elif process.because_of is None or self.unrecovered is None:
             self.unrecovered = failure
         self.causes.append(f"{process} failed: {how}")
 
     def begin_anew(self) -> None:
-        """All were lost: others begin from nothing."""
-        self.fruitless += not self.met
-        self.met = False
+        """Note that all workers were lost, and that others begin without their state."""
+        self.fruitless_starts += not self.have_met
+        self.have_met = False
         self.failures.clear()

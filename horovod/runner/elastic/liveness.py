@@ -1,9 +1,9 @@
-"""Whether workers come when the driver has decided, and what happens to those who do not.
+"""Check that workers answer decisions, and give up those that do not.
 
-A worker answers a decision twice: its process has heard of it, and later the training has come to
-meet the others (`horovod.common.decisions`). The driver gives up who does not answer in time. And
-workers whose generation broke though nobody died meet again by themselves; when one of them is
-missing, all are called by a new decision.
+A worker answers a decision twice: first its process has heard of it, later its training has entered
+the new generation (`horovod.common.decisions`). The driver gives up workers that do not answer in
+time. If a generation broke although no worker died, its workers form it again by themselves; if one
+of them does not come, a new decision calls all.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from horovod.common.decisions import Decision
 from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.job_state import JobState, Limits, Process
-from horovod.runner.elastic.status import listing
+from horovod.runner.elastic.status import join_words
 
 _ABSENCE_SECONDS = 5.0
-"""Seconds that workers whose generation broke wait for one another before all are called."""
+"""Seconds that workers whose generation broke wait for each other before a decision calls all."""
 
 
 class Liveness:
-    """Minds the answers. `later(seconds, do)` is a timer, `reconcile` wakes the driver."""
+    """Sets deadlines for answers."""
 
     def __init__(
         self,
@@ -30,6 +30,15 @@ class Liveness:
         later: Callable[[float, Callable[[], None]], None],
         reconcile: Callable[[], None],
     ) -> None:
+        """Prepare for decisions.
+
+        Args:
+            limits: What the user asked for; it has the deadlines.
+            state: The job's state.
+            failures: What records workers that are given up.
+            later: Calls a function after a number of seconds.
+            reconcile: Makes the driver ask the policy what follows.
+        """
         self._limits = limits
         self._state = state
         self._failures = failures
@@ -37,47 +46,51 @@ class Liveness:
         self._reconcile = reconcile
 
     def begin(self, decision: Decision) -> None:
-        """A decision has been made: from now on its workers have time to answer."""
+        """Start the deadlines for the answers to a new decision."""
         self._later(self._limits.answer_timeout, lambda: self._check_heard(decision.number))
         self._later(self._limits.elastic_timeout, lambda: self._check_entered(decision))
 
-    def entered(self, number: int, attempt: int) -> None:
-        """A worker has come to meet the others. Again, though nobody died? Then all must come."""
+    def note_entry(self, number: int, attempt: int) -> None:
+        """Take notice of a worker that has entered a generation, in an attempt from 0 on.
+
+        A later attempt means that the generation broke although no worker died: then all its
+        workers must come again.
+        """
         if number != self._state.number:
             return
-        if self._state.finished and (attempt or not self._state.formed):
+        if self._state.finished_workers and (attempt or not self._state.is_formed):
             self._ask(number, attempt)
         elif attempt:
             self._later(_ABSENCE_SECONDS, lambda: self._ask(number, attempt))
 
-    def finished(self) -> None:
-        """Somebody has finished; who waits for the newest generation must not wait for that one."""
+    def note_finish(self) -> None:
+        """Request a decision if workers wait in the newest generation for one that has finished."""
         state = self._state
-        if not state.formed:
+        if not state.is_formed:
             waiting = any(member.entered[0] == state.number for member in state.members())
-            state.asked |= state.too_few or waiting
+            state.decision_requested |= state.too_few or waiting
 
     def _ask(self, number: int, attempt: int) -> None:
         state = self._state
-        absent = state.absent(number, attempt)
-        if number != state.number or not (absent or state.finished):
+        absent = state.absent_members(number, attempt)
+        if number != state.number or not (absent or state.finished_workers):
             return
         if absent:
-            who = listing([str(process) for process in absent])
+            who = join_words([str(process) for process in absent])
             state.causes.append(f"the others have lost {who}")
-        state.asked = True
+        state.decision_requested = True
         self._reconcile()
 
     def _check_heard(self, number: int) -> None:
-        """Processes that do not even notice a decision are stopped, swapping, or cut off."""
-        late = self._state.behind(number)
+        """Give up processes that have not noticed a decision: stopped, swapping, or cut off."""
+        late = self._state.unresponsive_workers(number)
         self._give_up(late, f"did not react within {self._limits.answer_timeout:g} s")
 
     def _check_entered(self, decision: Decision) -> None:
-        """After a failure everybody comes back to meet, unless the program hangs elsewhere."""
+        """Give up workers that have not come back after a failure: their program hangs."""
         newest = decision.number == self._state.number
         if newest and not decision.too_few and decision.kind in ("failure", "start"):
-            late = self._state.absent(decision.number)
+            late = self._state.absent_members(decision.number)
             seconds = self._limits.elastic_timeout
             self._give_up(late, f"did not come back to training within {seconds:g} s")
 

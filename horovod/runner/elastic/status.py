@@ -1,8 +1,8 @@
-"""What people and files learn of an elastic job while it runs.
+"""Report the events of an elastic job to people, to a file and to the job's watcher.
 
-The driver reports every event here. Lines about membership go to the console, with the reason;
-with --status-file every event is also appended to that file, one JSON object a line with the time
-in seconds since the epoch, the name of the event and its details.
+The driver reports every event here. Lines about membership go to the console, with the reason. With
+--status-file every event is also appended to that file: one JSON object per line, with the time in
+seconds since the epoch, the name of the event and its details.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from horovod.runner.output.colours import Colour
-from horovod.runner.output.console import Console
+from horovod.runner.output.console import Colour, Console
 from horovod.runner.output.report import LaunchError
 from horovod.runner.output.watcher import JobWatcher
 
@@ -26,7 +25,7 @@ _COLOURS = {
 
 
 class Status:
-    """The console and, where asked for, the file; with ``every`` all events are for the console."""
+    """Writes events to the console and, if the user asks for it, to a file."""
 
     def __init__(
         self,
@@ -36,6 +35,17 @@ class Status:
         *,
         every: bool = False,
     ) -> None:
+        """Open the file.
+
+        Args:
+            console: Where lines for people go.
+            path: The status file, if there is one.
+            watcher: What else gets the events.
+            every: Whether all events are shown on the console.
+
+        Raises:
+            LaunchError: If the file cannot be written.
+        """
         self._console = console
         self._watcher = watcher
         self._every = every
@@ -49,7 +59,7 @@ class Status:
                 ) from None
 
     def note(self, event: str, **details: Any) -> None:
-        """For the file, and for who watches the job."""
+        """Write an event to the file, and pass it on to the watcher."""
         if self._every:
             facts = ", ".join(f"{name} {value}" for name, value in details.items())
             self._console.say(f"event: {event}{': ' if facts else ''}{facts}", Colour.FAINT)
@@ -66,14 +76,14 @@ class Status:
                 self._console.say(f"the status file is not written any more: {error.strerror}")
                 self._file = None
 
-    def tell(self, text: str, event: str, **details: Any) -> None:
-        """For people as well."""
+    def announce(self, text: str, event: str, **details: Any) -> None:
+        """Show a line to people, and write the event that it is about."""
         loss = Colour.ATTENTION if details.get("lost") else Colour.PLAIN
         self._console.say(text, _COLOURS.get(event, loss))
         self._record(event, {"message": text, **details})
 
-    def of_the_job(self) -> str | None:
-        """The line of --progress, see `JobWatcher.status`."""
+    def progress_line(self) -> str | None:
+        """Return the line of --progress; see `JobWatcher.status`."""
         return self._watcher.status() if self._watcher is not None else None
 
     def close(self) -> None:
@@ -87,11 +97,11 @@ class Status:
         self.close()
 
 
-def count(number: int, thing: str) -> str:
-    """``3 workers``."""
+def count_of(number: int, thing: str) -> str:
+    """Return a number and a noun, such as ``3 workers``."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def listing(words: Sequence[str]) -> str:
-    """``a, b and c``."""
+def join_words(words: Sequence[str]) -> str:
+    """Return ``a, b and c``."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

@@ -1,8 +1,8 @@
-"""What travels between ``horovod.run`` and its workers through the job's store.
+"""Pass calls, results and failures between ``horovod.run`` and its workers, in the job's store.
 
 `run_function` puts the call in and takes results and failures out; `run_task` does the opposite.
-The store answers only those who proved that they know the job's key: nothing is unpickled before
-that. Large values go in pieces, since a message to the store has an upper limit.
+The store answers only peers that have proved that they know the job's key: nothing is unpickled
+before that. Large values go in pieces, because the size of a message to the store is limited.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ _PIECE = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Failure:
-    """How the function failed on a rank."""
+    """The failure of the function on a rank."""
 
-    rank: int | None  # None where the worker of an elastic job has none
+    rank: int | None  # None if the worker of an elastic job has none
     host: str
     pid: int
-    problem: str  # for people, where there is no exception to raise again
+    problem: str  # for people, if there is no exception to raise again
     traceback: str
-    error: bytes | None  # the pickled exception, if it can be had back
+    error: bytes | None  # the pickled exception, if it can be unpickled
     because_of_others: bool = False  # it failed because another rank was lost
 
 
 def result_name(rank: int) -> str:
+    """Return the name of a rank's result in the store."""
     return f"function/result/{rank}"
 
 
 def put(store: Store, name: str, content: bytes) -> None:
-    """Store a value of any size; it is there for readers once all of it is."""
+    """Store a value of any size; readers see it once all of its pieces are there."""
     starts = range(0, len(content), _PIECE)
     for number, start in enumerate(starts):
         store.set(f"{name}/{number}", content[start : start + _PIECE])
@@ -51,7 +52,7 @@ def put(store: Store, name: str, content: bytes) -> None:
 
 
 def take(store: Store, name: str) -> bytes | None:
-    """A value that was `put`, which is removed; None if there is none."""
+    """Return a value that was `put`, and remove it; None if there is none."""
     found = read(store, name)
     if found is not None:
         for key in (name, *store.keys(f"{name}/")):
@@ -60,7 +61,7 @@ def take(store: Store, name: str) -> bytes | None:
 
 
 def read(store: Store, name: str) -> bytes | None:
-    """A value that was `put`, which stays."""
+    """Return a value that was `put`, and leave it in the store; None if there is none."""
     pieces = store.try_get(name)
     if pieces is None:
         return None
@@ -68,20 +69,20 @@ def read(store: Store, name: str) -> bytes | None:
 
 
 def put_failure(store: Store, failure: Failure) -> None:
-    """Failures keep their order: the first is usually the reason of the others."""
+    """Add a failure; failures keep their order, because the first often causes the others."""
     number = store.add(_FAILURES, 1)
     put(store, f"{_FAILURES}/{number}", cloudpickle.dumps(failure))
 
 
 def failures(store: Store) -> list[Failure]:
-    """All that were reported, the first one first."""
+    """Return all failures that were reported, in order."""
     count = int(store.try_get(_FAILURES) or b"0")
     contents = [read(store, f"{_FAILURES}/{number}") for number in range(1, count + 1)]
     return [cloudpickle.loads(content) for content in contents if content is not None]
 
 
 def pickled(error: BaseException) -> bytes | None:
-    """An exception for another process; None where it would not arrive as what it is."""
+    """Pickle an exception for another process; return None if it would not arrive unchanged."""
     if not isinstance(error, Exception):
         return None  # SystemExit and its like would end the caller
     try:
@@ -93,8 +94,8 @@ def pickled(error: BaseException) -> bytes | None:
 
 
 def search_path() -> list[str]:
-    """Where this process finds modules, without what belongs to its Python installation."""
+    """Return the folders of this process's modules, except those of its Python installation."""
     own = {*sysconfig.get_paths().values(), *site.getsitepackages()}
     own |= {*map(os.path.dirname, own), site.getusersitepackages()}
-    places = [os.path.abspath(place or os.getcwd()) for place in sys.path]
-    return [place for place in dict.fromkeys(places) if place not in own]
+    folders = [os.path.abspath(folder or os.getcwd()) for folder in sys.path]
+    return [folder for folder in dict.fromkeys(folders) if folder not in own]

@@ -34,7 +34,7 @@ from horovod.runner.functions.function_call import (
     search_path,
     take,
 )
-from horovod.runner.functions.remote_error import RemoteError, as_runtime_error, told_by_upstream
+from horovod.runner.functions.remote_error import RemoteError, as_runtime_error, with_known_sentence
 from horovod.runner.jobs import controllers
 from horovod.runner.jobs.request import JobRequest, make_request
 from horovod.runner.jobs.run_job import run_job
@@ -74,28 +74,30 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Call ``func(*args, **kwargs)`` in `num_proc` processes; what each returned, by rank.
+    """Call ``func(*args, **kwargs)`` in `num_proc` processes, and return the results by rank.
 
-    The arguments mean what the options of horovodrun of the same names mean. Knobs come from the
+    The arguments mean the same as the options of horovodrun of the same names. Knobs come from the
     environment. The workers run in this process's directory and find the modules that it can
-    import. Their output appears with ``[rank]<stdout>:`` before it. An elastic job returns what its
-    first `min_num_proc` ranks returned.
+    import. Their output appears with ``[rank]<stdout>:`` before it. An elastic job returns the
+    results of its first `min_num_proc` ranks.
 
     Args:
-        func: The function; it travels pickled, so that it may be one of a notebook.
+        func: The function; it is pickled, so it may be defined in a notebook.
         args: Its positional arguments, the same on all ranks.
         kwargs: Its keyword arguments.
         num_proc: How many processes; `np` is the older name.
-        min_num_proc: Fewest with which an elastic job goes on; `min_np` is the older name.
-        max_num_proc: Most that an elastic job uses; `max_np` is the older name.
-        slots: Slots of a host for which none are given (--slots-per-host).
-        reset_limit: Changes of membership after which an elastic job ends.
-        cooldown_range: --blacklist-cooldown-range.
-        hosts: Where to run, such as "node1:4,node2:4"; left out, on the hosts of the batch job that
-            this process belongs to, else on this machine.
-        hostfile: The same in a file.
+        min_num_proc: Fewest processes with which an elastic job goes on; `min_np` is the older
+            name.
+        max_num_proc: Most processes that an elastic job uses; `max_np` is the older name.
+        slots: Number of slots of hosts for which none is given (--slots-per-host).
+        reset_limit: Number of changes of membership after which an elastic job ends.
+        cooldown_range: Shortest and longest seconds for which a failing host of an elastic job is
+            not used (--blacklist-cooldown-range).
+        hosts: Hosts to run on, such as "node1:4,node2:4"; by default the hosts of the batch job
+            that this process belongs to, or this machine.
+        hostfile: A file that lists the hosts.
         host_discovery_script: A program that prints the hosts available now.
-        start_timeout: Seconds within which all ranks must have started and met.
+        start_timeout: Seconds within which all ranks must have started and found each other.
         ssh_port: Port of the other hosts' ssh server.
         ssh_identity_file: Private key for ssh.
         disable_cache: Accepted for compatibility: nothing is kept between jobs.
@@ -105,18 +107,18 @@ def run(
         use_mpi: Start them with mpirun.
         mpi_args: More arguments for mpirun.
         network_interface: Older name of `network_interfaces`.
-        network_interfaces: Those to use between hosts, such as "eth0,ib0".
+        network_interfaces: Network interfaces to use between hosts, such as "eth0,ib0".
         executable: The Python of the workers.
         np: Older name of `num_proc`.
         min_np: Older name of `min_num_proc`.
         max_np: Older name of `max_num_proc`.
 
     Raises:
-        ValueError: A wrong argument, or `func` cannot be pickled.
-        LaunchError: The job could not be started.
-        RemoteError: A process died, or its exception or result cannot be brought here. Otherwise an
-            exception of the function is raised as itself, with the rank and the traceback there;
-            it is a RuntimeError too.
+        ValueError: If an argument is wrong, or `func` cannot be pickled.
+        RuntimeError: If the job could not be started.
+        RemoteError: If a process died, or its exception or result cannot be brought here. Any other
+            exception of the function is raised as itself, with its rank and traceback; it is a
+            RuntimeError too.
 
     Examples:
         >>> horovod.run(train, args=(0.1,), num_proc=4)
@@ -173,7 +175,18 @@ def call_function(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> list[Any]:
-    """Call the function on all ranks of the job of these options, whose command is `run_task`."""
+    """Call a function on all ranks of a job, and return the results by rank.
+
+    Args:
+        options: The options of the job, whose command is `run_task`.
+        func: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        ValueError: If the function cannot be pickled, or an option is wrong.
+        RuntimeError: If the job fails; see `run`.
+    """
     try:
         call = cloudpickle.dumps((func, tuple(args), dict(kwargs)))
     except Exception as error:
@@ -199,7 +212,11 @@ def call_function(
 
 
 def collect_results(store: MemoryStore, count: int) -> list[Any]:
-    """What the first ranks returned; `RemoteError` where one returned nothing."""
+    """Return the results of the first ``count`` ranks.
+
+    Raises:
+        RemoteError: If a rank returned nothing, or its result cannot be unpickled.
+    """
     results = []
     for rank in range(count):
         content = take(store, result_name(rank))
@@ -221,20 +238,20 @@ def collect_results(store: MemoryStore, count: int) -> list[Any]:
 def _run_elsewhere(
     controller: str, options: argparse.Namespace, env: Mapping[str, str], store: MemoryStore
 ) -> None:
-    """Through mpirun or jsrun, whose ranks reach our store at an address that leads to them."""
+    """Run the job through mpirun or jsrun, and serve its store at an address that ranks reach."""
     request = make_request(options, options.command, env)
-    place = StoreEndpoints(new_key(), store)
+    endpoints = StoreEndpoints(new_key(), store)
     try:
-        address, port = place.open(_address(request))
-        where = {
+        address, port = endpoints.open(_address(request))
+        variables = {
             STORE_ADDRESS: address,
             STORE_PORT: str(port),
-            SECRET_KEY: encode_key(place.key),
+            SECRET_KEY: encode_key(endpoints.key),
         }
-        request = make_request(options, options.command, {**env, **where})
-        status = controllers.run_and_wait(controllers.plan(controller, options, request))
+        request = make_request(options, options.command, {**env, **variables})
+        status = controllers.run_and_wait(controllers.make_plan(controller, options, request))
     finally:
-        place.close()
+        endpoints.close()
     if status != 0:
         raise_first(failures(store))
         program = "mpirun" if controller == controllers.MPI else "jsrun"
@@ -255,31 +272,36 @@ def _address(request: JobRequest) -> str:
 
 
 def raise_failures(store: MemoryStore, outcome: Outcome) -> None:
-    """Raise what ended a job, if anything did; its workers reported to the store."""
+    """Raise the failure of a job, if there is one; its workers have reported to the store."""
     raise_outcome(failures(store), outcome)
 
 
-def raise_outcome(told: Sequence[Failure], outcome: Outcome) -> None:
-    """Raise what ended a job; nothing if it succeeded. `told` is what its workers reported."""
+def raise_outcome(reported: Sequence[Failure], outcome: Outcome) -> None:
+    """Raise the failure of a job; do nothing if it succeeded.
+
+    Args:
+        reported: The failures that its workers have reported.
+        outcome: The outcome of the job.
+    """
     if outcome.interrupted is not None:
-        signal.raise_signal(outcome.interrupted)  # to whoever handled it before the job
+        signal.raise_signal(outcome.interrupted)  # for the handler that was there before the job
         raise RemoteError(f"the job was ended by {signal.Signals(outcome.interrupted).name}")
     first = outcome.first_failure
     if first is not None:
-        # What the first to fail told; it may have died without a word, and others complained.
-        raise_first([each for each in told if first.rank == each.rank or first.pid == each.pid])
-        raise RemoteError(told_by_upstream(outcome.account.strip()), first.rank)
+        # Only what the first to fail has reported: it may have died silently, and others not.
+        raise_first([each for each in reported if first.rank == each.rank or first.pid == each.pid])
+        raise RemoteError(with_known_sentence(outcome.account.strip()), first.rank)
     if outcome.problem or outcome.account:
         raise RemoteError((outcome.problem or outcome.account).strip())
 
 
-def raise_first(told: Sequence[Failure]) -> None:
-    """Raise the cause among the failures as what it was, with `RemoteError` as its cause."""
-    for failure in sorted(told, key=lambda each: each.because_of_others):
+def raise_first(reported: Sequence[Failure]) -> None:
+    """Raise the first failure that no other rank caused, with a `RemoteError` as its cause."""
+    for failure in sorted(reported, key=lambda each: each.because_of_others):
         who = "a worker" if failure.rank is None else f"rank {failure.rank}"
         where = f"{who} on {failure.host} (pid {failure.pid})"
         message = f"{where}: {failure.problem}\n\n{failure.traceback}".rstrip()
-        remote = RemoteError(told_by_upstream(message), failure.rank, failure.traceback)
+        remote = RemoteError(with_known_sentence(message), failure.rank, failure.traceback)
         error = _unpickled(failure)
         if error is None:
             raise remote
@@ -300,6 +322,6 @@ def _unpickled(failure: Failure) -> Exception | None:
 
 
 def _python_path() -> str:
-    """With what the workers find this Horovod, whatever else is installed there."""
+    """Return a PYTHONPATH with which workers find this Horovod, whatever is installed there."""
     existing = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join(filter(None, [_PACKAGE_PARENT, existing]))

@@ -1,7 +1,7 @@
-"""``python -m horovod.runner.functions.run_task``: a worker of ``horovod.run``.
+"""Run one worker of ``horovod.run``: ``python -m horovod.runner.functions.run_task``.
 
 The launcher starts it on every rank. It fetches the function from the job's store, calls it, and
-puts what it returned, or how it failed, back there.
+puts the result or the failure into the store.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from horovod.runner.functions.function_call import (
 
 
 def main() -> int:
-    """The exit status: 1 where the function failed, which has been reported then."""
+    """Call the function, and return the exit status: 1 if it failed and that was reported."""
     store = launchers_store(os.environ).connect(Config.from_env().start_timeout)
     extend_search_path(json.loads(store.get(SEARCH_PATH, 0.0)))
     call = read(store, CALL)
@@ -57,21 +57,21 @@ def main() -> int:
     except Exception as error:
         _report(store, f"what the function returned cannot be pickled: {error}", None)
         return 1
-    place = rank(store)
-    if place is not None:  # else the job goes on without it
-        put(store, result_name(place), content)
+    own_rank = rank(store)
+    if own_rank is not None:  # otherwise the job goes on without this worker
+        put(store, result_name(own_rank), content)
     return 0
 
 
 def extend_search_path(callers: list[str]) -> None:
-    """Modules that the caller can import can be imported here, in the same order of places."""
-    sys.path[:] = [*callers, *(place for place in sys.path if place not in callers)]
+    """Make the caller's modules importable here, with its folders in the same order."""
+    sys.path[:] = [*callers, *(folder for folder in sys.path if folder not in callers)]
 
 
 def rank(store: Store) -> int | None:
-    """This worker's rank; in an elastic job the one by the newest decision, if it has any.
+    """Return this worker's rank; in an elastic job that of the newest decision, or None.
 
-    Where no worker has called `init` so far, it is the one that it would have.
+    If no worker has called `init` so far, it is the rank that this one would have.
     """
     if not is_elastic():
         return detect().claim()[0]

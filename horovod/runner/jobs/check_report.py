@@ -1,7 +1,7 @@
-"""What ``horovodrun --check`` has found: the table of hosts, and what is wrong in a sentence each.
+"""The report of ``horovodrun --check``: a table of hosts, and a sentence for each problem.
 
 `host_check` fills in `HostReport`s and prints `describe`. Everything here is a pure function of
-them.
+these reports.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _NEVER_ASKED: Mapping[str, Any] = {}
 
 @dataclass
 class HostReport:
-    """What is known of one host. Fields stay empty where nobody could ask."""
+    """What is known about one host. Fields stay empty if the host could not be asked."""
 
     name: str
     slots: int | None = None
-    way: str = ""  # how it is reached
-    trouble: str = ""  # a sentence: why it could not be reached or asked, and what to do
+    way: str = ""  # the program that reaches it, or "this machine"
+    trouble: str = ""  # a sentence that says why it could not be asked, and what to do
     cores: int = 0
-    address: str = ""  # where other hosts reach it, and the interface that has it
+    address: str = ""  # the address at which other hosts reach it, and its interface
     interface: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)  # see `host_inspection`
     clock: float | None = None  # seconds by which it is ahead of this machine
@@ -39,15 +39,18 @@ class HostProblem(NamedTuple):
     """Something that is wrong, and what to do about it."""
 
     text: str
-    is_fatal: bool = True  # a job would fail
+    is_fatal: bool = True  # whether a job would fail
 
 
 def find_problems(
     hosts: Sequence[HostReport], content: str, wanted: Sequence[str] = ()
 ) -> list[HostProblem]:
-    """What is wrong.
+    """Return everything that is wrong.
 
-    ``content`` is the digest of the folder here, and ``wanted`` are the files that were looked for.
+    Args:
+        hosts: The reports of all hosts.
+        content: The digest of the working folder on this machine.
+        wanted: The files that the command needs.
     """
     asked = [host for host in hosts if host.facts]
     found = [HostProblem(host.trouble) for host in hosts if host.trouble]
@@ -77,7 +80,7 @@ def _versions(hosts: Sequence[HostReport]) -> Iterable[HostProblem]:
     for what, version, is_fatal in rows:
         groups = _groups(hosts, version)
         if what == "Horovod":
-            groups.pop("", None)  # told already
+            groups.pop("", None)  # reported above
         if len(groups) > 1:
             yield HostProblem(
                 f"hosts have different versions of {what}: {_describe_groups(groups)}. Install the "
@@ -87,7 +90,7 @@ def _versions(hosts: Sequence[HostReport]) -> Iterable[HostProblem]:
 
 
 def _ports(hosts: Sequence[HostReport]) -> Iterable[HostProblem]:
-    """Hosts that others cannot connect to, each once."""
+    """Report hosts that others cannot connect to, each once."""
     by_name = {host.name: host for host in hosts}
     failures: dict[str, dict[str, str]] = {}
     for host in hosts:
@@ -187,7 +190,7 @@ def describe(
     content: str,
     width: int | None = None,
 ) -> str:
-    """The whole report, for people; ``width`` is that of the terminal, if there is one."""
+    """Return the whole report for people; ``width`` is the terminal's, if there is one."""
     lines = [make_table(hosts, content, width), ""]
     fatal = [problem for problem in problems if problem.is_fatal]
     lesser = [problem for problem in problems if not problem.is_fatal]
@@ -201,9 +204,9 @@ def describe(
 
 
 def make_table(hosts: Sequence[HostReport], content: str, width: int | None = None) -> str:
-    """One row for each host; what no host has gets no column.
+    """Return a table with a row for each host, without columns in which no host has anything.
 
-    Where that is wider than the terminal, what all hosts have in common gets a line below.
+    If it is wider than the terminal, what all hosts have in common is in a line below instead.
     """
     following = _following(hosts)
     columns: list[tuple[str, Callable[[HostReport], str]]] = [
@@ -249,7 +252,7 @@ def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
 
 
 def describe_rate(rate: float) -> str:
-    """Bytes per second as people speak of networks."""
+    """Return a rate, given in bytes per second, in the units that are usual for networks."""
     bits = rate * 8
     for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if bits >= size:
@@ -258,7 +261,7 @@ def describe_rate(rate: float) -> str:
 
 
 def describe_gpus(names: Sequence[str]) -> str:
-    """``8 x NVIDIA H100``; empty for none."""
+    """Return for example ``8 x NVIDIA H100``; empty for no GPU."""
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
@@ -274,12 +277,12 @@ def _clock(host: HostReport) -> str:
     if host.clock is None:
         return ""
     if abs(host.clock) <= host.clock_error:
-        return "same"  # as far as can be told from here
+        return "same"  # as far as one can measure from here
     return f"{host.clock * 1e3:+.0f} ms" if abs(host.clock) < 10 else f"{host.clock:+.0f} s"
 
 
 def _open_ports(host: HostReport, hosts: Sequence[HostReport]) -> str:
-    """Whether it reaches its neighbours, and they it."""
+    """Say whether a host reaches its neighbours, and whether they reach it."""
     outward = [link for link in host.links.values()]
     inward = [other.links[host.name] for other in hosts if host.name in other.links]
     if not outward and not inward:
@@ -290,7 +293,7 @@ def _open_ports(host: HostReport, hosts: Sequence[HostReport]) -> str:
 
 
 def _following(hosts: Sequence[HostReport]) -> dict[str, str]:
-    """The neighbour to which each host's rate was measured."""
+    """Return for each host the neighbour to which the rate was measured."""
     return {
         host.name: other for host in hosts for other, link in host.links.items() if "rate" in link
     }
@@ -312,11 +315,11 @@ def _folder(host: HostReport, content: str) -> str:
 def _groups(
     hosts: Iterable[HostReport], value: Callable[[HostReport], str]
 ) -> dict[str, list[str]]:
-    """The names of hosts by what they have."""
-    found: dict[str, list[str]] = {}
+    """Group the names of hosts by a value."""
+    groups: dict[str, list[str]] = {}
     for host in hosts:
-        found.setdefault(value(host), []).append(host.name)
-    return found
+        groups.setdefault(value(host), []).append(host.name)
+    return groups
 
 
 def _describe_groups(groups: Mapping[str, Sequence[str]]) -> str:

@@ -1,8 +1,8 @@
-"""Who starts the processes of a job: horovodrun itself, mpirun or jsrun.
+"""Choose what starts the processes of a job: horovodrun itself, mpirun or jsrun.
 
-`launch` and `run_function` ask `choose`, and hand the job over to `plan` and one of `replace_us`
-and `run_and_wait` where another program is to start it. Processes that mpirun or jsrun has started
-find their place by that program's variables (`horovod.common.environments`).
+`launch` and `run_function` call `choose`. If another program starts the processes, they call
+`make_plan`, and then `replace_process` or `run_and_wait`. Processes that mpirun or jsrun has
+started learn their ranks from that program's variables (`horovod.common.environments`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from horovod.runner.agents.cores import usable_cores
+from horovod.runner.agents.host_facts import usable_cores
 from horovod.runner.jobs.request import JobRequest
 from horovod.runner.output.report import LaunchError
 from horovod.runner.slots.hosts import Slot, is_local
@@ -33,11 +33,10 @@ MPI = "mpi"
 JSRUN = "jsrun"
 
 _KUBEFLOW_AGENT = "/etc/mpi/kubexec.sh"
-"""What Kubeflow's first MPI operator has instead of ssh. It runs a command in another pod without
-passing stdin on, over which our agents get their orders; mpirun gets by without."""
+"""The program that Kubeflow's first MPI operator has instead of ssh. It runs a command in another
+pod, but does not pass on stdin, over which our agents get their orders; mpirun needs no stdin."""
 
-
-_PLACE = frozenset(slot_variables(Slot("", 0, 1, 0, 1, 0, 1)))
+_SLOT_VARIABLES = frozenset(slot_variables(Slot("", 0, 1, 0, 1, 0, 1)))
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,11 @@ class Plan:
 
 
 def choose(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
-    """`GLOO`, `MPI` or `JSRUN`: as asked for, or what this place needs."""
+    """Choose the controller: the one that the options name, or the one that this machine needs.
+
+    Returns:
+        `GLOO` (horovodrun itself), `MPI` or `JSRUN`.
+    """
     if options.use_mpi:
         return MPI
     if options.use_jsrun:
@@ -62,13 +65,29 @@ def choose(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
     return MPI if remote and environ.get("OMPI_MCA_plm_rsh_agent") == _KUBEFLOW_AGENT else GLOO
 
 
-def plan(
+def make_plan(
     controller: str, options: argparse.Namespace, request: JobRequest, *, dry: bool = False
 ) -> Plan:
-    """How mpirun or jsrun starts the request; with ``dry`` nothing is started or written for it."""
-    # Not at the top: most jobs need neither.
-    from horovod.runner.jobs.jsrun_launch import jsrun_command, make_rankfile
-    from horovod.runner.jobs.mpi_launch import MpiJob, find_mpi, mpirun_command, mpirun_environment
+    """Make the command with which mpirun or jsrun starts a job.
+
+    Args:
+        controller: `MPI` or `JSRUN`.
+        options: The options of horovodrun.
+        request: The job.
+        dry: Whether to start and write nothing while making the plan.
+
+    Raises:
+        LaunchError: If the program is missing, or cannot do what the options ask for.
+    """
+    # Imported late, because most jobs need neither.
+    from horovod.runner.jobs.mpi_launch import (
+        MpiJob,
+        find_mpi,
+        jsrun_command,
+        make_rankfile,
+        mpirun_command,
+        mpirun_environment,
+    )
 
     request = _with_defaults(request)
     job = MpiJob(
@@ -103,15 +122,15 @@ def plan(
 
 
 def describe(plan: Plan) -> str:
-    """The plan for people."""
+    """Return a description of the plan for people."""
     lines = ["command:", f"  {shlex.join(plan.command)}", "", "variables set for it:"]
     changed = {name: value for name, value in plan.env.items() if os.environ.get(name) != value}
     lines += [f"  {name}={value}" for name, value in sorted(changed.items())]
     return "\n".join([*lines, "", "Nothing was started."])
 
 
-def replace_us(plan: Plan) -> NoReturn:
-    """Become that command: signals and the exit status are its own from here on."""
+def replace_process(plan: Plan) -> NoReturn:
+    """Replace this process by the command: signals and the exit status are the command's then."""
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -121,7 +140,7 @@ def replace_us(plan: Plan) -> NoReturn:
 
 
 def run_and_wait(plan: Plan) -> int:
-    """Run the command to its end; its exit status, negative after a signal."""
+    """Run the command to its end, and return its exit status, negative after a signal."""
     with subprocess.Popen(plan.command, env=dict(plan.env), stdin=subprocess.DEVNULL) as process:
         try:
             return process.wait()
@@ -132,12 +151,12 @@ def run_and_wait(plan: Plan) -> int:
 
 
 def _with_defaults(request: JobRequest) -> JobRequest:
-    # The place of this process in another job would mislead the ranks of this one.
-    env = {name: value for name, value in request.env.items() if name not in _PLACE}
+    # If this process is a rank of another job, its variables would mislead the ranks of this one.
+    env = {name: value for name, value in request.env.items() if name not in _SLOT_VARIABLES}
     env |= {**interface_variables(list(request.nics)), "PYTHONUNBUFFERED": "1"}
-    env |= memory_variables(os.uname().machine, env)  # MPI's hosts are alike
+    env |= memory_variables(os.uname().machine, env)  # hosts of an MPI job have one architecture
     if not env.get("OMP_NUM_THREADS") and request.all_local:
-        # How many cores another host has is not known here.
+        # For local jobs only: the number of cores of another host is not known here.
         env["OMP_NUM_THREADS"] = str(threads_per_worker(usable_cores(), len(request.slots)))
     return replace(request, env=env)
 

@@ -1,7 +1,7 @@
-"""``horovodrun --dry-run``: what would be started, where and how, in words.
+"""Describe in words what a job would start, where and how: ``horovodrun --dry-run``.
 
-`launch` prints it. Nothing is started and no host is contacted; only the names of other hosts are
-looked up, for the addresses.
+`launch` prints it. Nothing is started and no host is contacted; only the addresses of other hosts
+are looked up by their names.
 """
 
 from __future__ import annotations
@@ -11,28 +11,33 @@ import shlex
 from collections.abc import Sequence
 
 from horovod.common.addresses import LOOPBACK
-from horovod.runner.agents.cores import usable_cores
-from horovod.runner.agents.host_start import start_command
+from horovod.runner.agents.host_agent import start_command
+from horovod.runner.agents.host_facts import usable_cores
 from horovod.runner.agents.store_endpoints import addresses_towards
 from horovod.runner.jobs.request import JobRequest
-from horovod.runner.output.report import ranges
+from horovod.runner.output.report import format_ranks
 from horovod.runner.slots.allocation import Allocation
 from horovod.runner.slots.hosts import Slot, is_local
 from horovod.runner.slots.worker_env import (
-    HOSTS_OWN,
+    HOST_VARIABLES,
     KEY,
     interface_variables,
     memory_variables,
     slot_variables,
     threads_per_worker,
-    travelling,
+    travelling_variables,
 )
 
 _AT_START = "(chosen when the job starts)"
 
 
 def describe_plan(request: JobRequest, allocation: Allocation | None = None) -> str:
-    """The whole plan, for people; ``allocation`` is where the hosts are from, if not an option."""
+    """Return the whole plan for people.
+
+    Args:
+        request: The job.
+        allocation: The batch job that the hosts belong to, if no option names them.
+    """
     sections = {
         "command": [shlex.join(request.command), f"in {request.cwd}"],
         f"hosts ({allocation})" if allocation else "hosts": _hosts(request),
@@ -58,7 +63,7 @@ def _hosts(request: JobRequest) -> list[str]:
     found = []
     for name, slots in request.hosts.items():
         how = "this machine" if is_local(name) else f"through {request.starter.name}"
-        which = ranges([slot.rank for slot in slots])
+        which = format_ranks([slot.rank for slot in slots])
         found.append(f"{name} ({how}): rank{'s' if len(slots) > 1 else ''} {which}")
     return found
 
@@ -101,9 +106,9 @@ def _environment(request: JobRequest) -> list[str]:
     others = sorted(set(request.env) - set(known))
     lines.append(f"and as they are here: {', '.join(others)}")
     if not request.all_local:
-        behind = set(request.env) - set(travelling(request.env)) - set(HOSTS_OWN)
+        behind = set(request.env) - set(travelling_variables(request.env)) - set(HOST_VARIABLES)
         lines.append(f"on other hosts without: {', '.join(sorted(behind)) or 'none'}")
-        lines.append(f"on other hosts as they are there: {', '.join(HOSTS_OWN)}")
+        lines.append(f"on other hosts as they are there: {', '.join(HOST_VARIABLES)}")
     return lines
 
 

@@ -1,9 +1,9 @@
-"""``horovodrun --check``: whether a job could run on these hosts, in a few seconds.
+"""Find out in a few seconds whether a job could run on these hosts: ``horovodrun --check``.
 
-`launch` calls `check_hosts`. It does what a job does until ranks start, with the same code: an
-agent on every host (`host_start`), the way from there to this machine (`StoreEndpoints.probe_all`),
-and then a program in the environment and folder of a rank: `host_inspection` instead of the user's.
-Unlike a job it goes on where a host fails.
+`launch` calls `check_hosts`. It does what a job does until ranks start, with the same code: it
+starts an agent on every host, lets each find out how to reach this machine
+(`StoreEndpoints.probe_all`), and runs a program in the environment and folder of a rank, which is
+`host_inspection` instead of the user's. Unlike a job it goes on if a host fails.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from dataclasses import replace
 from typing import Any
 
 from horovod.common.wire import new_key
-from horovod.runner.agents.host_agent import HostAgent
+from horovod.runner.agents.host_agent import HostAgent, start_agent
 from horovod.runner.agents.host_inspection import folder_digest
-from horovod.runner.agents.host_start import start_agent
 from horovod.runner.agents.store_endpoints import StoreEndpoints, describe_problem
 from horovod.runner.agents.supervise import Supervisor, raise_descriptor_limit
 from horovod.runner.jobs.check_report import HostReport, describe, find_problems
-from horovod.runner.jobs.request import JobRequest, make_request
-from horovod.runner.jobs.worker_specs import host_variables, worker_specs
+from horovod.runner.jobs.request import JobRequest, host_variables, make_request, worker_specs
 from horovod.runner.output.console import Console
 from horovod.runner.output.outputs import Outputs
 from horovod.runner.output.report import LaunchError
@@ -36,18 +34,22 @@ from horovod.runner.slots.hosts import Host, is_local
 from horovod.runner.slots.worker_env import WorkerRendezvous
 
 _CONNECT_SECONDS = 4.0
-"""For a host to answer, and for its neighbours to be reached, unless --start-timeout says how long:
-less than a job waits."""
+"""Seconds for a host to answer, and for its neighbours to be reached, unless --start-timeout says
+otherwise. A job waits longer."""
 
-_SLACK = 1.0  # beyond that, so that ssh can say itself what is wrong
-_FACTS_FACTOR = 3.0  # Python has longer than that to start and look around on a busy host
+_SLACK = 1.0  # seconds beyond that, so that ssh can say what is wrong
+_FACTS_FACTOR = 3.0  # Python gets this many times as long to start on a busy host
 _CLOCK_READINGS = 3
 
 
 def check_hosts(
     options: argparse.Namespace, env: Mapping[str, str], console: Console
 ) -> tuple[str, int]:
-    """Check the hosts of these options; the report, and the exit status: 1 if a job would fail."""
+    """Check the hosts that the options name.
+
+    Returns:
+        The report for people, and the exit status, which is 1 if a job would fail.
+    """
     options = copy.copy(options)
     slots = _find_hosts(options)
     options.hosts = [Host(name, 1) for name in slots]
@@ -61,11 +63,11 @@ def check_hosts(
     reports = {name: HostReport(name, count) for name, count in slots.items()}
     with ExitStack() as stack:
         outputs = _Answers(console)
-        place = StoreEndpoints(new_key())
-        stack.callback(place.close)
+        endpoints = StoreEndpoints(new_key())
+        stack.callback(endpoints.close)
         supervisor = Supervisor(console, outputs)
         stack.callback(supervisor.close)
-        HostCheck(request, reports, wanted, place, supervisor, outputs).run()
+        HostCheck(request, reports, wanted, endpoints, supervisor, outputs).run()
         if supervisor.signals:
             return "", 128 + supervisor.signals[0]
     hosts = list(reports.values())
@@ -76,14 +78,14 @@ def check_hosts(
 
 
 def _find_hosts(options: argparse.Namespace) -> dict[str, int | None]:
-    """The hosts that a job would use, or could, with their slots."""
+    """Return the hosts that a job could use, with their slots."""
     if options.host_discovery_script is None:
         return {host.name: host.slots for host in options.hosts}
     from horovod.runner.elastic.job import make_discovery
 
     try:
         found = make_discovery(options).find_available_hosts_and_slots()
-    except Exception as error:  # whatever an elastic job takes for a failed attempt
+    except Exception as error:  # an elastic job counts any exception as a failed attempt
         raise LaunchError(f"the discovery script gives no hosts: {error}") from None
     if not found:
         raise LaunchError("the discovery script gives no hosts")
@@ -91,7 +93,7 @@ def _find_hosts(options: argparse.Namespace) -> dict[str, int | None]:
 
 
 def _needed_files(command: Sequence[str]) -> list[str]:
-    """The program of a command, and the script that a Python among them is to run."""
+    """Return the program of a command, and the script if that program is a Python."""
     return [word for word in command[:2] if not word.startswith("-")]
 
 
@@ -103,7 +105,7 @@ def _program() -> str:
 
 
 class _Answers(Outputs):
-    """What the programs on the hosts say: lines of JSON for `heard`, the rest kept for a report."""
+    """Takes the output of the programs on the hosts: lines of JSON go to `heard`."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console, shown=())
@@ -119,33 +121,33 @@ class _Answers(Outputs):
 
 
 class HostCheck:
-    """The steps of the check; see `supervise.Handler` for what the methods are called for."""
+    """The steps of the check; `supervise.Handler` describes the methods that the loop calls."""
 
     def __init__(
         self,
         request: JobRequest,
         reports: Mapping[str, HostReport],
         wanted: Sequence[str],
-        place: StoreEndpoints,
+        endpoints: StoreEndpoints,
         supervisor: Supervisor,
         outputs: _Answers,
     ) -> None:
         self._request = request
         self._reports = reports
         self._wanted = wanted
-        self._place = place
+        self._endpoints = endpoints
         self._supervisor = supervisor
         self._outputs = outputs
         self._agents: dict[str, HostAgent] = {}
-        self._names = list(reports)  # by worker
+        self._names = list(reports)  # the name of each worker's host
         self._token = secrets.token_bytes(32)
         self._asked: dict[tuple[str, int], float] = {}  # when each reading of a clock was asked for
-        self._awaited: set[str] = set()  # whose answer the present step needs
+        self._awaited: set[str] = set()  # the hosts whose answers the present step needs
         self._following_step: Callable[[], None] = self._probe
         outputs.heard = self._hear
 
     def run(self) -> None:
-        """Check all hosts, and write what is found into their reports."""
+        """Check all hosts, and write the findings into their reports."""
         raise_descriptor_limit(7 * len(self._names) + 128)
         for worker, name in enumerate(self._names):
             self._outputs.open(worker, worker, {})
@@ -203,26 +205,26 @@ class HostCheck:
         self._following_step = self._ask_for_facts
         agents = list(self._agents.values())
         self._wait(self._agents, self._request.start_timeout + _SLACK, "did not find its way here")
-        problem = self._place.probe_all(agents, self._request.nics, self._request.start_timeout)
+        problem = self._endpoints.probe_all(agents, self._request.nics, self._request.start_timeout)
         for agent in agents if problem else ():
             self._drop(agent.name, problem)
 
     def _ask_for_facts(self) -> None:
-        self._following_step = self._meet
+        self._following_step = self._measure_links
         seconds = _FACTS_FACTOR * self._request.start_timeout
         self._wait(self._agents, seconds, f"said nothing about itself within {seconds:g} s")
         for name, agent in self._agents.items():
             report, worker = self._reports[name], self._names.index(name)
-            address, port = self._place.endpoints[0]
-            meeting = WorkerRendezvous(address, port, port, self._place.key)
+            address, port = self._endpoints.endpoints[0]
+            rendezvous = WorkerRendezvous(address, port, port, self._endpoints.key)
             (spec,) = worker_specs(self._request, agent)
-            env = host_variables(self._request, agent, meeting, ())
+            env = host_variables(self._request, agent, rendezvous, ())
             agent.start([replace(spec, input=True)], env)
             question: dict[str, Any] = {"address": report.address, "token": self._token.hex()}
             question |= {"folder": self._request.cwd, "files": list(self._wanted)}
             self._ask(worker, {"facts": question})
 
-    def _meet(self) -> None:
+    def _measure_links(self) -> None:
         """Let every host connect to the next and to the one before, as ranks of a ring do."""
         self._following_step = self._finish
         names = list(self._agents)
@@ -311,7 +313,7 @@ class HostCheck:
         )
 
     def _next_step(self, name: str, said: str) -> str:
-        """What to do about a host that does not answer."""
+        """Return advice about a host that does not answer."""
         if "Host key verification failed" in said:
             return "Log in once by hand and check its key, or put that into ~/.ssh/known_hosts"
         way = self._request.starter.name

@@ -1,7 +1,7 @@
-"""``horovodrun --join``: bring this machine into a job that waits for hosts.
+"""Bring this machine into a job that waits for hosts: ``horovodrun --join``.
 
 `launch` calls `run_join`. The process stays until the job has ended, or does not need this host any
-more. Where the job lets it go for a while, as an elastic one may, it joins again.
+more. If an elastic job releases it for a while, it joins again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _PAUSE = 0.5  # seconds between attempts to connect to a launcher that has not s
 
 
 def run_join(options: argparse.Namespace, environ: Mapping[str, str], console: Console) -> int:
-    """Be a host of the job until it lets us go; the exit status."""
+    """Take part in the job until it releases this host, and return the exit status.
+
+    Raises:
+        LaunchError: If this host cannot join, or the job is gone.
+    """
     address, port = options.join
     timeout = settings(options, environ).start_timeout
     try:
@@ -58,7 +62,7 @@ def run_join(options: argparse.Namespace, environ: Mapping[str, str], console: C
 
 
 def own_host(options: argparse.Namespace, environ: Mapping[str, str]) -> Host:
-    """What this machine is called in the job, and how many processes it offers to run."""
+    """Return the name of this machine in the job, and how many processes it offers to run."""
     if options.hosts:
         return Host(options.hosts[0].name, options.hosts[0].slots or 1)
     named = environ.get("HOROVOD_HOSTNAME") or environ.get("SLURMD_NODENAME")
@@ -75,7 +79,7 @@ def _connect(address: str, port: int, key: bytes, timeout: float) -> LinkChannel
                 f"cannot join {address}:{port}: {error}. Either it is not a horovodrun --listen, "
                 f"or its secret is another one"
             ) from None
-        except ConnectionRefusedError as error:  # it may come yet
+        except ConnectionRefusedError as error:  # the launcher may not have started yet
             if time.monotonic() > deadline:
                 raise LaunchError(f"cannot join {address}:{port}: {error.strerror}") from None
         except OSError as error:
@@ -84,14 +88,14 @@ def _connect(address: str, port: int, key: bytes, timeout: float) -> LinkChannel
 
 
 def _take_signals(relay: Relay) -> list[int]:
-    """Let Ctrl-C and SIGTERM end the workers first; the list gets the signal that came."""
-    came: list[int] = []
+    """Let Ctrl-C and SIGTERM end the workers first; the returned list gets the signals."""
+    signals: list[int] = []
 
     def end(number: int, _frame: object) -> None:
-        came.append(number)
+        signals.append(number)
         if not relay.terminate():
             os._exit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
-    return came
+    return signals

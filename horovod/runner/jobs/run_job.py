@@ -1,7 +1,7 @@
 """Run a job from its options to its outcome, in any thread.
 
-``horovodrun``, ``horovod.run``, scaling studies and upstream's `gloo_run` call `run_job`. Signals
-are taken over only in the main thread.
+``horovodrun``, ``horovod.run``, scaling studies and the old `gloo_run` call `run_job`. It handles
+signals only in the main thread.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import BinaryIO
 
 from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
-from horovod.runner.agents.channel_link import ChannelLink
+from horovod.runner.agents.channel import ChannelLink
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
-from horovod.runner.dashboard.watching import open_watcher, title_of, watched
+from horovod.runner.dashboard.watching import open_watcher, title_of, watched_environment
 from horovod.runner.jobs.request import JobRequest, make_request
 from horovod.runner.jobs.static_job import StaticJob
 from horovod.runner.options.secret import job_secret
@@ -43,12 +43,21 @@ def run_job(
     console: Console | None = None,
     title: str = "",
 ) -> Outcome:
-    """Run ``command`` as the options say, until the end; the outcome tells what went wrong.
+    """Run a command as a job until its end.
 
-    ``env`` is what the workers' environment is made from (by default this process's own). ``store``
-    is what the workers reach as the job's store: put something in before, or look into it after.
-    ``title`` is what the job is called on its dashboard, by default after the command.
-    `LaunchError` when the job cannot even begin.
+    Args:
+        options: The options of horovodrun.
+        command: The program that each rank runs, with its arguments.
+        env: The environment from which that of the workers is made; by default this process's own.
+        store: The job's store, which may have values for the workers, or get values from them.
+        console: Where messages and the workers' output go.
+        title: The name of the job on its dashboard; by default made from the command.
+
+    Returns:
+        The outcome, which says what went wrong, if anything.
+
+    Raises:
+        LaunchError: If the job cannot even begin.
     """
     console = console or Console(timestamps=options.prefix_timestamp)
     environ = os.environ if env is None else env
@@ -69,7 +78,7 @@ def run_job(
     if any(is_local(name) for name in request.hosts):
         find_command(command[0], request.env.get("PATH"))
     with watch() as watcher:
-        request = replace(request, env=watched(request.env, watcher))
+        request = replace(request, env=watched_environment(request.env, watcher))
         return _run_request(options, request, store, console, watcher)
 
 
@@ -81,11 +90,10 @@ def _run_joined(
     console: Console,
     watch: Callable[[], JobWatcher],
 ) -> Outcome:
-    """The same on hosts that join."""
-    # Not at the top: most jobs need neither.
-    from horovod.runner.agents.joining import JoinServer, gather
-    from horovod.runner.elastic.job import run_elastic_job
-    from horovod.runner.elastic.joined_hosts import JoinedHosts
+    """Run a job on hosts that join by themselves (``--listen``)."""
+    # Imported late, because most jobs need neither.
+    from horovod.runner.agents.link_server import JoinServer, gather
+    from horovod.runner.elastic.job import JoinedHosts, run_elastic_job
 
     try:
         key = job_secret(options.secret_file, environ, make=True)
@@ -110,7 +118,7 @@ def _run_joined(
         options.hosts += [Host(n, link.slots) for n, link in links.items() if n not in known]
         request = make_request(options, command, environ)
         with watch() as watcher:
-            request = replace(request, env=watched(request.env, watcher))
+            request = replace(request, env=watched_environment(request.env, watcher))
             return _run_request(options, request, store, console, watcher, links)
     finally:
         server.close()
@@ -123,7 +131,7 @@ def _open_watchers(
     title: str,
     console: Console,
 ) -> JobWatcher:
-    """Who watches the job: the dashboard and the line of --progress, where they are asked for."""
+    """Open what the options ask for: the dashboard, and the line of --progress."""
     config, elastic = settings(options, environ), options.elastic
     page = open_watcher(config, environ, store, title=title, say=console.say, elastic=elastic)
     if not options.progress:
@@ -141,16 +149,16 @@ def _run_request(
     watcher: JobWatcher,
     links: Mapping[str, ChannelLink] | None = None,
 ) -> Outcome:
-    """Run it; on ``links`` where those lead to its hosts, but for this machine."""
+    """Run a job with fixed ranks; ``links`` lead to its other hosts if these have joined."""
     with ExitStack() as stack:
         copies = _open_copies(options.output_filename, request.slots, stack)
         outputs = Outputs(console, options.output_ranks, options.attach, watcher)
         if options.attach is not None:
-            console.without_bars()
+            console.disable_bars()
         for slot in request.slots:
             outputs.open(slot.rank, slot.rank, copies.get(slot.rank, {}))
-        place = StoreEndpoints(new_key(), store)
-        stack.callback(place.close)
+        endpoints = StoreEndpoints(new_key(), store)
+        stack.callback(endpoints.close)
         supervisor = Supervisor(console, outputs, pass_interrupts_on=True, watcher=watcher)
         stack.callback(supervisor.close)
         if options.verbose:
@@ -163,7 +171,7 @@ def _run_request(
                 links[name].start_agent(name) if name in links else HostAgent(name)
                 for name in request.hosts
             ]
-        outcome = StaticJob(request, place, supervisor, agents, watcher).run()
+        outcome = StaticJob(request, endpoints, supervisor, agents, watcher).run()
     first = outcome.first_failure
     if first is None:
         outcome.account = describe_failure(outcome, [])
@@ -177,7 +185,11 @@ def _run_request(
 
 
 def find_command(command: str, path: str | None = None) -> str:
-    """The executable that ``command`` names here, as a shell would find it."""
+    """Return the file that a command names on this machine, as a shell would find it.
+
+    Raises:
+        LaunchError: If there is no such program; the message says what may be meant.
+    """
     found = shutil.which(command, path=path)
     if found:
         return found
@@ -196,7 +208,7 @@ def find_command(command: str, path: str | None = None) -> str:
 
 
 def _other_python(command: str, path: str | None, tail: Sequence[str]) -> str:
-    """A hint where a module is missing in a Python that is not the one of this program."""
+    """Return a hint if a module is missing in another Python than the one of this program."""
     found = shutil.which(command, path=path)
     if "python" not in os.path.basename(command) or found is None:
         return ""
@@ -215,7 +227,7 @@ def _other_python(command: str, path: str | None, tail: Sequence[str]) -> str:
 def _open_copies(
     directory: str | None, slots: Sequence[Slot], stack: ExitStack
 ) -> dict[int, dict[str, BinaryIO]]:
-    """DIR/rank.<n>/stdout and stderr for every rank, numbers padded to the same width."""
+    """Open DIR/rank.<n>/stdout and stderr for every rank; the numbers have the same width."""
     copies: dict[int, dict[str, BinaryIO]] = {}
     if directory is None:
         return copies

@@ -1,8 +1,8 @@
-"""A job with a fixed set of ranks: from "agents started" to "nothing left".
+"""Run a job with a fixed set of ranks, from the start of its agents to the end of all processes.
 
-`run_job` makes a `StaticJob` and lets the supervisor run it. Steps: an agent on every host; where
-some host is another machine, each finds the way to the job's store; all workers start; the first
-that fails, or the first host that is lost, ends the others.
+`run_job` makes a `StaticJob` and lets the supervisor run it. An agent starts on every host. If a
+host is another machine, each agent finds out how to reach the job's store. Then all workers start.
+The first worker that fails, or the first host that is lost, ends the others.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 
 from horovod.common.addresses import LOOPBACK
 from horovod.common.loss_note import read_note
-from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.agents.host_start import start_agent, start_command
+from horovod.runner.agents.host_agent import HostAgent, start_agent, start_command
 from horovod.runner.agents.probe import interface_address
 from horovod.runner.agents.processes import signal_groups
 from horovod.runner.agents.store_endpoints import (
@@ -27,12 +26,22 @@ from horovod.runner.agents.store_endpoints import (
     own_interfaces,
 )
 from horovod.runner.agents.supervise import FAILURE_GRACE, Supervisor, raise_descriptor_limit
-from horovod.runner.jobs.cause import CauseFinder
-from horovod.runner.jobs.request import JobRequest
-from horovod.runner.jobs.worker_specs import describe_threads, host_variables, worker_specs
-from horovod.runner.output.colours import Colour
-from horovod.runner.output.progress import TICK, Progress, Start
-from horovod.runner.output.report import Exit, LaunchError, LostHost, Outcome, ranges
+from horovod.runner.jobs.request import (
+    JobRequest,
+    describe_threads,
+    host_variables,
+    worker_specs,
+)
+from horovod.runner.output.console import Colour
+from horovod.runner.output.progress import TICK, Progress, StartProgress
+from horovod.runner.output.report import (
+    CauseFinder,
+    Exit,
+    LaunchError,
+    LostHost,
+    Outcome,
+    format_ranks,
+)
 from horovod.runner.output.watcher import JobWatcher
 from horovod.runner.slots.hosts import is_local
 from horovod.runner.slots.worker_env import WorkerRendezvous
@@ -47,25 +56,33 @@ _COMPANY_WINDOW = 2.0
 """Seconds to wait, when a host cannot be reached, for others that cannot either."""
 
 _SLACK = 3.0
-"""Seconds beyond ssh's own time limit, so that ssh can say itself what is wrong."""
+"""Seconds beyond ssh's own time limit, so that ssh can say what is wrong."""
 
 
 class StaticJob:
-    """The policy of such a job; see `supervise.Handler` for what the methods are called for."""
+    """Reacts to the events of such a job; `supervise.Handler` describes the methods."""
 
     def __init__(
         self,
         request: JobRequest,
-        place: StoreEndpoints,
+        endpoints: StoreEndpoints,
         supervisor: Supervisor,
         agents: Sequence[HostAgent] = (),
         watcher: JobWatcher | None = None,
     ) -> None:
-        """``agents`` are those that somebody else has started, for all hosts of the request."""
+        """Prepare a job.
+
+        Args:
+            request: What to run.
+            endpoints: The job's store.
+            supervisor: The launcher's loop.
+            agents: The agents of all hosts, if they already run; by default the job starts them.
+            watcher: What follows the job.
+        """
         self._watcher = watcher or JobWatcher()
         self.outcome = Outcome()
         self._request = request
-        self._place = place
+        self._endpoints = endpoints
         self._supervisor = supervisor
         self._console = supervisor.console
         self._hosts = request.hosts
@@ -77,14 +94,14 @@ class StaticJob:
         self._running: set[int] = set()
         self._cause = CauseFinder()
         self._bystanders = 0
-        self._patient = False  # waiting for ranks that are said to be the cause
+        self._awaits_cause = False  # whether it waits for ranks that are said to be the cause
         self._progress = Progress(supervisor.console, status=self._watcher.status)
-        self._start = Start(request.slots, list(self._hosts), self._all_local)
+        self._start = StartProgress(request.slots, list(self._hosts), self._all_local)
 
     def run(self) -> Outcome:
-        """Start everything and see it to its end."""
-        places = {str(slot.rank): [slot.hostname, slot.rank] for slot in self._request.slots}
-        self._watcher.note("decision", number=0, workers=places)
+        """Run the job to its end."""
+        workers = {str(slot.rank): [slot.hostname, slot.rank] for slot in self._request.slots}
+        self._watcher.note("decision", number=0, workers=workers)
         if self._agents:
             for agent in self._agents.values():
                 self._supervisor.add(agent)
@@ -92,7 +109,7 @@ class StaticJob:
         else:
             self._start_agents()
         if len(self._request.slots) > 1:
-            self._place.store.watch(self._start.note_key)
+            self._endpoints.store.watch(self._start.note_key)
         self._show_progress()
         self._supervisor.run(self)
         self._blame()
@@ -102,9 +119,9 @@ class StaticJob:
         return outcome
 
     def _show_progress(self) -> None:
-        """Who is awaited, until all ranks have met; after that, how the job goes if wanted."""
+        """Show what the job waits for until all ranks are in `init`, then how the job goes."""
         over = self._supervisor.stopping or bool(self._supervisor.signals)
-        self._progress.update("" if over else self._start.awaited(self._console.is_blank))
+        self._progress.update("" if over else self._start.describe_awaited(self._console.is_blank))
         if not over and (self._progress.has_status or not self._start.is_complete):
             self._supervisor.call_later(TICK, self._show_progress)
 
@@ -116,7 +133,7 @@ class StaticJob:
         raised = False
         for name in names:
             if not is_local(name) and not raised:
-                # After the local agent, whose workers are to have the limit that the user gave.
+                # Only after the local agent has started: its workers keep the user's limit.
                 raise_descriptor_limit(3 * len(names) + 4 * len(request.slots) + 128)
                 raised = True
             try:
@@ -131,13 +148,13 @@ class StaticJob:
             self._supervisor.call_later(request.start_timeout + _SLACK, self._give_up_waiting)
 
     def ready(self, agent: HostAgent) -> None:
-        self._start.up.add(agent.name)
+        self._start.hosts_up.add(agent.name)
         if self._request.verbose:
             hello = agent.hello or {}
             self._console.say(f"{agent.name}: agent runs as pid {hello['pid']}")
-        self._meet_if_complete()
+        self._connect_if_complete()
 
-    def _meet_if_complete(self) -> None:
+    def _connect_if_complete(self) -> None:
         waiting = [name for name, agent in self._agents.items() if agent.hello is None]
         if self._supervisor.stopping or self._supervisor.signals:
             return
@@ -145,7 +162,7 @@ class StaticJob:
             if not set(waiting) - set(self._unreachable):
                 self._give_up_hosts()
         elif not waiting:
-            self._meet()
+            self._connect_hosts()
 
     def _give_up_waiting(self) -> None:
         for name, agent in self._agents.items():
@@ -168,15 +185,15 @@ class StaticJob:
         self._problem("\n".join(texts))
 
     def _problem(self, text: str, status: int = 1, grace: float = 0.0) -> None:
-        """What keeps the job from going on; the first such thing is the one that is told."""
+        """End the job because of a problem; only the first problem is reported."""
         if not self.outcome.problem and not self._supervisor.signals:
             self.outcome.problem = text
             self.outcome.problem_status = status
         self._supervisor.stop(grace)
 
-    # -- meeting ---------------------------------------------------------------------------
+    # -- connecting ---------------------------------------------------------------------------
 
-    def _meet(self) -> None:
+    def _connect_hosts(self) -> None:
         request = self._request
         nics = request.nics
         if nics and not any(interface_address(name) for name in nics):
@@ -186,12 +203,12 @@ class StaticJob:
                 status=2,
             )
         elif self._all_local:
-            endpoint = self._place.open(LOOPBACK)
-            master = LOOPBACK, self._place.reserve_port(LOOPBACK)
+            endpoint = self._endpoints.open(LOOPBACK)
+            master = LOOPBACK, self._endpoints.reserve_port(LOOPBACK)
             self._start_workers(dict.fromkeys(self._hosts, endpoint), master)
         else:
             agents = [self._agents[name] for name in self._hosts]
-            problem = self._place.probe_all(agents, nics, request.start_timeout)
+            problem = self._endpoints.probe_all(agents, nics, request.start_timeout)
             if problem:
                 self._problem(problem)
 
@@ -214,8 +231,8 @@ class StaticJob:
                 name: (each["endpoint"][0], each["endpoint"][1])
                 for name, each in self._answers.items()
             }
-            self._place.keep(set(endpoints.values()))
-            first = self._answers[next(iter(self._hosts))]  # where rank 0 is
+            self._endpoints.keep(set(endpoints.values()))
+            first = self._answers[next(iter(self._hosts))]  # the host of rank 0
             master = LOOPBACK if len(self._hosts) == 1 else first["address"]
             self._start_workers(endpoints, (master, first["port"]))
 
@@ -227,8 +244,9 @@ class StaticJob:
             self._console.say(sentence)
         for name in self._hosts:
             agent = self._agents[name]
-            meeting = WorkerRendezvous(*endpoints[name], master[1], self._place.key, master[0])
-            env = host_variables(request, agent, meeting, self._interfaces(name))
+            key = self._endpoints.key
+            rendezvous = WorkerRendezvous(*endpoints[name], master[1], key, master[0])
+            env = host_variables(request, agent, rendezvous, self._interfaces(name))
             if request.verbose:
                 for variable in sorted(env):
                     if variable.startswith(("HOROVOD_", "MASTER_")):
@@ -240,7 +258,7 @@ class StaticJob:
             agent.finish()
 
     def _interfaces(self, name: str) -> list[str]:
-        """Those of a host that the traffic between ranks is to use; none: all of them."""
+        """Return the interfaces of a host for the traffic between ranks; none stands for all."""
         if name in self._answers:
             return list(self._answers[name]["nics"])
         return [nic for nic in self._request.nics if interface_address(nic)]
@@ -255,7 +273,7 @@ class StaticJob:
 
     def failed(self, agent: HostAgent, worker: int, number: int, what: str) -> None:
         if number == errno.ECANCELED:
-            return  # we stopped it before it began
+            return  # we stopped the job before this worker began
         why = os.strerror(number)
         if number == errno.EMFILE:
             why += " (each worker takes two pipes; see 'ulimit -n')"
@@ -281,21 +299,21 @@ class StaticJob:
         stopping = self._supervisor.stopping
         if self._supervisor.signals or (stopping and not self._cause.failures):
             return
-        # What reports later may have happened earlier; what we ended ourselves did not.
+        # A failure that is reported later may have happened earlier; what we have ended did not.
         self._cause.add(o for o in failures if not (stopping and -o.code == signal.SIGTERM))
         if self._cause.failures and not stopping:
             self._look_for_cause()
 
     def _exit(self, rank: int, code: int, host: str) -> Exit:
-        because_of = read_note(self._place.store, str(rank)) if code else None
+        because_of = read_note(self._endpoints.store, str(rank)) if code else None
         return Exit(rank, self._pids[rank], code, host, because_of)
 
     def _look_for_cause(self) -> None:
-        """End the job, unless the rank that is said to have caused the failures is still ending."""
+        """End the job, unless it waits for a rank that others name as the cause to end."""
         if not self._cause.awaited(self._running):
             self._end_others()
-        elif not self._patient:
-            self._patient = True
+        elif not self._awaits_cause:
+            self._awaits_cause = True
             self._supervisor.call_later(_CAUSE_PATIENCE, self._end_others)
 
     def _end_others(self) -> None:
@@ -310,14 +328,14 @@ class StaticJob:
             self._supervisor.call_later(_BLAME_WINDOW, self._blame)
 
     def _blame(self) -> None:
-        """Settle which of the failures so far came first."""
+        """Decide which of the failures so far is the cause."""
         failure = self._cause.first()
         if failure is None or self.outcome.first_failure is not None:
             return
         self.outcome.first_failure = failure
-        early = self.outcome.gone_early = self._cause.gone_early(self.outcome.exits)
+        early = self.outcome.early_exits = self._cause.early_exits(self.outcome.exits)
         if early:
-            who = ranges([one.rank for one in early])
+            who = format_ranks([one.rank for one in early])
             self._console.say(f"rank {who} left the job early", Colour.FAILURE)
             return
         others = f"; stopping the other {self._bystanders}" if self._bystanders else ""
@@ -332,7 +350,7 @@ class StaticJob:
             self._unreachable[agent.name] = f"\n{said}" if "\n" in said else said
             if len(self._unreachable) == 1:
                 self._supervisor.call_later(_COMPANY_WINDOW, self._give_up_hosts)
-            self._meet_if_complete()
+            self._connect_if_complete()
             return
         ranks = [slot.rank for slot in self._hosts[agent.name] if slot.rank in self._running]
         self._running -= set(ranks)
@@ -351,8 +369,9 @@ class StaticJob:
                 how,
                 agent.last_words,
             )
+            who = format_ranks(self.outcome.lost.ranks)
             self._console.say(
-                f"{agent.name} (rank {ranges(self.outcome.lost.ranks)}) {how}; stopping the others",
+                f"{agent.name} (rank {who}) {how}; stopping the others",
                 Colour.FAILURE,
             )
             self._supervisor.stop(FAILURE_GRACE)

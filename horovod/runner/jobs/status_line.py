@@ -1,7 +1,7 @@
-"""``--progress``: how a job goes, in one line on the terminal, for people without a browser.
+"""Say in one line on the terminal how a job goes: ``--progress``, for people without a browser.
 
-`run_job` makes one. It is fed by the same reports of the ranks as the dashboard, makes the same
-picture of them, and so calls the same ranks slow. `output.progress` shows the line.
+`run_job` makes a `StatusLine`. It gets the same reports of the ranks as the dashboard, makes the
+same picture of them, and so calls the same ranks slow. `output.progress` shows the line.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from horovod.common.store import MemoryStore
 from horovod.runner.dashboard.board import Board
-from horovod.runner.dashboard.process_state import ProcessStates
+from horovod.runner.dashboard.processes import ProcessStates
 from horovod.runner.dashboard.reports import KEY_PREFIX, parse_key, parse_report
 from horovod.runner.dashboard.stragglers import BACKWARD, COMPUTE, LINK, SILENT, STOPPED
 from horovod.runner.dashboard.watching import INTERVAL
-from horovod.runner.output.report import ranges
+from horovod.runner.output.report import format_ranks
 from horovod.runner.output.watcher import JobWatcher
 
-_SECONDS = 1.0  # between a rank's reports
-_WORTH_TELLING = 3.0  # seconds that ranks wait for another
+_REPORT_SECONDS = 1.0  # between two reports of a rank
+_LONG_WAIT = 3.0  # seconds; shorter waits for a rank are not worth a word
 _MOST_QUEUED = 10_000
 _REASONS = {
     STOPPED: "is stopped",
@@ -30,14 +30,14 @@ _REASONS = {
     COMPUTE: "is slow before backward",
     LINK: "has a slow link",
 }
-"""What there is room to say of a rank; waits of a moment are not worth a word."""
+"""Short descriptions of a slow rank. Other reasons, such as a short wait, are not worth a word."""
 
 
 class StatusLine(JobWatcher):
     """Collects reports in the store's threads, and makes the line in the launcher's."""
 
     def __init__(self, store: MemoryStore, environ: Mapping[str, str], elastic: bool) -> None:
-        self._interval = float(environ.get(INTERVAL) or _SECONDS)
+        self._interval = float(environ.get(INTERVAL) or _REPORT_SECONDS)
         self._board = Board("", time.time(), self._interval, elastic)
         self._states = ProcessStates()
         self._store = store
@@ -49,7 +49,7 @@ class StatusLine(JobWatcher):
 
     def note(self, event: str, **details: Any) -> None:
         if event == "decision":
-            self._board.place(int(details["number"]), details["workers"], time.time())
+            self._board.take_decision(int(details["number"]), details["workers"], time.time())
         elif event == "started":
             self._board.started_worker(str(details["worker"]), int(details["pid"]))
         elif event == "exited":
@@ -74,7 +74,7 @@ class StatusLine(JobWatcher):
 
 
 def describe(picture: Mapping[str, Any]) -> str:
-    """The line for a picture of `Board.changes`; empty before the first step."""
+    """Return the line for a picture of `Board.changes`; empty before the first step."""
     job = picture.get("job", {})
     if not job.get("step"):
         return ""
@@ -88,10 +88,10 @@ def describe(picture: Mapping[str, Any]) -> str:
     for rank in picture.get("ranks", ()):
         if rank["reason"] in _REASONS:
             slow.setdefault(rank["reason"], []).append(rank["rank"])
-    parts += [f"rank {ranges(which)} {_REASONS[reason]}" for reason, which in slow.items()]
+    parts += [f"rank {format_ranks(which)} {_REASONS[reason]}" for reason, which in slow.items()]
     for stall in picture.get("stalls", ()):
         waited = picture["now"] - stall["since"]
-        if waited >= _WORTH_TELLING and stall["missing"]:
-            missing = ranges(stall["missing"])
+        if waited >= _LONG_WAIT and stall["missing"]:
+            missing = format_ranks(stall["missing"])
             parts.append(f"{waited:.0f} s waiting for rank {missing}")
     return "; ".join(parts)

@@ -1,5 +1,5 @@
-"""What a job is asked to be: the command line, the configuration file, and the values they mean.
+"""The options of a job: the command line, the configuration file, and the values that they mean.
 
-`horovod.runner.launch` parses with `arguments`; `horovod.run` and upstream's functions make their
-options with it too.
+`horovod.runner.launch` parses with `arguments`; `horovod.run` and the functions of Horovod 0.28.1
+make their options with it, too.
 """

@@ -1,16 +1,16 @@
-"""The command line of ``horovodrun``: options, help, and what counts as a mistake.
+"""Read the command line of ``horovodrun``, and check that the options describe a job.
 
-`launch` calls `parse_args`. A mistake ends with exit status 2 and a message that says what to type
-instead. The result has these attributes; one that is not given is None (a switch: False) unless
-stated:
+`launch` calls `parse_args`. A mistake ends the program with exit status 2 and a message that says
+what to type instead. The result has these attributes. An attribute that is not given is None (a
+switch: False), unless stated otherwise:
 
-job       num_proc (int; of a scaling study the largest), command (list), dry_run, config_file
+job       num_proc (int; for a scaling study the largest), command (list), dry_run, config_file
 hosts     hosts (list of `Host`; localhost when nothing is given, empty with a discovery script),
           hostfile (path), host_discovery_script (absolute path), network_interfaces (list),
-          allocation (`Allocation`: where the hosts are from if no option names them, or None)
+          allocation (`Allocation`: the batch job of the hosts if no option names them, or None)
 reaching  ssh_port (int), ssh_identity_file (path), start_command (with {host} in it), listen
-          (address, port), secret_file (path); with join (address, port) of all this only hosts
-          and secret_file are looked at, and nothing else is checked
+          (address, port), secret_file (path), join (address, port): with join only hosts and
+          secret_file count, and nothing else is checked
 output    output_filename, output_ranks (list of int), attach (rank or None), progress,
           prefix_timestamp, verbose (int: how often)
 scaling   scaling (sizes, ascending), strong, repeat (1 by default), scaling_output ("scaling" by
@@ -19,13 +19,13 @@ launcher  use_gloo, use_mpi, use_jsrun (at most one is True), mpi_args (text), b
           tcp_flag, cpu_bind ("none", "core" or "numa"; never None)
 elastic   elastic (whether this is an elastic job), min_num_proc (num_proc by default in an elastic
           job), max_num_proc, slots_per_host, reset_limit, max_worker_failures (3 by default
-          in an elastic job), blacklist_cooldown_range ([least, most], seconds), status_file
+          in an elastic job), blacklist_cooldown_range ([lowest, highest], seconds), status_file
 about     version, check_build, completion ("bash", "zsh" or "fish"): nothing else is checked when
           one of them is given; check (needs neither num_proc nor command); disable_cache
-notices   list of sentences to show before the job starts: options that have no effect here
+notices   list of sentences to show before the job starts, about options that have no effect here
 others    one for each row of `tunables.TUNABLES`, such as fusion_threshold_mb, start_timeout and
-          log_level: as given, or as the configuration file says. `tunables.settings_environment`
-          gives the workers' variables, `tunables.settings` the values in force.
+          log_level, from the option or the configuration file. `tunables.settings_environment`
+          returns the workers' variables, `tunables.settings` the values that count.
 """
 
 from __future__ import annotations
@@ -37,8 +37,13 @@ from collections.abc import Mapping, Sequence
 
 from horovod.runner.options.config_file import CONTROLLER, read_config_file
 from horovod.runner.options.parser import DEFAULT_WORKER_FAILURES, make_parser
-from horovod.runner.options.syntax import complete
-from horovod.runner.options.tunables import TUNABLES, chosen, settings, without_effect
+from horovod.runner.options.syntax import fill_in_values
+from horovod.runner.options.tunables import (
+    TUNABLES,
+    chosen_variables,
+    ineffective_variables,
+    settings,
+)
 from horovod.runner.slots.allocation import find_allocation
 from horovod.runner.slots.hosts import Host, is_local, parse_hostfile, plan_slots
 
@@ -57,7 +62,12 @@ _NEEDS_MPIRUN = ("mpi_args", "binding_args")
 def parse_args(
     argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
 ) -> argparse.Namespace:
-    """The options; ends the program with status 2 where they do not describe a job."""
+    """Return the options; end the program with status 2 if they do not describe a job.
+
+    Args:
+        argv: The arguments; by default those of this process.
+        environ: The environment of the launcher.
+    """
     parser = make_parser()
     try:
         return _read(parser, argv, environ)
@@ -68,14 +78,22 @@ def parse_args(
 def make_options(
     argv: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> argparse.Namespace:
-    """The same for a program that starts a job: `ValueError` where they do not describe one."""
+    """Return the options, for a program that starts a job.
+
+    Args:
+        argv: The arguments.
+        environ: The environment of the launcher.
+
+    Raises:
+        ValueError: If they do not describe a job.
+    """
     return _read(make_parser(), argv, environ)
 
 
 def _read(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, environ: Mapping[str, str]
 ) -> argparse.Namespace:
-    argv = complete(parser, sys.argv[1:] if argv is None else argv)
+    argv = fill_in_values(parser, sys.argv[1:] if argv is None else argv)
     options, unknown = parser.parse_known_args(argv, argparse.Namespace(notices=[]))
     if unknown:
         raise ValueError(_unrecognised(parser, unknown[0]))
@@ -86,7 +104,7 @@ def _read(
     if options.join is not None:
         _check_join(options)
         return options
-    typed = chosen(options)
+    typed = chosen_variables(options)
     _settle_scaling(parser, options)
     _merge_config_file(options)
     _settle_hosts(options, environ)
@@ -95,16 +113,18 @@ def _read(
     _settle_elastic(options)
     _settle_launcher(options, environ)
     _check_listen(options)
-    settings(options, environ)  # a variable that the workers would refuse is refused here
-    # A file may well list what only matters together with something else: only for options
-    # that were typed is that worth a word.
-    options.notices += without_effect(typed, {**environ, **chosen(options)}).values()
+    settings(options, environ)  # raises an error for variables that the workers would refuse
+    # Only for options that were typed: a configuration file may well list values that matter
+    # only together with others.
+    options.notices += ineffective_variables(
+        typed, {**environ, **chosen_variables(options)}
+    ).values()
     options.notices += _notices(parser, options, environ)
     return options
 
 
 def _check_join(options: argparse.Namespace) -> None:
-    """A host that joins runs what the job's own command line says."""
+    """Check the options of a host that joins: the job's own command line says what to run."""
     if options.command:
         raise ValueError(
             f"argument --join: leave out {options.command[0]!r}: the job that is joined says what "
@@ -117,7 +137,7 @@ def _check_join(options: argparse.Namespace) -> None:
 
 
 def _check_listen(options: argparse.Namespace) -> None:
-    """Who waits for hosts starts none, and finds none."""
+    """Check the options of a job that waits for hosts: it neither starts nor looks for them."""
     if options.listen is None:
         if options.secret_file is not None:
             options.notices.append("--secret-file has no effect without --listen or --join")
@@ -147,7 +167,7 @@ def _unrecognised(parser: argparse.ArgumentParser, argument: str) -> str:
 
 
 def _merge_config_file(options: argparse.Namespace) -> None:
-    """What the file says, where no option says otherwise."""
+    """Take values from the configuration file, unless an option sets them."""
     if options.config_file is None:
         return
     try:
@@ -163,7 +183,7 @@ def _merge_config_file(options: argparse.Namespace) -> None:
 
 
 def _settle_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """`options.hosts`, whichever way they are given."""
+    """Set `options.hosts` from a hostfile, a batch system or -H."""
     options.allocation = None
     if options.hostfile is not None:
         options.hosts = _read_hostfile(options.hostfile)
@@ -180,7 +200,7 @@ def _settle_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> No
 
 
 def _settle_allocation(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Hosts and number of processes that a batch system has given to us, unless hosts join."""
+    """Take hosts and the number of processes from a batch system, unless hosts join."""
     if options.listen is not None:
         options.hosts = []
         return
@@ -229,7 +249,7 @@ def _how_many(options: argparse.Namespace) -> str:
 
 
 def _settle_scaling(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """A study says itself how many processes there are; its jobs do not change their size."""
+    """Check the options of a scaling study, which says itself how many processes there are."""
     given = _given(parser, options, ("repeat", "scaling_output", "scaling_published"))
     given += ["--strong"] if options.strong else []
     if options.scaling is None:
@@ -302,11 +322,11 @@ def _settle_launcher(options: argparse.Namespace, environ: Mapping[str, str]) ->
 def _notices(
     parser: argparse.ArgumentParser, options: argparse.Namespace, environ: Mapping[str, str]
 ) -> list[str]:
-    """What was asked for and has no effect."""
+    """Return sentences about options that have no effect."""
     found = [
-        f"{row.flag} has no effect: {row.inert}"
+        f"{row.flag} has no effect: {row.inert_reason}"
         for row in TUNABLES
-        if row.inert and getattr(options, row.dest)
+        if row.inert_reason and getattr(options, row.dest)
     ]
     if options.disable_cache:
         found.append("--disable-cache has no effect: nothing is kept between jobs")
@@ -324,6 +344,6 @@ def _notices(
 def _given(
     parser: argparse.ArgumentParser, options: argparse.Namespace, names: Sequence[str]
 ) -> list[str]:
-    """The options among these attributes that have a value."""
+    """Return the options that set these attributes, if they have a value."""
     flags = {action.dest: action.option_strings[0] for action in parser._actions[:-1]}
     return [flags[name] for name in names if getattr(options, name) is not None]

@@ -1,8 +1,8 @@
-"""``horovodrun --completion SHELL``: a script that lets a shell complete the options.
+"""Make a script that lets a shell complete the options: ``horovodrun --completion SHELL``.
 
 `launch` prints it; people put ``source <(horovodrun --completion bash)`` into their shell's start
-file. It is made from the parser, so it has every option, and starts no Python when a key is
-pressed. Behind the options stands a command, which the shell completes as it would alone.
+file. The script is made from the parser, so it has every option, and it starts no Python when a key
+is pressed. The shell completes the command behind the options as it would without horovodrun.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ complete -c horovodrun -x -a '(__fish_complete_subcommand @WITH_VALUE@)'
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for one of `SHELLS`."""
+    """Return the script for one of `SHELLS`."""
     return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](list(_options(parser))).rstrip("\n")
 
 
@@ -81,7 +81,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _values(action: argparse.Action) -> int:
-    """How many words after the option belong to it; of an optional value, none."""
+    """Return how many words after an option belong to it; none if its value is optional."""
     if "[" in _metavar(action)[:1]:
         return 0
     return 1 if action.nargs is None else int(action.nargs)
@@ -100,7 +100,7 @@ def _flags(actions: list[argparse.Action], separator: str) -> str:
 
 
 def _summary(action: argparse.Action) -> str:
-    """The beginning of the help, without what a shell would take for syntax."""
+    """Return the beginning of an option's help, without characters that shells treat as syntax."""
     text = re.split(r"[.;:] |\.$| \(default", str(action.help).replace("%%", "%"))[0]
     return re.sub(r"[]\['\"`$:\\]", " ", text)
 

@@ -1,7 +1,8 @@
-"""``horovodrun --config-file``: a YAML file that sets what the tunable options set.
+"""Read a YAML file that sets what the tunable options set: ``horovodrun --config-file``.
 
-Called by `arguments`. The keys are those of the rows in `tunables`, and ``controller``; values are
-checked as the options' arguments are. A mistake is a `ValueError` that names file and line.
+`arguments` calls `read_config_file`. The keys are those of the rows in `tunables`, and
+``controller``; values are checked like the options' arguments. A mistake is a `ValueError` that
+names file and line.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class _Entry:
 
     key: str  # with its section: params.cycle_time_ms
     line: int
-    node: Any  # of the value
+    node: Any  # the YAML node of the value
 
     @property
     def empty(self) -> bool:
@@ -32,7 +33,14 @@ class _Entry:
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """The file's values by the attribute of the options that they set; ``controller`` by itself."""
+    """Read the file.
+
+    Returns:
+        The values, by the attribute of the options that each sets, and ``controller``.
+
+    Raises:
+        ValueError: If the file cannot be read, or has a mistake; the message names the line.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
@@ -59,7 +67,7 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 
 def schema() -> dict[str, Tunable | None]:
-    """Every key that the file may have, and the option it stands for."""
+    """Return every key that the file may have, and the option that it stands for."""
     keys: dict[str, Tunable | None] = {CONTROLLER: None}
     for row in TUNABLES:
         keys.update({key: row for key in (row.key, row.inverse_key) if key})
@@ -67,7 +75,7 @@ def schema() -> dict[str, Tunable | None]:
 
 
 def _entries(path: str, text: str) -> Iterator[_Entry]:
-    """The known keys of the file, in its order; `ValueError` at the first unknown one."""
+    """Return the entries of the file in order; raise `ValueError` at the first unknown key."""
     import yaml  # takes longer to import than the launcher otherwise takes to start
 
     try:
@@ -109,7 +117,7 @@ def _items(path: str, node: Any, prefix: str) -> list[_Entry]:
 
 
 def _unknown(path: str, entry: _Entry, known: list[str]) -> str:
-    """What to say about a key that is not ``known`` there: in the wrong section, or misspelt."""
+    """Return a message about an unknown key, which may be misspelt or in the wrong section."""
     name = entry.key.rpartition(".")[2]
     elsewhere = [key for key in schema() if key.rpartition(".")[2] == name]
     here = [key.rpartition(".")[2] for key in known]
@@ -119,7 +127,7 @@ def _unknown(path: str, entry: _Entry, known: list[str]) -> str:
 
 
 def _value(entry: _Entry) -> tuple[str, Any]:
-    """The attribute that an entry sets and the value it gives it; None for an empty one."""
+    """Return the attribute that an entry sets, and its value; None for an empty one."""
     row = schema()[entry.key]
     if entry.node.id != "scalar":
         raise ValueError("must be a single value")

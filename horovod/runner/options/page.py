@@ -1,6 +1,6 @@
-"""docs/horovodrun.md: every option, made from the parser and the table of tunables.
+"""Make docs/horovodrun.md, with every option, from the parser and the table of tunables.
 
-``python -m horovod.runner.options.page > docs/horovodrun.md`` writes it; a test compares.
+``python -m horovod.runner.options.page > docs/horovodrun.md`` writes it; a test compares the two.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ Lets a shell complete options, files, and the command behind them:
 
 
 def option_page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [_INTRODUCTION]
     for group in make_parser()._action_groups:
         actions = [a for a in group._group_actions if a.help != argparse.SUPPRESS]
@@ -234,14 +234,14 @@ def _table(actions: list[argparse.Action]) -> str:
 
 
 def _example() -> Iterator[str]:
-    """A configuration file with every key."""
+    """Return the lines of a configuration file with every key."""
     section = ""
     for key, row in schema().items():
         if row is None:
             yield f"{CONTROLLER}:  # {' or '.join(CONTROLLERS)}"
             continue
         if row.inverse_key and row.key and key == row.key:
-            continue  # the same in the opposite sense follows
+            continue  # the key with the opposite sense follows
         before, _, name = key.partition(".")
         if before != section:
             section = before
@@ -258,7 +258,7 @@ def _default(row: Tunable, *, inverse: bool) -> str:
         return str(default is not inverse).lower()
     if row.choices:
         return str(default).upper()
-    # The variable of one unit of the option tells how many units the default is.
+    # The variable's value for one unit of the option shows how many units the default is.
     unit = float(row.transform(1)) if row.knob.type in (int, float) else 1.0
     return f"{default / unit:g}"
 

@@ -1,16 +1,15 @@
-"""The options of ``horovodrun`` and its help, in the order in which people read them.
+"""The parser with all options of ``horovodrun``, in the order in which people read them.
 
-`arguments` parses with it, `options.page` makes the documentation from it. Options that set a
-variable of the core come from the table in `tunables`.
+`arguments` parses with it, and `options.page` makes the documentation from it. Options that set a
+variable of Horovod's core come from the table in `tunables`.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from horovod.runner.options import values
+from horovod.runner.options import syntax, values
 from horovod.runner.options.completion import SHELLS
-from horovod.runner.options.help_text import DESCRIPTION, EXAMPLES, SHORT_HELP, USAGE
 from horovod.runner.options.syntax import Deprecated, HelpFormatter, Parser, ShowText
 from horovod.runner.options.tunables import ELASTIC, LIBRARIES, SECTIONS, Tunable, help_text
 from horovod.runner.slots.hosts import parse_hosts
@@ -19,12 +18,12 @@ DEFAULT_WORKER_FAILURES = 3
 
 
 def make_parser() -> Parser:
-    """The parser, in the order in which ``--help-all`` shows it."""
+    """Make the parser; ``--help-all`` shows its options in this order."""
     parser = Parser(
         prog="horovodrun",
-        usage=USAGE,
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
+        usage=syntax.USAGE,
+        description=syntax.DESCRIPTION,
+        epilog=syntax.EXAMPLES,
         formatter_class=HelpFormatter,
         add_help=False,
     )
@@ -50,7 +49,7 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-np",
         "--num-proc",
-        type=values.whole(1),
+        type=values.whole_number(1),
         metavar="N",
         help="Number of processes; for an elastic job, those needed before it starts. Required, "
         "except with --min-np, and in an allocation (Slurm, PBS, SGE, LSF, a Kubernetes MPI job), "
@@ -112,7 +111,7 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-p",
         "--ssh-port",
-        type=values.whole(1, 65535),
+        type=values.whole_number(1, 65535),
         metavar="PORT",
         help="Port of the other hosts' ssh server (default: what the ssh configuration says).",
     )
@@ -222,7 +221,7 @@ def _add_scaling(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--repeat",
-        type=values.whole(1),
+        type=values.whole_number(1),
         metavar="R",
         help="Run every size R times, in turns, and take medians (default: 1).",
     )
@@ -274,7 +273,7 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
         "--min-np",
         "--min-num-proc",
         dest="min_num_proc",
-        type=values.whole(1),
+        type=values.whole_number(1),
         metavar="N",
         help="Fewest processes with which the job goes on (default: -np).",
     )
@@ -282,33 +281,33 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
         "--max-np",
         "--max-num-proc",
         dest="max_num_proc",
-        type=values.whole(1),
+        type=values.whole_number(1),
         metavar="N",
         help="Most processes that it uses (default: as many as there are slots).",
     )
     group.add_argument(
         "--slots-per-host",
-        type=values.whole(1),
+        type=values.whole_number(1),
         metavar="N",
         help="Slots of a host for which none are given (default: each must say).",
     )
     group.add_argument(
         "--reset-limit",
-        type=values.whole(0),
+        type=values.whole_number(0),
         metavar="N",
         help="Changes of membership after which the job ends; 0 allows none (default: no limit).",
     )
     group.add_argument(
         "--blacklist-cooldown-range",
         nargs=2,
-        type=values.whole(1, 3600),
+        type=values.whole_number(1, 3600),
         metavar=("MIN", "MAX"),
         help="Seconds, 1 to 3600, after which a host that failed may be used again; the wait "
         "grows from MIN to MAX (default: never again).",
     )
     group.add_argument(
         "--max-worker-failures",
-        type=values.whole(1),
+        type=values.whole_number(1),
         metavar="N",
         help="Failed processes after which a host is not used any more "
         f"(default: {DEFAULT_WORKER_FAILURES}).",
@@ -349,7 +348,7 @@ def _add_information(group: argparse._ArgumentGroup) -> None:
         "-h",
         "--help",
         action=ShowText,
-        text=SHORT_HELP,
+        text=syntax.SHORT_HELP,
         help="Show the options that most jobs need, with examples, and exit.",
     )
     group.add_argument("--help-all", action="help", help="Show all options and exit.")

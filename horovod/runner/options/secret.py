@@ -1,7 +1,7 @@
-"""The secret that lets hosts join a job: from a file, or from the environment.
+"""Read or make the secret with which hosts join a job, from a file or from the environment.
 
-``horovodrun --listen`` and ``horovodrun --join`` call `job_secret`. It is never an argument,
-because every user of a machine sees those.
+``horovodrun --listen`` and ``horovodrun --join`` call `job_secret`. The secret is never an
+argument, because every user of a machine sees the arguments of all processes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ _MAX_BYTES = 4096
 def job_secret(
     path: str | None, environ: Mapping[str, str], *, make: bool = False, patience: float = 0.0
 ) -> bytes:
-    """The secret in the file, or in the environment where no file is named.
+    """Return the secret in a file, or in the environment if no file is named.
 
-    With ``make`` a file that does not exist is made, readable by its owner alone; without, it is
-    awaited for ``patience`` seconds. `ValueError` says what is missing or wrong, and never repeats
-    what is in the file.
+    Args:
+        path: The file; None stands for the environment.
+        environ: The environment.
+        make: Whether to make a file that does not exist, readable by its owner alone.
+        patience: Seconds to wait for a file that does not exist, if it is not to be made.
+
+    Raises:
+        ValueError: If the secret is missing or wrong; the message never shows what is in the file.
     """
     if path is None:
         if not environ.get(SECRET_KEY):
@@ -43,7 +48,7 @@ def job_secret(
 
 
 def _make(path: str) -> bytes:
-    """A new secret; the file appears with its content or not at all."""
+    """Make a secret and its file, which appears with its whole content or not at all."""
     key = new_key()
     draft = f"{path}.{os.getpid()}"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

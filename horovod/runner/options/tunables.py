@@ -1,10 +1,10 @@
-"""The options that set a variable of the core: one row each.
+"""The table of options that set a variable of Horovod's core, with one row each.
 
-A row names the option, the variable, and the key of the configuration file; `arguments` makes the
-parser from it, `config_file` the schema of the file, `options.page` the documentation, and
-`jobs.request` the workers' environment. Type, bounds, default and (unless the row words it better)
-the help text are those of the knob in `horovod.common.config`, so that a value the core would
-refuse is refused before anything starts.
+A row names the option, the variable, and the key of the configuration file. `options.parser` makes
+options from it, `config_file` the schema of the file, `options.page` the documentation, and
+`jobs.request` the workers' environment. Type, bounds, default and, unless the row has its own, the
+help text are those of the knob in `horovod.common.config`, so that a wrong value is refused before
+anything starts.
 
 Precedence: an option beats the configuration file, which beats the variable as it is in the
 launcher's environment, which beats the default.
@@ -20,7 +20,7 @@ from typing import Any
 
 from horovod.common.config import KNOBS, Config
 from horovod.common.knob import Knob
-from horovod.runner.dashboard.address import PATTERN
+from horovod.runner.dashboard.watching import PATTERN
 
 _KNOBS = {knob.env: knob for knob in KNOBS}
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
@@ -29,10 +29,10 @@ IB_DISABLE = "NCCL_IB_DISABLE"
 
 @dataclass(frozen=True)
 class Tunable:
-    """One row: an option, the variable it sets, and how its value becomes the variable's.
+    """One row: an option, the variable that it sets, and how its value becomes the variable's.
 
-    A row of a bool is a switch: ``flag`` sets the variable to 1, `opposite` to 0, and an opposite
-    that merely repeats the default is left out of the help.
+    A row for a bool is a switch: ``flag`` sets the variable to 1 and `opposite` sets it to 0. The
+    help omits an opposite that merely repeats the default.
     """
 
     flag: str
@@ -42,13 +42,13 @@ class Tunable:
     metavar: str = ""
     help: str = ""
     transform: Callable[[Any], str] = str  # from the option's unit to the variable's
-    not_flag: str = ""  # the opposite of a switch, where it is not --no-FLAG
+    not_flag: str = ""  # the opposite of a switch, if it is not --no-FLAG
     deprecated: tuple[tuple[str, bool], ...] = ()  # older spellings of a switch
     choices: tuple[str, ...] = ()
-    pattern: str = ""  # that text must match
-    value_optional: bool = False  # given without a value it is "on"
+    pattern: str = ""  # a regular expression that the text must match
+    value_optional: bool = False  # without a value the option means "on"
     only_with: str = ""  # the variable without which this one has no effect
-    inert: str = ""  # why the option changes nothing
+    inert_reason: str = ""  # why the option changes nothing
 
     @property
     def knob(self) -> Knob:
@@ -61,12 +61,12 @@ class Tunable:
 
     @property
     def opposite(self) -> str:
-        """The option that switches it off; empty where it takes a value."""
+        """The option that switches it off; empty if it takes a value."""
         default = "--no-" + self.flag.removeprefix("--") if self.knob.type is bool else ""
         return self.not_flag or default
 
     def parse(self, text: str) -> Any:
-        """The option's value; `ValueError` with the reason."""
+        """Return the option's value; raise `ValueError` with the reason if the text is wrong."""
         if self.choices:
             if text.upper() not in self.choices:
                 raise ValueError(f"{text!r} is not one of {', '.join(self.choices)}")
@@ -83,7 +83,7 @@ class Tunable:
         return value
 
     def render(self, value: Any) -> str:
-        """The variable's text for a value of the option."""
+        """Return the variable's text for a value of the option."""
         return str(int(value)) if self.knob.type is bool else self.transform(value)
 
 
@@ -131,7 +131,7 @@ SECTIONS = {
             "--torus-allreduce",
             "HOROVOD_TORUS_ALLREDUCE",
             "params.torus_allreduce",
-            inert="hierarchical allreduce takes its place",
+            inert_reason="hierarchical allreduce takes its place",
         ),
     ),
     "autotuning": (
@@ -289,19 +289,19 @@ SECTIONS = {
         ),
     ),
 }
-"""The rows by the title under which the help shows them."""
+"""The rows, by the title under which the help shows them."""
 
 TUNABLES = tuple(row for rows in SECTIONS.values() for row in rows)
 
 
-def chosen(options: argparse.Namespace) -> dict[str, str]:
-    """The variables that an option or the configuration file sets."""
+def chosen_variables(options: argparse.Namespace) -> dict[str, str]:
+    """Return the variables that an option or the configuration file sets."""
     values = {row: getattr(options, row.dest) for row in TUNABLES}
     return {row.env: row.render(value) for row, value in values.items() if value is not None}
 
 
-def without_effect(values: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables among ``values`` that do nothing without another, and why, for people."""
+def ineffective_variables(values: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables among ``values`` that do nothing without another, with the reason."""
     return {
         row.env: f"{row.flag} has no effect without {_flag_of(row.only_with)}"
         for row in TUNABLES
@@ -312,10 +312,10 @@ def without_effect(values: Mapping[str, str], environ: Mapping[str, str]) -> dic
 
 
 def help_text(row: Tunable) -> str:
-    """What the help and the page say about the option, with its default."""
+    """Return what the help and the page say about the option, with its default."""
     text = (row.help or row.knob.help).replace("`", "")
-    if row.inert:
-        text += f" No effect: {row.inert}."
+    if row.inert_reason:
+        text += f" No effect: {row.inert_reason}."
     if row.help or row.opposite:
         return text
     default = "none" if row.knob.default is None else f"{row.knob.default:g}"
@@ -323,9 +323,9 @@ def help_text(row: Tunable) -> str:
 
 
 def settings_environment(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set for the workers, on top of ``environ``."""
-    values = chosen(options)
-    for name in without_effect(values, environ):
+    """Return the variables to set for the workers, in addition to ``environ``."""
+    values = chosen_variables(options)
+    for name in ineffective_variables(values, environ):
         del values[name]
     if options.tcp_flag:
         values[IB_DISABLE] = "1"
@@ -333,7 +333,7 @@ def settings_environment(options: argparse.Namespace, environ: Mapping[str, str]
 
 
 def settings(options: argparse.Namespace, environ: Mapping[str, str]) -> Config:
-    """The knobs as the workers will see them, for the launcher's own time limits and log level."""
+    """Return the knobs as the workers will see them; the launcher takes its time limits there."""
     return Config.from_env({**environ, **settings_environment(options, environ)})
 
 

@@ -1,41 +1,85 @@
-"""What the arguments of options may be: text in, value out, or a `ValueError` with the reason.
+"""Turn the arguments of options into values, or raise a `ValueError` with the reason.
 
-`options.parser` hands these functions to `syntax.Parser`, which puts the option's name before it.
+`options.parser` hands these functions to `syntax.Parser`, which puts the option's name before the
+reason. `split_command` and `start_program` are for ``--host-discovery-script``, which
+`elastic.discovery` runs.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
+from typing import Any
 
-from horovod.runner.agents.starter import HOST
-from horovod.runner.options.discovery_command import split_command
+from horovod.runner.agents.starters import HOST
+
+_QUOTED = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.""", re.DOTALL)
+
+
+def split_command(text: str) -> list[str]:
+    """Split a command into its program and arguments.
+
+    The shell's rules of quoting apply, but no shell runs the command and nothing is expanded, as
+    with every other command of the launcher.
+
+    Raises:
+        ValueError: If only a shell could run it.
+    """
+    if os.path.isfile(os.path.expanduser(text)):
+        return [text]  # even if its name has spaces or other special characters
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a command line: {error}") from None
+    if not words:
+        raise ValueError("it is empty")
+    operator = re.search("[();<>|&]", _QUOTED.sub("", text))
+    if operator is not None:
+        raise ValueError(
+            f"{text!r} has {operator[0]!r}, for which it would need a shell: put it into a "
+            f"script, or write sh -c '...'"
+        )
+    return words
+
+
+def start_program(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+    """Start a command; like a shell, let sh run a script that has no ``#!`` line."""
+    try:
+        return subprocess.Popen(command, **how)
+    except OSError as error:
+        if error.errno != errno.ENOEXEC:
+            raise
+        path = shutil.which(command[0]) or command[0]
+        return subprocess.Popen(["/bin/sh", path, *command[1:]], **how)
+
 
 _MAX_RANK = 1_000_000
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A whole number in these bounds."""
+def whole_number(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
+    """Return a function that reads a whole number in these bounds."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             raise ValueError(f"{text!r} is not a whole number") from None
-        if value < least:
-            raise ValueError(f"must be {least} or more, not {value}")
-        if most is not None and value > most:
-            raise ValueError(f"must be {most} or less, not {value}")
+        if value < minimum:
+            raise ValueError(f"must be {minimum} or more, not {value}")
+        if maximum is not None and value > maximum:
+            raise ValueError(f"must be {maximum} or less, not {value}")
         return value
 
     return parse
 
 
 def names(text: str) -> list[str]:
-    """``eth0,eth1`` as a list."""
+    """Read a list of names such as ``eth0,eth1``."""
     found = [name.strip() for name in text.split(",")]
     if not all(found):
         raise ValueError(f"{text!r} is not a list of names such as eth0,eth1")
@@ -43,7 +87,7 @@ def names(text: str) -> list[str]:
 
 
 def ranks(text: str) -> list[int]:
-    """``0,2-3`` as 0, 2 and 3."""
+    """Read a list of ranks: ``0,2-3`` stands for 0, 2 and 3."""
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part.strip())
@@ -59,7 +103,7 @@ def ranks(text: str) -> list[int]:
 
 
 def sizes(text: str) -> list[int]:
-    """``1,2,4`` as numbers of processes, the smallest first."""
+    """Read numbers of processes such as ``1,2,4``, and sort them."""
     found: list[int] = []
     for part in text.split(","):
         if re.fullmatch(r"[0-9]{1,7}", part.strip()) is None:
@@ -74,20 +118,21 @@ def sizes(text: str) -> list[int]:
 
 
 def rank(text: str) -> int:
-    """A single rank."""
+    """Read a single rank."""
     if re.fullmatch(r"[0-9]{1,7}", text) is None or int(text) > _MAX_RANK:
         raise ValueError(f"{text!r} is not a rank")
     return int(text)
 
 
 def text(value: str) -> str:
-    """Anything but nothing."""
+    """Accept any text that is not empty."""
     if not value:
         raise ValueError("must not be empty")
     return value
 
 
 def readable_file(path: str) -> str:
+    """Accept a file that can be read."""
     path = os.path.expanduser(path)
     if not os.path.isfile(path):
         raise ValueError(f"there is no file {path!r}")
@@ -97,7 +142,7 @@ def readable_file(path: str) -> str:
 
 
 def new_file(path: str) -> str:
-    """A file that can be made: its directory exists."""
+    """Accept the name of a file whose directory exists."""
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path) or not path:
         raise ValueError(f"{path!r} is not the name of a file")
@@ -107,7 +152,7 @@ def new_file(path: str) -> str:
 
 
 def endpoint(text: str) -> tuple[str, int]:
-    """``HOST:PORT``, ``[IPV6]:PORT`` or ``PORT`` alone, which stands for all addresses."""
+    """Read ``HOST:PORT``, ``[IPV6]:PORT``, or ``PORT`` alone, which stands for all addresses."""
     match = re.fullmatch(r"(?:(\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+):)?([0-9]{1,5})", text)
     if match is None or int(match[2]) > 65535:
         raise ValueError(f"{text!r} is not HOST:PORT, such as node1:29400")
@@ -115,7 +160,7 @@ def endpoint(text: str) -> tuple[str, int]:
 
 
 def start_command(text: str) -> str:
-    """A command in which ``{host}`` stands for a host, and whose program is there."""
+    """Accept a command that contains ``{host}`` and whose program exists."""
     if HOST not in text:
         raise ValueError(
             f"{HOST} must stand in it for the host's name: 'kubectl exec -i {HOST} --'"
@@ -124,13 +169,13 @@ def start_command(text: str) -> str:
 
 
 def command_line(text: str) -> str:
-    """A program with arguments, if any, and its absolute path in place of its name."""
+    """Read a program and its arguments, and replace the program by its absolute path."""
     name, *arguments = split_command(text)
     return shlex.join([program(name), *arguments])
 
 
 def program(path: str) -> str:
-    """The absolute path of an executable, found as a shell would or in this directory."""
+    """Return the absolute path of a program, which is on PATH or in this directory."""
     here = os.path.abspath(os.path.expanduser(path))
     if os.path.isfile(here):
         if not os.access(here, os.X_OK):

@@ -1,12 +1,14 @@
-"""What the person at the terminal, or the log file, sees of all ranks.
+"""The launcher's stdout and stderr: the lines of all ranks, and its own messages.
 
-`supervise` hands over the lines of every stream. Each goes out whole, behind its
+`outputs` hands over the lines of every stream. Each goes out whole, behind its
 ``[rank]<stream>:``, in one write. A line ended by a carriage return is a progress bar: on a
-terminal it stays at the bottom and is redrawn in place, below the lines that scroll by. Elsewhere
-lines end as they ended in the worker: with a newline, a carriage return, or, the last one, nothing.
+terminal it stays at the bottom and is redrawn there, below the lines that scroll by. Elsewhere
+lines end as they ended in the worker: with a newline, a carriage return or, for the last one,
+nothing.
 
-The launcher's own messages have colours where `colours` allows. Its progress line, on a terminal,
-takes the place of the bar while there is something to wait for.
+The launcher's own messages have colours where `is_colour_wanted` allows them. The meaning of a
+message never rests on its colour alone, and what workers write is never coloured. On a terminal the
+launcher's progress line replaces the bar while there is something to wait for.
 """
 
 from __future__ import annotations
@@ -15,12 +17,50 @@ import errno
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
-from horovod.runner.output import colours
-from horovod.runner.output.colours import Colour, paint
 from horovod.runner.output.lines import Line
+
+
+class Colour(str, Enum):
+    """The kinds of messages, with the escape sequences that show them."""
+
+    PLAIN = ""
+    SPEAKER = "\x1b[36m"  # cyan: the name of the program that speaks
+    FAINT = "\x1b[2m"
+    GOOD = "\x1b[32m"
+    ATTENTION = "\x1b[33m"  # something is waited for, or was ignored
+    FAILURE = "\x1b[31m"
+    FAILURE_TITLE = "\x1b[1;31m"
+
+
+_END = "\x1b[0m"
+
+
+def is_colour_wanted(fd: int, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether text that goes to this descriptor is coloured.
+
+    It is on a terminal, unless that is a dumb one. NO_COLOR forbids colours if it is set and not
+    empty. FORCE_COLOR asks for them elsewhere too, for logs that are shown with colours; empty and
+    "0" do not.
+    """
+    if environ.get("NO_COLOR"):
+        return False
+    if environ.get("FORCE_COLOR", "0") not in ("", "0"):
+        return True
+    return environ.get("TERM") != "dumb" and os.isatty(fd)
+
+
+def paint(text: str, colour: Colour) -> str:
+    """Return the text in that colour, which begins and ends on every line."""
+    if colour is Colour.PLAIN:
+        return text
+    return "\n".join(
+        f"{colour.value}{line}{_END}" if line.strip() else line for line in text.split("\n")
+    )
+
 
 _ERASE = b"\r\x1b[K"
 _PLAIN = b"\x1b[0m"
@@ -39,8 +79,8 @@ class Source:
     def prefix(self) -> bytes:
         return b"[%d]<%s>:" % (self.rank, self.stream.encode())
 
-    def before(self, timestamp: bool) -> bytes:
-        """What goes before a line: the prefix, after the time if that is wanted."""
+    def line_prefix(self, timestamp: bool) -> bytes:
+        """Return what goes before a line: the prefix, after the time if ``timestamp`` is set."""
         return (time.asctime().encode() if timestamp else b"") + self.prefix
 
 
@@ -55,11 +95,19 @@ class Console:
         timestamps: bool = False,
         speaker: str = "horovodrun",
     ) -> None:
+        """Write to two descriptors.
+
+        Args:
+            stdout: The descriptor for the workers' stdout.
+            stderr: The descriptor for the workers' stderr and the launcher's messages.
+            timestamps: Whether each line of a worker begins with the time.
+            speaker: The name before the launcher's own messages.
+        """
         self._fds = {"stdout": stdout, "stderr": stderr}
         self._files = {name: _identity(fd) for name, fd in self._fds.items()}
-        self._unfinished: dict[object, Source] = {}  # whose line in a file has no end so far
+        self._unfinished: dict[object, Source] = {}  # by file: the source of a line without an end
         self._terminals = {name for name, fd in self._fds.items() if os.isatty(fd)}
-        self._coloured = {name for name, fd in self._fds.items() if colours.wanted(fd)}
+        self._coloured = {name for name, fd in self._fds.items() if is_colour_wanted(fd)}
         self._timestamps = timestamps
         self._speaker = speaker
         self._awaited = ""  # the launcher's progress line
@@ -67,12 +115,12 @@ class Console:
         self._shown = False  # whether a worker has written something
         self._bar: tuple[Source, bytes] | None = None
         self._drawn = False
-        self._lost: set[str] = set()  # streams that take nothing any more
-        self.problem = ""  # why, where that is not just a reader that went away
+        self._lost: set[str] = set()  # streams that cannot be written any more
+        self.problem = ""  # the reason, unless it is just a reader that went away
 
     @property
     def broken(self) -> bool:
-        """Our output goes nowhere: its reader, such as ``head``, went away, or a disk is full."""
+        """Whether output is lost: its reader, such as ``head``, went away, or a disk is full."""
         return bool(self._lost)
 
     @property
@@ -86,7 +134,7 @@ class Console:
 
     @property
     def is_blank(self) -> bool:
-        """Whether somebody sits before a terminal on which no worker has written so far."""
+        """Whether stderr is a terminal on which no worker has written so far."""
         return self.shows_progress and not self._shown
 
     @property
@@ -128,11 +176,11 @@ class Console:
             self._write(source.stream, bytes(out))
 
     def _pass_on(self, source: Source, lines: Sequence[Line]) -> None:
-        """To a file or a pipe: what the worker wrote, with prefixes."""
+        """Write a worker's lines, with prefixes, to a file or a pipe."""
         out = bytearray()
         for line in lines:
             file = self._files[source.stream]
-            goes_on = self._unfinished.get(file) is source  # nothing came in between
+            goes_on = self._unfinished.get(file) is source  # no other stream wrote in between
             if self._unfinished.pop(file, None) is not None and not goes_on:
                 out += b"\n"
             ends_a_bar = source.returned and not line.text and line.end == b"\n"
@@ -146,26 +194,26 @@ class Console:
             self._put(source.stream, bytes(out))
 
     def say(self, text: str, colour: Colour = Colour.PLAIN) -> None:
-        """A message of the launcher itself, on stderr."""
+        """Write a message of the launcher itself to stderr."""
         speaker = self._paint("stderr", f"{self._speaker}:", Colour.SPEAKER)
         lines = [f"{speaker} {self._paint('stderr', line, colour)}\n" for line in text.splitlines()]
         self._write("stderr", "".join(lines).encode(errors="backslashreplace"))
 
     def progress(self, text: str, colour: Colour = Colour.ATTENTION) -> None:
-        """What the launcher waits for, on one line that is drawn anew; nothing takes it away."""
+        """Show what the launcher waits for, on one line that is redrawn; no text removes it."""
         if self.shows_progress and text != self._awaited:
             self._awaited, self._awaited_colour = text, colour
             self._write("stderr", b"")
 
     def answer(self, text: str) -> int:
-        """What was asked for instead of a job, on stdout; the exit status."""
+        """Write what was asked for instead of a job to stdout, and return the exit status."""
         self._write("stdout", f"{text}\n".encode(errors="backslashreplace"))
         if self.problem:
             self.say(self.problem)
         return 1 if self.broken else 0
 
     def write_account(self, account: str) -> None:
-        """The account of a failure (`report.describe_failure`), on stderr."""
+        """Write the account of a failure (`report.describe_failure`) to stderr."""
         if account and "stderr" in self._coloured:
             title, table, rest = account.split("\n\n", 2)
             heading, rows = table.split("\n", 1)
@@ -176,12 +224,12 @@ class Console:
     def _paint(self, stream: str, text: str, colour: Colour) -> str:
         return paint(text, colour) if stream in self._coloured else text
 
-    def without_bars(self) -> None:
-        """Somebody types at this terminal: nothing is drawn at its bottom any more."""
+    def disable_bars(self) -> None:
+        """Draw nothing at the bottom of the terminal any more, because somebody types there."""
         self._terminals.clear()
 
     def pass_through(self, stream: str, data: bytes) -> None:
-        """Output as it is, of a rank that somebody talks to."""
+        """Write bytes unchanged: the output of a rank that somebody is attached to."""
         self._write(stream, data)
 
     def finish(self) -> None:
@@ -194,14 +242,14 @@ class Console:
 
     def _set_bar(self, source: Source, text: bytes) -> None:
         if self._bar is not None and self._bar[0].rank < source.rank:
-            return  # bars of several ranks: the lowest rank's is shown
+            return  # of the bars of several ranks, the lowest rank's is shown
         self._bar = (source, text) if text.strip() else None
 
     def _format(self, source: Source, text: bytes) -> bytes:
-        return b"%s%s\n" % (source.before(self._timestamps), text)
+        return b"%s%s\n" % (source.line_prefix(self._timestamps), text)
 
     def _write(self, stream: str, data: bytes) -> None:
-        """Write whole lines, taking the bar away before and drawing it again after."""
+        """Write whole lines; erase the bar before and draw it again after."""
         if stream in self._terminals:
             before = _ERASE if self._drawn else b""
             self._drawn = bool(self._awaited) or self._bar is not None
@@ -238,9 +286,9 @@ class Console:
 
 
 def _identity(fd: int) -> object:
-    """Equal for two descriptors of one file or pipe."""
+    """Return a value that is equal for two descriptors of the same file or pipe."""
     try:
         found = os.fstat(fd)
-    except OSError:  # closed by whoever started us
+    except OSError:  # our parent has started us with this descriptor closed
         return fd
     return found.st_dev, found.st_ino

@@ -1,17 +1,22 @@
-"""Cutting a worker's output into lines.
+"""Cut a worker's output into lines, and leave out the tracebacks that Ctrl-C causes.
 
-`supervise` feeds what it reads from a pipe; whole lines come out, however the reads were cut.
-Bytes, not text: neither byte that ends a line occurs inside a UTF-8 character, so characters stay
-whole without decoding, and output that is not UTF-8 passes unharmed.
+`outputs` feeds the bytes of a pipe to a `LineSplitter`; whole lines come out, however the reads
+were cut. It works on bytes and not on text: neither byte that ends a line occurs inside a UTF-8
+character, so characters stay whole without decoding, and output that is not UTF-8 passes unchanged.
+
+Once the launcher has interrupted the workers, `outputs` passes each worker's stderr through an
+`InterruptFilter`: a person who interrupts a job knows why it ends. Files, and the last lines kept
+for a report, still have everything.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 LONGEST = 1 << 20
-"""Bytes after which a line without an end is cut, so that memory stays bounded."""
+"""The number of bytes after which a line without an end is cut, so that memory stays bounded."""
 
 _END = re.compile(rb"[\r\n]")
 
@@ -39,7 +44,7 @@ class LineSplitter:
         return self._parts[0] if self._parts else b""
 
     def feed(self, data: bytes) -> list[Line]:
-        """The lines that ``data`` completes."""
+        """Return the lines that ``data`` completes."""
         lines: list[Line] = []
         start = 0
         for match in _END.finditer(data):
@@ -50,7 +55,7 @@ class LineSplitter:
         return lines
 
     def finish(self) -> list[Line]:
-        """The last line, where the stream ended without ending it."""
+        """Return the last line, if the stream ended without ending it."""
         text = self._take()
         return [Line(text, b"")] if text else []
 
@@ -72,3 +77,46 @@ class LineSplitter:
         self._parts = []
         self._length = 0
         return text
+
+
+_BEGIN = re.compile(rb"Traceback \(most recent call last\):")
+_BEFORE = re.compile(rb"Exception ignored in|Process \S+:$")
+_INSIDE = re.compile(rb"\s|$|During handling of |The above exception was ")
+_EXPECTED = re.compile(rb"(\w+\.)*(KeyboardInterrupt|HorovodInternalError|PeerLostError)\b")
+"""Errors that an interrupt causes: on the rank itself, or because a peer ended before it."""
+
+
+class InterruptFilter:
+    """Holds back the lines of a traceback until its last line shows which error it is."""
+
+    def __init__(self) -> None:
+        self._held: list[Line] = []
+        self._in_traceback = False
+        self._is_expected = False
+
+    def feed(self, lines: Sequence[Line]) -> list[Line]:
+        """Return the lines to show, in order."""
+        shown: list[Line] = []
+        for line in lines:
+            text = line.text
+            if _BEGIN.match(text):
+                self._in_traceback = True
+                self._held.append(line)
+            elif self._in_traceback and _INSIDE.match(text):
+                self._held.append(line)
+            elif self._in_traceback:
+                self._in_traceback = False
+                self._is_expected = _EXPECTED.match(text) is not None
+                self._held.append(line)
+            elif self._held and _INSIDE.match(text):  # perhaps what leads to the next traceback
+                self._held.append(line)
+            else:
+                shown += self.finish()
+                (self._held if _BEFORE.match(text) else shown).append(line)
+        return shown
+
+    def finish(self) -> list[Line]:
+        """Return the lines that are still held back, unless an interrupt explains them."""
+        held, is_expected = self._held, self._is_expected and not self._in_traceback
+        self._held, self._is_expected = [], False
+        return [] if is_expected else held

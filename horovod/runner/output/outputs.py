@@ -1,6 +1,6 @@
-"""The output of all workers: to the console, to files, and the last lines kept for a report.
+"""The output of all workers: it goes to the console and to files, and a report gets the last lines.
 
-`supervise` hands over what the agents send; `run_job` opens one entry for each worker.
+`supervise` hands over what the agents send; jobs open one entry for each worker.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from collections.abc import Container, Mapping
 from typing import BinaryIO
 
 from horovod.runner.output.console import Console, Source
-from horovod.runner.output.interrupts import InterruptFilter
-from horovod.runner.output.lines import Line, LineSplitter
+from horovod.runner.output.lines import InterruptFilter, Line, LineSplitter
 from horovod.runner.output.report import Tail
 from horovod.runner.output.watcher import JobWatcher
 
@@ -30,10 +29,7 @@ class _Stream:
 
 
 class Outputs:
-    """What the workers write, by worker id; only ``shown`` ranks appear on the console.
-
-    Of the rank to which somebody is ``attached`` everything appears at once and as it is.
-    """
+    """Distributes the output of all workers."""
 
     def __init__(
         self,
@@ -42,6 +38,15 @@ class Outputs:
         attached: int | None = None,
         watcher: JobWatcher | None = None,
     ) -> None:
+        """Prepare for the output of workers.
+
+        Args:
+            console: Where lines are shown.
+            shown: The ranks whose lines are shown; all by default.
+            attached: The rank to which somebody is attached. Its output is shown at once and
+                unchanged.
+            watcher: What else gets the lines.
+        """
         self._console = console
         self._watcher = watcher
         self._attached = attached
@@ -50,17 +55,23 @@ class Outputs:
         self._streams: dict[tuple[int, str], _Stream] = {}
 
     def open(self, worker: int, rank: int, copies: Mapping[str, BinaryIO]) -> None:
-        """Expect output of a worker, which the console shows as that of ``rank``."""
+        """Expect output of a worker.
+
+        Args:
+            worker: The worker's id.
+            rank: The rank that the console shows before its lines.
+            copies: Files that get the same bytes, by the name of the stream.
+        """
         for stream in STREAMS:
             self._streams[worker, stream] = _Stream(worker, rank, stream, copies.get(stream))
 
     def rename(self, worker: int, rank: int) -> None:
-        """From now on a worker is that rank."""
+        """Show a worker's lines as those of another rank from now on."""
         for stream in STREAMS:
             self._streams[worker, stream].source.rank = rank
 
     def take(self, worker: int, stream: str, data: bytes) -> None:
-        """Pass on what came; no data stands for the end of the stream."""
+        """Pass on bytes of a worker; empty data marks the end of the stream."""
         found = self._streams[worker, stream]
         if data and found.copy is not None:
             found.copy.write(data)
@@ -70,11 +81,11 @@ class Outputs:
         self._show(found, lines, is_last=not data)
 
     def tail(self, worker: int) -> list[str]:
-        """The last lines that a worker wrote to stderr."""
+        """Return the last lines that a worker wrote to stderr."""
         return self._streams[worker, "stderr"].tail.lines()
 
     def finish(self) -> None:
-        """Show unfinished lines of streams whose end nobody has seen."""
+        """Show the unfinished lines of streams that have not ended."""
         for stream in self._streams.values():
             self._show(stream, stream.splitter.finish(), is_last=True)
 

@@ -1,8 +1,8 @@
-"""Who is up and who is awaited, while a job starts or an elastic one forms anew.
+"""Show which hosts and ranks a job waits for, while it starts or an elastic job re-forms.
 
-`static_job` and the elastic driver call `Progress.update` about once a second with what they wait
-for. On a terminal that is one line at the bottom that changes in place; in a file or a pipe a wait
-is worth a line only when it is long. With --progress the line says how the job goes in between.
+`static_job` and the elastic driver call `Progress.update` about once a second and say what they
+wait for. On a terminal that is one line at the bottom, which is redrawn; in a file or a pipe only a
+long wait is worth a line. With --progress the line otherwise says how the job goes.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import re
 import time
 from collections.abc import Callable, Sequence
 
-from horovod.runner.output.colours import Colour
-from horovod.runner.output.console import Console
+from horovod.runner.output.console import Colour, Console
 from horovod.runner.slots.hosts import Slot
 
 TICK = 1.0
 """Seconds between two calls of `Progress.update`."""
 
 _FIRST_DRAWN = 1.0
-"""Seconds of waiting that nobody needs to hear about."""
+"""Seconds of waiting before the first line: nobody needs to hear about shorter waits."""
 
 _BETWEEN_LINES = 30.0
-"""Seconds of waiting between two lines where there is no terminal."""
+"""Seconds between two lines where there is no terminal."""
 
 _NAMED = 4
 
 _CALLED_INIT = re.compile(r"init1//identity/(\d+)")
-"""What a rank writes to the store in its first ``hvd.init()``, before it waits for the others."""
+"""The key that a rank writes to the store in its first ``hvd.init()``, before it waits for the
+others."""
 
 
 class Progress:
-    """What the launcher waits for, on its console; else how the job goes, where that is wanted."""
+    """Shows on the console what the launcher waits for, or else how the job goes."""
 
     def __init__(
         self,
@@ -39,56 +39,62 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         status: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """``status`` gives a line on how the job goes; see `JobWatcher.status`."""
+        """Prepare to show progress.
+
+        Args:
+            console: Where it is shown.
+            clock: Returns the time in seconds.
+            status: Returns a line on how the job goes; see `JobWatcher.status`.
+        """
         self._console = console
         self._clock = clock
         self._status = status
-        self._since: float | None = None  # when this wait began
-        self._told = 0.0
+        self._wait_start: float | None = None  # None: nothing is waited for
+        self._last_line = 0.0  # when the last line was written, where there is no terminal
 
     def update(self, awaited: str) -> None:
-        """``awaited`` for people; empty when there is nothing to wait for, which ends the wait."""
+        """Say what is waited for; an empty text ends the wait."""
         now = self._clock()
         if not awaited:
-            self._since = None
+            self._wait_start = None
             self._show_status(now)
             return
-        if self._since is None:
-            self._since = self._told = now
-        waited = now - self._since
+        if self._wait_start is None:
+            self._wait_start = self._last_line = now
+        waited = now - self._wait_start
         if self._console.shows_progress:
             if waited >= _FIRST_DRAWN:
                 self._console.progress(f"{awaited} ({waited:.0f} s)")
-        elif now - self._told >= _BETWEEN_LINES:
-            self._told = now
+        elif now - self._last_line >= _BETWEEN_LINES:
+            self._last_line = now
             self._console.say(f"{awaited} (for {waited:.0f} s so far)", Colour.ATTENTION)
 
     @property
     def has_status(self) -> bool:
-        """Whether there is something to show also when nobody is awaited."""
+        """Whether there is something to show even if nothing is waited for."""
         return self._status() is not None
 
     def _show_status(self, now: float) -> None:
         line = self._status() or ""
         if self._console.shows_progress:
             self._console.progress(line, Colour.SPEAKER)
-        elif line and now - self._told >= _BETWEEN_LINES:
-            self._told = now
+        elif line and now - self._last_line >= _BETWEEN_LINES:
+            self._last_line = now
             self._console.say(line)
 
 
-def some(names: Sequence[str]) -> str:
-    """``a, b and c``, or the first few and how many more."""
+def list_some(names: Sequence[str]) -> str:
+    """Return ``a, b and c``, or the first few names and how many more there are."""
     if len(names) > _NAMED:
         return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
-class Start:
-    """How far the start of a static job has come; the job adds to the sets as it hears."""
+class StartProgress:
+    """How far the start of a static job has come. The job adds to the sets as events arrive."""
 
     def __init__(self, slots: Sequence[Slot], hosts: Sequence[str], all_local: bool) -> None:
-        self.up: set[str] = set()  # hosts whose agent runs
+        self.hosts_up: set[str] = set()  # hosts whose agent runs
         self.connected: set[str] = set()  # hosts that have found the way to this machine
         self.started: set[int] = set()  # ranks
         self.in_init: set[int] = set()  # ranks that have called hvd.init()
@@ -98,32 +104,36 @@ class Start:
         self._all_local = all_local
 
     def note_key(self, key: str) -> None:
-        """A key of the job's store got a value; called in a thread of the store's server."""
+        """Take notice of a key that got a value. A thread of the store's server calls this."""
         found = _CALLED_INIT.fullmatch(key)
         if found is not None:
             self.in_init.add(int(found[1]))
 
     @property
     def is_complete(self) -> bool:
-        """Nobody is awaited any more."""
+        """Whether all ranks have started and have called ``hvd.init()`` or ended."""
         ranks = {slot.rank for slot in self._slots}
         return ranks <= self.started and ranks <= self.in_init | self.ended
 
-    def awaited(self, nothing_said: bool = False) -> str:
-        """Who is awaited, for people; empty if nobody is.
+    def describe_awaited(self, nothing_said: bool = False) -> str:
+        """Return a line for people about what the job waits for; empty if for nothing.
 
-        With ``nothing_said`` (by any rank) ranks that import their libraries are awaited, too.
+        Args:
+            nothing_said: Whether no rank has written anything. Then the line also says that ranks
+                have not called ``hvd.init()``: they may still import their libraries.
         """
         hosts, size = len(self._hosts), len(self._slots)
-        silent = [name for name in self._hosts if name not in self.up]
+        silent = [name for name in self._hosts if name not in self.hosts_up]
         if silent:
-            return f"{hosts - len(silent)} of {hosts} hosts are up, waiting for {some(silent)}"
+            return f"{hosts - len(silent)} of {hosts} hosts are up, waiting for {list_some(silent)}"
         seeking = [name for name in self._hosts if name not in self.connected]
         if seeking and not self._all_local:
-            return f"all hosts are up, waiting for {some(seeking)} to connect to this machine"
+            return f"all hosts are up, waiting for {list_some(seeking)} to connect to this machine"
         missing = [slot for slot in self._slots if slot.rank not in self.started]
         if missing:
-            return f"{len(self.started)} of {size} ranks run, waiting for {self._some(missing)}"
+            return (
+                f"{len(self.started)} of {size} ranks run, waiting for {self._list_some(missing)}"
+            )
         called = self.in_init - self.ended
         absent = [slot for slot in self._slots if slot.rank not in self.in_init | self.ended]
         if absent and not called and nothing_said:
@@ -131,8 +141,9 @@ class Start:
             return f"starting {ranks}: no output and no hvd.init() so far"
         if not called or not absent:  # a script need not call it at all
             return ""
-        return f"{len(called)} of {size} ranks are in hvd.init(), waiting for {self._some(absent)}"
+        others = self._list_some(absent)
+        return f"{len(called)} of {size} ranks are in hvd.init(), waiting for {others}"
 
-    def _some(self, slots: Sequence[Slot]) -> str:
+    def _list_some(self, slots: Sequence[Slot]) -> str:
         where = "" if self._all_local else " on {}"
-        return some([f"rank {slot.rank}{where.format(slot.hostname)}" for slot in slots])
+        return list_some([f"rank {slot.rank}{where.format(slot.hostname)}" for slot in slots])

@@ -1,14 +1,14 @@
-"""What became of a job: its exit status, and the account of the first failure.
+"""The outcome of a job: its exit status, and the account of the first failure.
 
-`static_job` fills an `Outcome` in, `run_job` adds `describe_failure`; `launch` prints it and exits
-with `exit_status`.
+Jobs fill in an `Outcome`, `run_job` adds `describe_failure`; `launch` prints it and exits with
+`exit_status`.
 """
 
 from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from horovod.runner.output.console import Console
@@ -38,7 +38,7 @@ class Tail:
         self._lines.extend(line.text[:_KEPT_BYTES] for line in lines if line.end != b"\r")
 
     def lines(self) -> list[str]:
-        """The last 30 lines, and more where a traceback began earlier."""
+        """Return the last 30 lines, or more if the last traceback began earlier."""
         kept = [line.decode(errors="replace") for line in self._lines]
         while kept and not kept[-1].strip():
             kept.pop()
@@ -60,11 +60,11 @@ class Exit:
     pid: int
     code: int
     host: str = "localhost"
-    because_of: tuple[int, ...] | None = None  # ranks by which it failed, if it said so
+    because_of: tuple[int, ...] | None = None  # the ranks whose loss made it fail, if it said so
 
     @property
     def status(self) -> int:
-        """As a shell would report it."""
+        """The exit status as a shell would report it."""
         return self.code if self.code >= 0 else 128 - self.code
 
     def describe(self) -> str:
@@ -84,35 +84,35 @@ class LostHost:
     name: str
     ranks: Sequence[int]
     how: str
-    last_words: str  # of ssh, or of the agent
+    last_words: str  # the last error text of ssh or the agent
 
 
 @dataclass
 class Outcome:
     """Everything the exit status and the report depend on."""
 
-    exits: list[Exit] = field(default_factory=list)  # in the order of dying
+    exits: list[Exit] = field(default_factory=list)  # in the order in which workers ended
     first_failure: Exit | None = None
-    gone_early: Sequence[Exit] = ()  # ended well (or run on) while others waited: then the cause
-    lost: LostHost | None = None  # where that came first
+    early_exits: Sequence[Exit] = ()  # ranks that left Horovod while others needed them: the cause
+    lost: LostHost | None = None  # the host whose loss ended the job
     interrupted: int | None = None  # the signal that the launcher got first
     output_lost: bool = False
-    problem: str = ""  # what kept the launcher itself from doing its work
+    problem: str = ""  # the reason why the launcher itself could not go on
     problem_status: int = 1
     account: str = ""  # of the first failure, for people
 
     def note_lost_output(self, console: Console) -> None:
-        """Where the workers' output could not be written, the job has ended for that reason."""
+        """Take over from the console whether and why output was lost, which ends a job."""
         self.output_lost = console.broken
         self.problem = self.problem or console.problem
 
 
 def first_to_fail(batch: Sequence[Exit]) -> Exit | None:
-    """The root cause among workers that have ended.
+    """Return the root cause among workers that have ended; None if none has failed.
 
-    Those that say that they failed because of others come last. Of the rest, a rank that was killed
-    cannot have failed because of the others, one that exited with an error can: it may have noticed
-    the loss of a peer by other means than ours.
+    Workers that say that they failed because of others come last. Among the rest, a rank that was
+    killed cannot have failed because of others. A rank that exited with an error can: it may have
+    noticed the loss of a peer by other means than ours.
     """
     failed = [one for one in batch if one.code != 0]
     failed = [one for one in failed if one.because_of is None] or failed
@@ -120,8 +120,49 @@ def first_to_fail(batch: Sequence[Exit]) -> Exit | None:
     return next(iter(killed or failed), None)
 
 
+class CauseFinder:
+    """Finds the rank that made a job with fixed ranks fail.
+
+    The order of failures means little: a rank that is lost often ends after the ranks that failed
+    because of it. But these say so (`horovod.common.loss_note`), and name the rank that they lost.
+    """
+
+    def __init__(self) -> None:
+        self.failures: list[Exit] = []  # in the order in which they were seen
+
+    def add(self, failures: Iterable[Exit]) -> None:
+        self.failures += failures
+
+    def awaited(self, running: Collection[int]) -> set[int]:
+        """Return ranks that still run and that others name as the cause of their failure.
+
+        There are none if any rank failed by itself.
+        """
+        if any(one.because_of is None for one in self.failures):
+            return set()
+        return self._named() & set(running)
+
+    def first(self) -> Exit | None:
+        """Return the exit whose code and stderr say most about the failure."""
+        return first_to_fail(self.failures)
+
+    def early_exits(self, exits: Sequence[Exit]) -> list[Exit]:
+        """Return the exits of ranks that left Horovod while other ranks still needed them.
+
+        There are none if any rank failed by itself.
+        """
+        if any(one.because_of is None for one in self.failures):
+            return []
+        guilty = self._named() - {one.rank for one in self.failures}
+        ended = [one for one in exits if one.rank in guilty]
+        return [one for one in ended if one.code == 0] or ended
+
+    def _named(self) -> set[int]:
+        return {rank for one in self.failures for rank in one.because_of or ()}
+
+
 def exit_status(outcome: Outcome) -> int:
-    """What horovodrun exits with."""
+    """Return the exit status of horovodrun."""
     if outcome.first_failure is not None:
         return outcome.first_failure.status
     if outcome.lost is not None:
@@ -136,14 +177,20 @@ def exit_status(outcome: Outcome) -> int:
 
 
 def describe_failure(outcome: Outcome, tail: Sequence[str], log: str | None = None) -> str:
-    """The account of the first failure; empty when nothing failed."""
-    first, lost, early = outcome.first_failure, outcome.lost, outcome.gone_early
+    """Return the account of the first failure; empty if nothing failed.
+
+    Args:
+        outcome: The outcome of the job.
+        tail: The last lines of the stderr of the worker that failed first.
+        log: The file that has all of that stderr, if there is one.
+    """
+    first, lost, early = outcome.first_failure, outcome.lost, outcome.early_exits
     if first is not None and early:
         rows = [(str(one.rank), one.host, str(one.pid), _how_early(one)) for one in early]
     elif first is not None:
         rows = [(str(first.rank), first.host, str(first.pid), first.describe())]
     elif lost is not None:
-        rows = [(ranges(lost.ranks), lost.name, "-", lost.how)]
+        rows = [(format_ranks(lost.ranks), lost.name, "-", lost.how)]
         tail = lost.last_words.splitlines()
     else:
         return ""
@@ -179,19 +226,19 @@ def describe_failure(outcome: Outcome, tail: Sequence[str], log: str | None = No
     return "\n".join(text) + "\n"
 
 
-def ranges(ranks: Sequence[int]) -> str:
-    """``0-3,5`` for people."""
-    found: list[list[int]] = []
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in the form ``0-3,5``."""
+    ranges: list[list[int]] = []
     for rank in sorted(ranks):
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
         else:
-            found.append([rank, rank])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
+            ranges.append([rank, rank])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
 
 
 def _how_early(one: Exit) -> str:
-    if -one.code in (signal.SIGTERM, signal.SIGKILL):  # that was us
+    if -one.code in (signal.SIGTERM, signal.SIGKILL):  # we have ended it
         return "left Horovod while other ranks still needed it, and ran on until it was ended"
     return f"{one.describe()}, while other ranks still needed it for a collective operation"
 
@@ -208,7 +255,7 @@ def _others(outcome: Outcome, first: Exit | None) -> list[str]:
         for one in outcome.exits
         if one is not first
         and one.code != 0
-        and -one.code not in (signal.SIGTERM, signal.SIGKILL)  # that was us
+        and -one.code not in (signal.SIGTERM, signal.SIGKILL)  # we have ended it
     ]
     if not later:
         return []
@@ -216,5 +263,5 @@ def _others(outcome: Outcome, first: Exit | None) -> list[str]:
     which = f"Rank {ranks}" if len(later) == 1 else f"Ranks {ranks}"
     if first is not None and all(one.because_of is not None for one in later):
         count = f"{len(later)} other rank{'' if len(later) == 1 else 's'}"
-        return ["", f"{count} failed because of it ({ranges([one.rank for one in later])})."]
+        return ["", f"{count} failed because of it ({format_ranks([one.rank for one in later])})."]
     return ["", f"{which} failed after it: for the same reason, or because it was gone."]

@@ -1,9 +1,9 @@
-"""What a launcher tells to whoever watches its job.
+"""The interface through which other parts, such as the dashboard, follow a job.
 
-`run_job`, `elastic.job` and the launchers for Spark and Ray hold a `JobWatcher`; the dashboard is
-one. Events are those of --status-file (see docs/elastic.md): a fixed job has the same ones, with
-one decision, number 0, whose workers have the names of their ranks. One more event, "stack",
-answers what a watcher has asked for.
+`run_job`, `elastic.job` and the launchers for Spark and Ray call a `JobWatcher`. Its events are
+those of --status-file (see docs/elastic.md). A fixed job has the same ones, with one decision,
+number 0, whose workers have the names of their ranks. One more event, "stack", answers a watcher's
+`StackRequest`.
 """
 
 from __future__ import annotations
@@ -17,42 +17,46 @@ from horovod.runner.output.report import Outcome
 
 
 class StackRequest(NamedTuple):
-    """A watcher would like to know where a worker is in its code."""
+    """A watcher's request for the Python stack of a worker."""
 
     worker: int
-    pid: int  # as the worker itself says; its agent checks that
+    pid: int  # as the worker itself reported it; its agent checks that
 
 
 class JobWatcher:
-    """Hears what happens in a job; this one takes no notice. Called by the launcher's thread."""
+    """Base class for watchers; this one ignores everything. The launcher's thread calls it."""
 
     @property
     def wants_stacks(self) -> bool:
-        """Whether `wanted_stacks` ever has something, so that it is worth asking."""
+        """Whether `wanted_stacks` may ever return something."""
         return False
 
     def note(self, event: str, **details: Any) -> None:
-        """Something happened."""
+        """Take notice of an event of the status file, with its details."""
 
     def output(self, worker: int, rank: int, stream: str, lines: Sequence[Line]) -> None:
-        """A worker, which is that rank now, wrote these lines."""
+        """Take lines that a worker, which has this rank now, wrote to a stream."""
 
     def wanted_stacks(self) -> Sequence[StackRequest]:
-        """Workers whose stack is wanted since the last call; it comes with `note("stack", ...)`."""
+        """Return new requests for stacks; the answers come with `note("stack", ...)`."""
         return ()
 
     def ended(self, outcome: Outcome) -> None:
-        """The job is over, and its account is written."""
+        """Take notice of the end of the job, after its account is written."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Nothing more comes. ``error`` is what the launcher itself ends with, if anything."""
+        """Stop watching; ``error`` is the exception with which the launcher ends, if any."""
 
     def variables(self) -> dict[str, str]:
-        """What workers need in their environment."""
+        """Return the variables that workers need in their environment."""
         return {}
 
     def status(self) -> str | None:
-        """One line on how the job goes, empty before its first step; None if nobody wants one."""
+        """Return one line on how the job goes, empty before its first step.
+
+        Returns:
+            None if this watcher makes no such line.
+        """
         return None
 
     def __enter__(self) -> JobWatcher:
@@ -68,7 +72,7 @@ class JobWatcher:
 
 
 class Watchers(JobWatcher):
-    """Several of them; the first one that has a status says it."""
+    """Several watchers as one. The first of them that has a status provides it."""
 
     def __init__(self, *watchers: JobWatcher) -> None:
         self._watchers = watchers
@@ -100,5 +104,5 @@ class Watchers(JobWatcher):
         return {name: text for each in self._watchers for name, text in each.variables().items()}
 
     def status(self) -> str | None:
-        found = (each.status() for each in self._watchers)
-        return next((line for line in found if line is not None), None)
+        lines = (each.status() for each in self._watchers)
+        return next((line for line in lines if line is not None), None)

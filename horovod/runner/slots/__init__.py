@@ -1,4 +1,4 @@
-"""Which rank runs where: host lists, the plan of slots, and the variables that tell a worker.
+"""Decide on which host each rank runs: host lists, the plan of slots, and the workers' variables.
 
-Pure functions that every other folder of the launcher may use.
+These are pure functions that every other folder of the launcher may use.
 """

@@ -1,8 +1,8 @@
 """The hosts that a batch system, or a Kubernetes MPI job, has given to this process.
 
-`arguments` asks `find_allocation` where neither ``-H`` nor a hostfile names hosts. `READERS` is the
-whole table: what each system is called, the variables that tell that it is there, and the function
-that reads its hosts. Readers are pure functions of the environment and of the files that it names.
+`arguments` calls `find_allocation` if neither ``-H`` nor a hostfile names hosts. `READERS` is the
+table of systems: the name of each, the variables that show that it is there, and the function that
+reads its hosts. Readers are pure functions of the environment and of the files that it names.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _HOSTFILE_VARIABLES = (
     "HYDRA_HOST_FILE",
 )
 _OPERATOR_HOSTFILE = "/etc/mpi/hostfile"
-"""Where Kubeflow's MPI operator and Trainer put it, whichever MPI they are told to start."""
+"""The hostfile of Kubeflow's MPI operator and Trainer, whichever MPI they start."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Hosts, and what they are a part of: ``Slurm job 123``."""
+    """Hosts, and the name of the job to which they were given, such as ``Slurm job 123``."""
 
     name: str
     hosts: Sequence[Host]
@@ -47,7 +47,7 @@ class Allocation:
 
     @property
     def slots(self) -> int | None:
-        """How many slots all hosts offer; None where the system does not say."""
+        """The number of slots of all hosts; None if the system does not say."""
         counts = [host.slots for host in self.hosts if host.slots is not None]
         return sum(counts) if len(counts) == len(self.hosts) else None
 
@@ -58,7 +58,7 @@ class Allocation:
         )
 
     def check_size(self, num_proc: int | None) -> None:
-        """`ValueError` where there are fewer slots than processes, or nobody says how many."""
+        """Raise `ValueError` if there are too few slots, or if no number of processes is known."""
         if self.slots is None and num_proc is None:
             raise ValueError(
                 f"{self}, and no number of slots; say how many processes to run with -np"
@@ -74,7 +74,7 @@ class Allocation:
             )
 
     def describe(self, num_proc: int | None) -> list[str]:
-        """What was found, and how many nodes stay without a rank of a job of this size."""
+        """Return lines for people: the allocation, and how many nodes a job leaves unused."""
         if num_proc is None:
             return [str(self)]
         used = {slot.hostname for slot in plan_slots(self.hosts, num_proc)}
@@ -91,15 +91,16 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Reader:
-    """One system that hands out hosts."""
+    """The rules for one system that hands out hosts."""
 
     name: str
-    variables: Sequence[str]  # any of them tells that it is there
-    read: Callable[[Environ, ReadLines], list[Host]]  # no hosts: it is not there after all
-    job: Sequence[str] = ()  # variables with the job's number, the first that is set counts
+    variables: Sequence[str]  # any of them shows that the system is there
+    read: Callable[[Environ, ReadLines], list[Host]]  # no hosts: the system is not there after all
+    job: Sequence[str] = ()  # variables with the job's number; the first that is set counts
     advice: str = "ask it for more slots"
 
     def find(self, environ: Environ, read_lines: ReadLines) -> Allocation | None:
+        """Return this system's allocation; None outside of it."""
         if self.variables and not any(environ.get(name) for name in self.variables):
             return None
         hosts = self.read(environ, read_lines)
@@ -110,10 +111,17 @@ class Reader:
 
 
 def find_allocation(environ: Environ, read_lines: ReadLines | None = None) -> Allocation | None:
-    """What this process was given; None outside of all the systems of `READERS`.
+    """Return the hosts that a batch system has given to this process.
 
-    ``read_lines`` reads a file, by default from disk. Raises `ValueError`, which names the variable
-    or the file and its text, where that cannot be understood.
+    Args:
+        environ: The environment of this process.
+        read_lines: Reads the lines of a file; by default from disk.
+
+    Returns:
+        The allocation; None outside of all the systems of `READERS`.
+
+    Raises:
+        ValueError: If a variable or a file cannot be understood; the message has its name and text.
     """
     for reader in READERS:
         found = reader.find(environ, read_lines or _read_lines)
@@ -150,11 +158,11 @@ def _read_slurm(environ: Environ, _read: ReadLines) -> list[Host]:
 
 
 def slurm_groups(environ: Environ) -> list[list[Host]]:
-    """The hosts of each group of a heterogeneous Slurm job; none where the job is no such job."""
+    """Return the hosts of each group of a heterogeneous Slurm job; none for other jobs."""
     size = environ.get("SLURM_HET_SIZE", "")
     if size and not size.isdecimal():
         raise ValueError(f"SLURM_HET_SIZE={size!r} is not a number")
-    # Each has variables of its own.
+    # Each group has variables of its own.
     return [_slurm_group(environ, f"_HET_GROUP_{group}") for group in range(int(size or 0))]
 
 
@@ -174,10 +182,10 @@ def _slurm_group(environ: Environ, suffix: str) -> list[Host]:
 
 
 def _slurm_slots(environ: Environ, suffix: str, nodes: int) -> list[int] | None:
-    """How many ranks each node takes: tasks, else GPUs, else cores; None if nothing says it.
+    """Return how many ranks each node takes: its tasks, else GPUs, else cores; None if unknown.
 
-    Inside of a step, such as an interactive shell, the variables on tasks may be the step's, which
-    does not have all nodes of the job. Those that do not fit the job's nodes do not count.
+    Inside a step, such as an interactive shell, the variables on tasks may be the step's, which
+    does not have all nodes of the job. Variables that do not fit the job's nodes are ignored.
     """
 
     def numbers(variable: str) -> list[int]:
@@ -206,10 +214,10 @@ def _slurm_slots(environ: Environ, suffix: str, nodes: int) -> list[int] | None:
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """The names of a Slurm node list, in the order of ``scontrol show hostnames``.
+    """Return the names in a Slurm node list, in the order of ``scontrol show hostnames``.
 
-    Items such as ``r[1-2]n[08-10,12]`` are separated by commas. Of several brackets the last
-    varies fastest, and then, as Slurm has it, the others from the first on.
+    Items such as ``r[1-2]n[08-10,12]`` are separated by commas. In an item with several brackets
+    the last varies fastest; after it, as in Slurm, the first, the second and so on.
     """
     names: list[str] = []
     for item in COMMA.split(text.strip()):
@@ -227,7 +235,10 @@ def expand_nodelist(text: str) -> list[str]:
 
 
 def _read_pbs(environ: Environ, read_lines: ReadLines) -> list[Host]:
-    """A line for each process. Torque's processors per node count where each host is there once."""
+    """Read a file with a line for each process.
+
+    If each host has one line only, Torque's number of processors per node counts.
+    """
     hosts = _hosts_of_lines("PBS_NODEFILE", environ, read_lines)
     each = environ.get("PBS_NUM_PPN", "")
     if each and all(host.slots == 1 for host in hosts):
@@ -239,20 +250,20 @@ def _read_pbs(environ: Environ, read_lines: ReadLines) -> list[Host]:
 
 
 def _read_cobalt(environ: Environ, read_lines: ReadLines) -> list[Host]:
-    """A line for each node; nobody says how many processes it takes."""
+    """Read a file with a line for each node; the number of processes is unknown."""
     hosts = _hosts_of_lines("COBALT_NODEFILE", environ, read_lines)
     return [Host(host.name) for host in hosts]
 
 
 def _read_sge(environ: Environ, read_lines: ReadLines) -> list[Host]:
-    """Lines of host, slots, queue and processors."""
+    """Read lines of host, slots, queue and processors."""
     return _hosts_of_lines("PE_HOSTFILE", environ, read_lines, with_slots=True)
 
 
 def _hosts_of_lines(
     variable: str, environ: Environ, read_lines: ReadLines, with_slots: bool = False
 ) -> list[Host]:
-    """The hosts of a file with one on each line: a host on several lines has that many slots."""
+    """Read a file with a host on each line; a host on several lines has that many slots."""
     hosts = []
     for number, line in enumerate(_lines(variable, environ[variable], read_lines), start=1):
         words = line.split()

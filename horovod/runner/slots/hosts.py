@@ -1,8 +1,8 @@
-"""Which rank runs where: host lists in every form, and the plan of slots made from them.
+"""Read host lists in every form, and plan on which host each rank runs.
 
-`arguments` reads ``-H`` and hostfiles with it, `allocation` what a batch system says;
-`jobs.request` plans; `worker_env` turns each slot into a worker's variables. Nothing here asks a
-name server: a list of hundreds of hosts must not wait for one.
+`arguments` reads ``-H`` and hostfiles, `allocation` what a batch system says; `jobs.request` makes
+the plan; `worker_env` turns each slot into a worker's variables. Nothing here asks a name server: a
+list of hundreds of hosts must not wait for one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _MAX_HOSTS = 100_000  # a range with a digit too many is a mistake, not a cluste
 
 @dataclass(frozen=True)
 class Host:
-    """A host of the job. Hosts without a number of slots share the ranks the others leave over."""
+    """A host of the job.
+
+    Hosts without a number of slots share the ranks for which the other hosts have no slots.
+    """
 
     name: str
     slots: int | None = None
@@ -32,7 +35,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one rank."""
+    """One rank of a job: its host, and its numbers in the job, on the host and across hosts."""
 
     hostname: str
     rank: int
@@ -44,9 +47,14 @@ class Slot:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """The hosts of ``-H``; `ValueError` naming the item that is wrong.
+    """Read the value of ``-H``.
 
-    Items are ``NAME``, ``NAME:SLOTS``, ``[IPV6]:SLOTS``, or ranges such as ``node[01-04,7]:SLOTS``.
+    Args:
+        text: Items separated by commas: ``NAME``, ``NAME:SLOTS``, ``[IPV6]:SLOTS``, or ranges such
+            as ``node[01-04,7]:SLOTS``.
+
+    Raises:
+        ValueError: If an item is wrong; the message names it.
     """
     hosts = [host for item in COMMA.split(text) for host in _expand(item.strip())]
     seen = set()
@@ -58,10 +66,15 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def parse_hostfile(lines: Iterable[str]) -> list[Host]:
-    """The hosts of a file; `ValueError` naming the line that is wrong.
+    """Read a hostfile.
 
-    A line is an item as for ``-H``, or ``NAME slots=N``; what follows ``#`` is a comment. As MPI
-    has it, a host on several lines offers the sum of their slots, and max-slots is ignored.
+    Args:
+        lines: The lines of the file. Each is an item as for ``-H``, or ``NAME slots=N``; ``#``
+            begins a comment. As with MPI, a host on several lines offers the sum of their slots,
+            and max-slots is ignored.
+
+    Raises:
+        ValueError: If a line is wrong, or there is no host; the message names the line.
     """
     hosts: list[Host] = []
     for number, line in enumerate(lines, start=1):
@@ -78,7 +91,7 @@ def parse_hostfile(lines: Iterable[str]) -> list[Host]:
 
 
 def merge_hosts(hosts: Iterable[Host]) -> list[Host]:
-    """Each host once: one that is named several times offers the sum of its slots."""
+    """Return each host once; a host that is named several times offers the sum of its slots."""
     slots: dict[str, int | None] = {}
     for host in hosts:
         if host.name in slots:
@@ -90,10 +103,10 @@ def merge_hosts(hosts: Iterable[Host]) -> list[Host]:
 
 @functools.cache
 def is_local(name: str) -> bool:
-    """Whether a host of the list is this machine.
+    """Return whether a host of the list is this machine.
 
-    True for localhost, this machine's host name, its addresses, and names that /etc/hosts gives
-    to them. Other aliases count as another host, which ssh reaches all the same.
+    That is true for localhost, this machine's host name, its addresses, and names that /etc/hosts
+    gives to them. Another alias counts as another host, which ssh reaches all the same.
     """
     own = socket.gethostname()
     if name in {"localhost", own, own.partition(".")[0]} or _is_own_address(name):
@@ -108,13 +121,17 @@ def is_local(name: str) -> bool:
 
 
 def plan_slots(hosts: Sequence[Host], num_proc: int) -> list[Slot]:
-    """Places for ranks 0 to ``num_proc`` - 1: hosts in the order given, each filled in turn."""
-    counts = _share(hosts, num_proc)
+    """Return the slots of ranks 0 to ``num_proc`` - 1, filling one host after the other.
+
+    Raises:
+        ValueError: If the hosts offer fewer slots than that.
+    """
+    counts = _share_ranks(hosts, num_proc)
     cross_sizes = [
         sum(count > local_rank for count in counts) for local_rank in range(max(counts, default=0))
     ]
     slots: list[Slot] = []
-    before = [0] * len(cross_sizes)  # hosts so far that have a rank with this local rank
+    cross_ranks = [0] * len(cross_sizes)  # by local rank: the next cross rank
     for host, count in zip(hosts, counts, strict=True):
         for local_rank in range(count):
             slots.append(
@@ -124,16 +141,16 @@ def plan_slots(hosts: Sequence[Host], num_proc: int) -> list[Slot]:
                     size=num_proc,
                     local_rank=local_rank,
                     local_size=count,
-                    cross_rank=before[local_rank],
+                    cross_rank=cross_ranks[local_rank],
                     cross_size=cross_sizes[local_rank],
                 )
             )
-            before[local_rank] += 1
+            cross_ranks[local_rank] += 1
     return slots
 
 
-def _share(hosts: Sequence[Host], num_proc: int) -> list[int]:
-    """How many ranks each host gets: exactly ``num_proc`` in all."""
+def _share_ranks(hosts: Sequence[Host], num_proc: int) -> list[int]:
+    """Return the number of ranks of each host, ``num_proc`` in all."""
     open_ended = sum(host.slots is None for host in hosts)
     left = max(0, num_proc - sum(host.slots or 0 for host in hosts))
     if left and not open_ended:
@@ -153,10 +170,10 @@ def _share(hosts: Sequence[Host], num_proc: int) -> list[int]:
 
 
 def _expand(item: str) -> list[Host]:
-    """The hosts of one item; several where it has a range."""
+    """Return the hosts of one item: several if it has a range."""
     match = _ITEM.fullmatch(item)
     if match is None:
-        raise ValueError(_shape(item))
+        raise ValueError(_describe_form(item))
     slots = None if match["slots"] is None else slot_count(match["slots"], item)
     name = match["name"]
     if name.startswith("["):
@@ -166,7 +183,10 @@ def _expand(item: str) -> list[Host]:
 
 
 def name_pieces(pattern: str) -> list[list[str]]:
-    """``r[1-2]n[01-04]`` as what may stand at each place: text, numbers, text, numbers, text."""
+    """Split a pattern into its parts, each with all its values.
+
+    ``r[1-2]n[01-04]`` has five parts: a text, numbers, a text, numbers and an empty text.
+    """
     pieces: list[list[str]] = []
     total = 1
     for index, piece in enumerate(_BRACKETS.split(pattern)):
@@ -178,7 +198,7 @@ def name_pieces(pattern: str) -> list[list[str]]:
 
 
 def _numbers(text: str, pattern: str) -> list[str]:
-    """``01-03,7`` as 01, 02, 03 and 7: written as wide as the lower end is."""
+    """Expand ``01-03,7`` to 01, 02, 03 and 7; all have at least the digits of the lower end."""
     numbers: list[str] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -207,18 +227,18 @@ def _with_slots(hosts: list[Host], words: Sequence[str]) -> list[Host]:
 
 
 def slot_count(text: str, item: str = "") -> int:
-    """A number of slots; `ValueError` for other text, of which ``item`` is the whole."""
+    """Return a number of slots; raise `ValueError`, which shows ``item``, for other text."""
     if not re.fullmatch(r"[0-9]{1,6}", text):
-        raise ValueError(_shape(item) if item else f"{text!r} is not a number of slots")
+        raise ValueError(_describe_form(item) if item else f"{text!r} is not a number of slots")
     if int(text) == 0:
         raise ValueError(f"{item or 'slots=0'!r} offers no slots")
     return int(text)
 
 
 def checked_name(name: str, item: str = "") -> str:
-    """The name, if it can be that of a host; else `ValueError`."""
+    """Return the name if it can be that of a host; raise `ValueError`, with ``item``, if not."""
     if not _NAME.fullmatch(name):
-        raise ValueError(_shape(item or name))
+        raise ValueError(_describe_form(item or name))
     return name
 
 
@@ -233,13 +253,13 @@ def _ipv6(text: str) -> str:
     return text
 
 
-def _shape(item: str) -> str:
+def _describe_form(item: str) -> str:
     hint = f"; put IPv6 addresses in brackets: [{item}]" if item.count(":") > 1 else ""
     return f"{item!r} is not of the form NAME, NAME:SLOTS or [IPV6]:SLOTS{hint}"
 
 
 def _is_own_address(text: str) -> bool:
-    """Whether ``text`` is an address that this machine can listen on."""
+    """Return whether ``text`` is an address that this machine can listen on."""
     family = socket.AF_INET6 if ":" in text else socket.AF_INET
     try:
         socket.inet_pton(family, text.partition("%")[0])
@@ -253,7 +273,7 @@ def _is_own_address(text: str) -> bool:
 
 @functools.cache
 def _own_aliases() -> frozenset[str]:
-    """The names that /etc/hosts gives to this machine's addresses."""
+    """Return the names that /etc/hosts gives to this machine's addresses."""
     names: set[str] = set()
     try:
         with open("/etc/hosts", encoding="utf-8", errors="replace") as file:

@@ -1,7 +1,7 @@
 """The variables that a worker gets from the launcher.
 
-`worker_specs` and the elastic job call it. `horovod.common.environments` reads the HOROVOD_* names
-in the worker; the names of torchrun are there for plain torch.distributed scripts.
+Both kinds of job and the launchers for Spark and Ray use it. `horovod.common.environments` reads
+the HOROVOD_* names in the worker; torchrun's names are for plain torch.distributed scripts.
 """
 
 from __future__ import annotations
@@ -17,43 +17,44 @@ from horovod.runner.slots.hosts import Slot
 KEY = "_HOROVOD_SECRET_KEY"
 KEEP_HEAP = "HOROVOD_KEEP_HEAP"
 
-HOSTS_OWN = ("HOME", "LOGNAME", "MAIL", "SHELL", "TMPDIR", "USER", "XDG_RUNTIME_DIR")
-"""Variables that a worker takes from the host it runs on: who the user is there, and where that
-user's files are."""
+HOST_VARIABLES = ("HOME", "LOGNAME", "MAIL", "SHELL", "TMPDIR", "USER", "XDG_RUNTIME_DIR")
+"""Variables that a worker takes from the host on which it runs: they name the user and the user's
+files there."""
 
-_STAYS = re.compile(
-    r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|.*CUDA_VISIBLE_DEVICES"  # as ever with horovodrun
+_LOCAL_NAMES = re.compile(
+    r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|.*CUDA_VISIBLE_DEVICES"  # Horovod 0.28.1 keeps these back too
     r"|HOSTNAME|TEMP|TMP|DISPLAY|WAYLAND_DISPLAY|XAUTHORITY|XDG_SESSION_.*|DBUS_.*"
-    r"|SSH_.*|SUDO_.*|WINDOWID|TTY|GPG_TTY|STY|TMUX.*|_HOROVOD_SECRET_KEY|" + "|".join(HOSTS_OWN)
+    r"|SSH_.*|SUDO_.*|WINDOWID|TTY|GPG_TTY|STY|TMUX.*|_HOROVOD_SECRET_KEY|"
+    + "|".join(HOST_VARIABLES)
 )
-"""What is true of the launcher's machine and session alone."""
+"""Variables that describe the launcher's machine and session alone."""
 
 
 @dataclass(frozen=True)
 class WorkerRendezvous:
-    """Where the ranks of the job meet."""
+    """The addresses and the key with which the ranks of a job find each other."""
 
     address: str
     store_port: int  # the launcher's store
     free_port: int  # for the user's own init_process_group
     key: bytes
-    master: str = ""  # rank 0's host, where that port is; the same address if empty
+    master: str = ""  # the address of rank 0's host, which has the free port; empty: `address`
 
 
-def common_variables(meeting: WorkerRendezvous) -> dict[str, str]:
-    """The variables that are the same for all workers."""
+def common_variables(rendezvous: WorkerRendezvous) -> dict[str, str]:
+    """Return the variables that are the same for all workers."""
     return {
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": meeting.address,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(meeting.store_port),
-        KEY: encode_key(meeting.key),
-        "MASTER_ADDR": meeting.master or meeting.address,
-        "MASTER_PORT": str(meeting.free_port),
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous.address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous.store_port),
+        KEY: encode_key(rendezvous.key),
+        "MASTER_ADDR": rendezvous.master or rendezvous.address,
+        "MASTER_PORT": str(rendezvous.free_port),
         "PYTHONUNBUFFERED": "1",
     }
 
 
 def slot_variables(slot: Slot) -> dict[str, str]:
-    """The variables that say which worker it is: its slot, and the same in torchrun's names."""
+    """Return the variables that describe a worker's slot, in Horovod's names and torchrun's."""
     return {
         **{f"HOROVOD_{name.upper()}": str(value) for name, value in vars(slot).items()},
         "RANK": str(slot.rank),
@@ -64,11 +65,11 @@ def slot_variables(slot: Slot) -> dict[str, str]:
 
 
 def memory_variables(machine: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Let torch keep the memory that training frees, as `hvd.init()` does with glibc's heap.
+    """Return variables that let torch keep freed memory, as `hvd.init()` does with glibc's heap.
 
-    Its builds for aarch64 have an allocator of their own, mimalloc, which gives back what has not
-    been used for 10 ms, and takes orders from its environment alone. ResNet-18 spends a twentieth
-    of its step on getting that memory anew.
+    torch's builds for aarch64 have an allocator of their own, mimalloc, which gives memory back to
+    the system after 10 ms and can be configured by its environment alone. ResNet-18 spends a
+    twentieth of its step on getting that memory again.
     """
     kept = Config.from_env({KEEP_HEAP: environ.get(KEEP_HEAP, "")}).keep_heap
     tuned = any(name.upper().startswith("MIMALLOC_") for name in environ)
@@ -78,33 +79,37 @@ def memory_variables(machine: str, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def terminal_variables(columns: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Tell workers that a person is watching, and how wide their progress bars may be."""
+    """Return variables that tell workers that a person watches, and the width of the terminal."""
     room = max(20, columns - len("[0]<stderr>:"))
     return {"HOROVOD_LAUNCHER_TTY": "1", "COLUMNS": environ.get("COLUMNS", str(room))}
 
 
-def travelling(environ: Mapping[str, str], keeps: Sequence[str] | None = ()) -> dict[str, str]:
-    """The part of the launcher's environment that goes along to another host.
+def travelling_variables(
+    environ: Mapping[str, str], own_variables: Sequence[str] | None = ()
+) -> dict[str, str]:
+    """Return the part of the launcher's environment that workers on another host get.
 
-    ``keeps`` are the variables that workers take from the host itself.
+    Args:
+        environ: The launcher's environment.
+        own_variables: The variables that workers take from the host itself.
     """
-    stays = frozenset(keeps or ())
+    own_names = frozenset(own_variables or ())
     return {
         name: value
         for name, value in environ.items()
-        if name not in stays and not _STAYS.fullmatch(name)
+        if name not in own_names and not _LOCAL_NAMES.fullmatch(name)
     }
 
 
 def interface_variables(nics: Sequence[str]) -> dict[str, str]:
-    """Variables that keep the traffic between hosts on these interfaces of a host."""
+    """Return variables that keep the traffic between hosts on these network interfaces."""
     return {"HOROVOD_GLOO_IFACE": nics[0], "NCCL_SOCKET_IFNAME": ",".join(nics)} if nics else {}
 
 
 CROWDED_ADVICE = "Start one rank for each core or GPU (-np), or take more hosts (-H)."
-"""What to do where ranks outnumber the cores of their host."""
+"""Advice for jobs in which ranks outnumber the cores of their host."""
 
 
 def threads_per_worker(cores: int, local_size: int) -> int:
-    """A fair share of the cores of a host."""
+    """Return the number of threads with which the workers share the cores of a host evenly."""
     return max(1, cores // local_size)

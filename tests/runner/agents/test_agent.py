@@ -18,7 +18,7 @@ from horovod.runner.agents.host_agent import (
     AgentEvent,
     Event,
     HostAgent,
-    Output,
+    WorkerOutput,
     WorkerSpec,
 )
 from tests.runner.horovodrun import HANG
@@ -60,7 +60,7 @@ class Talk:
         return {each["id"]: each["pid"] for each in self.said("started")}
 
     def output(self, worker: int, stream: str = "stdout") -> bytes:
-        outputs = [each for each in self.events if isinstance(each, Output)]
+        outputs = [each for each in self.events if isinstance(each, WorkerOutput)]
         return b"".join(e.data for e in outputs if (e.worker, e.stream) == (worker, stream))
 
     def start(self, *workers: tuple[int, str], cwd: str = "/", bind=None, **env: str) -> None:
@@ -247,9 +247,9 @@ def test_the_environment_of_the_host_is_taken_where_asked(talk: Talk):
         "-c",
         "import os; print(os.environ.get('HOME'), os.environ.get('LANG'))",
     ]
-    talk.agent.link.keeps = ["HOME", "ABSENT"]
+    talk.agent.link.own_variables = ["HOME", "ABSENT"]
     talk.agent.start([WorkerSpec(1, show, {}, "/")], {"LANG": "C", "HOME": "/x"})
-    talk.agent.link.keeps = ["HOME", "LANG"]
+    talk.agent.link.own_variables = ["HOME", "LANG"]
     talk.agent.start([WorkerSpec(2, show, {}, "/")], {"LANG": "C"})
     talk.until(lambda: len(talk.exits()) == 2)
     assert talk.output(1) == b"/x C\n"
@@ -258,7 +258,7 @@ def test_the_environment_of_the_host_is_taken_where_asked(talk: Talk):
 
 def test_all_of_the_hosts_environment_and_its_python(talk: Talk):
     show = "import os, sys; print(os.environ['PATH'], os.environ['LANG'], sys.executable)"
-    talk.agent.link.keeps = None
+    talk.agent.link.own_variables = None
     talk.agent.start([WorkerSpec(1, ["", "-c", show], {}, ".")], {"LANG": "C"})
     talk.until(lambda: len(talk.exits()) == 1)
     assert talk.output(1).decode() == f"{os.environ['PATH']} C {sys.executable}\n"

@@ -16,10 +16,10 @@ SOURCE = Path(bootstrap.__file__).read_text()
 
 @pytest.mark.parametrize("version", [sys.version, "3.99"], ids=["same", "another"])
 def test_modules_work_where_no_horovod_is_installed(version: str):
-    _, modules = pack_modules("horovod.runner.agents.cores", "horovod.runner.agents.frames")
+    _, modules = pack_modules("horovod.runner.agents.host_facts", "horovod.runner.agents.frames")
     program = (
         f"{SOURCE}\nload_modules({(version, modules)!a})\n"
-        "from horovod.runner.agents.cores import parse_cores\n"
+        "from horovod.runner.agents.host_facts import parse_cores\n"
         "from horovod.runner.agents.frames import event_frame\n"
         "import horovod.runner.agents.frames\n"
         "print(parse_cores('0-2'), event_frame(b'x'))\n"
@@ -35,9 +35,11 @@ def test_modules_work_where_no_horovod_is_installed(version: str):
 
 
 def test_code_of_another_version_is_not_used():
-    _, modules = pack_modules("horovod.runner.agents.cores")
+    _, modules = pack_modules("horovod.runner.agents.host_facts")
     spoilt = [(name, source, "00") for name, source, _ in modules]
-    program = f"{SOURCE}\nload_modules({('3.99', spoilt)!a})\nimport horovod.runner.agents.cores\n"
+    program = (
+        f"{SOURCE}\nload_modules({('3.99', spoilt)!a})\nimport horovod.runner.agents.host_facts\n"
+    )
     subprocess.run(
         [sys.executable, "-I", "-S", "-"], input=program, text=True, check=True, timeout=60
     )

@@ -99,10 +99,10 @@ def test_neighbours_are_measured_and_strangers_get_no_answer():
         "neighbours": [["a", "127.0.0.1", port, True], ["b", "127.0.0.1", port, False]],
         "seconds": 100.0,
     }
-    found = inspection.meet(question, token)
+    found = inspection.measure_neighbours(question, token)
     assert found["a"]["rate"] > 0 < found["a"]["seconds"]
     assert set(found["b"]) == {"seconds"}
-    assert "error" in inspection.meet(question, secrets.token_bytes(32))["a"]
+    assert "error" in inspection.measure_neighbours(question, secrets.token_bytes(32))["a"]
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = closed.getsockname()[1]
     refused = inspection.measure("127.0.0.1", nobody, token, 100.0, False)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.runner.agents.host_agent import agent_command
-from horovod.runner.agents.ssh import Ssh
+from horovod.runner.agents.starters import Ssh
 from tests.effort import examples
 
 ANYTHING = st.text(st.characters(codec="utf-8", exclude_characters="\0"))

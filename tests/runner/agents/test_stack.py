@@ -40,11 +40,11 @@ def py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_command_line_and_our_own_threads_are_not_shown():
-    assert stack.shown(ANSWER) == (
+    assert stack.trim_answer(ANSWER) == (
         'Thread 7 (idle): "MainThread"\n    forward (model.py:12)\n    <module> (train.py:3)\n'
         'Thread 9 (active): "loader"\n    fetch (data.py:4)'
     )
-    assert stack.shown("Error: no such process\n") == "Error: no such process"
+    assert stack.trim_answer("Error: no such process\n") == "Error: no such process"
 
 
 def test_a_process_of_the_worker(py_spy: Path, tmp_path: Path):

@@ -8,9 +8,13 @@ from dataclasses import replace
 import pytest
 
 from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.agents.ssh import Ssh
-from horovod.runner.jobs.request import JobRequest
-from horovod.runner.jobs.worker_specs import describe_threads, host_variables, worker_specs
+from horovod.runner.agents.starters import Ssh
+from horovod.runner.jobs.request import (
+    JobRequest,
+    describe_threads,
+    host_variables,
+    worker_specs,
+)
 from horovod.runner.slots.hosts import parse_hosts, plan_slots
 from horovod.runner.slots.worker_env import KEY, WorkerRendezvous
 
@@ -114,8 +118,8 @@ def test_variables_of_this_machine_stay_here(agents: dict[str, HostAgent]):
 
 def test_a_host_that_has_the_key_gets_none(agents: dict[str, HostAgent]):
     link = agents["elsewhere"].link
-    kept, link.keeps = link.keeps, None
+    kept, link.own_variables = link.own_variables, None
     env = host_variables(REQUEST, agents["elsewhere"], MEETING, [])
-    link.keeps = kept
+    link.own_variables = kept
     assert KEY not in env
     assert "OMP_NUM_THREADS" not in env

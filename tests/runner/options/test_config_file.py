@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from horovod.runner.options.arguments import parse_args
 from horovod.runner.options.config_file import read_config_file, schema
 from horovod.runner.options.page import option_page
-from horovod.runner.options.tunables import TUNABLES, chosen, settings, settings_environment
+from horovod.runner.options.tunables import (
+    TUNABLES,
+    chosen_variables,
+    settings,
+    settings_environment,
+)
 
 EVERYTHING = """\
 controller: mpi
@@ -208,7 +213,7 @@ def test_the_example_in_the_documentation_sets_every_default(config):
     path = config(textwrap.dedent(example[1] + example[2]))
     options = parse_args(["-np", "1", "--config-file", path, "cmd"], {})
     assert options.notices == []
-    env = chosen(options)
+    env = chosen_variables(options)
     keyed = {row for row in schema().values() if row and row.knob.default is not None}
     assert set(env) == {row.env for row in keyed}
     knobs = {row.env: row.knob for row in TUNABLES}

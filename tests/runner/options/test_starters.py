@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from horovod.runner.agents.srun import Srun
-from horovod.runner.agents.ssh import Ssh
-from horovod.runner.agents.starter import CommandStarter, Starter
+from horovod.runner.agents.starters import CommandStarter, Srun, Ssh, Starter, make_starter
 from horovod.runner.options.arguments import make_options
-from horovod.runner.options.starters import make_starter
-from horovod.runner.slots.worker_env import HOSTS_OWN, travelling
+from horovod.runner.slots.worker_env import HOST_VARIABLES, travelling_variables
 
 PROGRAM = ["python", "-c", "print(1); print('2')"]
 
@@ -62,11 +59,11 @@ def test_an_agent_of_srun_gets_the_whole_node(allocation: dict[str, str]):
 def test_workers_take_their_devices_from_the_node_and_not_from_the_launcher(
     allocation: dict[str, str],
 ):
-    keeps = starter(allocation).keeps
-    assert {"CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME", *HOSTS_OWN} <= set(keeps)
+    own_variables = starter(allocation).own_variables
+    assert {"CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME", *HOST_VARIABLES} <= set(own_variables)
     here = {**allocation, "SLURMD_NODENAME": "n1"}
-    assert not set(travelling(here, keeps)) & set(keeps)
-    assert travelling(here, keeps)["MINE"] == "yes"
+    assert not set(travelling_variables(here, own_variables)) & set(own_variables)
+    assert travelling_variables(here, own_variables)["MINE"] == "yes"
 
 
 @pytest.mark.parametrize("name", ["-w", "--nodelist=x", "a b", "$(id)", ""])

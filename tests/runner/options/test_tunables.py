@@ -8,11 +8,11 @@ from horovod.common.config import Config
 from horovod.runner.options.arguments import parse_args
 from horovod.runner.options.tunables import (
     TUNABLES,
-    chosen,
+    chosen_variables,
     help_text,
+    ineffective_variables,
     settings,
     settings_environment,
-    without_effect,
 )
 
 OPTIONS = [
@@ -64,7 +64,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("arguments", "field", "value", "text"), OPTIONS)
 def test_options_reach_the_core(arguments: list[str], field: str, value: object, text: str):
-    env = chosen(parse_args(["-np", "1", *arguments, "cmd"], {}))
+    env = chosen_variables(parse_args(["-np", "1", *arguments, "cmd"], {}))
     assert env == {f"HOROVOD_{field.upper()}": text}
     assert getattr(Config.from_env(env), field) == value
 
@@ -93,10 +93,10 @@ def test_tcp_keeps_nccl_off_infiniband():
 
 def test_marking_cycles_needs_a_timeline():
     mark = {"HOROVOD_TIMELINE_MARK_CYCLES": "1"}
-    (complaint,) = without_effect(mark, {}).values()
+    (complaint,) = ineffective_variables(mark, {}).values()
     assert "--timeline-mark-cycles has no effect without --timeline-filename" in complaint
-    assert not without_effect(mark, {"HOROVOD_TIMELINE": "DYNAMIC"})
-    assert not without_effect({**mark, "HOROVOD_TIMELINE": "t.json"}, {})
+    assert not ineffective_variables(mark, {"HOROVOD_TIMELINE": "DYNAMIC"})
+    assert not ineffective_variables({**mark, "HOROVOD_TIMELINE": "t.json"}, {})
 
 
 def test_autotuning_options_are_exported_only_with_autotuning():

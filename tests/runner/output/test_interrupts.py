@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from horovod.runner.output.interrupts import InterruptFilter
-from horovod.runner.output.lines import LineSplitter
+from horovod.runner.output.lines import InterruptFilter, LineSplitter
 
 TRACEBACK = """\
 Traceback (most recent call last):

@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from horovod.runner.output import colours
-from horovod.runner.output.colours import Colour, paint
-from horovod.runner.output.console import Console, Source
+from horovod.runner.output.console import Colour, Console, Source, is_colour_wanted, paint
 from horovod.runner.output.lines import LineSplitter
-from horovod.runner.output.progress import Progress, Start, some
+from horovod.runner.output.progress import Progress, StartProgress, list_some
 from horovod.runner.output.report import Exit, LostHost, Outcome, describe_failure
 from horovod.runner.slots.hosts import Host, plan_slots
 from tests.runner.horovodrun import HANG, command, environment
@@ -169,32 +167,34 @@ def test_how_the_job_goes_is_shown_while_nobody_is_awaited(terminal, pipe):
 
 def test_the_steps_of_a_start_on_several_hosts():
     hosts = [f"node{n}" for n in range(1, 7)]
-    start = Start(plan_slots([Host(name, 1) for name in hosts], 6), hosts, all_local=False)
-    assert start.awaited() == (
+    start = StartProgress(plan_slots([Host(name, 1) for name in hosts], 6), hosts, all_local=False)
+    assert start.describe_awaited() == (
         "0 of 6 hosts are up, waiting for node1, node2, node3, node4 and 2 more"
     )
-    start.up.update(hosts[:4])
-    assert start.awaited() == "4 of 6 hosts are up, waiting for node5 and node6"
-    start.up.update(hosts)
+    start.hosts_up.update(hosts[:4])
+    assert start.describe_awaited() == "4 of 6 hosts are up, waiting for node5 and node6"
+    start.hosts_up.update(hosts)
     start.connected.update(hosts[1:])
-    assert start.awaited() == "all hosts are up, waiting for node1 to connect to this machine"
+    assert (
+        start.describe_awaited() == "all hosts are up, waiting for node1 to connect to this machine"
+    )
     start.connected.add("node1")
     start.started.update(range(5))
-    assert start.awaited() == "5 of 6 ranks run, waiting for rank 5 on node6"
+    assert start.describe_awaited() == "5 of 6 ranks run, waiting for rank 5 on node6"
     start.started.add(5)
-    assert start.awaited() == "", "nobody has said that hvd.init() is called at all"
+    assert start.describe_awaited() == "", "nobody has said that hvd.init() is called at all"
     starting = "starting 6 ranks: no output and no hvd.init() so far"
-    assert start.awaited(nothing_said=True) == starting
+    assert start.describe_awaited(nothing_said=True) == starting
     assert not start.is_complete
     for rank in (0, 1, 2):
         start.note_key(f"init1//identity/{rank}")
     start.note_key("init1//identities")
-    assert start.awaited() == (
+    assert start.describe_awaited() == (
         "3 of 6 ranks are in hvd.init(), waiting for rank 3 on node4, rank 4 on node5 and rank 5 "
         "on node6"
     )
     start.ended.update((3, 4, 5))
-    assert start.awaited() == ""
+    assert start.describe_awaited() == ""
     assert start.is_complete
 
 
@@ -202,7 +202,7 @@ def test_the_steps_of_a_start_on_several_hosts():
     ("count", "text"), [(1, "n0"), (2, "n0 and n1"), (6, "n0, n1, n2, n3 and 2 more")]
 )
 def test_some_names(count: int, text: str):
-    assert some([f"n{n}" for n in range(count)]) == text
+    assert list_some([f"n{n}" for n in range(count)]) == text
 
 
 # -- colours ---------------------------------------------------------------------------------------
@@ -221,8 +221,8 @@ def test_some_names(count: int, text: str):
     ],
 )
 def test_when_colour_is_wanted(terminal, pipe, environ, on_terminal: bool, in_pipe: bool):
-    assert colours.wanted(terminal[1], environ) is on_terminal
-    assert colours.wanted(pipe[1], environ) is in_pipe
+    assert is_colour_wanted(terminal[1], environ) is on_terminal
+    assert is_colour_wanted(pipe[1], environ) is in_pipe
 
 
 def test_no_line_leaves_the_terminal_coloured():
@@ -341,7 +341,7 @@ def test_what_a_rank_writes_in_init_is_what_the_launcher_looks_for(tmp_path: Pat
         console = Console(out.fileno(), out.fileno())
         outcome = run_job(options, [sys.executable, "-c", program], store=store, console=console)
     assert [one.code for one in outcome.exits] == [0, 0], (tmp_path / "out").read_text()
-    start = Start(plan_slots(options.hosts, 2), ["localhost"], all_local=True)
+    start = StartProgress(plan_slots(options.hosts, 2), ["localhost"], all_local=True)
     for key in store.keys(""):
         start.note_key(key)
     assert start.in_init == {0, 1}

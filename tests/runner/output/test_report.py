@@ -13,7 +13,7 @@ from horovod.runner.output.report import (
     describe_failure,
     exit_status,
     first_to_fail,
-    ranges,
+    format_ranks,
 )
 
 
@@ -71,8 +71,8 @@ def test_a_lost_host_is_named_with_its_ranks_and_the_words_of_ssh():
 
 
 def test_ranges():
-    assert ranges([5, 0, 1, 2]) == "0-2,5"
-    assert ranges([7]) == "7"
+    assert format_ranks([5, 0, 1, 2]) == "0-2,5"
+    assert format_ranks([7]) == "7"
 
 
 def lines(*texts: str, end: bytes = b"\n") -> list[Line]:

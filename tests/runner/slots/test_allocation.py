@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.runner.agents.srun import Srun
+from horovod.runner.agents.starters import Srun
 from horovod.runner.options.arguments import parse_args
 from horovod.runner.slots.allocation import Allocation, expand_nodelist, find_allocation, read_lsf
 from horovod.runner.slots.hosts import Host

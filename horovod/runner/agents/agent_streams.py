@@ -1,7 +1,9 @@
-"""The agent's line to the launcher: events, and the workers' output.
+"""The agent's pipes: to the launcher, and to and from its workers.
 
-Used by `agent`, on every host. Nothing here blocks: what the launcher does not take yet is kept,
-and beyond a limit the workers' pipes are not read either, so that they wait and not we.
+`agent` uses a `LauncherOutput` for its events and the workers' output, and a `WorkerInput` for a
+worker that gets the launcher's stdin (``horovodrun --attach``). Nothing here blocks: bytes that the
+other side does not take yet are kept. Beyond a limit the workers' pipes are not read either, so
+that the workers wait and the agent does not.
 """
 
 from __future__ import annotations
@@ -17,6 +19,49 @@ if TYPE_CHECKING:
     from collections.abc import Container
     from typing import Any
 
+
+class WorkerInput:
+    """The writing end of a worker's stdin."""
+
+    def __init__(self, fd: int, selector: selectors.BaseSelector) -> None:
+        self._fd = fd
+        self._selector = selector
+        self._unsent = bytearray()
+        self._ended = False
+        self._closed = False
+        os.set_blocking(fd, False)
+
+    def feed(self, data: bytes) -> None:
+        """Pass data on to the worker; empty data closes its stdin."""
+        self._unsent += data
+        self._ended |= not data
+        self._flush()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            if self._fd in self._selector.get_map():
+                self._selector.unregister(self._fd)
+            os.close(self._fd)
+
+    def _flush(self) -> None:
+        if self._closed:
+            return
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._fd, self._unsent)]
+        except BlockingIOError:
+            if self._fd not in self._selector.get_map():
+                self._selector.register(self._fd, selectors.EVENT_WRITE, self._flush)
+            return
+        except OSError:
+            self._ended = True  # nobody reads any more
+        if self._ended:
+            self.close()
+        elif self._fd in self._selector.get_map():
+            self._selector.unregister(self._fd)
+
+
 _CHUNK = 1 << 16
 _MOST_UNSENT = 4 << 20  # bytes
 _DRAIN_READS = 32  # a pipe holds no more than this many chunks
@@ -31,8 +76,8 @@ class _Stream:
         self.kind = kind
 
 
-class Output:
-    """Everything that goes to the launcher, on descriptor 1."""
+class LauncherOutput:
+    """Writes everything that goes to the launcher, on descriptor 1."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -42,11 +87,17 @@ class Output:
         os.set_blocking(1, False)
 
     def emit(self, event: dict[str, Any]) -> None:
-        """Tell the launcher something."""
+        """Send an event to the launcher."""
         self._send(event_frame(json.dumps(event).encode()))
 
     def follow(self, fd: int, worker: int, kind: int) -> None:
-        """Pass on what a worker writes into this pipe, until its end."""
+        """Pass on what a worker writes into a pipe, until its end.
+
+        Args:
+            fd: The reading end of the pipe, which is closed at the end.
+            worker: The worker's id.
+            kind: `frames.STDOUT` or `frames.STDERR`.
+        """
         os.set_blocking(fd, False)
         stream = _Stream(fd, worker, kind)
         self._streams.append(stream)
@@ -54,7 +105,11 @@ class Output:
             self._listen(stream)
 
     def drain(self, workers: Container[int] | None = None) -> None:
-        """Pass on what is in the pipes now; a foreign process may hold one open, and write on."""
+        """Pass on what is in the pipes now, of these workers or of all.
+
+        The number of reads is bounded, because a process that outlives its worker may hold the
+        pipe open and go on writing.
+        """
         for stream in list(self._streams):
             if workers is None or stream.worker in workers:
                 for _ in range(_DRAIN_READS):
@@ -70,7 +125,7 @@ class Output:
         self._selector.register(stream.fd, selectors.EVENT_READ, lambda: self._forward(stream))
 
     def _forward(self, stream: _Stream) -> bool:
-        """Pass on what is there to read; False when there is no more, now or ever."""
+        """Pass on one chunk; return False if there is nothing to read, now or ever."""
         try:
             data = os.read(stream.fd, _CHUNK)
         except BlockingIOError:
@@ -94,7 +149,7 @@ class Output:
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent.clear()  # the launcher is gone; we shall notice, nobody is left to tell
+            self._unsent.clear()  # the launcher is gone, which the end of stdin reports
         waiting = 1 in self._selector.get_map()
         if self._unsent and not waiting:
             self._selector.register(1, selectors.EVENT_WRITE, self._flush)

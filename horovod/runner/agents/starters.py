@@ -1,0 +1,211 @@
+"""The commands that start an agent on another host: ssh, srun, or a command of the user's.
+
+`make_starter` chooses a `Starter`, and `host_agent` runs its command. Each starter runs a program
+on the host and passes on its stdin, stdout and stderr, over which the agent gets its source and its
+orders. Hosts that start their agent themselves need no starter: see `link_server`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from horovod.runner.slots.allocation import slurm_groups
+from horovod.runner.slots.worker_env import HOST_VARIABLES
+
+HOST = "{host}"
+"""The placeholder for a host's name in a command of the user's."""
+
+_NAME = re.compile(r"(?!-)[\w.:%@-]+")
+
+
+class Starter(Protocol):
+    """A way to run a program on another host."""
+
+    @property
+    def name(self) -> str:
+        """The name of the program that starts others, for messages."""
+
+    @property
+    def own_variables(self) -> Sequence[str]:
+        """Variables that workers take from their host's own environment."""
+
+    def command(self, host: str, program: Sequence[str]) -> list[str]:
+        """Return the command that runs ``program`` on ``host``.
+
+        Raises:
+            ValueError: If ``host`` cannot be the name of a host.
+        """
+
+    def environment(self) -> Mapping[str, str] | None:
+        """Return the environment of that command; None stands for this process's own."""
+
+
+@dataclass(frozen=True)
+class CommandStarter:
+    """A command of the user's, such as ``kubectl exec -i {host} --``; the program comes last."""
+
+    template: str
+
+    own_variables = HOST_VARIABLES
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(shlex.split(self.template)[0])
+
+    def command(self, host: str, program: Sequence[str]) -> list[str]:
+        check_name(host)
+        words = [word.replace(HOST, host) for word in shlex.split(self.template)]
+        return [*words, *program]
+
+    def environment(self) -> None:
+        return None
+
+
+def check_name(host: str) -> None:
+    """Raise `ValueError` unless this can be a host's name; it must not look like an option."""
+    if not _NAME.fullmatch(host):
+        raise ValueError(f"{host!r} cannot be the name of a host")
+
+
+_ALIVE_SECONDS = 10
+_ALIVE_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """Starts programs with the system's own ``ssh``, with the user's keys and configuration.
+
+    Host keys are checked as that configuration says. Nothing that a user chose (paths, arguments,
+    environment) is part of the remote command: all that travels on stdin.
+    """
+
+    port: int | None = None
+    identity_file: str | None = None
+    connect_timeout: float = 30.0
+
+    name = "ssh"
+    own_variables = HOST_VARIABLES
+
+    def command(self, host: str, program: Sequence[str]) -> list[str]:
+        check_name(host)
+        options = [
+            "BatchMode=yes",  # never ask: several run at once, and stdin is not a person
+            f"ConnectTimeout={max(1, math.ceil(self.connect_timeout))}",
+            f"ServerAliveInterval={_ALIVE_SECONDS}",
+            f"ServerAliveCountMax={_ALIVE_TRIES}",
+            "ClearAllForwardings=yes",
+        ]
+        command = [shutil.which("ssh") or "ssh", "-T"]
+        for option in options:
+            command += ["-o", option]
+        # The far side hands the last word to the user's login shell, whichever that is.
+        return [*command, *self.login_arguments(), host, "--", f"exec {shlex.join(program)}"]
+
+    def environment(self) -> None:
+        return None
+
+    def login_arguments(self) -> list[str]:
+        """Return the options for port and key, where the user has given them."""
+        port = [] if self.port is None else ["-p", str(self.port)]
+        return [*port, *([] if self.identity_file is None else ["-i", self.identity_file])]
+
+
+SSH = Ssh()
+"""The starter that leaves everything to ssh's own configuration."""
+
+NODE_VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"),
+    *("SLURMD_NODENAME", "SLURM_CPUS_ON_NODE", "SLURM_JOB_GPUS"),
+    *("SLURM_STEP_GPUS", "SLURM_TOPOLOGY_ADDR"),
+)
+"""Variables with which Slurm describes a node to the processes there."""
+
+_SHAPES = (
+    *("SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS", "SLURM_GPUS_PER_TASK"),
+    *("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET", "SLURM_GPU_BIND", "SLURM_CPU_BIND"),
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU"),
+    *("SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_CORE", "SLURM_DISTRIBUTION"),
+    *("SLURM_EXACT", "SLURM_EXCLUSIVE", "SLURM_HINT", "SLURM_CORE_SPEC", "SLURM_THREADS"),
+    *("SLURM_LABELIO", "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_STDERRMODE"),
+    *("SLURM_UNBUFFEREDIO", "SLURM_EXPORT_ENV", "SLURM_STEP_GRES", "SLURM_MEM_PER_CPU"),
+    *("SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    *("SLURM_WAIT", "SLURM_KILL_BAD_EXIT", "SLURM_OPEN_MODE", "SLURM_TIMELIMIT"),
+)
+"""Variables that srun reads like options. They describe the job's tasks, and not an agent."""
+
+
+@dataclass(frozen=True)
+class Srun:
+    """Starts each agent as a step of its own in the Slurm job that ``environ`` describes.
+
+    The step shares the job's resources with other steps (``--overlap``). It gets all cores and
+    devices that the job has on the node, however the job was submitted: `environment` removes
+    variables that would change srun's defaults.
+    """
+
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    name = "srun"
+    own_variables = (*HOST_VARIABLES, *NODE_VARIABLES)
+
+    def command(self, host: str, program: Sequence[str]) -> list[str]:
+        check_name(host)
+        return [
+            shutil.which("srun", path=self.environ.get("PATH")) or "srun",
+            "--quiet",
+            "--overlap",
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={host}",
+            *self._group(host),
+            "--cpu-bind=none",
+            "--mpi=none",
+            "--export=ALL",
+            "--job-name=horovodrun",
+            *program,
+        ]
+
+    def _group(self, host: str) -> list[str]:
+        """Return the option that names the host's group in a heterogeneous job.
+
+        Without it srun looks for the node in the first group only.
+        """
+        groups = slurm_groups(self.environ)
+        found = [n for n, hosts in enumerate(groups) if host in {each.name for each in hosts}]
+        return [f"--het-group={number}" for number in found[:1]]
+
+    def environment(self) -> dict[str, str]:
+        return {name: value for name, value in self.environ.items() if name not in _SHAPES}
+
+
+def is_allocation(environ: Mapping[str, str]) -> bool:
+    """Return whether this process is in a Slurm job, from which srun can start steps."""
+    has_srun = shutil.which("srun", path=environ.get("PATH")) is not None
+    return bool(environ.get("SLURM_JOB_ID")) and has_srun
+
+
+def make_starter(
+    options: argparse.Namespace, environ: Mapping[str, str], timeout: float
+) -> Starter:
+    """Choose the starter: the user's command; srun inside a Slurm job; otherwise ssh.
+
+    Args:
+        options: The launcher's options. A port or a key for ssh asks for ssh, even inside a Slurm
+            job.
+        environ: The launcher's environment.
+        timeout: Seconds that ssh may take to connect.
+    """
+    if options.start_command is not None:
+        return CommandStarter(options.start_command)
+    wants_ssh = options.ssh_port is not None or options.ssh_identity_file is not None
+    if is_allocation(environ) and not wants_ssh:
+        return Srun(environ)
+    return Ssh(options.ssh_port, options.ssh_identity_file, timeout)
