@@ -173,14 +173,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def shared_process_set(ranks: Sequence[int]) -> ProcessSet:
-    """The registered set of these ranks, made where there is none, for a part of Horovod itself.
+    """Return the registered set of these ranks, or make one, for a part of Horovod itself.
 
     Whatever ``init`` was told about dynamic sets. Every rank must call it with the same ranks.
     """
-    engine = _running()
+    engine = _running_engine()
     if list(ranks) == list(range(engine.topology.size)):
         return global_process_set
-    number = _known(engine).get(tuple(ranks))
+    number = _ids_by_ranks(engine).get(tuple(ranks))
     made = ProcessSet(ranks)
     _adopt(made, engine.add_process_set(ranks) if number is None else number)
     return made

@@ -39,9 +39,9 @@ class TrainerStrategy(HorovodBase):
         process_set: The ranks that train together; all ranks by default.
         shard_state: Whether to spread the optimizer's state over the ranks; False by default.
         communication_hook: A hook that replaces the reduction of gradients; None by default.
-        local_steps: How many steps each rank takes alone before all synchronise their parameters; None
-            (the default) averages gradients in every step. When training ends the parameters of all
-            ranks are the same again.
+        local_steps: How many steps each rank takes alone before all synchronise their parameters;
+            None (the default) averages gradients in every step. When training ends the parameters
+            of all ranks are the same again.
         outer: The optimizer of the step that the ranks take together when they synchronise; None
             (the default) averages their parameters.
         warmup_steps: Ordinary steps before the first local one; 0 by default.
@@ -241,7 +241,7 @@ class TrainerStrategy(HorovodBase):
         modules.share_buffers(self.lightning_module, self.process_set)
 
     def on_train_end(self) -> None:
-        self._reduced.synchronize_parameters()
+        self._distributed_optimizers.synchronize_parameters()
         modules.share_buffers(self.lightning_module, self.process_set)
 
     def _release_optimizers(self) -> None:
