@@ -7,6 +7,8 @@
 # make test-long   the same with all examples of the property-based tests, four times as many
 # make test-versions   tests/torch and tests/engine with the oldest, a middle and the newest PyTorch,
 #              each in an environment of its own (old versions bring CUDA on x86-64)
+# make test-newest   the core and JAX with the newest of everything, in an environment of its own and
+#              without constraints: run it once a week, to know a new release soon
 # make test-gpu   all tests that want a GPU, with one or more of them; GPU_PYTHON=python3 takes an
 #              interpreter that has torch, pytest and hypothesis, and installs nothing
 # make simulate   elastic jobs with faults in a simulated cluster, from seeds (SEEDS=0-999);
@@ -24,14 +26,15 @@ BIN     := $(VENV)/bin
 FW_BIN  := $(VENV)-frameworks/bin
 DOCS_BIN := $(VENV)-docs/bin
 PYTEST  ?= -n 2 --dist loadfile --no-loadscope-reorder
-VERSIONS := 2.4.1 2.7.1 2.13.0
+VERSIONS := 2.4.1 2.7.1 2.13.0 2.15.0
 # The build for CPUs is a third of the size, and there is none for other processors than x86-64.
 TF      := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
 INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-long test-core test-programs test-lightning test-tensorflow test-jax
-.PHONY: simulate simulate-mutants test-spark test-ray test-mxnet test-versions test-gpu lint docs bench clean
+.PHONY: test-spark test-ray test-mxnet test-versions test-newest test-gpu simulate simulate-mutants
+.PHONY: lint docs bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
@@ -90,6 +93,16 @@ test-versions: $(VERSIONS:%=test-torch-%)
 test-torch-%: $(VENV)-torch-%/.installed
 	$(VENV)-torch-$*/bin/python -m pytest $(PYTEST) tests/torch tests/engine
 
+# The environment is made anew each time: what is the newest changes. Without Lightning's, Spark's and
+# Ray's tests, which take long; with torch's CUDA libraries it takes some gigabytes.
+test-newest:
+	rm -rf $(VENV)-newest
+	$(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip --disable-pip-version-check install --upgrade -e '.[test,jax]'
+	$(VENV)-newest/bin/python -m pip --disable-pip-version-check list
+	$(VENV)-newest/bin/python -m pytest $(PYTEST) tests/common tests/engine tests/transport \
+	    tests/torch tests/jax
+
 # MXNet's last release runs on x86-64 with Python 3.8 to 3.11 and a numpy that nobody else takes.
 MX_PYTHON := $(shell for p in python3.11 python3.10; do command -v $$p && break; done)
 MX_WHY    := $(if $(filter x86_64,$(shell uname -m)),$(if $(MX_PYTHON),,there is no python3.10 or \
@@ -126,7 +139,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/collectives.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-docs $(VENV)-mpich $(VENV)-mxnet $(VENV)-torch-* build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-docs $(VENV)-mpich $(VENV)-mxnet $(VENV)-newest $(VENV)-torch-* build dist *.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp for each set of extras; a changed requirement installs again. pip lists a hundred lines

@@ -212,6 +212,23 @@ def test_hosts_are_compared(tmp_path: Path):
     assert all(float(row["median_ms"]) > 0 and int(row["samples"]) >= 8 for row in rows)
 
 
+def test_local_steps_are_measured(tmp_path: Path):
+    program = [sys.executable, str(ROOT / "benchmarks" / "local_steps.py"), "--loopback"]
+    program += ["--models", "cnn", "--contenders", "local fp8", "--local-steps", "2"]
+    program += ["--rounds", "1", "--sizes", "300000", "--tasks", "digits", "--steps", "6"]
+    program += ["--seeds", "1", "--output", str(tmp_path)]
+    found = subprocess.run(program, capture_output=True, text=True, timeout=600)
+    assert found.returncode == 0, found.stderr
+    with (tmp_path / "local_steps.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["section"], row["contender"]) for row in rows} == {
+        ("speed", "local fp8"),
+        *(("allreduce", name) for name in ("none", "bf16", "fp8", "int8")),
+        ("quality", "local fp8"),
+    }
+    assert all(float(row["ms"] or row["loss"]) > 0 for row in rows)
+
+
 def test_the_cost_of_statistics_is_measured():
     program = [sys.executable, str(ROOT / "benchmarks" / "stats.py"), "--np", "1"]
     options = ["--seconds", "0.2", "--models", "mlp"]

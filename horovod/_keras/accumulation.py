@@ -48,7 +48,7 @@ class Sums:
                 None if gradient is None else ops.divide(total, self._distribution.pass_divisor)
                 for total, gradient in zip(totals, gradients, strict=True)
             ]
-            reduced = self._distribution.reduce.reduce_unreduced(given, variables, marks)
+            reduced = self._distribution.reduce.reduce_unmarked(given, variables, marks)
             for total in totals:
                 # Assign zeros: multiplying by zero would keep NaN.
                 total.assign(ops.zeros(total.shape, dtype=total.dtype))

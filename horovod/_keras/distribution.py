@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from horovod.common.optimizer_arguments import check_groups, check_passes, predivide_factors
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.common.util import resolve_reduce_op
@@ -35,21 +36,9 @@ class Distribution:
         self.op = resolve_reduce_op(self.op, None)
         if self.op not in (Average, Sum):
             raise ValueError(f"a Keras optimizer takes op=Average or op=Sum, not {self.op!r}")
-        if not self.gradient_predivide_factor > 0:
-            raise ValueError(
-                "gradient_predivide_factor must be a positive number, not "
-                f"{self.gradient_predivide_factor!r}"
-            )
-        if self.gradient_predivide_factor != 1.0 and self.op is not Average:
-            raise ValueError("gradient_predivide_factor needs op=Average")
-        passes = self.backward_passes_per_step
-        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-            raise ValueError(f"backward_passes_per_step must be positive, not {passes!r}")
-        if not _is_groups(self.groups):
-            raise ValueError(
-                "groups must be a positive number or a list of lists of variables, not "
-                f"{self.groups!r}"
-            )
+        predivide_factors(self.gradient_predivide_factor, self.op)
+        check_passes(self.backward_passes_per_step)
+        self.groups = check_groups(self.groups)
 
     @property
     def pass_divisor(self) -> int:
@@ -59,12 +48,3 @@ class Distribution:
     def register_local(self, variable: Any) -> None:
         """Do not reduce the gradient of this variable."""
         self.reduce.register_local(variable)
-
-
-def _is_groups(groups: Any) -> bool:
-    """Return whether `groups` is None, a positive number, or a list of lists."""
-    if isinstance(groups, int) and not isinstance(groups, bool):
-        return groups > 0
-    return groups is None or (
-        isinstance(groups, list) and all(isinstance(group, (list, tuple)) for group in groups)
-    )

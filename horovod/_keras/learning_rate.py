@@ -52,5 +52,7 @@ def _momentum_variables(optimizer: Any) -> list[Any]:
         return [each["momentum"] for each in slots.values() if "momentum" in each]
     if not hasattr(optimizer, "momentum"):
         return []
-    found = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
-    return [variable for variable in found if variable is not None]
+    momentums = (
+        getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
+    )
+    return [variable for variable in momentums if variable is not None]

@@ -26,14 +26,14 @@ def load_model(
     )
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not is_distributed(optimizer):
-        if _is_built_for_nothing(optimizer, model):
+        if _has_no_variables(optimizer, model):
             logger.warning("the state of the optimizer in %s is lost to Keras 3", filepath)
             optimizer = type(optimizer).from_config(optimizer.get_config())
         model.optimizer = distribute_in_place(optimizer, compression=compression)
     return model
 
 
-def _is_built_for_nothing(optimizer: Any, model: Any) -> bool:
+def _has_no_variables(optimizer: Any, model: Any) -> bool:
     """Return whether the optimizer was built for no variables, as Keras 3 does for .h5 files.
 
     Such an optimizer cannot take a step.

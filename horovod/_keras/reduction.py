@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from horovod._keras.distribution import Distribution
+from horovod.common.optimizer_arguments import predivide_factors
 from horovod.common.process_sets import ProcessSet
 from horovod.common.util import split_list
 from horovod.engine.runtime import runtime
@@ -40,7 +41,7 @@ class HostReduction:
         """Return the marks of gradients that a tape has reduced; only TensorFlow's tapes do so."""
         return [0] * len(gradients)
 
-    def reduce_unreduced(
+    def reduce_unmarked(
         self, gradients: Sequence[Any], variables: Sequence[Any], marks: Sequence[int]
     ) -> list[Any]:
         """Reduce all gradients, since none of them is marked as reduced here."""
@@ -76,14 +77,17 @@ class HostReduction:
 
     def _allreduce(self, groups: list[list[torch.Tensor]]) -> None:
         distribution = self._distribution
+        prescale, postscale = predivide_factors(
+            distribution.gradient_predivide_factor, distribution.op
+        )
 
         def start(function: Callable[..., Any], number: int) -> Any:
             return function(
                 groups[number],
                 name=f"{self._name}.{number}",
                 op=distribution.op,
-                prescale_factor=1.0 / distribution.gradient_predivide_factor,
-                postscale_factor=distribution.gradient_predivide_factor,
+                prescale_factor=prescale,
+                postscale_factor=postscale,
                 process_set=distribution.process_set,
             )
 

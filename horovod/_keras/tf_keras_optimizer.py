@@ -77,7 +77,7 @@ class TfKerasOptimizer:
         self, gradients: Sequence[Any], variables: Sequence[Any], done: Sequence[Done]
     ) -> list[Any]:
         if self._hvd.backward_passes_per_step == 1:
-            return list(self._hvd.reduce.reduce_unreduced(gradients, variables, done))
+            return list(self._hvd.reduce.reduce_unmarked(gradients, variables, done))
         if Done.ADDED_UP in done:
             return list(gradients)
         return self._hvd_make_sums().add(gradients, variables, done)
@@ -189,7 +189,7 @@ class _Sums:
         def step() -> list[Any]:
             divisor = self._distribution.pass_divisor
             given = [total.read_value() / tf.cast(divisor, total.dtype) for total in totals]
-            reduced = self._distribution.reduce.reduce_unreduced(
+            reduced = self._distribution.reduce.reduce_unmarked(
                 given, [variables[index] for index in indices], [done[index] for index in indices]
             )
             with _run_after(reduced):  # assign zeros: multiplying by zero would keep NaN

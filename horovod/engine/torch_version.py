@@ -14,7 +14,7 @@ from packaging.version import Version
 from horovod.common.logging import get_logger, log_once
 
 OLDEST = "2.4"
-NEWEST = "2.13"
+NEWEST = "2.15"
 
 _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
 

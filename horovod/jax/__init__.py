@@ -93,7 +93,7 @@ if typing.TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> typing.Any:
-    """``hvd.elastic``, and ``hvd.linen`` and ``hvd.nnx`` which need flax, when first asked for."""
+    """Import ``hvd.elastic``, and ``hvd.linen`` and ``hvd.nnx`` (which need flax), on first use."""
     if name in ("elastic", "linen", "nnx"):
         return importlib.import_module(f"horovod.jax.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

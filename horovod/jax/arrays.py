@@ -1,8 +1,8 @@
-"""JAX arrays as torch tensors and back, without copying in host memory.
+"""Converts JAX arrays to torch tensors and back, without copies in host memory.
 
-What JAX has computed is read where it is. A result in host memory becomes a JAX array as it is; on
-a GPU it is copied once, there, because torch and JAX each use their memory again in the order of
-their own streams, which know nothing of each other.
+The engine reads the memory of JAX's arrays. A result in host memory becomes a JAX array without a
+copy. A result on a GPU is copied once, on the GPU, because torch and JAX each reuse memory in the
+order of their own streams, which are not synchronised with each other.
 """
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ from horovod.engine.runtime import runtime
 
 
 def is_tracer(value: Any) -> bool:
+    """Return whether the value belongs to a program that JAX is tracing."""
     return isinstance(value, jax.core.Tracer)
 
 
 def as_array(value: Any, where: str = "") -> Any:
-    """A JAX array of an array or a number; ValueError where it is neither, or on several devices.
+    """Convert an array or a number to a JAX array.
 
-    `where`: its path in the tree it is from.
+    Args:
+        value: The array or number.
+        where: Its path in the user's tree, for messages; none by default.
+
+    Returns:
+        The JAX array.
+
+    Raises:
+        ValueError: The value is neither an array nor a number, or is on several devices.
     """
     if is_tracer(value):
         array = value
@@ -47,7 +56,7 @@ def as_array(value: Any, where: str = "") -> Any:
 
 
 def check_one_device(array: jax.Array, where: str = "") -> None:
-    """ValueError if the array is spread over devices: a rank has one."""
+    """Raise ValueError if the array is spread over several devices, since a rank has one."""
     devices = array.sharding.device_set
     if len(devices) > 1:
         me = f"rank {runtime.topology.rank}" if runtime.is_initialized() else "this rank"
@@ -59,11 +68,12 @@ def check_one_device(array: jax.Array, where: str = "") -> None:
 
 
 def _at(where: str) -> str:
+    """Return the part of a message that names a path."""
     return f" at {where}" if where else ""
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
-    """A view of an array's memory, which must not be written to. Waits until it is computed."""
+    """Wait until the array is computed, and return a view of its memory, which is read-only."""
     if device_of(array).platform != "cpu" and not _torch_has_gpus():
         array = jax.device_put(array, jax.local_devices(backend="cpu")[0])
     view: torch.Tensor = torch.from_dlpack(array)  # type: ignore[attr-defined]
@@ -71,16 +81,16 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 
 
 def to_jax(tensor: torch.Tensor, like: jax.Array) -> jax.Array:
-    """An array on the device of `like` that takes over the tensor's memory, in host memory.
+    """Return an array on the device of `like` with the values of a tensor no longer in use.
 
-    torch must be done with the tensor.
+    In host memory the array takes over the tensor's memory.
     """
     device = device_of(like)
     if tensor.is_cpu and device.platform == "cpu":
         return jax.dlpack.from_dlpack(tensor.contiguous())
     if tensor.is_cpu:  # torch cannot use this device
         return jax.device_put(jax.dlpack.from_dlpack(tensor.contiguous()), device)
-    # Memory of JAX's own, which nobody else has seen yet.
+    # Copy into memory that JAX has allocated and does not use yet.
     array = jnp.empty(tuple(tensor.shape), like.dtype, device=device)
     to_torch(array).copy_(tensor)
     torch.cuda.current_stream(tensor.device).synchronize()
@@ -88,7 +98,7 @@ def to_jax(tensor: torch.Tensor, like: jax.Array) -> jax.Array:
 
 
 def device_of(array: jax.Array) -> Any:
-    """The one device of an array."""
+    """Return the only device of an array."""
     (device,) = array.sharding.device_set
     return device
 

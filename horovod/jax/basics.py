@@ -1,7 +1,4 @@
-"""Starting and stopping, who am I, what is available; `join` and `barrier`.
-
-Exported to users by `horovod.jax`.
-"""
+"""`init`, `shutdown`, `join` and `barrier`, which `horovod.jax` exports to users."""
 
 from __future__ import annotations
 
@@ -37,9 +34,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """Stop Horovod in this process; does nothing where it does not run.
+    """Stop Horovod in this process; do nothing if it does not run.
 
-    Compiled programs that are still running end first.
+    The call first waits for compiled programs that are still running.
     """
     if shared_api.is_initialized():
         primitive.finish_programs()
@@ -47,13 +44,12 @@ def shutdown() -> None:
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and wait until all ranks say so.
+    """Announce that this rank has no more data, and wait until all ranks have announced it.
 
-    Meanwhile this rank takes part in the allreduces of the others with neutral elements.
+    Meanwhile this rank takes part in the allreduces of the others with neutral values.
 
     Args:
-        device: Accepted for compatibility and ignored: neutral elements are made where the others'
-            arrays are.
+        device: Accepted for compatibility and ignored.
 
     Returns:
         The rank that joined last.

@@ -1,9 +1,9 @@
-"""One call of a collective: its terms, and how the engine is asked for it.
+"""One call of a collective: its arguments, and how the engine is asked for it.
 
-The same for a call that runs at once, whose arrays are torch tensors by then, and for one that is
-part of a compiled program. There the terms travel as text inside the program, so that a program
-means the same in every process that loads it. What depends on the job, such as its size, is read
-when the call runs: in an elastic job a program outlives changes of the ranks.
+`Call` serves calls that run at once as well as calls in compiled programs. A compiled program
+contains the arguments as text, so that it means the same in every process that loads it. Facts
+about the job, such as its size, are read when the call runs, because in an elastic job a program
+outlives changes of the ranks.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ from horovod.engine.runtime import runtime
 Tensors = list[torch.Tensor]
 Finish = Callable[[Any], Tensors]
 
-# torch knows these types but moves only their signed twins.
+# torch has these unsigned types but cannot move them, so they travel as signed types.
 _SIGNED = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
 
-# Compiled calls run one after the other, so that those without a name can share one.
-_COMPILED = "jit"
+# The name of compiled calls without one. They can share it, because they run one after the other.
+_COMPILED_NAME = "jit"
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What all ranks must say alike, and what each says for itself (`splits`)."""
+    """The arguments of a collective, the same on all ranks except for `splits`."""
 
-    is_ordered: ClassVar[bool] = True  # in programs
+    is_ordered: ClassVar[bool] = True  # programs must run calls in the order of the source
 
-    kind: str  # the name of a function below
+    kind: str  # a key of `_START`
     name: str | None = None
     op: int = int(Average)
     prescale: float = 1.0
     postscale: float = 1.0
     root_rank: int = 0
-    ranks: tuple[int, ...] | None = None  # of the process set; None: all
+    ranks: tuple[int, ...] | None = None  # the ranks of the process set; None for all ranks
     splits: tuple[int, ...] | None = None
     labels: tuple[str, ...] = ()  # the paths of a tree's leaves
-    size: int | None = None  # of the process set, where a compiled program depends on it
-    ends_step: bool = False  # whether it reduces the gradients of a step
-    source: tuple[str, int] = ("", 0)  # file and line of the user's call, for messages
+    size: int | None = None  # of the process set, if the shapes of a compiled program depend on it
+    ends_step: bool = False  # whether the call reduces the gradients of a step
+    source_line: tuple[str, int] = ("", 0)  # file and line of the user's call, for messages
 
     @classmethod
-    def of(cls, kind: str, process_set: ProcessSet, **terms: Any) -> Call:
-        """A call whose process set is registered; ValueError if it is not."""
+    def of(cls, kind: str, process_set: ProcessSet, **arguments: Any) -> Call:
+        """Make a call; ValueError if its process set is not registered."""
         set_id(process_set)
         ranks = None
         if process_set is not global_process_set:
             ranks = tuple(process_set.ranks or ())
-        if terms.get("op") is Adasum and ranks is not None:
+        if arguments.get("op") is Adasum and ranks is not None:
             raise NotImplementedError("Adasum works on the global process set only")
-        return cls(kind=kind, ranks=ranks, source=caller(sys._getframe(1)), **terms)
+        return cls(kind=kind, ranks=ranks, source_line=caller(sys._getframe(1)), **arguments)
 
     @property
     def reduction(self) -> ReduceOp:
@@ -88,24 +88,33 @@ class Call:
         raise ValueError(f"there is no process set of the ranks {list(self.ranks)} any more")
 
     def start(self, tensors: Tensors, background: bool = True) -> tuple[Request, Finish]:
-        """Ask the engine; also what turns its result into tensors. The inputs are only read.
+        """Submit the call to the engine, which only reads the tensors.
 
-        Without `background` the caller waits at once.
+        Args:
+            tensors: The inputs.
+            background: False if the caller waits for the request at once.
+
+        Returns:
+            The request, and a function that turns its result into tensors.
         """
         return _START[self.kind](self, tensors, background)
 
-    def tell_step(self) -> None:
-        """It has run: if that was a step of an optimizer, count it."""
+    def count_step(self) -> None:
+        """Count a step of an optimizer, if this call ends one; called when it has run."""
         if self.ends_step:
             runtime.statistics.end_step(buckets=1)
 
     # -- compiled ----------------------------------------------------------------------------
 
     def to_text(self) -> str:
+        """Return the text of this call for a compiled program; `from_text` reads it."""
         return json.dumps(dataclasses.asdict(self))
 
     def run_compiled(self, sources: Tensors, targets: Tensors) -> None:
-        """Do it in the middle of a program, whose memory these are. `targets` may be `sources`."""
+        """Run the call inside a program, whose memory the tensors are.
+
+        The targets may share the memory of the sources.
+        """
         if self.size is not None and self.size != runtime.group(self.set_id).size:
             raise HorovodInternalError(
                 f"this program was compiled for {self.size} ranks, and there are "
@@ -113,10 +122,10 @@ class Call:
             )
         if self.kind == "allreduce":
             _reduce_compiled(self, sources, targets)
-            self.tell_step()
+            self.count_step()
             return
         request, finish = self.start(sources, background=False)
-        request.source_line = self.source
+        request.source_line = self.source_line
         for target, result in zip(targets, finish(request.wait()), strict=False):
             if target.shape != result.shape:
                 raise HorovodInternalError(
@@ -128,16 +137,16 @@ class Call:
 
 @functools.lru_cache(maxsize=4096)
 def from_text(text: bytes) -> Call:
-    """The call that a program has in it."""
-    terms = json.loads(text)
-    for name in ("ranks", "splits", "labels", "source"):
-        if terms[name] is not None:
-            terms[name] = tuple(terms[name])
-    call = Call(**terms)
-    return call if call.name is not None else dataclasses.replace(call, name=_COMPILED)
+    """Return the call that a compiled program contains as text."""
+    arguments = json.loads(text)
+    for name in ("ranks", "splits", "labels", "source_line"):
+        if arguments[name] is not None:
+            arguments[name] = tuple(arguments[name])
+    call = Call(**arguments)
+    return call if call.name is not None else dataclasses.replace(call, name=_COMPILED_NAME)
 
 
-# -- what each kind asks for -----------------------------------------------------------------
+# -- the request of each kind ----------------------------------------------------------------
 
 
 def _allreduce(call: Call, tensors: Tensors, background: bool) -> tuple[Request, Finish]:
@@ -158,7 +167,7 @@ def _allreduce(call: Call, tensors: Tensors, background: bool) -> tuple[Request,
 
 
 def _allgather(call: Call, tensors: Tensors, background: bool) -> tuple[Request, Finish]:
-    sources = [movement_input(_signed(tensor)) for tensor in tensors]
+    sources = [movement_input(_to_signed(tensor)) for tensor in tensors]
     request = runtime.allgather(
         sources, call.name, process_set_id=call.set_id, background=background, labels=call.labels
     )
@@ -166,15 +175,15 @@ def _allgather(call: Call, tensors: Tensors, background: bool) -> tuple[Request,
 
 
 def _broadcast(call: Call, tensors: Tensors, background: bool) -> tuple[Request, Finish]:
-    """Several travel as one, as bytes; the labels then say what they are."""
-    sources = [movement_input(_signed(tensor)) for tensor in tensors]
+    """Broadcast tensors; several travel as one tensor of bytes, whose labels describe them."""
+    sources = [movement_input(_to_signed(tensor)) for tensor in tensors]
     if len(sources) == 1:
         packed, labels = sources[0], call.labels
         output = torch.empty_like(packed)
     else:
-        packed = torch.cat([_bytes(source) for source in sources])
+        packed = torch.cat([_to_bytes(source) for source in sources])
         output = packed
-        labels = _described(call.labels, sources)
+        labels = _describe(call.labels, sources)
     request = runtime.broadcast(
         packed,
         output,
@@ -186,7 +195,7 @@ def _broadcast(call: Call, tensors: Tensors, background: bool) -> tuple[Request,
     )
 
     def finish(_: Any) -> Tensors:
-        return [output] if len(sources) == 1 else _unpacked(output, sources)
+        return [output] if len(sources) == 1 else _unpack(output, sources)
 
     return request, finish
 
@@ -207,8 +216,11 @@ def _reducescatter(call: Call, tensors: Tensors, background: bool) -> tuple[Requ
 
 
 def _alltoall(call: Call, tensors: Tensors, background: bool) -> tuple[Request, Finish]:
-    """Several travel as one whose rows are theirs side by side. The last result: received rows."""
-    sources = [movement_input(_signed(tensor)) for tensor in tensors]
+    """Exchange rows; the last result is the number of rows received from each rank.
+
+    Several tensors travel as one, whose rows are the concatenated bytes of their rows.
+    """
+    sources = [movement_input(_to_signed(tensor)) for tensor in tensors]
     if len(sources) == 1:
         packed, labels = sources[0], call.labels
     else:
@@ -216,8 +228,8 @@ def _alltoall(call: Call, tensors: Tensors, background: bool) -> tuple[Request, 
             raise ValueError("alltoall needs at least one dimension, got a scalar")
         if len({source.shape[0] for source in sources}) > 1:
             raise ValueError("alltoall of a tree needs leaves with the same first dimension")
-        packed = torch.cat([_rows(source) for source in sources], dim=1)
-        labels = _described(call.labels, sources, rows=True)
+        packed = torch.cat([_to_rows(source) for source in sources], dim=1)
+        labels = _describe(call.labels, sources, any_rows=True)
     request = runtime.alltoall(
         packed,
         call.splits or None,
@@ -232,7 +244,7 @@ def _alltoall(call: Call, tensors: Tensors, background: bool) -> tuple[Request, 
         if len(sources) == 1:
             outputs = [output]
         else:
-            parts = torch.split(output, [_rows(source).shape[1] for source in sources], dim=1)
+            parts = torch.split(output, [_to_rows(source).shape[1] for source in sources], dim=1)
             outputs = [
                 part.reshape(-1).clone().view(source.dtype).view(len(part), *source.shape[1:])
                 for part, source in zip(parts, sources, strict=True)
@@ -251,35 +263,38 @@ _START: dict[str, Callable[[Call, Tensors, bool], tuple[Request, Finish]]] = {
 }
 
 
-def _signed(tensor: torch.Tensor) -> torch.Tensor:
-    twin = _SIGNED.get(tensor.dtype)
-    return tensor if twin is None else tensor.view(twin)
+def _to_signed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of an unsigned tensor as a signed one; return other tensors unchanged."""
+    dtype = _SIGNED.get(tensor.dtype)
+    return tensor if dtype is None else tensor.view(dtype)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _to_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of each row."""
+def _to_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of each row."""
     width = math.prod(tensor.shape[1:]) * tensor.itemsize
-    return _bytes(tensor).view(tensor.shape[0], width)
+    return _to_bytes(tensor).view(tensor.shape[0], width)
 
 
-def _unpacked(packed: torch.Tensor, like: Tensors) -> Tensors:
+def _unpack(packed: torch.Tensor, like: Tensors) -> Tensors:
+    """Cut packed bytes into tensors with the types and shapes of `like`."""
     parts = torch.split_with_sizes(packed, [tensor.nbytes for tensor in like])
-    # Copies: the parts are not aligned for every type.
+    # Copy the parts, which are not aligned for every type.
     return [
         part.clone().view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(parts, like, strict=True)
     ]
 
 
-def _described(labels: Sequence[str], tensors: Tensors, rows: bool = False) -> tuple[str, ...]:
-    """Labels that also tell type and shape, without the number of rows where it may differ."""
+def _describe(labels: Sequence[str], tensors: Tensors, any_rows: bool = False) -> tuple[str, ...]:
+    """Add types and shapes to labels; with `any_rows` without the number of rows."""
 
     def form(tensor: torch.Tensor) -> str:
-        shape = [None, *tensor.shape[1:]] if rows else list(tensor.shape)
+        shape = [None, *tensor.shape[1:]] if any_rows else list(tensor.shape)
         return f"{str(tensor.dtype).removeprefix('torch.')}{shape}"
 
     names = labels or [str(index) for index in range(len(tensors))]
@@ -288,12 +303,12 @@ def _described(labels: Sequence[str], tensors: Tensors, rows: bool = False) -> t
 
 # -- allreduce in a program ------------------------------------------------------------------
 
-# Those of an earlier job refuse, and are replaced.
+# Entries of an earlier job (before a shutdown) refuse to run, and are then replaced.
 _prepared: dict[tuple[Call, tuple[Any, ...]], PreparedAllreduce] = {}
 
 
 def _reduce_compiled(call: Call, sources: Tensors, targets: Tensors) -> None:
-    """Reduce where the results are to be; what has been reduced before goes the shortest way."""
+    """Reduce in the memory of the results; repeated reductions take the engine's prepared path."""
     for source, target in zip(sources, targets, strict=True):
         if source.data_ptr() != target.data_ptr():
             target.copy_(source)
@@ -315,7 +330,7 @@ def _reduce_compiled(call: Call, sources: Tensors, targets: Tensors) -> None:
         postscale=call.postscale,
         process_set_id=number,
         background=False,
-        deferred=True,  # the program's stream waits, not this thread
+        deferred=True,  # on a GPU the program's stream waits for the result, not this thread
         labels=call.labels,
     )
     prepared = runtime.prepare(request, number) if on_host else None
@@ -323,5 +338,5 @@ def _reduce_compiled(call: Call, sources: Tensors, targets: Tensors) -> None:
         if len(_prepared) >= runtime.config.cache_capacity:
             _prepared.clear()
         _prepared[call, forms] = prepared
-    request.source_line = call.source
+    request.source_line = call.source_line
     request.wait()

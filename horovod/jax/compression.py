@@ -1,6 +1,6 @@
-"""The compressors of JAX arrays; see `horovod.common.compression`.
+"""The compressors for JAX arrays; see `horovod.common.compression`.
 
-Inside of jit they are compiled with the rest of the step.
+Inside `jax.jit` they are compiled with the rest of the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class _CastCompressor(Compressor):
         return tensor if ctx is None else tensor.astype(ctx)
 
 
-def _narrowed(tensor: Any, dtype: Any) -> tuple[Any, Any]:
+def _narrow(tensor: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return a floating-point array in the type `dtype`, and its original type."""
     if not jnp.issubdtype(tensor.dtype, jnp.floating):
         return tensor, None
     return tensor.astype(dtype), tensor.dtype
@@ -33,7 +34,7 @@ class FP16Compressor(_CastCompressor):
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        return _narrowed(tensor, jnp.float16)
+        return _narrow(tensor, jnp.float16)
 
 
 class BF16Compressor(_CastCompressor):
@@ -41,7 +42,7 @@ class BF16Compressor(_CastCompressor):
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        return _narrowed(tensor, jnp.bfloat16)
+        return _narrow(tensor, jnp.bfloat16)
 
 
 class Compression:

@@ -1,4 +1,4 @@
-"""What the gradients of collectives share."""
+"""Helpers for the gradients of collectives."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ from horovod.jax.call import Call
 
 
 def backward(call: Call) -> Call:
-    """The call that carries the gradients of this one."""
+    """Return the call that carries the gradients of this one."""
     name = None if call.name is None else f"{call.name}.grad"
     return dataclasses.replace(call, name=name, labels=(), size=None, ends_step=False)
 
 
 def for_floats(function: Callable[[list[Any]], list[Any]], gradients: list[Any]) -> list[Any]:
-    """Gradients for the inputs: of those that have any, `function(gradients)`.
+    """Return gradients for the inputs, computed by `function(gradients)`.
 
-    All ranks must make the same calls, so these are the arrays whose type allows a gradient.
+    `function` gets those whose type allows a gradient, whether or not this rank needs them: all
+    ranks must make the same calls.
     """
-    chosen = [i for i, each in enumerate(gradients) if each.dtype != jax.dtypes.float0]
+    indices = [i for i, each in enumerate(gradients) if each.dtype != jax.dtypes.float0]
     results: list[Any] = list(gradients)
-    if chosen:
-        made = function([gradients[index] for index in chosen])
-        for index, result in zip(chosen, made, strict=True):
+    if indices:
+        computed = function([gradients[index] for index in indices])
+        for index, result in zip(indices, computed, strict=True):
             results[index] = result
     return results
 
 
-def floats(others: list[Any], gradients: list[Any]) -> list[tuple[Any, Any]]:
-    """Those of `others` whose gradient takes part, and the gradient."""
-    pairs = zip(others, gradients, strict=True)
-    return [(other, each) for other, each in pairs if each.dtype != jax.dtypes.float0]
+def row_counts(row_markers: list[Any], gradients: list[Any]) -> list[int]:
+    """Return the numbers of rows of the inputs whose type allows a gradient."""
+    pairs = zip(row_markers, gradients, strict=True)
+    return [marker.shape[0] for marker, each in pairs if each.dtype != jax.dtypes.float0]
 
 
-def shapes_only(arrays: list[Any]) -> list[Any]:
-    """What tells the number of rows in the backward pass, where only arrays can be handed on."""
+def make_row_markers(arrays: list[Any]) -> list[Any]:
+    """Return empty arrays with the arrays' numbers of rows, for the backward pass.
+
+    JAX hands only arrays from the forward pass to the backward pass.
+    """
     return [jnp.zeros((*array.shape[:1], 0)) for array in arrays]

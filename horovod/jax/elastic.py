@@ -35,9 +35,10 @@ T = TypeVar("T")
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """Decorate the training function of an elastic job.
 
-    The function is called again with the state of the last commit when a rank is lost, and with the
-    present state when ranks come or go. Collectives belong inside of it: a rank that joins later
-    begins there. Without an elastic launcher the decorated function is a plain call.
+    When a rank is lost, the function is called again with the state of the last commit. When ranks
+    are added or removed in an orderly way, it is called again with the present state. All
+    collectives belong inside it, because a rank that joins later begins there. Without an elastic
+    launcher the decorated function is called once, as usual.
 
     Args:
         func: Training function. Its first argument is the state, such as a `JaxState`.
@@ -52,7 +53,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
             return func(state, *args, **kwargs)
         except (HorovodInternalError, HostsUpdatedInterrupt):
             raise
-        except Exception as error:  # out of a compiled step comes an error of JAX's
+        except Exception as error:  # a compiled step raises an error of JAX with our text
             ours = error_in_text(error)
             if ours is None:
                 raise
@@ -62,19 +63,20 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
 
 def _reset() -> None:
+    """Initialise Horovod again, with the ranks that are there now."""
     size = runtime.topology.size if runtime.is_initialized() else None
     shutdown()
     init()
-    if dispatch.size_matters and runtime.topology.size != size:
-        jax.clear_caches()  # programs that have the number of ranks in their shapes
+    if dispatch.has_sized_programs and runtime.topology.size != size:
+        jax.clear_caches()  # the shapes in some programs depend on the number of ranks
 
 
 class JaxState(ObjectState):
     """State of an elastic job with JAX: trees of arrays, and other values.
 
-    An attribute that has an array in it is kept as a tree of arrays, random keys and numbers;
-    assign the new tree after every step. Any other attribute is handled as in `ObjectState`. A
-    commit copies the arrays into host memory, so that steps may donate theirs.
+    An attribute that contains an array is kept as a tree of arrays, random keys and numbers; assign
+    the new tree after every step. Any other attribute is handled as in `ObjectState`. A commit
+    copies the arrays into host memory, so that a step may donate its input arrays.
 
     Args:
         **kwargs: Attributes of the state with their first values, such as `params`, `opt_state` and
@@ -85,9 +87,7 @@ class JaxState(ObjectState):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        self._trees: dict[str, Any] = {  # structures and forms of those of the snapshot
-            name: None for name, value in kwargs.items() if _has_array(value)
-        }
+        self._trees = [name for name, value in kwargs.items() if _has_array(value)]
         self._snapshots = Snapshots()
         for name in self._trees:
             setattr(self, name, kwargs[name])
@@ -103,16 +103,15 @@ class JaxState(ObjectState):
         self._snapshots.prepare(values)
         super().save()
         self._snapshots.publish()
-        self._trees = trees and dict.fromkeys(trees)
         self._structure = structure
-        self._likes = [_Like(leaf) for leaf in leaves]
+        self._forms = [_LeafForm(leaf) for leaf in leaves]
 
     def restore(self) -> None:
-        """Go back to the attributes that `save` has copied last."""
+        """Return to the attributes that the last `save` has copied."""
         assert self._snapshots.current is not None, "taken by the constructor"
         primitive.forget_programs()
         values = self._snapshots.current.content
-        leaves = [like.made_of(value) for like, value in zip(self._likes, values, strict=True)]
+        leaves = [form.make_leaf(value) for form, value in zip(self._forms, values, strict=True)]
         for name, tree in self._structure.unflatten(leaves).items():
             setattr(self, name, tree)
         super().restore()
@@ -128,12 +127,12 @@ class JaxState(ObjectState):
         for name, tree in broadcast_parameters(trees, self._root, "elastic.trees").items():
             setattr(self, name, tree)
         super().sync()
-        self.save()  # a failure before the next commit must not bring back what was before
+        self.save()  # so that a failure before the next commit does not restore older values
 
     def _check_forms(self, trees: dict[str, Any]) -> None:
-        """`ValueError` on a rank whose trees cannot take the root's values.
+        """Raise ValueError if this rank's trees cannot take the root's values.
 
-        Only there: the others go on without it.
+        Only such a rank raises it; the others continue without that rank.
         """
         leaves, structure = jax.tree.flatten(trees)
         forms = [str(jnp.shape(leaf)) + str(jnp.result_type(leaf)) for leaf in leaves]
@@ -151,15 +150,16 @@ class JaxState(ObjectState):
             )
 
 
-class _Like:
-    """How a leaf of a snapshot becomes what it was."""
+class _LeafForm:
+    """Describes a leaf, so that it can be made again from the tensor in a snapshot."""
 
     def __init__(self, leaf: Any) -> None:
         self.number = type(leaf) if isinstance(leaf, (bool, int, float, complex)) else None
         self.key = jax.random.key_impl(leaf) if is_random_key(leaf) else None
         self.device = device_of(leaf) if isinstance(leaf, jax.Array) else None
 
-    def made_of(self, value: torch.Tensor) -> Any:
+    def make_leaf(self, value: torch.Tensor) -> Any:
+        """Return a leaf of this form with the value."""
         if self.number is not None:
             return self.number(value.item())
         array = jax.dlpack.from_dlpack(value.clone())
@@ -169,6 +169,7 @@ class _Like:
 
 
 def _host_value(leaf: Any) -> torch.Tensor:
+    """Return the value of a leaf as a tensor."""
     if isinstance(leaf, (bool, int, float, complex)):
         return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
     if is_random_key(leaf):

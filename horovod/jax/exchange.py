@@ -1,4 +1,4 @@
-"""alltoall, of arrays and of whole trees. Exported to users by `horovod.jax`."""
+"""alltoall of arrays and of whole trees, which `horovod.jax` exports to users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from horovod.engine.runtime import runtime
 from horovod.jax import dispatch
 from horovod.jax.arrays import is_tracer
 from horovod.jax.call import Call
-from horovod.jax.derivatives import backward, for_floats, shapes_only
+from horovod.jax.derivatives import backward, for_floats, make_row_markers
 from horovod.jax.trees import flatten
 
 
@@ -25,13 +25,13 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send some rows to each rank and collect what the ranks send here. Differentiable.
+    """Send some rows to each rank, and collect the rows that the ranks send here. Differentiable.
 
     Args:
         tensor: Array, or tree of arrays with the same number of rows, which travel as one
             operation. All dimensions but the first must be the same on all ranks.
         splits: How many rows go to each rank: one int32 number for each rank of the set. By default
-            all ranks get the same number of rows. It cannot be given inside of `jax.jit`.
+            all ranks get the same number of rows. It cannot be given inside `jax.jit`.
         name: Name by which the ranks match this operation. By default they match operations by the
             order of their calls.
         process_set: Ranks that take part. By default all ranks do.
@@ -42,8 +42,8 @@ def alltoall(
 
     Raises:
         ValueError: This rank passed a wrong argument; nothing was sent.
-        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
-            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+        HorovodInternalError: The ranks passed different arguments under this name, or a rank was
+            lost. Inside `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
     """
     leaves = flatten(tensor)
     call = _alltoall_call(splits, name, process_set, leaves.labels)
@@ -53,7 +53,7 @@ def alltoall(
         *outputs, received = _traced_exchange(call, leaves.arrays)
     else:
         *outputs, received = dispatch.run_now(call, leaves.arrays)
-    output = leaves.rebuilt(outputs)
+    output = leaves.rebuild(outputs)
     return output if splits is None else (output, received)
 
 
@@ -65,12 +65,12 @@ def alltoall_async(
 ) -> int:
     """Start an alltoall, and return at once.
 
-    It cannot be called inside of `jax.jit`: XLA starts the calls of a compiled program itself.
+    It cannot be called inside `jax.jit`: XLA starts the calls of a compiled program itself.
 
     Args:
         tensor: Array, or tree of arrays with the same number of rows.
         splits: How many rows go to each rank: one int32 number for each rank of the set. By default
-            all ranks get the same number of rows. It cannot be given inside of `jax.jit`.
+            all ranks get the same number of rows. It cannot be given inside `jax.jit`.
         name: Name by which the ranks match this operation. By default they match operations by the
             order of their calls.
         process_set: Ranks that take part. By default all ranks do.
@@ -84,7 +84,7 @@ def alltoall_async(
     """
     leaves = flatten(tensor)
     call = _alltoall_call(splits, name, process_set, leaves.labels)
-    return dispatch.start(call, leaves.arrays, lambda made: (leaves.rebuilt(made[:-1]), made[-1]))
+    return dispatch.start(call, leaves.arrays, lambda made: (leaves.rebuild(made[:-1]), made[-1]))
 
 
 def _alltoall_call(
@@ -112,7 +112,7 @@ def _alltoall_call(
 
 
 def _exchange(call: Call, arrays: list[Any]) -> list[Any]:
-    """Outputs, and the received splits."""
+    """Return the received rows, and their numbers from each rank."""
     if not dispatch.is_traced(arrays):
         return dispatch.run_now(call, arrays)
     if call.splits is not None:
@@ -142,26 +142,26 @@ def _traced_exchange(call: Call, arrays: list[Any]) -> list[Any]:
 
 
 def _exchange_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], Any]:
-    made = _exchange(call, arrays)
-    return made, (shapes_only(arrays), made[-1])
+    results = _exchange(call, arrays)
+    return results, (make_row_markers(arrays), results[-1])
 
 
 def _exchange_backward(call: Call, kept: Any, gradients: list[Any]) -> tuple[list[Any]]:
-    """The gradients travel back the way the rows came."""
-    like, received = kept
+    """Send the gradients back to where the rows came from; unsent rows get zeros."""
+    row_markers, received = kept
     back = backward(call)
     if call.splits is not None:
         back = dataclasses.replace(back, splits=tuple(received.tolist()))
 
-    def returned(arrays: list[Any]) -> list[Any]:
-        *made, _ = _exchange(back, arrays)
-        rows = like[0].shape[0]
+    def send_back(arrays: list[Any]) -> list[Any]:
+        *outputs, _ = _exchange(back, arrays)
+        rows = row_markers[0].shape[0]
         return [
             jnp.concatenate([each, jnp.zeros((rows - each.shape[0], *each.shape[1:]), each.dtype)])
-            for each in made
+            for each in outputs
         ]
 
-    return (for_floats(returned, gradients[:-1]),)
+    return (for_floats(send_back, gradients[:-1]),)
 
 
 _traced_exchange.defvjp(_exchange_forward, _exchange_backward)

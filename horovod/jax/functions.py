@@ -1,7 +1,4 @@
-"""Giving all ranks the same parameters, and sending any Python object.
-
-Exported to users by `horovod.jax`.
-"""
+"""Gives all ranks the same parameters or Python objects; `horovod.jax` exports it to users."""
 
 from __future__ import annotations
 
@@ -47,16 +44,20 @@ def broadcast_parameters(
         >>> params = hvd.broadcast_parameters(params, root_rank=0)
     """
     leaves, structure = jax.tree.flatten(params)
-    sent = broadcast(structure.unflatten(map(_sendable, leaves)), root_rank, name, process_set)
-    received = [_like(new, old) for new, old in zip(jax.tree.leaves(sent), leaves, strict=True)]
-    return structure.unflatten(received)
+    sent = structure.unflatten(map(_to_sendable, leaves))
+    received = jax.tree.leaves(broadcast(sent, root_rank, name, process_set))
+    return structure.unflatten(
+        _restore_type(new, old) for new, old in zip(received, leaves, strict=True)
+    )
 
 
-def _sendable(leaf: Any) -> Any:
+def _to_sendable(leaf: Any) -> Any:
+    """Return a random key as integers; return other leaves unchanged."""
     return jax.random.key_data(leaf) if is_random_key(leaf) else leaf
 
 
-def _like(received: Any, leaf: Any) -> Any:
+def _restore_type(received: Any, leaf: Any) -> Any:
+    """Return the received value as a random key or a Python number, if the leaf is one."""
     if is_random_key(leaf):
         return jax.random.wrap_key_data(received, impl=jax.random.key_impl(leaf))
     if isinstance(leaf, (bool, int, float, complex)):
@@ -65,6 +66,7 @@ def _like(received: Any, leaf: Any) -> Any:
 
 
 def is_random_key(leaf: Any) -> bool:
+    """Return whether the leaf is a random key of JAX's new style."""
     return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
@@ -77,13 +79,13 @@ def broadcast_object(
     """Send one rank's Python object to all ranks.
 
     Args:
-        obj: Object that can be pickled. What ranks other than the root pass is ignored.
+        obj: Object that can be pickled. The objects of ranks other than the root are ignored.
         root_rank: Rank whose object is sent. The default is 0.
         name: Name of the operation. By default it is `broadcast_object`.
         process_set: Ranks that take part. By default all ranks do.
 
     Returns:
-        The root's object. The root gets back the very object that it passed.
+        The root's object. On the root it is the same object that was passed.
     """
     primitive.wait_for_programs("broadcast_object")
     return objects.broadcast_object(obj, root_rank, name or "broadcast_object", set_id(process_set))

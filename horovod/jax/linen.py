@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.jax.sync_batch_norm import feature_axes, normalised, reduction_axes, statistics
+from horovod.jax.sync_batch_norm import feature_axes, normalise, reduction_axes, statistics
 
 __all__ = ["SyncBatchNorm"]
 
@@ -23,7 +23,7 @@ class SyncBatchNorm(nn.BatchNorm):
         use_running_average: Whether to use the statistics that were learnt, as in evaluation. None
             leaves the choice to the call.
         axis: Axis of the features. The default is -1, the last.
-        momentum: How much of the running statistics each batch leaves. The default is 0.99.
+        momentum: The share of the running statistics that each batch keeps. The default is 0.99.
         epsilon: Number that is added to the variance. The default is 1e-5.
         dtype: Type of the result. By default it follows from input and parameters.
         param_dtype: Type of the parameters. The default is float32.
@@ -36,8 +36,8 @@ class SyncBatchNorm(nn.BatchNorm):
         use_fast_variance: Not used: variances are combined without cancellation.
         force_float32_reductions: Whether running statistics are kept in float32. The default is
             True.
-        process_set: Ranks whose batches count. By default all do.
-        parent: Module that this one is part of, which flax sets.
+        process_set: Ranks whose batches are combined. By default all ranks.
+        parent: Module that contains this one; flax sets it.
         name: Name of the module in flax.
     """
 
@@ -67,5 +67,5 @@ class SyncBatchNorm(nn.BatchNorm):
             scale = self.param("scale", self.scale_init, shape, self.param_dtype)
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
-        y = normalised(x, mean, variance, scale, bias, axes, self.epsilon)
+        y = normalise(x, mean, variance, scale, bias, axes, self.epsilon)
         return y.astype(self.dtype or jnp.result_type(x, self.param_dtype))

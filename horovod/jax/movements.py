@@ -1,7 +1,4 @@
-"""allgather and broadcast in all their forms, of arrays and of whole trees.
-
-Exported to users by `horovod.jax`.
-"""
+"""allgather and broadcast of arrays and of whole trees, which `horovod.jax` exports to users."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from horovod.common.reduce_op import Average
 from horovod.engine.runtime import runtime
 from horovod.jax import dispatch
 from horovod.jax.call import Call
-from horovod.jax.derivatives import backward, floats, for_floats, shapes_only
+from horovod.jax.derivatives import backward, for_floats, make_row_markers, row_counts
 from horovod.jax.reductions import check_group
 from horovod.jax.trees import flatten
 
@@ -30,7 +27,7 @@ def allgather(
 
     Args:
         tensor: Array, or tree of arrays, of at least one dimension. All dimensions but the first
-            must be the same on all ranks; inside of `jax.jit` the first must be, too.
+            must be the same on all ranks; inside `jax.jit` the first must be, too.
         name: Name by which the ranks match this operation. By default they match operations by the
             order of their calls.
         process_set: Ranks that take part. By default all ranks do.
@@ -40,15 +37,15 @@ def allgather(
 
     Raises:
         ValueError: This rank passed a wrong argument; nothing was sent.
-        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
-            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+        HorovodInternalError: The ranks passed different arguments under this name, or a rank was
+            lost. Inside `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
 
     Examples:
         >>> everybody = hvd.allgather(predictions, name="predictions")
     """
     leaves = flatten(tensor)
     call = Call.of("allgather", process_set, name=name, labels=leaves.labels)
-    return leaves.rebuilt(_gathered(call, leaves.arrays))
+    return leaves.rebuild(_gather(call, leaves.arrays))
 
 
 def allgather_async(
@@ -56,11 +53,11 @@ def allgather_async(
 ) -> int:
     """Start an allgather, and return at once.
 
-    It cannot be called inside of `jax.jit`: XLA starts the calls of a compiled program itself.
+    It cannot be called inside `jax.jit`: XLA starts the calls of a compiled program itself.
 
     Args:
         tensor: Array, or tree of arrays, of at least one dimension. All dimensions but the first
-            must be the same on all ranks; inside of `jax.jit` the first must be, too.
+            must be the same on all ranks; inside `jax.jit` the first must be, too.
         name: Name by which the ranks match this operation. By default they match operations by the
             order of their calls.
         process_set: Ranks that take part. By default all ranks do.
@@ -74,7 +71,7 @@ def allgather_async(
     """
     leaves = flatten(tensor)
     call = Call.of("allgather", process_set, name=name, labels=leaves.labels)
-    return dispatch.start(call, leaves.arrays, leaves.rebuilt)
+    return dispatch.start(call, leaves.arrays, leaves.rebuild)
 
 
 def grouped_allgather(
@@ -93,8 +90,8 @@ def grouped_allgather(
 
     Raises:
         ValueError: This rank passed a wrong argument; nothing was sent.
-        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
-            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+        HorovodInternalError: The ranks passed different arguments under this name, or a rank was
+            lost. Inside `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
     """
     return tuple(allgather(check_group(tensors), name, process_set))
 
@@ -104,7 +101,7 @@ def grouped_allgather_async(
 ) -> int:
     """Start gathering several arrays as one operation, and return at once.
 
-    It cannot be called inside of `jax.jit`: XLA starts the calls of a compiled program itself.
+    It cannot be called inside `jax.jit`: XLA starts the calls of a compiled program itself.
 
     Args:
         tensors: List of arrays or trees. They travel as one operation.
@@ -144,16 +141,16 @@ def broadcast(
 
     Raises:
         ValueError: This rank passed a wrong argument; nothing was sent.
-        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
-            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+        HorovodInternalError: The ranks passed different arguments under this name, or a rank was
+            lost. Inside `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
     """
     leaves = flatten(tensor)
     call = _broadcast_call(root_rank, name, process_set, leaves.labels)
     if not leaves.arrays:
         return tensor
     if dispatch.is_traced(leaves.arrays):
-        return leaves.rebuilt(_traced_broadcast(call, leaves.arrays))
-    return leaves.rebuilt(dispatch.run_now(call, leaves.arrays))
+        return leaves.rebuild(_traced_broadcast(call, leaves.arrays))
+    return leaves.rebuild(dispatch.run_now(call, leaves.arrays))
 
 
 def broadcast_async(
@@ -164,7 +161,7 @@ def broadcast_async(
 ) -> int:
     """Start a broadcast, and return at once.
 
-    It cannot be called inside of `jax.jit`: XLA starts the calls of a compiled program itself.
+    It cannot be called inside `jax.jit`: XLA starts the calls of a compiled program itself.
 
     Args:
         tensor: Array, or tree of arrays, with the same structure, shapes and types on all ranks.
@@ -184,13 +181,14 @@ def broadcast_async(
     """
     leaves = flatten(tensor)
     call = _broadcast_call(root_rank, name, process_set, leaves.labels)
-    return dispatch.start(call, leaves.arrays, leaves.rebuilt)
+    return dispatch.start(call, leaves.arrays, leaves.rebuild)
 
 
 # -- allgather -------------------------------------------------------------------------------
 
 
-def _gathered(call: Call, arrays: list[Any]) -> list[Any]:
+def _gather(call: Call, arrays: list[Any]) -> list[Any]:
+    """Gather arrays, at once or as part of a program."""
     if not arrays:
         return []
     if not dispatch.is_traced(arrays):
@@ -210,15 +208,15 @@ def _traced_gather(call: Call, arrays: list[Any]) -> list[Any]:
 
 
 def _gather_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-    return dispatch.run_sized(call, arrays, _all_rows), shapes_only(arrays)
+    return dispatch.run_sized(call, arrays, _all_rows), make_row_markers(arrays)
 
 
-def _gather_backward(call: Call, like: list[Any], gradients: list[Any]) -> tuple[list[Any]]:
-    """The gradient is averaged over the ranks, and each gets its own rows."""
-    rows = [each.shape[0] for each, _ in floats(like, gradients)]
+def _gather_backward(call: Call, row_markers: list[Any], gradients: list[Any]) -> tuple[list[Any]]:
+    """Average the gradients over the ranks, and return this rank's rows."""
+    rows = row_counts(row_markers, gradients)
     average = dataclasses.replace(backward(call), kind="allreduce", op=int(Average))
 
-    def own(arrays: list[Any]) -> list[Any]:
+    def own_rows(arrays: list[Any]) -> list[Any]:
         averaged = dispatch.run(average, arrays)
         firsts = _first_rows(rows, average, dispatch.is_traced(arrays))
         return [
@@ -226,16 +224,16 @@ def _gather_backward(call: Call, like: list[Any], gradients: list[Any]) -> tuple
             for each, first, count in zip(averaged, firsts, rows, strict=True)
         ]
 
-    return (for_floats(own, gradients),)
+    return (for_floats(own_rows, gradients),)
 
 
 _traced_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _first_rows(rows: list[int], call: Call, traced: bool) -> list[int]:
-    """Where this rank's rows begin in each gathered array."""
+    """Return where this rank's rows begin in each gathered array."""
     rank = runtime.group(call.set_id).rank
-    if traced:  # all ranks have as many
+    if traced:  # in a program all ranks have the same number of rows
         return [rank * count for count in rows]
     name = None if call.name is None else f"{call.name}.rows"
     gather = dataclasses.replace(call, kind="allgather", name=name)
@@ -249,6 +247,7 @@ def _first_rows(rows: list[int], call: Call, traced: bool) -> list[int]:
 def _broadcast_call(
     root_rank: int, name: str | None, process_set: ProcessSet, labels: tuple[str, ...]
 ) -> Call:
+    """Make a broadcast; ValueError if the root is not in the process set."""
     call = Call.of("broadcast", process_set, name=name, root_rank=int(root_rank), labels=labels)
     ranks = runtime.group(call.set_id).global_ranks
     if call.root_rank not in ranks:
@@ -268,16 +267,16 @@ def _broadcast_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], None]:
 
 
 def _broadcast_backward(call: Call, _: None, gradients: list[Any]) -> tuple[list[Any]]:
-    """The root's gradient is the average of all, everybody else's is zero."""
+    """Return the average of all ranks' gradients on the root, and zeros elsewhere."""
     average = dataclasses.replace(backward(call), kind="allreduce", op=int(Average))
 
-    def averaged(arrays: list[Any]) -> list[Any]:
-        made = dispatch.run(average, arrays)
+    def average_on_root(arrays: list[Any]) -> list[Any]:
+        averages = dispatch.run(average, arrays)
         if runtime.topology.rank == call.root_rank:
-            return made
-        return [jnp.zeros_like(each) for each in made]
+            return averages
+        return [jnp.zeros_like(each) for each in averages]
 
-    return (for_floats(averaged, gradients),)
+    return (for_floats(average_on_root, gradients),)
 
 
 _traced_broadcast.defvjp(_broadcast_forward, _broadcast_backward)

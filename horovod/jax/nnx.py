@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.jax.sync_batch_norm import normalised, reduction_axes, statistics
+from horovod.jax.sync_batch_norm import normalise, reduction_axes, statistics
 
 __all__ = ["SyncBatchNorm"]
 
@@ -21,7 +21,7 @@ class SyncBatchNorm(nnx.BatchNorm):
 
     Args:
         *args: Arguments of `flax.nnx.BatchNorm`.
-        process_set: Ranks whose batches count. By default all do.
+        process_set: Ranks whose batches are combined. By default all ranks.
         **kwargs: Further arguments of `flax.nnx.BatchNorm`.
     """
 
@@ -50,4 +50,4 @@ class SyncBatchNorm(nnx.BatchNorm):
             for running, new in ((self.mean, mean), (self.var, variance)):
                 kept = self.momentum * running[...] + (1 - self.momentum) * new
                 running[...] = jax.lax.stop_gradient(kept)
-        return normalised(x, mean, variance, scale, bias, axes, self.epsilon).astype(x.dtype)
+        return normalise(x, mean, variance, scale, bias, axes, self.epsilon).astype(x.dtype)

@@ -1,6 +1,6 @@
-"""Training on all ranks' gradients: an optax transformation, and the wrappers of ``jax.grad``.
+"""Trains with the gradients of all ranks: an optax transformation, and wrappers of ``jax.grad``.
 
-Exported to users by `horovod.jax`.
+`horovod.jax` exports them to users.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from horovod.common.optimizer_arguments import check_passes, predivide_factors
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp, Sum
 from horovod.common.util import resolve_reduce_op
@@ -21,11 +22,11 @@ from horovod.jax.reductions import reduce_gradients
 
 
 class AccumulationState(NamedTuple):
-    """What `DistributedOptimizer` keeps between passes if it does not step in each."""
+    """The state of a `DistributedOptimizer` with several backward passes per step."""
 
-    passes: Any  # since the last step
-    sums: Any  # of this rank's gradients
-    inner: Any  # the state of the optimizer
+    passes: Any  # the number of passes since the last step
+    sums: Any  # the sums of this rank's gradients
+    inner: Any  # the state of the wrapped optimizer
 
 
 def DistributedOptimizer(
@@ -40,9 +41,9 @@ def DistributedOptimizer(
 ) -> Any:
     """Wrap an optax optimizer so that it works on the gradients of all ranks.
 
-    All gradients of a step are reduced as one operation. What clips or scales gradients belongs
-    into `optimizer`, which gets the reduced ones. With one backward pass for each step the state is
-    that of `optimizer`.
+    All gradients of a step are reduced as one operation. Transformations that clip or scale
+    gradients belong into `optimizer`, which gets the reduced gradients. With one backward pass per
+    step the state is the state of `optimizer`.
 
     Args:
         optimizer: Optax transformation, such as `optax.adam(1e-3)`.
@@ -58,7 +59,7 @@ def DistributedOptimizer(
             1.
         average_aggregated_gradients: Whether to divide the sum of several backward passes by their
             number. The default is False.
-        process_set: Ranks to reduce with. By default all ranks; a rank outside of the set keeps its
+        process_set: Ranks to reduce with. By default all ranks; a rank outside the set keeps its
             own gradients.
 
     Returns:
@@ -79,8 +80,7 @@ def DistributedOptimizer(
             f"{type(optimizer).__name__}"
         )
     passes = backward_passes_per_step
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise ValueError(f"backward_passes_per_step must be positive, not {passes!r}")
+    check_passes(passes)
     reduce = _reduction(name, compression, op, gradient_predivide_factor, process_set)
     inner = optax.with_extra_args_support(optimizer)
 
@@ -107,7 +107,7 @@ def DistributedOptimizer(
             divisor = passes if average_aggregated_gradients else 1
             given = jax.tree.map(lambda total: total / divisor, sums)
             updates, new = step(given, state.inner, params, extra)
-            zeros = jax.tree.map(jnp.zeros_like, sums)  # not even NaN stays
+            zeros = jax.tree.map(jnp.zeros_like, sums)  # multiplying by zero would keep NaN
             return updates, AccumulationState(jnp.zeros_like(count), zeros, new)
 
         def another(_: None) -> tuple[Any, AccumulationState]:
@@ -152,7 +152,7 @@ def value_and_grad(
         gradient_predivide_factor: Divide the gradients by this number before the sum, and by size /
             number after it; the result is still the average. It needs `op=Average`. The default is
             1.
-        process_set: Ranks to reduce with. By default all ranks; a rank outside of the set keeps its
+        process_set: Ranks to reduce with. By default all ranks; a rank outside the set keeps its
             own gradients.
         **options: Further arguments of `jax.value_and_grad`.
 
@@ -202,7 +202,7 @@ def grad(
         gradient_predivide_factor: Divide the gradients by this number before the sum, and by size /
             number after it; the result is still the average. It needs `op=Average`. The default is
             1.
-        process_set: Ranks to reduce with. By default all ranks; a rank outside of the set keeps its
+        process_set: Ranks to reduce with. By default all ranks; a rank outside the set keeps its
             own gradients.
         **options: Further arguments of `jax.grad`.
 
@@ -218,8 +218,8 @@ def grad(
 
     @functools.wraps(fun)
     def distributed(*args: Any, **kwargs: Any) -> Any:
-        found = local(*args, **kwargs)
-        return (reduce(found[0]), found[1]) if has_aux else reduce(found)
+        result = local(*args, **kwargs)
+        return (reduce(result[0]), result[1]) if has_aux else reduce(result)
 
     return distributed
 
@@ -231,18 +231,15 @@ def _reduction(
     predivide: float,
     process_set: ProcessSet,
 ) -> Callable[[Any], Any]:
-    """What reduces a tree of gradients; the identity on ranks outside of the set."""
+    """Return a function that reduces a tree of gradients; ranks outside the set keep theirs."""
     op = resolve_reduce_op(op, None)
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"gradients take op=Average, op=Sum or op=Adasum, not {op!r}")
-    if not predivide > 0:
-        raise ValueError(f"gradient_predivide_factor must be a positive number, not {predivide!r}")
-    if predivide != 1.0 and op is not Average:
-        raise ValueError("gradient_predivide_factor needs op=Average")
+    factors = predivide_factors(predivide, op)
 
     def reduce(gradients: Any) -> Any:
         if process_set is not global_process_set and process_set.included() is False:
             return gradients
-        return reduce_gradients(gradients, name, compression, op, predivide, process_set)
+        return reduce_gradients(gradients, name, compression, op, factors, process_set)
 
     return reduce

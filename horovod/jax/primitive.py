@@ -1,13 +1,12 @@
 """Collectives inside compiled programs: a JAX primitive whose calls run in the program's order.
 
-All ranks must do the same collectives in the same order, and XLA would run those that do not depend
-on each other in any order. So the primitive has an ordered effect: JAX threads a token through all
-calls, within a program and from one program to the next. What the program then calls, with the
-addresses of arguments and results, is `_run` (see `xla_ffi`). On a GPU it gives its work to the
+All ranks must run the same collectives in the same order, but XLA runs calls that do not depend on
+each other in any order. So the primitive has an ordered effect: JAX passes a token through all
+calls, within a program and from one program to the next. The compiled program calls `_run` with the
+addresses of arguments and results (see `xla_ffi`). On a GPU `_run` enqueues its work on the
 program's stream and does not wait for it.
 
-JAX has no public way to declare an ordered effect. All that this package needs of its internals is
-imported here.
+JAX has no public way to declare an ordered effect. Only this module imports JAX's internals.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ except ImportError as error:
 
 
 class _Collectives(effects.Effect):
-    """Other ranks take part in it."""
+    """The effect of a collective: other ranks take part in it."""
 
     def __str__(self) -> str:
         return "Horovod"
@@ -55,7 +54,7 @@ class _Collectives(effects.Effect):
 _effect = _Collectives()
 for _allowed in (
     effects.ordered_effects,
-    effects.shardable_ordered_effects,  # so that we can say what is wrong with several devices
+    effects.shardable_ordered_effects,  # so that `_check_devices` can explain the error itself
     effects.lowerable_effects,
     effects.control_flow_allowed_effects,
     effects.custom_derivatives_allowed_effects,
@@ -72,10 +71,11 @@ collective.multiple_results = True
 
 @dataclasses.dataclass(frozen=True)
 class HostFunction:
-    """A function of torch tensors in place of a collective; its results are like its arguments.
+    """A function of torch tensors that a program calls like a collective.
 
-    It must return new tensors or the very ones it got, changed. Programs run it in any order: what
-    it asks of the engine has a name, and is not asked twice at once.
+    Its results have the shapes and types of its arguments. It returns new tensors, or its arguments
+    with new values. Programs run such functions in any order, so the function must give names to
+    its requests to the engine, and must not have two requests of one name at the same time.
     """
 
     is_ordered: ClassVar[bool] = False
@@ -93,13 +93,16 @@ class HostFunction:
 
 _functions: weakref.WeakValueDictionary[bytes, HostFunction] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-# In the text of a program that another process compiled and stored, there is another name.
+# The prefix of this process's keys. A stored program that another process compiled contains another
+# prefix, by which `_execute` notices that it cannot run it.
 _PROCESS = f"function {os.getpid()} {uuid.uuid4().hex}"
 
 
 def bind(call: Call | HostFunction, arrays: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
-    """Add a call to the program that is being traced. `shapes`: of the results, or None for those
-    of the arrays."""
+    """Add a call to the program that is being traced.
+
+    `shapes` are the shapes of the results; None stands for the shape of the array.
+    """
     forms = tuple(
         jax.ShapeDtypeStruct(array.shape if shape is None else tuple(shape), array.dtype)
         for array, shape in zip(arrays, shapes, strict=True)
@@ -110,7 +113,7 @@ def bind(call: Call | HostFunction, arrays: Sequence[Any], shapes: Sequence[Any]
 def call_function(
     function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], arrays: Sequence[Any]
 ) -> list[Any]:
-    """Have the program call a function of torch tensors that may use Horovod."""
+    """Let the traced program call a function of torch tensors, which may use Horovod."""
     key = f"{_PROCESS} {next(_numbers)}"
     call = HostFunction(function, key)
     _functions[key.encode()] = call
@@ -127,6 +130,7 @@ def _abstract(*arguments: Any, call: Any, forms: Any) -> tuple[list[Any], set[An
 
 
 def _lower(context: Any, *arguments: Any, call: Any, forms: Any, platform: str) -> Any:
+    """Translate a call into the custom call of a compiled program."""
     _check_devices(context)
     if platform == "cuda" and not torch.cuda.is_available():
         raise NotImplementedError(
@@ -135,12 +139,13 @@ def _lower(context: Any, *arguments: Any, call: Any, forms: Any, platform: str) 
         )
     _register(platform)
     if platform == "cpu":
-        # JAX then runs the program in the calling thread, so that its errors come with the call, on
-        # all ranks alike. Otherwise it depends on how much there is to compute.
+        # With a host callback JAX runs the program in the calling thread, so that every rank gets
+        # the errors at the call. Otherwise that depends on how much there is to compute.
         context.module_context.add_host_callback(_never_called)
     if isinstance(call, HostFunction):
         context.module_context.add_keepalive(call)
-    # In place, wherever nobody needs the argument afterwards. A token comes first.
+    # Results may take over the memory of arguments that the program does not need afterwards. The
+    # token, if there is one, is the first argument and the first result.
     tokens = [abstract_token] if call.is_ordered else []
     target = jax.ffi.build_ffi_lowering_function(
         xla_ffi.TARGET,
@@ -174,6 +179,7 @@ def _never_called(*_: Any) -> Any:
 
 
 def _check_devices(context: Any) -> None:
+    """Refuse programs for several devices."""
     count = getattr(context.module_context.axis_context, "num_devices", 1) or 1
     mesh = getattr(context.module_context.axis_context, "mesh", None)
     count = max(count, getattr(mesh, "size", 1))
@@ -185,7 +191,8 @@ def _check_devices(context: Any) -> None:
         )
 
 
-def _elsewhere(context: Any, *arguments: Any, call: Any, forms: Any) -> Any:
+def _refuse_platform(context: Any, *arguments: Any, call: Any, forms: Any) -> Any:
+    """Refuse to compile for platforms other than CPUs and CUDA GPUs."""
     platforms = ", ".join(context.module_context.platforms)
     raise NotImplementedError(
         f"Horovod's collectives can be compiled for CPUs and CUDA GPUs, not for {platforms}: call "
@@ -193,15 +200,15 @@ def _elsewhere(context: Any, *arguments: Any, call: Any, forms: Any) -> Any:
     )
 
 
-mlir.register_lowering(collective, _elsewhere)
+mlir.register_lowering(collective, _refuse_platform)
 for _platform in ("cpu", "cuda"):
     mlir.register_lowering(
         collective, functools.partial(_lower, platform=_platform), platform=_platform
     )
 
 
-def _batched(arguments: Any, dimensions: Any, *, call: Any, forms: Any) -> Any:
-    """vmap: what is done to every element is done to all of them at once."""
+def _batch(arguments: Any, dimensions: Any, *, call: Any, forms: Any) -> Any:
+    """Run one call on all elements of a vmap together."""
     if call.kind not in ("allreduce", "broadcast"):
         raise NotImplementedError(
             f"vmap has no meaning for {call.kind}: ranks exchange whole arrays. Call it outside "
@@ -210,21 +217,21 @@ def _batched(arguments: Any, dimensions: Any, *, call: Any, forms: Any) -> Any:
     return bind(call, arguments, [None] * len(arguments)), dimensions
 
 
-batching.primitive_batchers[collective] = _batched
+batching.primitive_batchers[collective] = _batch
 
 
-def _no_derivative(*_: Any, **__: Any) -> Any:
+def _refuse_derivative(*_: Any, **__: Any) -> Any:
     raise NotImplementedError("Horovod's collectives have gradients, but no forward derivatives")
 
 
-ad.primitive_jvps[collective] = _no_derivative
+ad.primitive_jvps[collective] = _refuse_derivative
 
 
 # -- while a program runs --------------------------------------------------------------------
 
 
 def _run(frame: xla_ffi.Frame) -> None:
-    """What XLA calls."""
+    """Run a call of a compiled program, on the program's stream if it is on a GPU."""
     text, sources, targets = frame.text, frame.arguments, frame.results
     device = next((each.device for each in targets if not each.is_cpu), None)
     if device is None:
@@ -236,6 +243,7 @@ def _run(frame: xla_ffi.Frame) -> None:
 
 
 def _execute(text: bytes, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    """Run the collective or the function that the text stands for."""
     if not text.startswith(b"function "):
         from_text(text).run_compiled(sources, targets)
         return
@@ -259,10 +267,17 @@ def _register(platform: str) -> None:
 
 
 def wait_for_programs(name: str | None) -> None:
-    """Called before a collective that runs at once: not until programs have done theirs.
+    """Wait for running programs, before a collective outside a program.
 
-    They run in the background, in an order that other ranks need not share. RuntimeError for a call
-    without a `name` from a callback of a program, where there is no order at all.
+    Programs run in the background. Without this wait, their collectives and this one could run in
+    another order on other ranks.
+
+    Args:
+        name: The name of the collective.
+
+    Raises:
+        RuntimeError: The collective has no name and is called from a host callback of a program;
+            callbacks have no order, so that the ranks could not match it.
     """
     if runtime_tokens.current_tokens:
         finish_programs()
@@ -275,7 +290,7 @@ def wait_for_programs(name: str | None) -> None:
 
 
 def _in_callback() -> bool:
-    """Whether a program that JAX has compiled calls us through a function of the user's."""
+    """Return whether a host callback of a compiled program is on the stack."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         if frame.f_globals.get("__name__") == "jax._src.callback":
@@ -285,16 +300,16 @@ def _in_callback() -> bool:
 
 
 def forget_programs() -> None:
-    """Let the next program begin anew: not wait for, nor fail with, the one before."""
+    """Let the next program neither wait for the one before nor fail with its error."""
     runtime_tokens.clear()
 
 
 def finish_programs() -> None:
-    """Let programs end that are still running.
+    """Wait for programs that are still running.
 
-    What one of them failed with is raised where its results are used. Here it is forgotten: whether
-    the error comes with the call of a program or later differs between ranks, and what they do next
-    must not.
+    Errors of programs are ignored here; they are raised where the program's results are used. On
+    some ranks the error may have come with the call of the program already, and all ranks must go
+    on in the same way.
     """
     with contextlib.suppress(Exception):
         runtime_tokens.block_until_ready()

@@ -1,7 +1,4 @@
-"""allreduce in all its forms, of arrays and of whole trees.
-
-Exported to users by `horovod.jax`.
-"""
+"""allreduce of arrays and of whole trees, which `horovod.jax` exports to users."""
 
 from __future__ import annotations
 
@@ -57,8 +54,8 @@ def allreduce(
 
     Raises:
         ValueError: This rank passed a wrong argument; nothing was sent.
-        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
-            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+        HorovodInternalError: The ranks passed different arguments under this name, or a rank was
+            lost. Inside `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
 
     Examples:
         >>> loss = hvd.allreduce(loss, name="loss")
@@ -66,7 +63,7 @@ def allreduce(
     """
     leaves = flatten(tensor)
     call = _call(leaves, name, op, average, prescale_factor, postscale_factor, process_set)
-    return _reduced_tree(call, leaves, compression)
+    return _reduce_tree(call, leaves, compression)
 
 
 def reduce_gradients(
@@ -74,13 +71,13 @@ def reduce_gradients(
     name: str | None,
     compression: type[Compressor],
     op: ReduceOp,
-    predivide: float,
+    factors: tuple[float, float],
     process_set: ProcessSet,
 ) -> Any:
-    """Reduce the tree of a step's gradients."""
+    """Reduce the tree of a step's gradients, with factors before and after the sum."""
     leaves = flatten(gradients)
-    call = _call(leaves, name, op, None, 1.0 / predivide, predivide, process_set)
-    return _reduced_tree(dataclasses.replace(call, ends_step=True), leaves, compression)
+    call = _call(leaves, name, op, None, *factors, process_set)
+    return _reduce_tree(dataclasses.replace(call, ends_step=True), leaves, compression)
 
 
 def allreduce_async(
@@ -94,7 +91,7 @@ def allreduce_async(
 ) -> int:
     """Start reducing an array or a tree over all ranks, and return at once.
 
-    It cannot be called inside of `jax.jit`: XLA starts the calls of a compiled program itself.
+    It cannot be called inside `jax.jit`: XLA starts the calls of a compiled program itself.
 
     Args:
         tensor: Array, or tree of arrays, with the same structure, shapes and types on all ranks.
@@ -119,7 +116,7 @@ def allreduce_async(
     call = _call(leaves, name, op, average, prescale_factor, postscale_factor, process_set)
     if not leaves.arrays:
         raise ValueError("there is no array in the tree")
-    return dispatch.start(call, leaves.arrays, leaves.rebuilt)
+    return dispatch.start(call, leaves.arrays, leaves.rebuild)
 
 
 def grouped_allreduce(
@@ -152,12 +149,22 @@ def grouped_allreduce(
 
     Raises:
         ValueError: This rank passed a wrong argument; nothing was sent.
-        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
-            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+        HorovodInternalError: The ranks passed different arguments under this name, or a rank was
+            lost. Inside `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
     """
     group = check_group(tensors)
-    terms = op, prescale_factor, postscale_factor, process_set
-    return list(allreduce(group, average, name, compression, *terms))
+    return list(
+        allreduce(
+            group,
+            average,
+            name,
+            compression,
+            op,
+            prescale_factor,
+            postscale_factor,
+            process_set,
+        )
+    )
 
 
 def grouped_allreduce_async(
@@ -171,7 +178,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Start reducing several arrays as one operation, and return at once.
 
-    It cannot be called inside of `jax.jit`: XLA starts the calls of a compiled program itself.
+    It cannot be called inside `jax.jit`: XLA starts the calls of a compiled program itself.
 
     Args:
         tensors: List of arrays or trees. They travel as one operation.
@@ -206,13 +213,13 @@ def average_metrics(
         process_set: Ranks that take part. By default all ranks do.
 
     Returns:
-        A tree of the same structure, with a Python float for each number. Inside of `jax.jit` its
+        A tree of the same structure, with a Python float for each number. Inside `jax.jit` its
         leaves are arrays.
 
     Raises:
         ValueError: This rank passed a wrong argument; nothing was sent.
-        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
-            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+        HorovodInternalError: The ranks passed different arguments under this name, or a rank was
+            lost. Inside `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
 
     Examples:
         >>> metrics = hvd.average_metrics({"loss": loss, "accuracy": accuracy})
@@ -222,14 +229,14 @@ def average_metrics(
         array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.float32)
         for array in leaves.arrays
     ]
-    averages = allreduce(leaves.rebuilt(floats), name=name, op=Average, process_set=process_set)
+    averages = allreduce(leaves.rebuild(floats), name=name, op=Average, process_set=process_set)
     if dispatch.is_traced(floats):
         return averages
     return jax.tree.map(lambda value: value.item() if jnp.ndim(value) == 0 else value, averages)
 
 
 def check_group(tensors: Any) -> list[Any]:
-    """The arrays of a grouped operation."""
+    """Return the arrays of a grouped operation as a list; ValueError if there are none."""
     if hasattr(tensors, "dtype"):
         raise ValueError("a grouped operation takes a list of arrays, not one array")
     group = list(tensors)
@@ -262,8 +269,8 @@ def _call(
 
 
 def check_types(call: Call, arrays: Sequence[Any]) -> None:
-    """ValueError where a reduction is not defined for an array's type, before anything is sent."""
-    runtime.group(call.set_id)  # says if Horovod is not initialised
+    """Raise ValueError if the operation refuses an array's type, before anything is sent."""
+    runtime.group(call.set_id)  # raises an error if Horovod is not initialised
     for name in {array.dtype.name for array in arrays}:
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
@@ -271,22 +278,25 @@ def check_types(call: Call, arrays: Sequence[Any]) -> None:
         reduction_input(torch.empty(0, dtype=dtype), call.reduction, call.is_scaled)
 
 
-def _reduced_tree(call: Call, leaves: Leaves, compression: type[Compressor]) -> Any:
+def _reduce_tree(call: Call, leaves: Leaves, compression: type[Compressor]) -> Any:
+    """Compress, reduce and decompress the leaves of a tree."""
     pairs = [compression.compress(array) for array in leaves.arrays]
-    reduced = _reduced(call, [array for array, _ in pairs])
-    return leaves.rebuilt(
+    reduced = _reduce(call, [array for array, _ in pairs])
+    return leaves.rebuild(
         compression.decompress(array, context)
         for array, (_, context) in zip(reduced, pairs, strict=True)
     )
 
 
-def _reduced(call: Call, arrays: list[Any]) -> list[Any]:
+def _reduce(call: Call, arrays: list[Any]) -> list[Any]:
+    """Reduce arrays, at once or as part of a program."""
     if not arrays:
         return []
     if not dispatch.is_traced(arrays):
         return dispatch.run_now(call, arrays)
-    is_alone = not runtime.is_elastic() and runtime.group(call.set_id).size == 1
-    if is_alone and not (call.ends_step and runtime.config.stats_interval is not None):
+    # A single rank needs no call, unless the user wants its steps counted.
+    is_single = not runtime.is_elastic() and runtime.group(call.set_id).size == 1
+    if is_single and not (call.ends_step and runtime.config.stats_interval is not None):
         factor = call.prescale * call.postscale
         return arrays if factor == 1.0 else [(a * factor).astype(a.dtype) for a in arrays]
     return list(_traced_reduction(call, arrays))
@@ -302,7 +312,7 @@ def _reduction_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], None]:
 
 
 def _reduction_backward(call: Call, _: None, gradients: list[Any]) -> tuple[list[Any]]:
-    """The gradients are reduced in the same way, whatever the operator: upstream's convention."""
+    """Reduce the gradients in the same way for every operation, by upstream's convention."""
     return (for_floats(functools.partial(dispatch.run, backward(call)), gradients),)
 
 

@@ -1,7 +1,4 @@
-"""reducescatter in all its forms, of arrays and of whole trees.
-
-Exported to users by `horovod.jax`.
-"""
+"""reducescatter of arrays and of whole trees, which `horovod.jax` exports to users."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from horovod.engine.runtime import runtime
 from horovod.jax import dispatch
 from horovod.jax.call import Call
 from horovod.jax.compression import Compression, Compressor
-from horovod.jax.derivatives import backward, floats, for_floats, shapes_only
+from horovod.jax.derivatives import backward, for_floats, make_row_markers, row_counts
 from horovod.jax.reductions import check_group, check_types
 from horovod.jax.trees import Leaves, flatten
 
@@ -35,8 +32,8 @@ def reducescatter(
 ) -> Any:
     """Reduce an array over all ranks and keep this rank's rows. Differentiable.
 
-    The rows of the first dimension are shared out as evenly as possible; where they do not divide,
-    the first ranks get one row more.
+    The rows of the first dimension are divided as evenly as possible; if their number is not
+    divisible, the first ranks get one row more.
 
     Args:
         tensor: Array, or tree of arrays, of at least one dimension, with the same shapes and types
@@ -55,8 +52,8 @@ def reducescatter(
 
     Raises:
         ValueError: This rank passed a wrong argument; nothing was sent.
-        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
-            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+        HorovodInternalError: The ranks passed different arguments under this name, or a rank was
+            lost. Inside `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
 
     Examples:
         >>> own_rows = hvd.reducescatter(gradient, op=hvd.Sum, name="gradient")
@@ -64,8 +61,8 @@ def reducescatter(
     leaves = flatten(tensor)
     call = _scatter_call(leaves, name, op, process_set, prescale_factor, postscale_factor)
     pairs = [compression.compress(array) for array in leaves.arrays]
-    scattered = _scattered(call, [array for array, _ in pairs]) if pairs else []
-    return leaves.rebuilt(
+    scattered = _scatter(call, [array for array, _ in pairs]) if pairs else []
+    return leaves.rebuild(
         compression.decompress(array, context)
         for array, (_, context) in zip(scattered, pairs, strict=True)
     )
@@ -81,7 +78,7 @@ def reducescatter_async(
 ) -> int:
     """Start a reducescatter, and return at once.
 
-    It cannot be called inside of `jax.jit`: XLA starts the calls of a compiled program itself.
+    It cannot be called inside `jax.jit`: XLA starts the calls of a compiled program itself.
 
     Args:
         tensor: Array, or tree of arrays, of at least one dimension, with the same shapes and types
@@ -102,7 +99,7 @@ def reducescatter_async(
     """
     leaves = flatten(tensor)
     call = _scatter_call(leaves, name, op, process_set, prescale_factor, postscale_factor)
-    return dispatch.start(call, leaves.arrays, leaves.rebuilt)
+    return dispatch.start(call, leaves.arrays, leaves.rebuild)
 
 
 def grouped_reducescatter(
@@ -132,8 +129,8 @@ def grouped_reducescatter(
 
     Raises:
         ValueError: This rank passed a wrong argument; nothing was sent.
-        HorovodInternalError: The ranks passed different things under this name, or a rank was lost.
-            Inside of `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
+        HorovodInternalError: The ranks passed different arguments under this name, or a rank was
+            lost. Inside `jax.jit` it is a `jax.errors.JaxRuntimeError` with the same text.
     """
     group = check_group(tensors)
     factors = prescale_factor, postscale_factor
@@ -150,7 +147,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """Start reducing and scattering several arrays, and return at once.
 
-    It cannot be called inside of `jax.jit`: XLA starts the calls of a compiled program itself.
+    It cannot be called inside `jax.jit`: XLA starts the calls of a compiled program itself.
 
     Args:
         tensors: List of arrays or trees. They travel as one operation.
@@ -193,6 +190,7 @@ def _scatter_call(
 
 
 def _share(array: Any, rank: int, size: int) -> tuple[int, ...]:
+    """Return the shape of a rank's share of an array."""
     if array.ndim == 0:
         raise ValueError("reducescatter needs at least one dimension, got a scalar")
     each, extra = divmod(array.shape[0], size)
@@ -205,31 +203,31 @@ def _traced_scatter(call: Call, arrays: list[Any]) -> list[Any]:
 
 
 def _scatter_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-    return dispatch.run_sized(call, arrays, _share), shapes_only(arrays)
+    return dispatch.run_sized(call, arrays, _share), make_row_markers(arrays)
 
 
-def _scatter_backward(call: Call, like: list[Any], gradients: list[Any]) -> tuple[list[Any]]:
-    """The gradients are gathered; a Sum counts once for every rank of the set: upstream's
-    convention."""
+def _scatter_backward(call: Call, row_markers: list[Any], gradients: list[Any]) -> tuple[list[Any]]:
+    """Gather the gradients; by upstream's convention, multiply those of a Sum by the set's size."""
     factor = call.prescale * call.postscale
     if call.reduction is Sum:
         factor *= runtime.group(call.set_id).size
     gather = dataclasses.replace(backward(call), kind="allgather", prescale=1.0, postscale=1.0)
-    rows = iter([each.shape[0] for each, _ in floats(like, gradients)])
+    rows = iter(row_counts(row_markers, gradients))
 
-    def gathered(arrays: list[Any]) -> list[Any]:
-        made = dispatch.run_sized(
+    def gather_all(arrays: list[Any]) -> list[Any]:
+        gathered = dispatch.run_sized(
             gather, arrays, lambda array, *_: (next(rows), *array.shape[1:]), exact=False
         )
-        return [each * factor for each in made]
+        return [each * factor for each in gathered]
 
-    return (for_floats(gathered, gradients),)
+    return (for_floats(gather_all, gradients),)
 
 
 _traced_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
-def _scattered(call: Call, arrays: list[Any]) -> list[Any]:
+def _scatter(call: Call, arrays: list[Any]) -> list[Any]:
+    """Reduce and scatter arrays, at once or as part of a program."""
     if not dispatch.is_traced(arrays):
         return dispatch.run_now(call, arrays)
     return list(_traced_scatter(call, arrays))

@@ -1,13 +1,13 @@
-"""Batch normalisation over the batches of all ranks: what the layers for flax share.
+"""Batch normalisation over the batches of all ranks, for the layers for flax.
 
-`statistics` computes what an ordinary layer computes on the ranks' batches put together, however
-unevenly they are dealt out; the gradients are those of the sum of the ranks' losses.
+`statistics` computes what an ordinary layer computes on the concatenated batches of all ranks, even
+if these have different sizes. The gradients are those of the sum of the ranks' losses.
 
-A pass forward is one collective, and so is its gradient. Every rank has one row of a table to put
-its counts, means and variances in, and the table is summed. That makes it a gather, so that
-variances are combined from differences of means (sums of squares would cancel where the mean is
-large), with the same bits on all ranks; and unlike an allgather it goes on when a rank has joined,
-whose row then says that it has no samples.
+A forward pass is one collective, and so is its gradient. Every rank writes its counts, means and
+variances into its own row of a table of zeros, and the tables are summed. So each rank gets the
+rows of all ranks, and combines variances from differences of means (sums of squares would lose
+precision where the mean is large), with the same bits on all ranks. Unlike an allgather this works
+when a rank has joined: its row is zero, which means that it has no samples.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from horovod.jax.reductions import allreduce
 
 
 def statistics(x: Any, axes: Sequence[int], mask: Any, process_set: ProcessSet) -> tuple[Any, Any]:
-    """Mean and biased variance over `axes` and over the ranks."""
+    """Return the mean and the biased variance over `axes` and over the ranks."""
     own = _own_statistics(x, tuple(axes), mask)
     group = runtime.group(set_id(process_set))
     if group.size == 1:
         return own[1], own[2]
-    dispatch.size_matters = True
+    dispatch.has_sized_programs = True
     table = jnp.zeros((group.size, *own.shape), own.dtype).at[group.rank].set(own)
     counts, means, variances = jnp.moveaxis(allreduce(table, op=Sum, process_set=process_set), 1, 0)
     weights = counts / jnp.maximum(counts.sum(0), 1)
@@ -41,7 +41,7 @@ def statistics(x: Any, axes: Sequence[int], mask: Any, process_set: ProcessSet) 
 
 
 def _own_statistics(x: Any, axes: tuple[int, ...], mask: Any) -> Any:
-    """Rows of counts, means and biased variances of this rank's batch."""
+    """Return rows of counts, means and biased variances of this rank's batch."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     where = None if mask is None else jnp.broadcast_to(mask, x.shape)
     ones = jnp.ones_like(x) if where is None else where.astype(x.dtype)
@@ -52,7 +52,7 @@ def _own_statistics(x: Any, axes: tuple[int, ...], mask: Any) -> Any:
     return jnp.stack([counts, mean, centred.sum(axes, where=where) / divisor])
 
 
-def normalised(
+def normalise(
     x: Any,
     mean: Any,
     variance: Any,
@@ -61,7 +61,7 @@ def normalised(
     axes: Sequence[int],
     epsilon: float,
 ) -> Any:
-    """`x` with these statistics taken out, and the learnt scale and bias put in."""
+    """Normalise `x` by these statistics, and apply the learnt scale and bias."""
     axes = tuple(axes)
     factor = lax.rsqrt(variance + epsilon)
     if scale is not None:
@@ -71,11 +71,12 @@ def normalised(
 
 
 def feature_axes(ndim: int, axis: int | Sequence[int]) -> tuple[int, ...]:
-    """The axes that are normalised each for itself, as numbers from 0."""
+    """Return the axes of the features, as numbers from 0."""
     given = axis if isinstance(axis, Sequence) else (axis,)
     return tuple(sorted(each % ndim for each in given))
 
 
 def reduction_axes(ndim: int, axis: int | Sequence[int]) -> tuple[int, ...]:
+    """Return all other axes, over which statistics are computed."""
     kept = feature_axes(ndim, axis)
     return tuple(each for each in range(ndim) if each not in kept)

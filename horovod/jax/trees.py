@@ -1,4 +1,4 @@
-"""Trees of arrays, as JAX's users keep them: their leaves, and what the user calls each."""
+"""Takes trees of arrays apart into leaves with labels, and puts them together again."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class Leaves:
     """The leaves of a tree that take part in a collective."""
 
     arrays: list[Any]
-    labels: tuple[str, ...]  # their paths; none for a lone array
-    _all: list[Any]
-    _indices: list[int]  # where the arrays are among all leaves
+    labels: tuple[str, ...]  # the arrays' paths; empty if the tree is a single array
+    _all_leaves: list[Any]
+    _indices: list[int]  # the indices of the arrays in `_all_leaves`
     _structure: Any
 
-    def rebuilt(self, arrays: Any) -> Any:
-        """The same tree with other arrays."""
-        leaves = list(self._all)
+    def rebuild(self, arrays: Any) -> Any:
+        """Return the same tree with other arrays."""
+        leaves = list(self._all_leaves)
         for index, array in zip(self._indices, arrays, strict=True):
             leaves[index] = array
         return self._structure.unflatten(leaves)
 
 
 def flatten(tree: Any) -> Leaves:
-    """The leaves of a tree, all of them arrays or numbers; ValueError naming one that is not.
+    """Return the leaves of a tree; ValueError names one that is neither an array nor a number.
 
-    What JAX has as the gradient of an integer (float0) stays as it is and does not take part.
+    Gradients of integers, which JAX represents by arrays of type float0, do not take part.
     """
     leaves, structure = jax.tree.flatten(tree)
     paths = paths_of(structure)
@@ -51,7 +51,7 @@ def _is_no_gradient(leaf: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def paths_of(structure: Any) -> tuple[str, ...]:
-    """How to get from a tree to each leaf, as in Python: ['layer']['kernel']."""
+    """Return the path of each leaf in Python's notation, such as ['layer']['kernel']."""
     tree = structure.unflatten(range(structure.num_leaves))
-    found, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return tuple(jax.tree_util.keystr(path) for path, _ in found)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return tuple(jax.tree_util.keystr(path) for path, _ in leaves)

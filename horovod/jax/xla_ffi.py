@@ -1,10 +1,10 @@
-"""Being called by XLA: a foreign function of a compiled program, made with ctypes.
+"""Lets XLA call a Python function from a compiled program, by ctypes.
 
-XLA calls a C function by its "foreign function interface" wherever a compiled program has a custom
-call with our name; ctypes can make such a function of a Python one, so nothing has to be compiled.
-`register` tells XLA about it; the function gets a `Frame`, which knows where the arguments and the
-results are in memory. The structures are those of ``xla/ffi/api/c_api.h``, which jaxlib ships.
-Used by `horovod.jax.primitive`.
+XLA's "foreign function interface" calls a C function wherever a compiled program has a custom call
+with our name. ctypes makes such a C function from a Python one, so nothing has to be compiled.
+`register` registers the function with XLA. The function gets a `Frame`, which knows where the
+arguments and the results are in memory. The structures are those of ``xla/ffi/api/c_api.h``, which
+is part of jaxlib. `horovod.jax.primitive` uses this module.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 TARGET = "horovod_collective"
 
-_METADATA = 1  # the extension by which XLA asks what the function was written for
-_TOKEN = 17  # the type of what only orders calls
-_ABORTED = 10  # the code of our errors
+_METADATA = 1  # the extension by which XLA asks for the version that the function supports
+_TOKEN = 17  # the type of tokens, which only order calls
+_ABORTED = 10  # the error code of our errors
 
 _DTYPES = {
     1: torch.bool,
@@ -134,7 +134,7 @@ _Handler = ctypes.CFUNCTYPE(c_void_p, POINTER(_CallFrame))
 _CreateError = ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorArguments))
 _GetStream = ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamArguments))
 
-_kept: list[Any] = []  # XLA calls these as long as the process lives
+_handlers: list[Any] = []  # kept alive, because XLA may call them as long as the process lives
 
 
 class Frame:
@@ -146,7 +146,7 @@ class Frame:
 
     @property
     def text(self) -> bytes:
-        """What `horovod.jax.primitive` wrote into the program."""
+        """The text that `horovod.jax.primitive` wrote into the program."""
         text = self._frame.attributes.values[0].contents
         return ctypes.string_at(text.start, text.length)
 
@@ -179,7 +179,7 @@ def _host_tensor(buffer: Any) -> torch.Tensor:
 
 
 class _DeviceMemory:
-    """What torch takes for an array on a CUDA device."""
+    """Memory on a CUDA device, in the interface by which torch accepts arrays of others."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -199,6 +199,7 @@ def _device_tensor(buffer: Any) -> torch.Tensor:
 
 
 def _form(buffer: Any) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """Return the type, the shape and the size in bytes of a buffer."""
     dtype = _DTYPES[buffer.dtype]
     shape = tuple(buffer.dims[: buffer.rank])
     nbytes = dtype.itemsize
@@ -208,9 +209,13 @@ def _form(buffer: Any) -> tuple[torch.dtype, tuple[int, ...], int]:
 
 
 def register(platform: str, function: Callable[[Frame], None]) -> None:
-    """Have XLA call `function` for custom calls of `TARGET` in programs for "cpu" or "CUDA".
+    """Let XLA call `function` for custom calls of `TARGET`.
 
-    An exception becomes the failure of the program, with its class and text.
+    An exception of the function makes the program fail with the exception's class and text.
+
+    Args:
+        platform: "cpu" or "CUDA": which programs call this function.
+        function: A function that takes the frame of a call.
     """
 
     def handler(pointer: Any) -> Any:
@@ -220,26 +225,29 @@ def register(platform: str, function: Callable[[Frame], None]) -> None:
             return None
         try:
             function(Frame(frame, platform == "CUDA"))
-        except BaseException as error:  # nothing may escape into XLA
+        except BaseException as error:  # ctypes cannot pass an exception on to XLA
             return _failure(frame, error)
         return None
 
-    kept = _Handler(handler)
-    _kept.append(kept)
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(kept), platform=platform)
+    c_handler = _Handler(handler)
+    _handlers.append(c_handler)
+    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(c_handler), platform=platform)
 
 
 def _describe(frame: Any) -> None:
-    """Say which version of the interface this is written for: the parts of it that we use have been
-    the same in all."""
+    """Tell XLA that we support its version of the interface.
+
+    The parts that we use have been the same in all versions.
+    """
     extension = ctypes.cast(frame.ext, POINTER(_MetadataExtension)).contents
     metadata = extension.metadata.contents
     metadata.version.major = frame.api.contents.version.major
     metadata.version.minor = frame.api.contents.version.minor
-    metadata.traits = 0  # must not become part of a CUDA graph
+    metadata.traits = 0  # in particular not the trait that allows the call in a CUDA graph
 
 
 def _failure(frame: Any, error: BaseException) -> Any:
+    """Return XLA's error object for an exception."""
     if isinstance(error, (RuntimeError, ValueError, NotImplementedError)):
         message = f"{type(error).__name__}: {error}"
     else:

@@ -93,15 +93,15 @@ class FabricStrategy(HorovodBase):
         scaled = getattr(self.precision, "scaler", None) is not None
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
 
-        def reduced() -> Any:
+        def compute_and_reduce() -> Any:
             loss = None if closure is None else closure()
             self._distributed_optimizers.before_step(optimizer, False, scaled)
             return self._distributed_optimizers.average_loss(optimizer, loss)
 
         if closure is None:
-            reduced()
+            compute_and_reduce()
         else:
-            kwargs["closure"] = reduced
+            kwargs["closure"] = compute_and_reduce
         with self._distributed_optimizers.skip_reduction(optimizer):
             return super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
 

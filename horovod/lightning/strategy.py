@@ -196,14 +196,17 @@ class TrainerStrategy(HorovodBase):
         automatic = self.lightning_module.automatic_optimization
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
 
-        def reduced() -> Any:
+        def compute_and_reduce() -> Any:
             loss = closure()
             self._distributed_optimizers.before_step(optimizer, automatic, scaled)
             return self._distributed_optimizers.average_loss(optimizer, loss)
 
         with self._distributed_optimizers.skip_reduction(optimizer):
             return self.precision_plugin.optimizer_step(
-                optimizer, model=model or self.lightning_module, closure=reduced, **kwargs
+                optimizer,
+                model=model or self.lightning_module,
+                closure=compute_and_reduce,
+                **kwargs,
             )
 
     # -- collectives and checkpoints -------------------------------------------------------

@@ -1,6 +1,6 @@
 """Horovod for MXNet: ``import horovod.mxnet as hvd``.
 
-There is no join, barrier, elastic training or asynchronous form for it, as in Horovod 0.28.
+As in Horovod 0.28, there is no join, no barrier, no elastic training and no asynchronous form.
 """
 
 from __future__ import annotations

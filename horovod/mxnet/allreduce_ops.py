@@ -1,6 +1,6 @@
-"""allreduce of MXNet's arrays, of one and of groups; the other collectives are in `mpi_ops`.
+"""allreduce of one array of MXNet and of groups; the other collectives are in `mpi_ops`.
 
-Exported to users by `horovod.mxnet`. Optimizers and trainers call `start_allreduce`.
+`horovod.mxnet` exports them to users. Optimizers and trainers call `start_allreduce`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from horovod.engine.arguments import reduction_input, set_id
 from horovod.engine.runtime import runtime
 from horovod.mxnet.arrays import mxnet_errors, to_mxnet, to_torch, write_back
 
-Started = Callable[[], Any]  # waits for an operation, and returns its arrays
+Wait = Callable[[], Any]  # waits for an operation that was started, and returns its arrays
 
 
-def results(
+def to_results(
     outputs: Sequence[torch.Tensor], tensors: Sequence[Any], in_place: bool = False
 ) -> list[Any]:
-    """The outputs in the arrays that were given, or as new ones like them."""
+    """Return the outputs as new arrays like `tensors`, or in place in `tensors` themselves."""
     if not in_place:
         return [to_mxnet(*pair) for pair in zip(outputs, tensors, strict=True)]
     for array, output in zip(tensors, outputs, strict=True):
@@ -59,8 +59,8 @@ def allreduce(
         A new array like `tensor`, with the same bits on all ranks.
 
     Raises:
-        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
-            is a HorovodInternalError too.
+        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
+            also a HorovodInternalError).
         AssertionError: `op` is `Adasum`, which MXNet does not have.
 
     Examples:
@@ -98,8 +98,8 @@ def allreduce_(
         `tensor` itself.
 
     Raises:
-        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
-            is a HorovodInternalError too.
+        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
+            also a HorovodInternalError).
         AssertionError: `op` is `Adasum`, which MXNet does not have.
     """
     factors = prescale_factor, postscale_factor
@@ -135,8 +135,8 @@ def grouped_allreduce(
         A list with the reduced arrays, in the order of `tensors`.
 
     Raises:
-        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
-            is a HorovodInternalError too.
+        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
+            also a HorovodInternalError).
         AssertionError: `op` is `Adasum`, which MXNet does not have.
     """
     factors = prescale_factor, postscale_factor
@@ -172,8 +172,8 @@ def grouped_allreduce_(
         A list with the arrays of `tensors`.
 
     Raises:
-        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
-            is a HorovodInternalError too.
+        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
+            also a HorovodInternalError).
         AssertionError: `op` is `Adasum`, which MXNet does not have.
     """
     factors = prescale_factor, postscale_factor
@@ -205,11 +205,24 @@ def start_allreduce(
     process_set: ProcessSet,
     in_place: bool = True,
     background: bool = True,
-) -> Started:
-    """Start reducing arrays as one operation."""
+) -> Wait:
+    """Start reducing arrays as one operation.
+
+    Args:
+        tensors: The arrays.
+        name: The name by which ranks match the operation.
+        op: The operation.
+        factors: Factors for the arrays before the reduction and for the results.
+        process_set: The ranks that take part.
+        in_place: Whether the results overwrite the arrays; True by default.
+        background: False if the caller waits at once.
+
+    Returns:
+        A function that waits for the operation and returns the reduced arrays.
+    """
     if op is Adasum:
         raise AssertionError("Adasum is not supported by the MXNet binding")
-    sources = [reducible(to_torch(each, in_place), op, factors) for each in tensors]
+    sources = [check_reducible(to_torch(each, in_place), op, factors) for each in tensors]
     outputs = sources if in_place else [torch.empty_like(source) for source in sources]
     request = runtime.allreduce(
         sources,
@@ -224,10 +237,13 @@ def start_allreduce(
 
     def wait() -> list[Any]:
         request.wait()
-        return results(outputs, tensors, in_place)
+        return to_results(outputs, tensors, in_place)
 
     return wait
 
 
-def reducible(tensor: torch.Tensor, op: ReduceOp, factors: tuple[float, float]) -> torch.Tensor:
+def check_reducible(
+    tensor: torch.Tensor, op: ReduceOp, factors: tuple[float, float]
+) -> torch.Tensor:
+    """Return the tensor for the engine; ValueError if the operation refuses its type."""
     return reduction_input(tensor, op, factors != (1.0, 1.0))

@@ -1,7 +1,7 @@
-"""MXNet arrays as torch tensors and back, without copying in host memory, and errors as MXNet's.
+"""Converts MXNet arrays to torch tensors and back, and the engine's errors to MXNet's.
 
-MXNet computes in the background: asking for the memory of an array waits until it may be read, or
-written to.
+Arrays in host memory are not copied. MXNet computes in the background; asking for the memory of an
+array waits until it may be read or written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError
 
-# MXNet's CPU contexts, as its arrays name them.
+# The types of MXNet's contexts in host memory.
 _HOST = ("cpu", "cpu_pinned", "cpu_shared")
 
 
@@ -29,7 +29,7 @@ class ArgumentError(mx.base.MXNetError, ValueError):
 
 @contextlib.contextmanager
 def mxnet_errors() -> Iterator[None]:
-    """Raise the engine's errors as MXNet's, and as what they are."""
+    """Raise the engine's errors as classes that also derive from MXNet's error."""
     try:
         yield
     except mx.base.MXNetError:
@@ -41,7 +41,7 @@ def mxnet_errors() -> Iterator[None]:
 
 
 def check_array(value: Any) -> Any:
-    """The NDArray itself; ValueError if it is none, or sparse."""
+    """Return the value; ValueError if it is not an NDArray, or is sparse."""
     if not isinstance(value, mx.nd.NDArray):
         raise ValueError(f"expected an mxnet NDArray, not {type(value).__name__}")
     if value.stype != "default":
@@ -50,9 +50,9 @@ def check_array(value: Any) -> Any:
 
 
 def to_torch(array: Any, write: bool = False) -> torch.Tensor:
-    """A view of an array's memory, which may be written to with `write`.
+    """Return a view of an array's memory; with `write` it may be written to.
 
-    An array of a GPU is copied to the host: MXNet's streams are its own.
+    An array on a GPU is copied to the host, because torch cannot wait for MXNet's streams.
     """
     plain = check_array(array)
     if plain.context.device_type not in _HOST:
@@ -63,7 +63,7 @@ def to_torch(array: Any, write: bool = False) -> torch.Tensor:
 
 
 def to_mxnet(tensor: torch.Tensor, like: Any) -> Any:
-    """An array on the device of `like` that takes over the tensor's memory, in host memory."""
+    """Return an array on the device of `like`; in host memory it takes over the tensor's memory."""
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)  # MXNet's arrays have at least one dimension
     capsule = torch.utils.dlpack.to_dlpack(tensor.contiguous())  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def to_mxnet(tensor: torch.Tensor, like: Any) -> Any:
 
 
 def write_back(array: Any, tensor: torch.Tensor) -> None:
-    """Bring a result into the user's array, unless its memory is the tensor's."""
+    """Copy a result into the user's array, unless the two share their memory."""
     if array.context.device_type not in _HOST:
         to_mxnet(tensor, array).copyto(array)
 

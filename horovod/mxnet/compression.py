@@ -1,4 +1,4 @@
-"""The compressors of MXNet's arrays; see `horovod.common.compression`."""
+"""The compressors for MXNet's arrays; see `horovod.common.compression`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Giving all ranks the same parameters, and sending any Python object.
-
-Exported to users by `horovod.mxnet`.
-"""
+"""Gives all ranks the same parameters or Python objects; `horovod.mxnet` exports it to users."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     """Send one rank's Python object to all ranks.
 
     Args:
-        obj: Object that can be pickled. What ranks other than the root pass is ignored.
+        obj: Object that can be pickled. The objects of ranks other than the root are ignored.
         root_rank: Rank whose object is sent. The default is 0.
         name: Name of the operation. By default it is `broadcast_object`.
 
@@ -53,8 +50,8 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
     A parameter whose shape is not known before the first batch is broadcast when it is initialised.
 
     Args:
-        params: Dict of arrays, as `Module.get_params()` has them, or of gluon parameters, such as
-            `block.collect_params()`.
+        params: Dict of arrays, such as those of `Module.get_params()`, or of gluon parameters, such
+            as `block.collect_params()`.
         root_rank: Rank whose values all ranks get. The default is 0.
         prefix: Text before the names of the operations, which tells the parameters of several
             models apart. By default there is none.
@@ -82,7 +79,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
 
 
 def _arrays(value: Any, root_rank: int, name: str) -> list[Any]:
-    """The array of a parameter; none yet if it is initialised later."""
+    """Return a list with the array of a parameter; an empty one if it is initialised later."""
     if isinstance(value, mx.nd.NDArray):
         return [value]
     if not isinstance(value, mx.gluon.Parameter):
@@ -101,6 +98,7 @@ def _arrays(value: Any, root_rank: int, name: str) -> list[Any]:
 
 
 def _broadcast_when_initialised(parameter: Any, root_rank: int, name: str) -> None:
+    """Let the parameter broadcast its value as soon as MXNet initialises it."""
     initialise = parameter._init_impl
 
     def initialise_and_broadcast(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
-"""Upstream's home of the collectives for MXNet, and the basics of this binding.
+"""Upstream's path of the collectives for MXNet.
 
-Calls return when their result is there. `priority` is accepted everywhere and changes nothing.
+Calls return when their result is complete. `priority` is accepted everywhere and changes nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from horovod.engine.runtime import runtime
 from horovod.engine.shared_api import *
 from horovod.engine.shared_api import _basics, init, shutdown
 from horovod.mxnet.allreduce_ops import (
-    Started,
+    Wait,
     allreduce,
     allreduce_,
+    check_reducible,
     grouped_allreduce,
     grouped_allreduce_,
-    reducible,
-    results,
+    to_results,
 )
 from horovod.mxnet.arrays import check_array, mxnet_errors, to_mxnet, to_torch
 
@@ -48,8 +48,8 @@ def allgather(
         A new array with the rows of all ranks, in the order of ranks.
 
     Raises:
-        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
-            is a HorovodInternalError too.
+        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
+            also a HorovodInternalError).
     """
     return grouped_allgather([tensor], name, priority, process_set)[0]
 
@@ -73,8 +73,8 @@ def grouped_allgather(
         A list with the gathered arrays, in the order of `tensors`.
 
     Raises:
-        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
-            is a HorovodInternalError too.
+        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
+            also a HorovodInternalError).
     """
     if not tensors:
         return list(tensors)
@@ -83,7 +83,7 @@ def grouped_allgather(
         gathered = runtime.allgather(
             sources, name, process_set_id=set_id(process_set), background=False
         ).wait()
-        return results(gathered, tensors)
+        return to_results(gathered, tensors)
 
 
 def broadcast(
@@ -109,8 +109,8 @@ def broadcast(
         A new array with the root's values.
 
     Raises:
-        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
-            is a HorovodInternalError too.
+        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
+            also a HorovodInternalError).
     """
     with mxnet_errors():
         wait = start_broadcast(
@@ -126,7 +126,7 @@ def broadcast_(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Overwrite an array with the one of the root.
+    """Overwrite an array with the root's array.
 
     Args:
         tensor: Dense NDArray, with the same shape and type on all ranks. On ranks other than the
@@ -142,8 +142,8 @@ def broadcast_(
         `tensor` itself.
 
     Raises:
-        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
-            is a HorovodInternalError too.
+        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
+            also a HorovodInternalError).
     """
     with mxnet_errors():
         wait = start_broadcast(tensor, root_rank, name, process_set, background=False)
@@ -157,8 +157,8 @@ def start_broadcast(
     process_set: ProcessSet = global_process_set,
     in_place: bool = True,
     background: bool = True,
-) -> Started:
-    """Start sending the root's array to every rank."""
+) -> Wait:
+    """Start sending the root's array to every rank; return a function that waits for it."""
     source = movement_input(to_torch(tensor, in_place))
     output = source if in_place else torch.empty_like(source)
     request = runtime.broadcast(
@@ -167,7 +167,7 @@ def start_broadcast(
 
     def wait() -> Any:
         request.wait()
-        return results([output], [tensor], in_place)[0]
+        return to_results([output], [tensor], in_place)[0]
 
     return wait
 
@@ -179,7 +179,7 @@ def alltoall(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send some rows to each rank and collect what the ranks send here.
+    """Send some rows to each rank, and collect the rows that the ranks send here.
 
     Args:
         tensor: Dense NDArray. All dimensions but the first must be the same on all ranks.
@@ -195,8 +195,8 @@ def alltoall(
         int32 array with the number of rows that came from each rank.
 
     Raises:
-        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
-            is a HorovodInternalError too.
+        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
+            also a HorovodInternalError).
     """
     with mxnet_errors():
         source = movement_input(to_torch(tensor))
@@ -205,13 +205,14 @@ def alltoall(
             source, rows, name, process_set_id=set_id(process_set), background=False
         )
         output, received = request.wait()
-        made = to_mxnet(output, tensor)
+        rows_received = to_mxnet(output, tensor)
         if splits is None:
-            return made
-        return made, to_mxnet(torch.tensor(received, dtype=torch.int32), tensor)
+            return rows_received
+        return rows_received, to_mxnet(torch.tensor(received, dtype=torch.int32), tensor)
 
 
 def _check_splits(splits: Any) -> list[int]:
+    """Return the splits as a list; ValueError if they are not integers."""
     if hasattr(splits, "asnumpy"):
         check_array(splits)
         if splits.dtype.__name__ != "int32":
@@ -234,8 +235,8 @@ def reducescatter(
 ) -> Any:
     """Reduce an array over all ranks and keep this rank's rows.
 
-    The rows are shared out as evenly as possible; where they do not divide, the first ranks get one
-    row more.
+    The rows are divided as evenly as possible; if their number is not divisible, the first ranks
+    get one row more.
 
     Args:
         tensor: Dense NDArray, with the same shape and type on all ranks.
@@ -251,8 +252,8 @@ def reducescatter(
         A new array with this rank's rows of the result.
 
     Raises:
-        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
-            is a HorovodInternalError too.
+        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
+            also a HorovodInternalError).
         AssertionError: `op` is neither `Average` nor `Sum`.
     """
     factors = prescale_factor, postscale_factor
@@ -284,8 +285,8 @@ def grouped_reducescatter(
         A list with this rank's rows of each array, in the order of `tensors`.
 
     Raises:
-        MXNetError: A wrong argument, which is a ValueError too, or an operation that failed, which
-            is a HorovodInternalError too.
+        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
+            also a HorovodInternalError).
         AssertionError: `op` is neither `Average` nor `Sum`.
     """
     if op not in (Average, Sum):
@@ -294,7 +295,7 @@ def grouped_reducescatter(
         return list(tensors)
     factors = prescale_factor, postscale_factor
     with mxnet_errors():
-        sources = [reducible(to_torch(each), op, factors) for each in tensors]
+        sources = [check_reducible(to_torch(each), op, factors) for each in tensors]
         request = runtime.reducescatter(
             sources,
             name,
@@ -304,4 +305,4 @@ def grouped_reducescatter(
             process_set_id=set_id(process_set),
             background=False,
         )
-        return results(request.wait(), tensors)
+        return to_results(request.wait(), tensors)

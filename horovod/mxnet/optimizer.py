@@ -1,6 +1,6 @@
-"""Training on all ranks' gradients: an optimizer for Module, and a trainer for Gluon.
+"""Trains with the gradients of all ranks: an optimizer for Module, and a trainer for Gluon.
 
-Exported to users by `horovod.mxnet`.
+`horovod.mxnet` exports them to users.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import mxnet as mx
 
+from horovod.common.optimizer_arguments import predivide_factors
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
 from horovod.common.util import split_list
@@ -21,16 +22,11 @@ from horovod.mxnet.arrays import mxnet_errors
 from horovod.mxnet.compression import Compression, Compressor
 
 
-def _check_terms(gradient_predivide_factor: float, num_groups: int) -> tuple[float, float]:
-    """The factors before and after a reduction."""
-    if not gradient_predivide_factor > 0:
-        raise ValueError(
-            "gradient_predivide_factor must be a positive number, not "
-            f"{gradient_predivide_factor!r}"
-        )
+def _check_arguments(gradient_predivide_factor: float, num_groups: int) -> tuple[float, float]:
+    """Return the factors before and after a reduction; ValueError if an argument is wrong."""
     if num_groups < 0:
         raise ValueError(f"num_groups must not be negative, not {num_groups!r}")
-    return 1.0 / gradient_predivide_factor, gradient_predivide_factor
+    return predivide_factors(gradient_predivide_factor, Average)
 
 
 def _average(
@@ -38,7 +34,7 @@ def _average(
     factors: tuple[float, float],
     process_set: ProcessSet,
 ) -> None:
-    """Average arrays in place, one operation for each named group, all of them at once."""
+    """Average arrays in place, with one operation for each named group, all in flight together."""
     if process_set.size() == 1 or process_set.included() is False:
         return
     with mxnet_errors():
@@ -60,7 +56,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
             number after it; the result is still the average. The default is 1.
         num_groups: Number of operations in which the gradients that MXNet passes together are
             reduced. The default is 0: one operation for each gradient.
-        process_set: Ranks to average with. By default all ranks; a rank outside of the set trains
+        process_set: Ranks to average with. By default all ranks; a rank outside the set trains
             on its own gradients.
 
     Raises:
@@ -78,13 +74,13 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         process_set: ProcessSet = global_process_set,
     ) -> None:
         self._optimizer = optimizer
-        self._factors = _check_terms(gradient_predivide_factor, num_groups)
+        self._factors = _check_arguments(gradient_predivide_factor, num_groups)
         self._num_groups = num_groups
         self._process_set = process_set
-        self._counted = optimizer.num_update  # updates that have been told as steps
+        self._counted_updates = optimizer.num_update  # those that the statistics have counted
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # while it is being unpickled
+        if name == "_optimizer":  # missing while the object is being unpickled
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
@@ -113,11 +109,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
             index: Number of the parameter, or a list of numbers.
             weight: The parameter, or a list of them.
             grad: Its gradient, or a list of them; averaged in place.
-            state: What `create_state` returned for it.
+            state: The result of `create_state` for it.
         """
         self._reduce(index, grad)
         self._optimizer.update(index, weight, grad, state)
-        self._tell_step()
+        self._count_step()
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Average gradients, then update parameters that may be of 16 bits.
@@ -126,11 +122,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
             index: Number of the parameter, or a list of numbers.
             weight: The parameter, or a list of them.
             grad: Its gradient, or a list of them; averaged in place.
-            state: What `create_state_multi_precision` returned for it.
+            state: The result of `create_state_multi_precision` for it.
         """
         self._reduce(index, grad)
         self._optimizer.update_multi_precision(index, weight, grad, state)
-        self._tell_step()
+        self._count_step()
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the wrapped optimizer.
@@ -156,14 +152,18 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         """
         self._optimizer.set_wd_mult(args_wd_mult)
 
-    def _tell_step(self) -> None:
-        """MXNet calls for each parameter; its count of updates grows with the first of a step."""
+    def _count_step(self) -> None:
+        """Count a step when MXNet's count of updates has grown.
+
+        MXNet calls `update` for each parameter, and its count grows with the first one of a step.
+        """
         count = self._optimizer.num_update
-        if count != self._counted:
-            self._counted = count
+        if count != self._counted_updates:
+            self._counted_updates = count
             runtime.statistics.end_step()
 
     def _reduce(self, index: Any, grad: Any) -> None:
+        """Average one gradient, or a list of them in groups."""
         if not isinstance(index, (tuple, list)):
             _average([(str(index), [grad])], self._factors, self._process_set)
             return
@@ -188,8 +188,8 @@ class DistributedTrainer(mx.gluon.Trainer):
     Args:
         params: Parameters to train: `block.collect_params()`, a dict or a list of gluon parameters.
             Each is on one device.
-        optimizer: MXNet optimizer, or its name. Of a `DistributedOptimizer` the one inside of it is
-            used, with a warning.
+        optimizer: MXNet optimizer, or its name. If it is a `DistributedOptimizer`, the optimizer
+            inside it is used, with a warning.
         optimizer_params: Dict with arguments of the optimizer, if `optimizer` is a name. By default
             there are none.
         compression: Compressor for the gradients that travel, such as `Compression.fp16`. By
@@ -200,7 +200,7 @@ class DistributedTrainer(mx.gluon.Trainer):
             trainers apart. By default there is none.
         num_groups: Number of operations in which the gradients are reduced; there are more if their
             types differ. The default is 0: one operation for each gradient.
-        process_set: Ranks to average with. By default all ranks; a rank outside of the set trains
+        process_set: Ranks to average with. By default all ranks; a rank outside the set trains
             on its own gradients.
 
     Raises:
@@ -229,7 +229,7 @@ class DistributedTrainer(mx.gluon.Trainer):
                 stacklevel=2,
             )
             optimizer = optimizer._optimizer
-        self._factors = _check_terms(gradient_predivide_factor, num_groups)
+        self._factors = _check_arguments(gradient_predivide_factor, num_groups)
         self._compression = compression
         self._prefix = prefix or ""
         self._num_groups = num_groups
@@ -239,12 +239,12 @@ class DistributedTrainer(mx.gluon.Trainer):
         )
 
     def _allreduce_grads(self) -> None:
-        sent = []  # by the place of a parameter: gradient, what travels, and how to get it back
-        for place, parameter in enumerate(self._params):
+        sent = []  # tuples: index of the parameter, gradient, compressed gradient, context
+        for index, parameter in enumerate(self._params):
             if parameter.grad_req == "null":
                 continue
-            (gradient,) = _one_device(parameter.list_grad(), parameter.name)
-            sent.append((place, gradient, *self._compression.compress(gradient)))
+            (gradient,) = _check_one_device(parameter.list_grad(), parameter.name)
+            sent.append((index, gradient, *self._compression.compress(gradient)))
         groups = self._groups(sent)
         _average(groups, self._factors, self._process_set)
         for _, gradient, array, context in sent:
@@ -253,13 +253,14 @@ class DistributedTrainer(mx.gluon.Trainer):
         runtime.statistics.end_step(len(groups))
 
     def _groups(self, sent: Sequence[tuple[int, Any, Any, Any]]) -> list[tuple[str, list[Any]]]:
+        """Cut compressed gradients into named groups of one type each."""
         if not self._num_groups:
-            return [(f"{self._prefix}{place}", [array]) for place, _, array, _ in sent]
+            return [(f"{self._prefix}{index}", [array]) for index, _, array, _ in sent]
         groups = []
         for part in split_list(list(sent), self._num_groups):
             by_type: dict[str, list[tuple[int, Any]]] = {}
-            for place, _, array, _ in part:
-                by_type.setdefault(str(array.dtype), []).append((place, array))
+            for index, _, array, _ in part:
+                by_type.setdefault(str(array.dtype), []).append((index, array))
             for members in by_type.values():
                 name = f"{self._prefix}{members[0][0]}:{members[-1][0]}"
                 groups.append((name, [array for _, array in members]))
@@ -267,7 +268,7 @@ class DistributedTrainer(mx.gluon.Trainer):
 
 
 def _sorted_parameters(params: Any) -> Any:
-    """In the same order on all ranks."""
+    """Return the parameters as a list in the same order on all ranks."""
     if isinstance(params, (dict, mx.gluon.parameter.ParameterDict)):
         return [params[key] for key in sorted(params.keys())]
     if isinstance(params, (list, tuple)):
@@ -278,7 +279,8 @@ def _sorted_parameters(params: Any) -> Any:
     )
 
 
-def _one_device(arrays: Sequence[Any], name: str) -> Sequence[Any]:
+def _check_one_device(arrays: Sequence[Any], name: str) -> Sequence[Any]:
+    """Return the arrays of a parameter; ValueError if there are several."""
     if len(arrays) > 1:
         raise ValueError(
             f"the parameter {name!r} is on {len(arrays)} devices, and a Horovod rank has one"

@@ -96,7 +96,7 @@ class Coordinator:
     def join(self, infos: Sequence[WorkerInfo], extra: Mapping[str, str]) -> list[dict[str, str]]:
         """Register workers, by rank, and serve the store: the variables of each."""
         check_versions(infos)
-        self._watcher = watch(self.place.store)
+        self._watcher = watch(self.place.store, {**os.environ, **extra})
         for rank, info in enumerate(infos):
             self.register(info.hostname, info.node_id, rank, info.address)
         common = {
@@ -119,11 +119,10 @@ class Coordinator:
         self.place.close()
 
 
-def watch(store: MemoryStore, elastic: bool = False) -> JobWatcher:
-    """Who watches a job, as the environment of this process says."""
-    return open_watcher(
-        Config.from_env(), os.environ, store, title="horovod.ray", say=say, elastic=elastic
-    )
+def watch(store: MemoryStore, environ: Mapping[str, str], elastic: bool = False) -> JobWatcher:
+    """Open what watches a job, such as its dashboard, as these environment variables say."""
+    config = Config.from_env(environ)
+    return open_watcher(config, environ, store, title="horovod.ray", say=say, elastic=elastic)
 
 
 def open_doors(place: StoreEndpoints, addresses: Iterable[str], nics: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ the driver of `horovod.runner.elastic` runs in the calling thread and starts the
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -87,7 +88,9 @@ class ElasticAdapter(Adapter):
             console = _Console(self.settings.verbose)
             place = StoreEndpoints(key_of(self.settings))
             stack.callback(place.close)
-            watcher = stack.enter_context(watch(place.store, elastic=True))
+            watcher = stack.enter_context(
+                watch(place.store, {**os.environ, **self._env}, elastic=True)
+            )
             messages = Messages(place.store)
             supervisor = Supervisor(console, Outputs(console))
             stack.callback(supervisor.close)

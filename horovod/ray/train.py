@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.train import Result
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from horovod.common.wire import new_key
+from horovod.ray.cluster import restore_sigterm
 from horovod.ray.coordinator import Coordinator
 from horovod.ray.worker import describe_worker, join, stop_engine
 
@@ -38,7 +40,9 @@ class HorovodConfig(BackendConfig):
         timeout_s: Seconds that the workers may take to find each other. The default is 300.
         placement_group_timeout_s: Accepted for compatibility and ignored: Ray Train finds room for
             the workers.
-        env_vars: Environment variables for all workers. By default there are none.
+        env_vars: Environment variables for all workers. By default there are none. With
+            ``HOROVOD_DASHBOARD`` among them, Ray Train's controller serves the job's live page, and
+            its address is in the log.
     """
 
     nics: Collection[str] | None = None
@@ -142,3 +146,15 @@ class HorovodTrainer(DataParallelTrainer):
             backend_config=horovod_config or HorovodConfig(),
             **kwargs,
         )
+
+    def fit(self) -> Result:
+        """Train, and wait for the end.
+
+        Returns:
+            Ray Train's result: the newest checkpoint, its metrics, and where the run is stored.
+
+        Raises:
+            TrainingFailedError: The loop failed, more often than `FailureConfig` allows.
+        """
+        restore_sigterm()
+        return super().fit()

@@ -56,7 +56,7 @@ class Call:
         if not eager:
             set_id(self.process_set)
         outputs = bridge.run(
-            self._completing(function) if self.buckets else function,
+            self._with_step_count(function) if self.buckets else function,
             tensors,
             [spec.dtype for spec in like],
             [spec.shape for spec in like],
@@ -68,7 +68,7 @@ class Call:
             self.wire_name = bridge.wire_name(outputs[0].op, self.ignore_name_scope)
         return outputs
 
-    def _completing(self, function: bridge.Function) -> bridge.Function:
+    def _with_step_count(self, function: bridge.Function) -> bridge.Function:
         """Return a function that also reports the end of a step to the statistics."""
 
         def run(sources: list[torch.Tensor], name: str | None) -> Sequence[torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod.common.optimizer_arguments import check_passes
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.tensorflow.bridge import without_autograph
 from horovod.tensorflow.gradients import as_list, scale_down, variable_key
@@ -37,10 +38,7 @@ class GradientAggregation:
         scale_local_gradients: bool = True,
         name: str = "",
     ) -> None:
-        if backward_passes_per_step <= 0:
-            raise ValueError(
-                f"backward_passes_per_step must be positive, not {backward_passes_per_step}"
-            )
+        check_passes(backward_passes_per_step)
         self.backward_passes_per_step = backward_passes_per_step
         self.counter: Any = None  # of passes since the last reduction; made in the first pass
         self._allreduce = allreduce_func

@@ -79,7 +79,7 @@ class _Distributed:
 
 
 @functools.cache
-def _distributed(tape_class: Any) -> Any:
+def _distributed_class(tape_class: Any) -> Any:
     return type(tape_class.__name__, (_Distributed, tape_class), {})
 
 
@@ -133,7 +133,7 @@ def DistributedGradientTape(
     if isinstance(gradtape, _Distributed):
         raise ValueError("this tape is a DistributedGradientTape already")
     tape_class: Any = type(gradtape)
-    tape: Any = object.__new__(_distributed(tape_class))
+    tape: Any = object.__new__(_distributed_class(tape_class))
     tape.__dict__ = gradtape.__dict__
     tape._plain = gradtape
     tape._reduction = GradientReduction(

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 import torch
 
+from horovod.common.optimizer_arguments import check_groups, predivide_factors
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
 from horovod.common.util import resolve_reduce_op, split_list
@@ -51,18 +52,15 @@ class GradientReduction:
         device_sparse: str = "",
     ) -> None:
         self.op = resolve_reduce_op(op, None)
-        if not gradient_predivide_factor > 0:
-            raise ValueError(
-                "gradient_predivide_factor must be a positive number, not "
-                f"{gradient_predivide_factor!r}"
-            )
-        if gradient_predivide_factor != 1.0 and self.op is not Average:
-            raise ValueError("gradient_predivide_factor needs op=Average")
+        factors = predivide_factors(gradient_predivide_factor, self.op)
+        self._dense_reduction = Reduction(self.op, *factors)
         self.process_set = process_set
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
-        self._predivide = gradient_predivide_factor
-        self._groups = _check_groups(groups, num_groups)
+        if num_groups:
+            warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
+            groups = num_groups if groups is None else groups
+        self._groups = check_groups(groups)
         self._scale_local = scale_local_gradients
         self._name = name
         self._device_dense = device_dense
@@ -163,11 +161,10 @@ class GradientReduction:
         calls = [Call(kind, name, True, self.process_set) for kind, name in names]
         if calls:
             calls[-1].buckets = len(calls)  # the last call completes the step
-        reduction = Reduction(self.op, 1.0 / self._predivide, self._predivide)
         for call, group in zip(calls, groups, strict=False):
             with bridge.device_scope(self._device_dense):
                 given = [results[index] for index in group]
-                reduced = reduce_group(call, given, reduction, self._compression)
+                reduced = reduce_group(call, given, self._dense_reduction, self._compression)
             for index, result in zip(group, reduced, strict=True):
                 results[index] = result
         for call, index in zip(calls[len(groups) :], sparse, strict=True):
@@ -194,23 +191,6 @@ class GradientReduction:
         grouped = {index for group in groups for index in group}
         rest = [[index] for index in dense if index not in grouped]
         return [group for group in groups if group] + rest
-
-
-def _check_groups(groups: Any, num_groups: int) -> int | list[list[Any]] | None:
-    """Return `groups`, or its older form `num_groups`; raise ValueError if it is wrong."""
-    if num_groups:
-        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
-        groups = num_groups if groups is None else groups
-    if groups is None:
-        return None
-    if isinstance(groups, int) and not isinstance(groups, bool):
-        if groups > 0:
-            return groups
-    elif isinstance(groups, list) and all(isinstance(group, (list, tuple)) for group in groups):
-        return [list(group) for group in groups]
-    raise ValueError(
-        f"groups must be a positive number or a list of lists of variables, not {groups!r}"
-    )
 
 
 def wire_name(name: str) -> str:

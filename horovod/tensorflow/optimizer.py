@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod.common.optimizer_arguments import check_passes
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp
 from horovod.engine.runtime import runtime
@@ -73,10 +74,7 @@ def DistributedOptimizer(
     """
     if op == Adasum and average_aggregated_gradients:
         raise ValueError("op=Adasum does not go with average_aggregated_gradients=True")
-    if backward_passes_per_step <= 0:
-        raise ValueError(
-            f"backward_passes_per_step must be positive, not {backward_passes_per_step}"
-        )
+    check_passes(backward_passes_per_step)
     is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
     if not is_v1 and op == Adasum:
         raise ValueError("op=Adasum needs a tf.compat.v1 optimizer; Keras optimizers take others")

@@ -71,9 +71,9 @@ class OptimizerReduction(GradientReduction):
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Reduce the gradients that are applied now, except those marked as reduced."""
-        return self.reduce_unreduced(gradients, variables, take_marks(gradients, variables))
+        return self.reduce_unmarked(gradients, variables, take_marks(gradients, variables))
 
-    def reduce_unreduced(
+    def reduce_unmarked(
         self, gradients: Sequence[Any], variables: Sequence[Any], marks: Sequence[Done]
     ) -> list[Any]:
         """Reduce the gradients whose mark is `NOTHING`."""

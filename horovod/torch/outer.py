@@ -46,7 +46,7 @@ class OuterSGD:
     def update(
         self, anchor: torch.Tensor, gradient: torch.Tensor, momentum: torch.Tensor | None
     ) -> None:
-        """Move `anchor` against the outer gradient, which may be overwritten.
+        """Move `anchor` against `gradient`, the outer one, which may be overwritten.
 
         `momentum` is what the outer step before left, zeros before the first; it is changed in
         place, and None where there is none to keep.

@@ -9,6 +9,7 @@ precision, and large ones less. Used by `coded_reduction` between hosts and by t
 
 from __future__ import annotations
 
+import threading
 from typing import TypeGuard
 
 import torch
@@ -25,6 +26,8 @@ _IN_CACHE = 1024  # rows that are worked on at a time: more would leave the seco
 _ABOVE_MANTISSA = 7
 _WITHOUT_BIT_14 = -16385
 _BIAS = 256.0
+
+_memory = threading.local()
 
 
 def is_coded(wire: torch.dtype | None) -> TypeGuard[torch.dtype]:
@@ -51,12 +54,13 @@ def encode(blocks: Tensor, rows: Tensor, kind: torch.dtype) -> None:
     step = _step(blocks)
     for start in range(0, len(blocks), step):
         some, target = blocks[start : start + step], rows[start : start + step]
-        scales = some.abs().amax(1, keepdim=True).div_(LARGEST[kind])
+        numbers = _scratch(some, torch.float32)
+        scales = torch.abs(some, out=numbers).amax(1, keepdim=True).div_(LARGEST[kind])
         # Dividing is exact where multiplying by a reciprocal is not: 127 scales stay 127.
-        numbers = some / torch.where(scales > 0, scales, 1.0)
+        torch.div(some, torch.where(scales > 0, scales, 1.0), out=numbers)
         if kind is torch.int8:
-            numbers = numbers.round_().clamp_(-127, 127).nan_to_num_(0.0)
-        target[:, :BLOCK] = numbers.to(kind).view(torch.uint8)
+            numbers.round_().clamp_(-127, 127).nan_to_num_(0.0)
+        target[:, :BLOCK].view(kind).copy_(numbers)
         target[:, BLOCK:] = scales.view(torch.uint8)
 
 
@@ -66,17 +70,27 @@ def decode(rows: Tensor, blocks: Tensor, kind: torch.dtype, add: bool = False) -
     for start in range(0, len(rows), step):
         some, target = rows[start : start + step], blocks[start : start + step]
         scales = some[:, BLOCK:].contiguous().view(torch.float32)
-        numbers = some[:, :BLOCK].view(torch.int8)
-        if kind is torch.int8:
-            wide = numbers.to(torch.float32)
-        else:  # torch converts float8 ten times slower than float16
-            bits = numbers.to(torch.int16).bitwise_left_shift_(_ABOVE_MANTISSA)
-            wide = bits.bitwise_and_(_WITHOUT_BIT_14).view(torch.float16).to(torch.float32)
+        numbers: Tensor = some[:, :BLOCK].view(torch.int8)
+        if kind is not torch.int8:  # torch converts float8 ten times slower than float16
+            bits = _scratch(target, torch.int16).copy_(numbers)
+            bits.bitwise_left_shift_(_ABOVE_MANTISSA).bitwise_and_(_WITHOUT_BIT_14)
+            numbers = bits.view(torch.float16)
             scales = scales * _BIAS
         if add:
-            target.add_(wide.mul_(scales))
+            target.add_(_scratch(target, torch.float32).copy_(numbers).mul_(scales))
         else:
-            torch.mul(wide, scales, out=target)
+            target.copy_(numbers).mul_(scales)
+
+
+def _scratch(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory of this thread in the shape of `like`: fresh memory would cost more than the work."""
+    if not like.is_cpu:
+        return torch.empty_like(like, dtype=dtype)
+    memory: Tensor | None = getattr(_memory, str(dtype), None)
+    if memory is None:
+        memory = torch.empty(_IN_CACHE, BLOCK, dtype=dtype)
+        setattr(_memory, str(dtype), memory)
+    return memory[: len(like)]
 
 
 def _step(blocks: Tensor) -> int:

@@ -30,6 +30,7 @@ PAGES = [
     "stats",
     "adasum",
     "compression",
+    "slow_links",
     "compile",
     "gradient_accumulation",
     "mixed_precision",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.spark.common import row_buffer
 from horovod.spark.common.columns import ColumnError, Rows
-from horovod.spark.common.row_buffer import RowBuffer, RowLayout, RowQueue, packed
+from horovod.spark.common.row_buffer import RowBuffer, RowLayout, RowQueue, RowStorage, packed
 from tests.effort import examples
 
 KINDS = st.tuples(
@@ -82,7 +83,7 @@ def test_rows_that_wait_are_copies(already: bool):
     expected = {name: array.copy() for name, array in rows.items()}
     rows = packed(rows) if already else rows
     layout = RowLayout(rows)
-    ordered, shuffled = RowQueue(layout), RowBuffer(layout, count)
+    ordered, shuffled = RowQueue(layout), RowBuffer(RowStorage(layout, count // 2))
     ordered.add(rows)
     shuffled.add(rows)
     for array in rows.values():
@@ -92,6 +93,40 @@ def test_rows_that_wait_are_copies(already: bool):
     found = layout.columns(shuffled.draw(count, random))
     for name, array in expected.items():
         np.testing.assert_array_equal(np.sort(found[name], 0), np.sort(array, 0))
+
+
+def test_what_pyarrow_decoded_is_not_copied():
+    decoded = pa.array(np.arange(20.0)).to_numpy()
+    assert not decoded.flags.writeable
+    rows: Rows = {"x": decoded.reshape(10, 2)}
+    queue = RowQueue(RowLayout(rows))
+    queue.add(rows)
+    (found,) = queue.draw(10, np.random.default_rng(0))
+    assert np.shares_memory(found, decoded)
+    assert found.flags.writeable, "torch warns of tensors that must not be written to"
+    del decoded, rows, queue
+    assert found.sum() == 190, "the memory lives as long as the rows"
+
+
+def test_two_buffers_share_a_storage():
+    """Rows of the next pass come in as those of this one go out; none is lost or doubled."""
+    rows = made([(np.int64, ()), (np.float32, (2,))], 60)
+    rows["c0"] = np.arange(60)
+    layout = RowLayout(rows)
+    storage = RowStorage(layout, 40)
+    first, second = RowBuffer(storage), RowBuffer(storage)
+    random = np.random.default_rng(0)
+    first.add({name: array[:40] for name, array in rows.items()})
+    seen: list[int] = []
+    for start in range(40, 60, 5):
+        seen += layout.columns(first.draw(10, random))["c0"].tolist()
+        second.add({name: array[start : start + 5] for name, array in rows.items()})
+    assert sorted(seen) == list(range(40))
+    assert first.size == 0
+    found = layout.columns(second.draw(20, random))
+    assert sorted(found["c0"].tolist()) == list(range(40, 60))
+    order = found["c0"]
+    np.testing.assert_array_equal(found["c1"], rows["c1"][order])
 
 
 def test_chunks_that_differ_are_an_error():

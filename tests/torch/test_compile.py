@@ -246,12 +246,14 @@ def _refusal(function: Callable[[], Any]) -> str:
     try:
         torch.compile(function, backend="eager", fullgraph=True)()
     except torch._dynamo.exc.Unsupported as error:
-        return next((line for line in str(error).splitlines() if "hvd." in line), str(error))
+        return next(
+            (line for line in str(error).splitlines() if "cannot be traced" in line), str(error)
+        )
     return "not refused"
 
 
 def refused() -> list[str]:
-    x, model, sparse = torch.ones(5, 3), torch.nn.Linear(2, 2), torch.eye(2).to_sparse()
+    x, weights, sparse = torch.ones(5, 3), {"weight": torch.ones(2)}, torch.eye(2).to_sparse()
     collectives = [collective for collective, _ in ASYNCHRONOUS.values()]
     return [
         *(_refusal(lambda each=each: each(x)) for each in collectives),  # type: ignore[misc]
@@ -260,7 +262,7 @@ def refused() -> list[str]:
         _refusal(hvd.join),
         _refusal(lambda: hvd.broadcast_object(1)),
         _refusal(lambda: hvd.allgather_object(1)),
-        _refusal(lambda: hvd.broadcast_parameters(model.state_dict(), 0)),
+        _refusal(lambda: hvd.broadcast_parameters(weights, 0)),
         _refusal(lambda: hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)),
     ]
 

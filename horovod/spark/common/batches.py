@@ -7,7 +7,15 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from horovod.spark.common.columns import Rows
-from horovod.spark.common.row_buffer import Array, RowBuffer, RowLayout, RowQueue, join, row_count
+from horovod.spark.common.row_buffer import (
+    Array,
+    RowBuffer,
+    RowLayout,
+    RowQueue,
+    RowStorage,
+    join,
+    row_count,
+)
 
 _DRAWN = 1024  # rows drawn at once, if batches are smaller: a draw has a cost of its own
 
@@ -38,7 +46,7 @@ def _blocks(
 ) -> Iterator[tuple[RowLayout, list[Array]]]:
     """Blocks of so many rows, the last one may be smaller."""
     ending: RowBuffer | RowQueue | None = None  # holds the rows left of the pass before
-    spare: RowBuffer | RowQueue | None = None  # an empty one whose memory is used again
+    storage: RowStorage | None = None  # which the rows of two passes share
     parts: list[list[Array]] = []  # draws for a block that one draw could not fill
     lacking = rows_in_block
     layout: RowLayout | None = None
@@ -51,10 +59,9 @@ def _blocks(
             if layout is None:
                 layout = RowLayout(rows)
             if filling is None:
-                filling, spare = spare, None
-            if filling is None:
-                room = capacity + rows_in_block + row_count(rows)
-                filling = RowBuffer(layout, room) if capacity else RowQueue(layout)
+                if capacity and storage is None:
+                    storage = RowStorage(layout, capacity + rows_in_block + row_count(rows))
+                filling = RowQueue(layout) if storage is None else RowBuffer(storage)
             filling.add(rows)
             del rows  # its memory is free for the next chunk
             waiting = filling.size + (ending.size if ending else 0)
@@ -74,7 +81,7 @@ def _blocks(
             if not lacking:
                 yield layout, join(parts, layout)
                 parts, lacking = [], rows_in_block
-        ending, spare = filling, ending
+        ending = filling
     while ending is not None and ending.size:
         assert layout is not None
         parts.append(ending.draw(lacking, random))

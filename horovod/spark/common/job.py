@@ -10,7 +10,9 @@ from typing import Any
 from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.remote_store import RemoteStore
 
-BUFFER_BYTES = 256 * 1024 * 1024  # of rows that a rank shuffles among
+BUFFER_BYTES = 64 * 1024 * 1024  # of rows that a rank shuffles among
+# Of large rows, such as images, at least these, as far as they fit in four times the bytes.
+BUFFER_ROWS = 1024
 
 
 _LOADER_OPTIONS = (  # that only Lightning's estimator has
@@ -101,7 +103,10 @@ class TrainingJob:
         given = self["shuffle_buffer_size"]
         if given is not None:
             return int(given)
-        return max(1, BUFFER_BYTES // max(1, self.facts.row_size)) if self["shuffle"] else 0
+        if not self["shuffle"]:
+            return 0
+        row = max(1, self.facts.row_size)
+        return max(1, BUFFER_BYTES // row, min(BUFFER_ROWS, 4 * BUFFER_BYTES // row))
 
     def _targets(self) -> list[str]:
         """The labels and the weights of rows."""

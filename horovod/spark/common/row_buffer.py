@@ -111,40 +111,62 @@ def _are_columns_of(array: Any, shape: tuple[int, ...], columns: list[Array]) ->
     )
 
 
-class RowBuffer:
-    """Rows in no particular order: `add` puts rows in, `draw` takes some out at random.
-
-    A row stays where it was put until it is drawn; what is shuffled are the places.
-    """
+class RowStorage:
+    """Memory for rows, whose places are given out and taken back."""
 
     def __init__(self, layout: RowLayout, capacity: int) -> None:
         self._layout = layout
         self._arrays = layout.empty(capacity)
-        self._used = np.empty(capacity, np.int64)  # places of the rows, the first `size` of these
-        self._free = np.arange(capacity)[::-1].copy()  # the other places, the last one first
-        self.size = 0
+        self._free = np.arange(capacity)[::-1].copy()  # places; the last of the first `_left` next
+        self._left = capacity
 
-    def add(self, rows: Rows) -> None:
+    def put(self, rows: Rows) -> Array:
+        """Copy rows in; return their places."""
         count = row_count(rows)
-        room = len(self._used)
-        if self.size + count > room:
-            self._grow(self.size + count)
-            room = len(self._used)
-        free = room - self.size
-        places = self._free[free - count : free][::-1].copy()
+        if count > self._left:
+            self._grow(count - self._left)
+        self._left -= count
+        places = self._free[self._left : self._left + count][::-1].copy()
         self._layout.fill(self._arrays, places, rows)
-        self._used[self.size : self.size + count] = places
-        self.size += count
+        return places
 
-    def _grow(self, room: int) -> None:
-        before = len(self._used)
-        larger = self._layout.empty(room)
+    def take(self, places: Array) -> list[Array]:
+        """Copy rows out, and free their places."""
+        self._free[self._left : self._left + len(places)] = places
+        self._left += len(places)
+        return [array.take(places, axis=0) for array in self._arrays]
+
+    def _grow(self, more: int) -> None:
+        before = len(self._free)
+        larger = self._layout.empty(before + more)
         for old, new in zip(self._arrays, larger, strict=True):
             new[:before] = old
         self._arrays = larger
-        self._used = np.concatenate([self._used, np.empty(room - before, np.int64)])
-        free = self._free[: before - self.size]
-        self._free = np.concatenate([np.arange(before, room)[::-1], free, np.empty(self.size, int)])
+        free = [np.arange(before, before + more)[::-1], self._free[: self._left]]
+        self._left += more
+        self._free = np.concatenate([*free, np.empty(before + more - self._left, np.int64)])
+
+
+class RowBuffer:
+    """Rows in no particular order: `add` puts rows in, `draw` takes some out at random.
+
+    A row stays where it was put until it is drawn; what is shuffled are the places. Buffers may
+    share a storage: the rows of two passes then need the memory of one.
+    """
+
+    def __init__(self, storage: RowStorage) -> None:
+        self._storage = storage
+        self._used = np.empty(0, np.int64)  # places of the rows, the first `size` of these
+        self.size = 0
+
+    def add(self, rows: Rows) -> None:
+        places = self._storage.put(rows)
+        needed = self.size + len(places)
+        if needed > len(self._used):
+            more = np.empty(max(needed, 2 * len(self._used)) - len(self._used), np.int64)
+            self._used = np.concatenate([self._used, more])
+        self._used[self.size : needed] = places
+        self.size = needed
 
     def draw(self, count: int, random: np.random.Generator) -> list[Array]:
         """Take `count` rows out, chosen at random."""
@@ -155,10 +177,26 @@ class RowBuffer:
         stay = np.ones(count, bool)
         stay[chosen[chosen >= left] - left] = False
         self._used[chosen[chosen < left]] = self._used[left : self.size][stay]
-        free = len(self._used) - self.size
-        self._free[free : free + count] = places
         self.size = left
-        return [array.take(places, axis=0) for array in self._arrays]
+        return self._storage.take(places)
+
+
+class _Writable:
+    """The memory of an array that is marked as read-only; numpy keeps this, and so the array."""
+
+    def __init__(self, array: Array) -> None:
+        self._owner = array
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _kept(array: Array) -> Array:
+    """The array for later, in memory that tensors may write to.
+
+    What pyarrow has decoded is marked as read-only and does not change any more, so it is not
+    copied. Other arrays are: whoever made them may use them again.
+    """
+    return array.copy() if array.flags.writeable else np.asarray(_Writable(array))
 
 
 class RowQueue:
@@ -172,10 +210,8 @@ class RowQueue:
 
     def add(self, rows: Rows) -> None:
         count = row_count(rows)
-        arrays = self._layout.empty(count)
-        self._layout.fill(arrays, slice(None), rows)
         if count:
-            self._parts.append(arrays)
+            self._parts.append([_kept(array) for array in self._layout.pack(rows)])
         self.size += count
 
     def draw(self, count: int, random: np.random.Generator) -> list[Array]:

@@ -28,9 +28,9 @@ _ALL, _NOTHING = 0xFFFFFFFF, 0
 @contextmanager
 def restrict_to(address: str) -> Iterator[None]:
     """Restrict servers that this process starts inside this context to the address."""
-    before = set(_listening())
+    before = set(_listening_sockets())
     yield
-    started = [fd for inode, fd in _listening().items() if inode not in before]
+    started = [fd for inode, fd in _listening_sockets().items() if inode not in before]
     try:
         for fd in started:
             with socket.socket(fileno=os.dup(fd)) as listener:
@@ -44,7 +44,7 @@ def restrict_to(address: str) -> Iterator[None]:
         )
 
 
-def _listening() -> dict[int, int]:
+def _listening_sockets() -> dict[int, int]:
     """Return this process's sockets that listen on all addresses, as file descriptors by inode."""
     sockets = {}
     for name in os.listdir("/proc/self/fd"):

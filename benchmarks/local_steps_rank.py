@@ -1,0 +1,239 @@
+"""One rank of benchmarks/local_steps.py: trains the way of one contender when it is told to.
+
+Started by `benchmarks.local_steps` with a plan in JSON as the only argument. Every order is a dict
+whose "do" names what is wanted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import horovod.torch as hvd
+from benchmarks.processes import Member, bind
+from benchmarks.training_models import WORKLOADS, Batch, Transformer
+from tests.hosts import INTERFACE
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+WARM_UP = 3
+TEXT_LENGTH, TEXTS = 64, 8  # bytes of one text of the small GPT, and texts of one batch
+DISTINCT_BATCHES = 8
+# The steps by which the learning rate of the qualities rises; training begins with these together.
+RISE = 0.05
+
+
+def options(contender: str, steps: int) -> dict[str, Any]:
+    """The arguments of DistributedOptimizer that a contender stands for."""
+    local: dict[str, Any] = {"local_steps": steps, "outer": hvd.OuterSGD(lr=0.7, momentum=0.9)}
+    streaming = {"fragments": 2, "delay": max(1, steps // 10)}
+    return {
+        "every": {},
+        "every bf16": {"compression": hvd.Compression.bf16},
+        "every fp8": {"compression": hvd.Compression.fp8},
+        "average": {"local_steps": steps},
+        "local": local,
+        "local fp8": {**local, "compression": hvd.Compression.fp8},
+        "streaming": {**local, **streaming},
+        "streaming fp8": {**local, **streaming, "compression": hvd.Compression.fp8},
+    }[contender]
+
+
+def sent() -> int:
+    """Bytes that this host has sent so far; 0 where ranks only pretend to be on hosts."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(numbers.split()[8])
+    return 0
+
+
+class Speed:
+    """Training of one model, for turns."""
+
+    def __init__(self, model: str, contender: str, local_steps: int) -> None:
+        torch.manual_seed(1)
+        workload = WORKLOADS[model]
+        self.model = self.trained = workload.model()
+        generator = torch.Generator().manual_seed(1000 + RANK)
+        self.data = [workload.batch(generator) for _ in range(DISTINCT_BATCHES)]
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        if contender == "ddp":
+            self.trained = DistributedDataParallel(
+                self.model, gradient_as_bucket_view=True, static_graph=True
+            )
+        elif contender != "plain":
+            hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+            named = self.model.named_parameters()
+            chosen = options(contender, local_steps)
+            self.optimizer = hvd.DistributedOptimizer(self.optimizer, named, **chosen)
+
+    def turn(self, start: float, steps: int) -> dict[str, float]:
+        """Milliseconds and bytes of a step, and how much longer than usual the longest took."""
+        while time.monotonic() < start:
+            pass
+        before, times = sent(), []
+        for number in range(steps):
+            began = time.monotonic()
+            train(self.trained, self.optimizer, self.data[number % len(self.data)])
+            times.append(time.monotonic() - began)
+        took = 1000 * (time.monotonic() - start) / steps
+        longest = max(times) / median(times)
+        return {"ms": took, "bytes": (sent() - before) / steps, "longest": longest}
+
+
+def train(model: nn.Module, optimizer: Any, batch: Batch) -> float:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+# -- how well it learns --------------------------------------------------------------------------
+
+Data = Callable[[torch.Generator], Batch]
+
+
+def digits() -> tuple[Callable[[], nn.Module], Data, list[Batch]]:
+    """Hand-written digits, 8 x 8: a model, this rank's batches, and what it is tested with."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(found.data, dtype=torch.float32)[order] / 16
+    labels = torch.tensor(found.target)[order]
+    mine = torch.arange(RANK, 1500, SIZE)
+
+    def batch(generator: torch.Generator) -> Batch:
+        chosen = mine[torch.randint(len(mine), (32,), generator=generator)]
+        return images[chosen], labels[chosen]
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    return model, batch, [(images[1500:], labels[1500:])]
+
+
+def text() -> tuple[Callable[[], nn.Module], Data, list[Batch]]:
+    """Python's own library, byte by byte: a small GPT, this rank's batches, and those of a test."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    content = b"".join(file.read_bytes() for file in files)
+    tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
+    held_out = len(tokens) * 9 // 10
+
+    def cut(starts: torch.Tensor) -> Batch:
+        rows = torch.stack([tokens[start : start + TEXT_LENGTH + 1] for start in starts.tolist()])
+        return rows[:, :-1].contiguous(), rows[:, 1:].flatten()
+
+    def batch(generator: torch.Generator) -> Batch:
+        first, last = held_out * RANK // SIZE, held_out * (RANK + 1) // SIZE - TEXT_LENGTH - 1
+        return cut(torch.randint(first, last, (TEXTS,), generator=generator))
+
+    generator = torch.Generator().manual_seed(0)
+    last = len(tokens) - TEXT_LENGTH - 1
+    tests = [cut(torch.randint(held_out, last, (32,), generator=generator)) for _ in range(4)]
+    return lambda: Transformer(256, TEXT_LENGTH, 128, 4, 4), batch, tests
+
+
+TASKS = {"digits": digits, "text": text}
+
+
+def quality(task: str, contender: str, local_steps: int, steps: int, seed: int) -> list[float]:
+    """The loss on data that was not trained with, ten times during the training and at its end."""
+    make, batch, tests = TASKS[task]()
+    torch.manual_seed(seed)
+    model = make()
+    generator = torch.Generator().manual_seed(1000 * seed + RANK)
+    inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    rise = max(1, int(RISE * steps))
+    chosen = options(contender, local_steps)
+    if "local_steps" in chosen:
+        chosen = {**chosen, "warmup_steps": rise, "average_buffers": model}
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **chosen)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps, pct_start=RISE)
+    curve = []
+    for number in range(1, steps + 1):
+        train(model, optimizer, batch(generator))
+        schedule.step()
+        if number == steps and "local_steps" in chosen:
+            optimizer.synchronize_parameters()
+        if number == steps or number % max(1, steps // 10) == 0:
+            curve.append(test(model, tests))
+    return curve
+
+
+@torch.no_grad()
+def test(model: nn.Module, tests: list[Batch]) -> float:
+    """The average over ranks, which differ between synchronisations."""
+    model.eval()
+    mine = sum(F.cross_entropy(model(inputs), targets) for inputs, targets in tests) / len(tests)
+    model.train()
+    return float(hvd.allreduce(torch.as_tensor(mine), name="test"))
+
+
+# -- allreduce -----------------------------------------------------------------------------------
+
+
+def allreduce(contender: str, nbytes: int, start: float) -> dict[str, float]:
+    """Milliseconds and bytes of one allreduce of float32 numbers."""
+    tensor = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(RANK))
+    compression = getattr(hvd.Compression, contender)
+    hvd.allreduce(tensor[:64], name="ready")
+    while time.monotonic() < start:
+        pass
+    before, began = sent(), time.monotonic()
+    if contender == "bf16":
+        optimizer_way(tensor, torch.bfloat16)
+    else:
+        hvd.allreduce(tensor, name=f"of {nbytes}", compression=compression)
+    return {"ms": 1000 * (time.monotonic() - began), "bytes": sent() - before}
+
+
+def optimizer_way(tensor: torch.Tensor, wire: torch.dtype) -> None:
+    """As DistributedOptimizer does: the transport narrows what leaves the host."""
+    from horovod.engine.runtime import runtime
+
+    runtime.allreduce(
+        [tensor], [tensor], f"of {tensor.nbytes}", hvd.Average, background=False, wire=wire
+    ).wait()
+
+
+def main(plan: dict[str, Any]) -> None:
+    member = Member()
+    if plan["bind"]:
+        bind(RANK)
+    if plan.get("contender") == "ddp":
+        dist.init_process_group("gloo", rank=RANK, world_size=SIZE)
+    elif plan.get("contender") != "plain":
+        hvd.init()
+    speed = None
+    if "model" in plan:
+        speed = Speed(plan["model"], plan["contender"], plan["local_steps"])
+        speed.turn(0.0, WARM_UP)
+
+    def carry_out(order: dict[str, Any]) -> Any:
+        what = order.pop("do")
+        if what == "turn":
+            assert speed is not None
+            return speed.turn(**order)
+        return quality(**order) if what == "quality" else allreduce(**order)
+
+    member.obey(carry_out)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
