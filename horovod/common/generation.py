@@ -18,7 +18,7 @@ _OVER = "over"  # the key that is set in a generation that a worker has left
 _SLICE = 0.2  # seconds after which a wait for other workers checks whether it is still worth it
 
 
-class Member(Protocol):
+class GenerationMember(Protocol):
     """The part of a worker's `Membership` that its generation uses."""
 
     store: Store
@@ -44,7 +44,9 @@ class Generation(PrefixStore):
     wait.
     """
 
-    def __init__(self, member: Member, decision: Decision, attempt: int, slot: Assignment) -> None:
+    def __init__(
+        self, member: GenerationMember, decision: Decision, attempt: int, slot: Assignment
+    ) -> None:
         super().__init__(member.store, _prefix(decision.number, attempt))
         self.decision = decision
         self.topology = slot.topology

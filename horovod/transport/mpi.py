@@ -34,8 +34,9 @@ from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.host import is_running
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import Group, agree_by_minimum
+from horovod.transport.division import as_bytes, offsets_of
 from horovod.transport.endpoints import RankLocation
-from horovod.transport.pairwise import MESSAGE, PairwiseTransport, as_bytes, offsets_of
+from horovod.transport.pairwise import MESSAGE, PairwiseTransport
 
 _DATA_TAG = 1  # of messages of collectives
 _LEFT_TAG = 2  # of a message to all: the sender has closed, after this many collectives
