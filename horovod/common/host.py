@@ -56,6 +56,16 @@ def host_hash(salt: str | None = None) -> str:
     return f"{hostname.partition('.')[0]}-{digest.hexdigest()[:32]}"
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process of this host runs; a zombie does not."""
+    import psutil  # here, because importing it would make every start slower
+
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
 def own_networks() -> list[str]:
     """Return this host's addresses with their prefix length, without loopback.
 

@@ -30,29 +30,26 @@ from horovod.common.config import Config
 from horovod.common.decisions import (
     DRIVER_LOST,
     LATEST,
-    Assignment,
     Decision,
     broken_key,
     decision_key,
     done_key,
-    formed_key,
     heard_key,
     leaving_key,
     ready_key,
     seen_key,
 )
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.generation import Generation, first_open_attempt
 from horovod.common.launcher_store import launchers_store
 from horovod.common.logging import get_logger
-from horovod.common.store import PrefixStore, Store
+from horovod.common.store import Store
 
 logger = get_logger(__name__)
 
 WORKER_ID = "HOROVOD_WORKER_ID"
 
-_OVER = "over"  # the key that is set in a generation that a worker has left
-_SLICE = 0.2  # seconds after which a wait for other workers checks whether it is still worth it
-_WATCH_SLICE = 10.0  # the same for the watcher: after these seconds it notices a silent driver
+_WATCH_SLICE = 10.0  # seconds after which the watcher notices a silent driver
 _MOMENT = 1.0  # seconds for the driver to notice what broke a generation before it is tried again
 _CONNECT_SECONDS = 10.0  # to reach the driver, which is there before its workers
 _LAST_WORDS = 5.0  # seconds to end in order once the driver is gone
@@ -62,85 +59,6 @@ _MOST_FRUITLESS = 3  # generations of one decision that may break before anythin
 def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether an elastic launcher started this process."""
     return bool(environ.get(WORKER_ID)) and Config.from_env(environ).elastic
-
-
-class Generation(PrefixStore):
-    """The workers of one decision in one attempt to work together: their part of the store.
-
-    Until all are connected (`mark_formed`), a worker that waits for another gives up when a newer
-    decision appears or another worker has given up. Afterwards only a broken generation ends a
-    wait.
-    """
-
-    def __init__(
-        self, member: Membership, decision: Decision, attempt: int, slot: Assignment
-    ) -> None:
-        super().__init__(member.store, f"generation/{decision.number}/{attempt}")
-        self.decision = decision
-        self.topology = slot.topology
-        self.is_formed = False  # whether all workers are connected
-        self.made_progress = False  # whether something was committed in it
-        self.broken: str | None = None  # why its workers cannot go on
-        self._member = member
-        self._closed = False
-
-    def mark_formed(self) -> None:
-        """Note that all workers are connected."""
-        self.is_formed = True
-        # Checked after `is_formed` is set: if the watcher breaks the generation after this line,
-        # `on_break` aborts what runs in it.
-        if self.broken is not None:
-            raise HorovodInternalError(self.broken)
-        self._member.holds_state = True
-        if self.topology.rank == 0:
-            self._member.store.set(formed_key(self.decision.number), b"")
-
-    def get(self, key: str, timeout: float) -> bytes:
-        deadline = time.monotonic() + timeout
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                # A value that is there is taken, whatever else happened: the others may have it
-                # too, and go on.
-                return super().get(key, max(0.0, min(left, _SLICE)))
-            except TimeoutError:
-                self._check()
-                if left <= _SLICE:
-                    raise TimeoutError(
-                        f"nobody set {key!r} of {self} within {timeout:g} s"
-                    ) from None
-
-    def try_get(self, key: str) -> bytes | None:
-        value = super().try_get(key)
-        if value is None and not self.is_formed:
-            self._check()
-        return value
-
-    def close(self) -> None:
-        """Leave the generation, so that no other worker waits for us in it."""
-        if self._closed:
-            return
-        self._closed = True
-        self._member.note_left(self)
-        with contextlib.suppress(OSError):  # at the end of a job the driver may be gone
-            self.set(_OVER, b"")
-
-    def _check(self) -> None:
-        """Raise if it is of no use to wait for the other workers."""
-        if self.broken is not None:
-            raise HorovodInternalError(self.broken)
-        if self.is_formed:
-            return
-        newest = self._member.newest
-        if newest.number > self.decision.number:
-            raise HorovodInternalError(f"decision {newest.number} came: {newest.reason}")
-        if self._member.may_leave:
-            raise HorovodInternalError("this worker was told to leave")
-        if super().try_get(_OVER) is not None:
-            raise HorovodInternalError("another worker has given up this attempt to meet")
-
-    def __str__(self) -> str:
-        return f"the generation of decision {self.decision.number}"
 
 
 class Membership:
@@ -251,9 +169,7 @@ class Membership:
                 self._await_next(number)
                 continue
             self._had_slot = True
-            attempt = 0
-            while self.store.try_get(f"generation/{number}/{attempt}/{_OVER}") is not None:
-                attempt += 1
+            attempt = first_open_attempt(self.store, number)
             self.store.set(seen_key(number, self.worker_id), b"%d" % attempt)
             generation = Generation(self, decision, attempt, slot)
             with self._changed:  # a decision after this line finds the generation, and may break it

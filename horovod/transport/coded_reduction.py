@@ -15,7 +15,7 @@ import torch
 
 from horovod.transport import eight_bits
 from horovod.transport.base import Transport
-from horovod.transport.pairwise import split_evenly
+from horovod.transport.division import split_evenly
 from horovod.transport.shares import ShareBlock, SharePlan
 from horovod.transport.streams import MessageStream
 

@@ -24,7 +24,7 @@ from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import NETWORK, SHARED_MEMORY, WORD, Group, Transport
 from horovod.transport.breakable import BreakableTransport
-from horovod.transport.pairwise import as_bytes, cut, offsets_of, split_evenly
+from horovod.transport.division import as_bytes, cut, overlaps, split_evenly
 from horovod.transport.shared_memory import SharedMemoryTransport
 
 P = ParamSpec("P")
@@ -208,8 +208,8 @@ class HierarchicalTransport(BreakableTransport):
                 self.local.alltoall,
                 reduced,
                 output,
-                _overlaps(carriers, owners)[self._index],
-                [row[self._index] for row in _overlaps(carriers, owners)],
+                overlaps(carriers, owners)[self._index],
+                [row[self._index] for row in overlaps(carriers, owners)],
             )
 
     def allgather(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]) -> None:
@@ -398,17 +398,3 @@ class _Others:
 
     def finish(self) -> None:
         self._do(self._cross.finish_allreduce)
-
-
-def _overlaps(left: Sequence[int], right: Sequence[int]) -> list[list[int]]:
-    """Return [i][j]: how many elements slice i of one division shares with slice j of another.
-
-    Both divide the same data, into slices with the counts `left` and `right`.
-    """
-    return [
-        [
-            max(0, min(start + count, begin + length) - max(start, begin))
-            for begin, length in zip(offsets_of(right), right, strict=True)
-        ]
-        for start, count in zip(offsets_of(left), left, strict=True)
-    ]

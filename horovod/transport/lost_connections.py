@@ -8,6 +8,7 @@ dead. Used by the TCP transport.
 from __future__ import annotations
 
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
+from horovod.common.host import is_running
 from horovod.transport.base import Group
 from horovod.transport.failures import FailureBoard
 from horovod.transport.links import Links
@@ -59,14 +60,7 @@ def _loss(
 def _has_died(links: Links, own_rank: int, rank: int) -> bool:
     """Return whether a rank ran where we see processes, and does not run any more."""
     location = links.locations[rank]
-    if location.pids != links.locations[own_rank].pids:
-        return False
-    import psutil  # not before it is needed: it would make every start slower
-
-    try:
-        return bool(psutil.Process(location.pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return True
+    return location.pids == links.locations[own_rank].pids and not is_running(location.pid)
 
 
 def _obituary(

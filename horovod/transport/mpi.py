@@ -26,16 +26,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import psutil
 import torch
 from mpi4py import MPI
 
 from horovod.common import mpi
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
+from horovod.common.host import is_running
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import Group, agree_by_minimum
+from horovod.transport.division import as_bytes, offsets_of
 from horovod.transport.endpoints import RankLocation
-from horovod.transport.pairwise import MESSAGE, PairwiseTransport, as_bytes, offsets_of
+from horovod.transport.pairwise import MESSAGE, PairwiseTransport
 
 _DATA_TAG = 1  # of messages of collectives
 _LEFT_TAG = 2  # of a message to all: the sender has closed, after this many collectives
@@ -194,7 +195,7 @@ class MpiTransport(PairwiseTransport):
         if posted is not None:
             raise posted
         for rank, pid in self._pids.items():
-            if not _is_alive(pid):
+            if not is_running(pid):
                 who = self.group.describe(rank)
                 raise PeerLostError(f"{who} (pid {pid} on this host) has died", [rank])
         self._take_goodbyes()
@@ -257,11 +258,3 @@ class MpiTransport(PairwiseTransport):
 def _buffer(tensor: torch.Tensor) -> Any:
     """Return the tensor's memory as mpi4py takes it, without numpy, which knows too few types."""
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-
-
-def _is_alive(pid: int) -> bool:
-    """Return whether a process of this host runs; a zombie does not."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.transport.arithmetic import as_blocks, ignore_overflow, reduce_into
 from horovod.transport.base import Group
 from horovod.transport.breakable import BreakableTransport
+from horovod.transport.division import as_bytes, cut, offsets_of, split_evenly
 
 WHOLE = 32 * 1024  # bytes up to which an allreduce sends whole tensors
 WHOLE_TOTAL = 1024 * 1024  # ... as long as all that arrives at one rank stays below this
@@ -33,33 +33,6 @@ ROUND_PIECE = 512 * 1024  # bytes of one message among many ranks
 SCRATCH = 32 * 1024 * 1024  # bytes of arriving pieces kept at a time, over all peers
 MESSAGE = 1 << 30  # bytes of the largest message; below every limit on 32-bit counts
 DIRECT = 8  # ranks up to which every rank sends to every other
-
-
-def split_evenly(count: int, parts: int) -> list[int]:
-    """Return `parts` nearly equal numbers, larger ones first, whose sum is `count`."""
-    share, rest = divmod(count, parts)
-    return [share + (index < rest) for index in range(parts)]
-
-
-def offsets_of(counts: Sequence[int]) -> list[int]:
-    """Return where each of the consecutive slices with these counts begins."""
-    return [0, *accumulate(counts)][:-1]
-
-
-def cut(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """Return the consecutive slices of `tensor` that have these numbers of elements."""
-    starts = offsets_of(counts)
-    return [tensor[s : s + count] for s, count in zip(starts, counts, strict=True)]
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a flat, contiguous tensor.
-
-    A tensor of one element or none counts as contiguous with any stride, but `view` refuses it.
-    """
-    if tensor.stride(0) != 1:
-        tensor = tensor.as_strided(tensor.shape, (1,))
-    return tensor.view(torch.uint8)
 
 
 class PairwiseTransport(BreakableTransport):

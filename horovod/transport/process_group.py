@@ -21,7 +21,7 @@ import torch.distributed
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import Group, Transport
 from horovod.transport.device_group import DeviceGroup
-from horovod.transport.pairwise import as_bytes, cut
+from horovod.transport.division import as_bytes, cut
 
 __all__ = ["DeviceTransport", "DeviceWork", "NcclTransport", "XcclTransport"]
 

@@ -19,7 +19,6 @@ own connections, so that the news reaches every rank, whichever peer it waits fo
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,11 +29,11 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport import pairwise
-from horovod.transport.arithmetic import as_blocks, ignore_overflow
+from horovod.transport.arithmetic import ignore_overflow
 from horovod.transport.base import WORD, Group
 from horovod.transport.coded_reduction import CodedReduction, add_up_among_many, plan_rows
-from horovod.transport.direct_reduction import AHEAD, BlockBuffer, DirectReduction
-from horovod.transport.eight_bits import ROW, is_coded, num_rows
+from horovod.transport.direct_reduction import DirectReduction
+from horovod.transport.eight_bits import is_coded, num_rows
 from horovod.transport.links import Links, connection_failure
 from horovod.transport.lost_connections import explain_end
 from horovod.transport.pairwise import PairwiseTransport
@@ -46,16 +45,12 @@ from horovod.transport.records import (
     reduce_payloads,
     unbundle,
 )
-from horovod.transport.shares import SharePlan
+from horovod.transport.reduction_memory import ReductionMemory, widen
 from horovod.transport.streams import Incoming, MessageStream, Outgoing, finish
 
 INLINE = 64 * 1024  # bytes that may travel with an agreement
 INLINE_TOTAL = 256 * 1024  # ... as long as all that arrives at one rank stays below this
-BLOCK_TOTAL = 4 * 1024 * 1024  # bytes of one block, from all ranks together
-SMALLEST_BLOCK = 128 * 1024  # bytes
-BLOCKS = 4  # least number in a share: the results of one travel while the next arrive
 _LEAVE_SECONDS = 1.0  # that a closing rank gives the others to finish reading from it
-_KEPT = 256  # plans, and buffers, that are remembered
 
 
 class _Preload(NamedTuple):
@@ -76,12 +71,8 @@ class TcpTransport(PairwiseTransport):
         self.vectored = self.sends_ahead = group.size <= pairwise.DIRECT
         self._calls = threading.Lock()  # held during a collective
         self._streams: dict[int, MessageStream] = {}
-        self._plans: OrderedDict[tuple[Any, ...], SharePlan] = OrderedDict()
-        self._block_buffers: dict[tuple[Any, ...], BlockBuffer] = {}
-        self._block = BLOCK_TOTAL // group.size // 64 * 64
+        self._memory = ReductionMemory(group.size)
         self._preloaded: _Preload | None = None
-        self._narrow_buffer = torch.empty(0)
-        self._rows = torch.empty(0, ROW, dtype=torch.uint8)
         self._widening: Callable[[], None] | None = None  # ends what a narrower type began
         # Ranks send their records before they read: none may be so long that two of them wait for
         # each other to read.
@@ -217,9 +208,9 @@ class TcpTransport(PairwiseTransport):
                 self._begin_coded(tensors, scale, wire)
                 finish(self._streams.values())
             elif wire is not None:
-                narrow = self._narrowed(tensors, wire)
+                narrow = self._memory.narrow(tensors, wire)
                 self._reduce([narrow], op, 1.0)
-                _widen(narrow, tensors, scale)
+                widen(narrow, tensors, scale)
             else:
                 self._reduce(tensors, op, scale)
 
@@ -233,16 +224,6 @@ class TcpTransport(PairwiseTransport):
             self._reduce_by_rounds(tensor, op)
             if scale != 1.0:
                 tensor.mul_(scale)
-
-    def _narrowed(self, tensors: Sequence[torch.Tensor], wire: torch.dtype) -> torch.Tensor:
-        """Return the tensors as one of a narrower type, in memory that the next call reuses."""
-        count = sum([tensor.numel() for tensor in tensors])
-        if self._narrow_buffer.dtype is not wire or self._narrow_buffer.numel() < count:
-            self._narrow_buffer = torch.empty(count, dtype=wire)
-        narrow = self._narrow_buffer[:count]
-        for part, tensor in _parts(narrow, tensors):
-            part.copy_(tensor)
-        return narrow
 
     @ignore_overflow
     def begin_allreduce(
@@ -265,8 +246,8 @@ class TcpTransport(PairwiseTransport):
             elif is_coded(wire):
                 self._begin_coded(tensors, scale, wire)
             else:
-                narrow = self._narrowed(tensors, wire)
-                self._widening = partial(_widen, narrow, tensors, scale)
+                narrow = self._memory.narrow(tensors, wire)
+                self._widening = partial(widen, narrow, tensors, scale)
                 self._begin_directly([narrow], op, 1.0)
             for stream in self._streams.values():
                 stream.push()
@@ -282,23 +263,11 @@ class TcpTransport(PairwiseTransport):
                 self._widening()
                 self._widening = None
 
-    def _plan(self, tensors: Sequence[torch.Tensor]) -> SharePlan:
-        """Return the plan for tensors of these sizes, which is made once."""
-        width, counts = tensors[0].dtype.itemsize, tuple([t.numel() for t in tensors])
-        plan = self._plans.get((width, counts))
-        if plan is None:
-            if len(self._plans) >= _KEPT:
-                self._plans.popitem(last=False)
-            share = sum(counts) * width // self.size
-            block = min(self._block, max(SMALLEST_BLOCK, share // BLOCKS // 64 * 64))
-            plan = self._plans[width, counts] = SharePlan(counts, width, self.size, block)
-        return plan
-
     def _begin_directly(self, tensors: Sequence[torch.Tensor], op: ReduceOp, scale: float) -> None:
         """Queue the messages of an allreduce among few ranks."""
         streams = {peer: self._stream(peer) for peer in self._peers}
-        scratch = partial(self._block_buffer, tensors[0].dtype)
-        plan = self._plan(tensors)
+        scratch = partial(self._memory.block, tensors[0].dtype)
+        plan = self._memory.plan(tensors)
         DirectReduction(self.rank, streams, plan, tensors, op, scale, scratch).begin()
 
     def _begin_coded(
@@ -307,30 +276,9 @@ class TcpTransport(PairwiseTransport):
         """Queue the messages of a sum that travels in 8 bits, among few ranks."""
         counts = [tensor.numel() for tensor in tensors]
         plan = plan_rows(counts, self.size)
-        rows = self._row_memory(sum(num_rows(count) for count in counts))
+        rows = self._memory.rows(sum(num_rows(count) for count in counts))
         streams = {peer: self._stream(peer) for peer in self._peers}
         CodedReduction(self.rank, streams, plan, tensors, scale, kind, rows).begin()
-
-    def _row_memory(self, count: int) -> torch.Tensor:
-        """Return memory for `count` rows, which the next call may return as well."""
-        if len(self._rows) < count:
-            self._rows = torch.empty(count, ROW, dtype=torch.uint8)
-        return self._rows[:count]
-
-    def _block_buffer(self, dtype: torch.dtype, peer: int, slot: int, count: int) -> BlockBuffer:
-        """Return memory into which `count` elements of a peer may arrive."""
-        key = (dtype, peer, slot, count)
-        buffer = self._block_buffers.get(key)
-        if buffer is None:
-            if len(self._block_buffers) >= _KEPT:
-                self._block_buffers.clear()
-            per_peer = AHEAD * self._block
-            scratch = self._scratch_for(self.size * per_peer)
-            start = peer * per_peer + slot * self._block
-            memory = scratch[start : start + count * dtype.itemsize]
-            buffer = BlockBuffer(memory.numpy(), as_blocks(memory.view(dtype)))
-            self._block_buffers[key] = buffer
-        return buffer
 
     # -- failure ---------------------------------------------------------------------------
 
@@ -393,7 +341,7 @@ class TcpTransport(PairwiseTransport):
         if self._links is not None:
             self._links.close(_LEAVE_SECONDS)
         self._streams.clear()
-        self._block_buffers.clear()
+        self._memory.clear()
         self._preloaded = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -407,21 +355,3 @@ class TcpTransport(PairwiseTransport):
 def _usable(wire: torch.dtype | None, op: ReduceOp) -> torch.dtype | None:
     """Return the narrower type to use for an operation: in 8 bits ranks can only add up."""
     return None if is_coded(wire) and op is not ReduceOp.SUM else wire
-
-
-def _parts(
-    whole: torch.Tensor, tensors: Sequence[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the part of a flat tensor that belongs to each of `tensors`, and that tensor, flat."""
-    start = 0
-    for tensor in tensors:
-        yield whole[start : start + tensor.numel()], tensor.view(-1)
-        start += tensor.numel()
-
-
-def _widen(narrow: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float) -> None:
-    """Copy a result of a narrower type into `tensors`, and multiply it."""
-    for part, tensor in _parts(narrow, tensors):
-        tensor.copy_(part)
-        if scale != 1.0:
-            tensor.mul_(scale)

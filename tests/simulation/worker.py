@@ -18,7 +18,8 @@ import simulated  # what the simulation offers
 
 from horovod.common.elastic import ObjectState, Verdict, run_fn
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.membership import Generation, Membership, membership
+from horovod.common.generation import Generation
+from horovod.common.membership import Membership, membership
 
 _SILENCE = 20.0  # seconds after which a peer counts as lost
 _MEETING = 60.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from horovod.common.environments.base import Environment, RendezvousMethod
-from horovod.common.membership import Generation, is_elastic, membership
+from horovod.common.generation import Generation
+from horovod.common.membership import is_elastic, membership
 from horovod.common.topology import Topology
 
 
