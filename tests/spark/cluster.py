@@ -60,11 +60,9 @@ def newest_group(spark: Any) -> str:
 
 
 def executors(spark: Any) -> list[str]:
-    """The addresses of the executors that Spark tells of. A new one has another."""
-    context = spark.sparkContext
-    driver = context._jsc.sc().env().blockManager().blockManagerId().port()
-    infos = context._jsc.sc().statusTracker().getExecutorInfos()
-    return [f"{info.host()}:{info.port()}" for info in infos if info.port() != driver]
+    """The addresses of the driver and of the executors. A new one has another."""
+    infos = spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()
+    return [f"{info.host()}:{info.port()}" for info in infos]
 
 
 def executor_of(worker: int) -> psutil.Process:

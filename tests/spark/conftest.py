@@ -83,6 +83,6 @@ def _wait_for_executors(session: Any) -> None:
 
     slots = 2 * 2  # two workers, two cores each
     until(
-        lambda: Cluster(session.sparkContext).slots == slots and len(executors(session)) == 2,
+        lambda: Cluster(session.sparkContext).slots == slots and len(executors(session)) == 1 + 2,
         f"{slots} slots",
     )

@@ -120,6 +120,9 @@ def nan_condition(frame: Any, columns: list[str]) -> Any:
 
 def describe_rows(rows: Rows, kinds: dict[str, str]) -> Metadata:
     """The same of some rows, whose Spark types are `kinds`."""
+    for name, array in rows.items():
+        if len(array) and not array.size:
+            check_lengths(name, 0, 0)
     return {name: _entry(kinds[name], rows[name].shape[1:], False) for name in rows}
 
 

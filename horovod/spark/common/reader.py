@@ -25,7 +25,7 @@ from horovod.spark.common.row_buffer import packed
 # Of decoded rows that travel from a worker to the consumer. Memory of this size is used again and
 # again; larger blocks go back to the system, and every page of the next one costs a fault: decoding
 # 32 MiB at once took twice the processor time.
-CHUNK_BYTES = 4 * 1024 * 1024
+CHUNK_BYTES = 1024 * 1024
 READ_BYTES = 4 * 1024 * 1024  # of each column at once; without it a whole row group is read
 CHUNKS_AHEAD = 1  # that each worker may have ready
 
