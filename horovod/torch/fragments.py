@@ -62,7 +62,7 @@ class Piece:
         assert self.anchor is not None
         if outer.momentum and self.momentum is None:
             self.momentum = torch.zeros_like(self.anchor)
-        outer.update(self.anchor, gradient, self.momentum)
+        outer.update(self.anchor, gradient, self.momentum if outer.momentum else None)
         self.write_parameters(local_share)
 
     def write_parameters(self, local_share: float = 0.0) -> None:

@@ -28,6 +28,7 @@ from horovod.torch.fragments import Fragment, make_fragments
 from horovod.torch.local_steps import HOST, LocalSteps, set_of_this_host
 from horovod.torch.objects import allgather_object
 from horovod.torch.optimizer_checks import takes_part
+from horovod.torch.outer import AVERAGING
 from horovod.torch.parameters import broadcast_nested
 from horovod.torch.reducing_optimizer import ReducingOptimizer
 from horovod.torch.untraced import untraced
@@ -131,9 +132,8 @@ class LocalStepsOptimizer(ReducingOptimizer):
     def _start(self, fragment: Fragment, delay: int) -> None:
         fragment.start(self._name, self._exchanger, self._others(fragment), delay)
 
-    def _apply(self, fragment: Fragment, local_share: float | None = None) -> None:
-        share = self._chosen.local_share if local_share is None else local_share
-        fragment.apply(self._chosen.outer_sgd, share)
+    def _apply(self, fragment: Fragment) -> None:
+        fragment.apply(self._chosen.outer_sgd, self._chosen.local_share)
         fragment.start_at += self._chosen.steps
 
     def _others(self, fragment: Fragment) -> list[torch.Tensor]:
@@ -151,10 +151,11 @@ class LocalStepsOptimizer(ReducingOptimizer):
     @untraced
     @torch.no_grad()
     def synchronize_parameters(self) -> None:
-        """Synchronise the whole model now, wherever the ranks are between two synchronisations.
+        """Average the parameters of all ranks now, wherever these are in their local steps.
 
         For the end of training, and before the model is evaluated or saved for use: afterwards all
-        ranks have the same parameters. The count of local steps begins anew. All ranks must call
+        ranks have the same parameters. The outer optimizer takes no step, for its momentum is that
+        of whole rounds of local steps. The count of local steps begins anew. All ranks must call
         it together. During the warm-up it does nothing: the ranks have the same parameters then.
         """
         if not self._is_warm:
@@ -167,7 +168,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
         for fragment in self._fragments:
             fragment.start_at = now
             self._start(fragment, delay=0)
-            self._apply(fragment, local_share=0.0)
+            fragment.apply(AVERAGING, local_share=0.0)
             fragment.start_at = now + (fragment.number + 1) * chosen.steps // chosen.fragments
 
     # -- the ranks together ----------------------------------------------------------------

@@ -129,7 +129,13 @@ def _in_eight_bits(rank: int, size: int) -> dict[str, list[torch.Tensor]]:
         for _ in range(2):
             params[0].grad = -values / 2
             optimizer.step()
-        found[name] = [mean, reduced, *grouped, params[0].detach()]
+        narrow = [torch.nn.Parameter(torch.zeros(40_000, dtype=torch.bfloat16))]
+        optimizer = hvd.DistributedOptimizer(  # which the ranks exchange themselves, as on devices
+            torch.optim.SGD(narrow, lr=1.0), compression=compression
+        )
+        narrow[0].backward(-values.bfloat16())
+        optimizer.step()
+        found[name] = [mean, reduced, *grouped, params[0].detach(), narrow[0].detach().float()]
         for wrong in (torch.ones(3, dtype=torch.int32), torch.ones(3, requires_grad=True)):
             with pytest.raises(ValueError, match=f"hvd.Compression.{name} works with"):
                 hvd.allreduce(wrong, compression=compression)

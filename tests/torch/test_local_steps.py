@@ -244,7 +244,9 @@ def _stepped(how: str) -> list[torch.Tensor]:
             evaluate(data)
             optimizer.step()
     if how == "end":
+        mean = [hvd.allreduce(param.detach()) for param in model.parameters()]
         optimizer.synchronize_parameters()
+        torch.testing.assert_close(list(model.parameters()), mean)
     return [param.detach() for param in model.parameters()]
 
 
