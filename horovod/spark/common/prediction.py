@@ -51,17 +51,25 @@ def transform(
         StructField(name, kind, True) for name, kind in zip(output_columns, kinds, strict=True)
     ]
     schema = StructType([*df.schema.fields, *added])
-    run = _Prediction(predictor, list(feature_columns), list(output_columns), sizes)
-    return df.mapInArrow(run, schema)
+    run = _Prediction(predictor, df.columns, list(feature_columns), list(output_columns), sizes)
+    # Spark takes a dot in the name of a column for a field of a struct here.
+    plain = df.toDF(*(f"c{place}" for place in range(len(df.columns))))
+    return plain.mapInArrow(run, schema)
 
 
 class _Prediction:
     """What an executor does to the record batches of a partition."""
 
     def __init__(
-        self, predictor: Predictor, features: list[str], outputs: list[str], sizes: list[int]
+        self,
+        predictor: Predictor,
+        columns: list[str],
+        features: list[str],
+        outputs: list[str],
+        sizes: list[int],
     ) -> None:
         self._predictor = predictor
+        self._columns = columns
         self._features = features
         self._outputs = outputs
         self._sizes = sizes
@@ -72,9 +80,9 @@ class _Prediction:
         predict: Predict | None = None
         for batch in found:
             predict = predict or self._predictor.load()
-            arrays, names = list(batch.columns), list(batch.schema.names)
+            arrays, names = list(batch.columns), list(self._columns)
             if batch.num_rows:
-                rows = {name: to_numpy(name, batch.column(name)) for name in self._features}
+                rows = {name: to_numpy(name, arrays[names.index(name)]) for name in self._features}
                 outputs = predict(rows)
             else:
                 outputs = [np.zeros((0, size)) for size in self._sizes]
