@@ -57,6 +57,12 @@ def test_the_first_decision_waits_for_all_that_start():
     assert (proposal.kind, proposal.added) == ("start", (0, 1))
 
 
+def test_the_first_decision_waits_for_a_host_that_has_just_connected():
+    view = moment(now=3.0, hosts={"a": 2, "b": 1}, workers=[new(0, "a", 1.0), new(1, "a", 1.0)])
+    plan = make_plan(view, LIMITS)
+    assert (plan.start, plan.proposal) == (("b",), None)
+
+
 def test_places_follow_the_order_of_hosts_not_of_starting():
     workers = [new(0, "b", 1.0), new(1, "b", 1.0), new(2, "a", 1.0)]
     proposal = make_plan(moment(now=2.0, hosts={"a": 1, "b": 2}, workers=workers), LIMITS).proposal

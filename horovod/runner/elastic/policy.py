@@ -84,14 +84,18 @@ def make_plan(state: JobState, limits: Limits) -> ElasticPlan:
     # Without members to keep, no worker would read a decision.
     forced = keep and (state.failed_workers or state.departed_workers or len(keep) < len(members))
     spent = limits.reset_limit is not None and state.number > limits.reset_limit
-    joining = [] if spent and keep else _newcomers_to_join(state, keep, new, limits)
+    starting = _hosts_to_start(state, keep, new, limits)
+    # At the beginning, workers come from hosts that connect, or that have just connected.
+    is_empty_host = bool(set(starting) - {worker.host for worker in state.workers})
+    hosts_to_come = not keep and (state.hosts_connecting or is_empty_host)
+    joining = [] if spent and keep else _newcomers_to_join(state, keep, new, limits, hosts_to_come)
     proposal = None
     if forced or state.decision_requested or joining:
         if spent:
             return ElasticPlan(ending=termination.reset_limit_ending(state, limits))
         proposal = _propose(state, members, keep, joining, limits)
     return ElasticPlan(
-        tuple(_hosts_to_start(state, keep, new, limits)),
+        tuple(starting),
         tuple(worker.number for worker in superfluous),
         proposal,
         begin_anew=begin_anew,
@@ -169,7 +173,11 @@ def _split_newcomers(
 
 
 def _newcomers_to_join(
-    state: JobState, keep: Sequence[Process], new: Sequence[Process], limits: Limits
+    state: JobState,
+    keep: Sequence[Process],
+    new: Sequence[Process],
+    limits: Limits,
+    hosts_to_come: bool,
 ) -> list[Process]:
     """Return the new workers that the next decision adds."""
     since = [worker.ready_at for worker in new if worker.ready_at is not None]
@@ -177,7 +185,7 @@ def _newcomers_to_join(
         return []
     beginning = not keep
     patience = limits.start_timeout if beginning else SETTLE_SECONDS
-    more_to_come = len(since) < len(new) or (beginning and state.hosts_connecting)
+    more_to_come = len(since) < len(new) or hosts_to_come
     if more_to_come and state.now < min(since) + patience:
         return []
     if len(keep) + len(since) < limits.min_np or (beginning and state.now < state.fenced_until):
