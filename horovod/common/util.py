@@ -208,6 +208,9 @@ def check_num_rank_power_of_2(num_rank: int) -> None:
     """Raise ValueError if a number of ranks is not a power of two.
 
     Scripts call it before Adasum, which needs that in upstream; here Adasum takes any number.
+
+    Args:
+        num_rank: The number of ranks.
     """
     if not num_rank_is_power_2(num_rank):
         raise ValueError(f"the number of ranks, {num_rank}, is not a power of two")

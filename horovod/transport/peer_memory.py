@@ -51,6 +51,11 @@ def allow_peers(pids: Iterable[int]) -> None:
     _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(who), 0, 0, 0)
 
 
+def memory_name(pid: int) -> str:
+    """Return what errors call the memory of a process, in their `filename`."""
+    return f"memory of process {pid}"
+
+
 class PeerMemory:
     """One peer's address space. Not thread-safe: the description of a copy is reused."""
 
@@ -101,7 +106,7 @@ class PeerMemory:
     def _fail(self, moved: int) -> None:
         """Raise the error of a call that did not move all bytes."""
         code = ctypes.get_errno() if moved < 0 else _BAD_ADDRESS
-        raise OSError(code, os.strerror(code), f"memory of process {self.pid}")
+        raise OSError(code, os.strerror(code), memory_name(self.pid))
 
     def _move_rest(
         self, call: ctypes._NamedFuncPointer, local: int, remote: int, length: int, moved: int
@@ -114,4 +119,4 @@ class PeerMemory:
             _PAIR.pack_into(self._spans, 0, local, length, remote, length)
             moved = call(self.pid, self._local_at, 1, self._remote_at, 1, 0)
         code = ctypes.get_errno() if moved < 0 else _NO_SUCH_PROCESS
-        raise OSError(code, os.strerror(code), f"memory of process {self.pid}")
+        raise OSError(code, os.strerror(code), memory_name(self.pid))

@@ -29,6 +29,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError, PeerLostError, fresh_copy
 from horovod.transport.base import WORD, Group
 from horovod.transport.breakable import BreakableTransport
+from horovod.transport.peer_memory import memory_name
 from horovod.transport.segments import Member, share
 
 CONTROL = 4096  # bytes of the control page, at the beginning of a segment
@@ -200,6 +201,10 @@ class SteppedTransport(BreakableTransport):
                 self._check_states(self._others)
             except HorovodInternalError as reason:
                 return reason
+            # On a busy machine a process may take longer than that to end, without its memory.
+            for rank in self._others:
+                if error.filename == memory_name(self._members[rank].pid):
+                    return self._lost(rank)
         return super()._explain(error)
 
     def _announce(self, failure: HorovodInternalError) -> None:

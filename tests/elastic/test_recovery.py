@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
+from horovod.common.decisions import DRIVER_LOST
 from horovod.common.membership import membership
 from horovod.transport.links import Links
 from tests.elastic.job import ElasticJob
@@ -358,8 +359,9 @@ def test_workers_end_when_their_driver_is_gone():
         job.wait_until_blocked(0)  # in a collective
         job.lose_driver()
         waiting, idle = job.wait()
-        assert "the driver of this elastic job (horovodrun) is gone" in (waiting.error or "")
-        assert idle.exitcode == 1, idle.describe()  # it was ended where it stood
+        assert waiting.result["ended"] == f"exit {DRIVER_LOST}", waiting.describe()
+        assert "the driver of this elastic job (horovodrun) is gone" in waiting.output
+        assert idle.exitcode == DRIVER_LOST, idle.describe()  # it was ended where it stood
         assert "the driver of this elastic job (horovodrun) is gone" in idle.output
 
 

@@ -195,6 +195,26 @@ Methods of classes that cannot be made are not there: those of upstream's elasti
 to start workers through the caller's function, which has no way to hand them the job's key.
 """
 
+_SPARK = """
+## Spark
+
+`horovod.spark.common` has, besides what [the estimators' page](spark_estimators.md) describes:
+
+- `constants`: `ARRAY`, `CUSTOM_SPARSE`, `NOCHANGE`, `DENSE_VECTOR`, `SPARSE_VECTOR`,
+  `MIXED_SPARSE_DENSE_VECTOR`, `ONE_GB`, `TOTAL_BUFFER_MEMORY_CAP`, `METRIC_PRINT_FREQUENCY`,
+  `PETASTORM_HDFS_DRIVER`;
+- `util`: `check_shape_compatibility`, `check_validation`, `clear_training_cache`,
+  `data_type_to_numpy`, `data_type_to_str`, `get_col_info` (also `_get_col_info`),
+  `get_dataset_properties`, `get_simple_meta_from_parquet`, `is_databricks`, `numpy_type_to_str`,
+  `prepare_data`, `spark_scalar_to_python_type`, `to_list`, `train_val_split` (also
+  `_train_val_split`).
+
+**What will never be there**, because Petastorm and upstream's services are gone: `to_petastorm_fn`,
+`pyarrow_to_spark_data_type`, `_get_metadata`, `_save_meta_to_fs`, `_load_metadata_from_fs`, and the
+modules `horovod.spark.driver.*`, `horovod.spark.task.task_service`, `horovod.spark.mpi_run`,
+`horovod.spark.gloo_run`.
+"""
+
 
 def page() -> str:
     """Return the text of docs/old_names.md."""
@@ -205,7 +225,7 @@ def page() -> str:
         end = f" {old.replacement} |" if old.replacement else " |"
         rows.append(f"| `{old.path}` | {names} |{end}\n")
     refused = "\n".join(f"- `{name}`" for name in REFUSED)
-    return _HEAD + "".join(rows) + _TAIL.format(refused=refused)
+    return _HEAD + "".join(rows) + _TAIL.format(refused=refused) + _SPARK
 
 
 if __name__ == "__main__":
