@@ -33,7 +33,7 @@ INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-long test-core test-programs test-lightning test-tensorflow test-jax
-.PHONY: test-spark test-ray test-mxnet test-versions test-newest test-gpu simulate simulate-mutants
+.PHONY: test-clusters test-spark test-ray test-mxnet test-versions test-newest test-gpu simulate simulate-mutants
 .PHONY: lint docs bench clean
 
 help:
@@ -58,7 +58,11 @@ README.md has the lines that a script of yours needs, examples/README.md other f
 endef
 export NEXT_STEPS
 
-test: test-core test-programs test-lightning test-tensorflow test-jax test-spark test-ray test-mxnet
+test: test-core test-programs test-lightning test-tensorflow test-jax test-clusters test-mxnet
+
+# Each of them has one process, which waits for its cluster most of the time.
+test-clusters: $(VENV)-frameworks/.installed
+	$(MAKE) --output-sync=line -j2 test-spark test-ray
 
 test-long:
 	HOROVOD_TEST_LONG=1 $(MAKE) test

@@ -11,6 +11,7 @@ import torch
 
 import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
+from tests.effort import examples
 from tests.faults import TRANSPORTS
 from tests.faults.leftovers import (
     descendants,
@@ -67,7 +68,7 @@ def _loop(rank: int, size: int, seed: int) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize(("transport", "rounds"), [("shm", 50), ("gloo", 10)])
+@pytest.mark.parametrize(("transport", "rounds"), [("shm", examples(50)), ("gloo", examples(10))])
 def test_kill_a_random_rank_at_a_random_time(transport: str, rounds: int):
     choice = random.Random(20240229)
     with private_temporary_folder() as folder:
