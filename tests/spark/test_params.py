@@ -55,6 +55,7 @@ DEFAULTS = {
     "BackwardPassesPerStep": 1,
     "TensorflowDatasetPrefetchBufferSize": 0,
     "DataModule": None,
+    "NanLabels": "refuse",  # upstream has none
 }
 
 TORCH = {"InputShapes": None, "LossConstructors": None, "TrainMinibatchFn": None}
@@ -164,4 +165,4 @@ def test_backends(monkeypatch: pytest.MonkeyPatch):
     assert first["verbose"] == 0
     assert (first["env"]["A"], first["env"]["ONLY_HERE"]) == ("1", "1")
     assert "CUDA_VISIBLE_DEVICES" not in first["env"]
-    assert second["env"] == {"A": "1", "B": "2"}
+    assert second["env"] == {"A": "1", "B": "2", "_HOROVOD_TORCH_VERSION_SAID": "1"}
