@@ -71,7 +71,7 @@ def test_a_mistake_is_found_and_its_story_is_short():
     assert "kill worker" in result.story()
 
 
-def test_what_was_left_out_of_the_events_does_not_count():
+def test_other_events_have_another_fingerprint():
     one, other = Result(CALM, events=[(1.0, "a")]), Result(CALM, events=[(1.0, "b")])
     assert one.fingerprint() != other.fingerprint()
 
