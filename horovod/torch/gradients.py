@@ -365,7 +365,7 @@ class GradientReducer(Reducer):
     def _adopt_direct(self) -> None:
         """Reduce on the lane, and measure what is to be measured."""
         policy = self._policy
-        most = device_bucket(policy.num_bytes, policy.limit)
+        most = device_bucket(policy.limit)
         measurement = Measurement.EVERYTHING if policy.autotune else Measurement.NOTHING
         if self._delayed and policy.overlap:
             measurement = Measurement.NETWORK
