@@ -171,6 +171,35 @@ def test_the_order_of_the_runner(tmp_path: Path, module: str, source: str, allow
     assert (not _runner_violations(path, module)) == allowed
 
 
+# The rooms of `torch`. The modules beside them are upstream's names, above and below the rooms.
+TORCH = ["elastic", "optimizers", "gradients", "hooks", "ops"]
+
+
+def _room_violations(path: Path, module: str) -> list[str]:
+    rooms = {f"horovod.torch.{room}": index for index, room in enumerate(TORCH)}
+    mine = rooms.get(".".join(module.split(".")[:3]))
+    found = []
+    for line, imported in _imports(path, module):
+        theirs = rooms.get(".".join(imported.split(".")[:3]))
+        if mine is not None and theirs is not None and theirs < mine:
+            found.append(f"{path.name}:{line}: {module} imports {imported}")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "torch").rglob("*.py")), ids=_name)
+def test_imports_between_the_rooms_of_torch_point_down(path: Path):
+    assert not _room_violations(path, _name(path))
+
+
+def test_the_order_of_the_rooms_of_torch(tmp_path: Path):
+    assert {path.parent.name for path in (PACKAGE / "torch").glob("*/__init__.py")} == set(TORCH)
+    path = tmp_path / "buckets.py"
+    path.write_text(
+        "from horovod.torch.optimizers import reducing\nfrom horovod.torch import hooks"
+    )
+    assert len(_room_violations(path, "horovod.torch.gradients.buckets")) == 1
+
+
 def test_every_part_of_the_package_has_a_layer():
     known = {name.partition(".")[0] for name in set().union(*LAYERS)}
     parts = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}

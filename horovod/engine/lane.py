@@ -12,7 +12,7 @@ compare what they have begun (`confirm`), while the device works.
 - When nobody talks to the other ranks, because the program itself waits for the device, the
   transport looks whether they are still there (`horovod.transport.device_watch`).
 
-Made by a channel (`Channel.open_lane`), used by `horovod.torch.direct_reducer`.
+Made by a channel (`Channel.open_lane`), used by `horovod.torch.gradients.direct_reducer`.
 """
 
 from __future__ import annotations

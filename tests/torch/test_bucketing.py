@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.torch.bucketing import (
+from horovod.torch.gradients.bucketing import (
     DEVICE_BUCKET,
     LARGEST_BUCKET,
     MEBIBYTE,
