@@ -21,9 +21,9 @@ from horovod.common.topology import Topology
 from horovod.engine.arguments import set_id
 from horovod.engine.heap import join_pages
 from horovod.engine.lane import Lane
-from horovod.engine.lane_timing import LaneTiming, StepRecorder
 from horovod.engine.runtime import runtime
-from horovod.engine.statistics import DeviceTiming
+from horovod.observe.statistics.counters import DeviceTiming
+from horovod.observe.statistics.lane_timing import LaneTiming, StepRecorder
 from horovod.torch.agreement import Agreement, StepSamples, agree, propose
 from horovod.torch.autotune import StepTuner, for_overlap_alone
 from horovod.torch.bucket_submission import BucketSubmitter
