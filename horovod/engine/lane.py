@@ -27,7 +27,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.request import Kind, Request, RoundDriver, signature_of
-from horovod.engine.statistics import Counters
+from horovod.observe.statistics.counters import Counters
 from horovod.transport.base import DEVICE, Group, Transport
 from horovod.transport.farewells import finish_or_leave
 from horovod.transport.process_group import DeviceTransport, DeviceWork

@@ -18,11 +18,11 @@ from typing import BinaryIO
 
 from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
+from horovod.observe.dashboard.watching import open_watcher, title_of, watched_environment
 from horovod.runner.agents.channel import ChannelLink
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
-from horovod.runner.dashboard.watching import open_watcher, title_of, watched_environment
 from horovod.runner.jobs.request import JobRequest, make_request
 from horovod.runner.jobs.static_job import StaticJob
 from horovod.runner.options.secret import job_secret
