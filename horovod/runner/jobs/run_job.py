@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from horovod.common.store import MemoryStore
+from horovod.common.topology import Slot
 from horovod.common.wire import new_key
 from horovod.observe.dashboard.watching import open_watcher, title_of, watched_environment
 from horovod.runner.agents.channel import ChannelLink
@@ -31,7 +32,7 @@ from horovod.runner.output.console import Console
 from horovod.runner.output.outputs import STREAMS, Outputs
 from horovod.runner.output.report import LaunchError, Outcome, describe_failure
 from horovod.runner.output.watcher import JobWatcher, Watchers
-from horovod.runner.slots.hosts import Host, Slot, is_local
+from horovod.runner.slots.hosts import Host, is_local
 
 
 def run_job(
