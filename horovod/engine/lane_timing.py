@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from horovod.engine.collective import Kind
 from horovod.engine.device_clock import Mark
-from horovod.engine.request import Kind
 from horovod.engine.timeline import Timeline
 from horovod.transport.process_group import DeviceWork
 

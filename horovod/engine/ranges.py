@@ -24,7 +24,8 @@ from torch.profiler import record_function
 from horovod.common.config import Config
 from horovod.common.logging import get_logger
 from horovod.engine.batches import Batch
-from horovod.engine.request import Kind, Request
+from horovod.engine.collective import Kind
+from horovod.engine.request import Request
 
 logger = get_logger(__name__)
 

@@ -17,10 +17,11 @@ from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.batches import Batch, before_join, plan
+from horovod.engine.collective import Kind
 from horovod.engine.executor import Executor, reduce_
 from horovod.engine.negotiation import JoinState, negotiate
 from horovod.engine.ranges import Ranges, profiler_records, size_of
-from horovod.engine.request import Kind, Request, bytes_on_wire
+from horovod.engine.request import Request, bytes_on_wire
 from horovod.engine.request_queue import RequestQueue
 from horovod.engine.statistics import Counters
 from horovod.engine.waiters import Waiters
@@ -93,7 +94,7 @@ class Rounds:
             self.settle()
             return
         met = time.monotonic()
-        reduce_(vector, request.op, request.postscale, transport, request.wire)
+        reduce_(vector, request.reduction, transport)
         counters = self.counters
         if counters is not None:
             counters.reduce += time.monotonic() - met
@@ -246,5 +247,5 @@ class Rounds:
                 nbytes,
                 self._executor.media(tensor),
                 request.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER),
-                bytes_on_wire(nbytes, tensor.dtype, request.wire),
+                bytes_on_wire(nbytes, tensor.dtype, request.reduction.wire),
             )
