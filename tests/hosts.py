@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from horovod.common.store import StoreServer
+from horovod.common.topology import Slot
 from horovod.common.wire import new_key
-from horovod.runner.slots.hosts import Slot
 from horovod.runner.slots.worker_env import WorkerRendezvous, common_variables, slot_variables
 from tests.missing import HOSTS
 from tests.rank_process import Rank

@@ -27,7 +27,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.collective import Collective, Kind, LanePlan, signature_of
 from horovod.engine.request import Request, RoundDriver
-from horovod.engine.statistics import Counters
+from horovod.observe.statistics.counters import Counters
 from horovod.transport.base import DEVICE, Group, Transport
 from horovod.transport.farewells import finish_or_leave
 from horovod.transport.process_group import DeviceTransport, DeviceWork

@@ -36,10 +36,10 @@ from horovod.engine.collective import WORLD, Kind
 from horovod.engine.heap import keep_heap
 from horovod.engine.job import Job
 from horovod.engine.lane import Lane
-from horovod.engine.reporter import Reporter
-from horovod.engine.statistics import Statistics
 from horovod.engine.submission import Submission
-from horovod.engine.timeline import Timeline, path_of_rank
+from horovod.observe.statistics.process import Statistics
+from horovod.observe.statistics.reporter import Reporter
+from horovod.observe.timeline.recorder import Timeline, path_of_rank
 from horovod.transport import select
 from horovod.transport.base import Group
 from horovod.transport.farewells import await_farewells

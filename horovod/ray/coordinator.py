@@ -14,14 +14,14 @@ from horovod.common.addresses import LOOPBACK, is_loopback
 from horovod.common.config import Config
 from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.store import MemoryStore
+from horovod.common.topology import Slot
 from horovod.common.wire import encode_key
+from horovod.observe.dashboard.watching import open_watcher
 from horovod.ray.cluster import say
 from horovod.ray.settings import key_of, nics_of
 from horovod.ray.worker import WorkerInfo, own_versions
 from horovod.runner.agents.store_endpoints import StoreEndpoints, addresses_towards
-from horovod.runner.dashboard.watching import open_watcher
 from horovod.runner.output.watcher import JobWatcher
-from horovod.runner.slots.hosts import Slot
 from horovod.runner.slots.worker_env import slot_variables
 
 

@@ -18,9 +18,9 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from horovod.common.decisions import Assignment
 from horovod.common.launcher_store import SECRET_KEY
 from horovod.common.membership import WORKER_ID
+from horovod.common.topology import Slot
 from horovod.common.wire import encode_key
 from horovod.ray.cluster import (
     SILENT_SECONDS,
@@ -157,9 +157,7 @@ class NodeSet(HostSet):
 
     # -- workers ---------------------------------------------------------------------------
 
-    def start(
-        self, name: str, worker: int, index: int, slots: int, place: Assignment | None
-    ) -> None:
+    def start(self, name: str, worker: int, index: int, slots: int, place: Slot | None) -> None:
         node, request = self._nodes[name], self._request
         found = self._find_node(name)
         if found is None:

@@ -14,7 +14,7 @@ import horovod
 from horovod.common.config import Config
 from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
-from horovod.runner.dashboard.watching import open_watcher
+from horovod.observe.dashboard.watching import open_watcher
 from horovod.runner.functions.function_call import CALL, SEARCH_PATH, put, search_path
 from horovod.runner.output.console import Console
 from horovod.runner.output.watcher import JobWatcher

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from horovod.common.decisions import Assignment, Decision
+from horovod.common.decisions import Decision
 from horovod.common.store import MemoryStore
+from horovod.common.topology import Slot
 from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import FixedHosts, HostManager
 from horovod.runner.elastic.failures import Failures
@@ -60,9 +61,7 @@ class Hosts(HostSet):
     def met(self, host: Any) -> str:
         return ""
 
-    def start(
-        self, name: str, worker: int, index: int, slots: int, place: Assignment | None
-    ) -> None: ...
+    def start(self, name: str, worker: int, index: int, slots: int, place: Slot | None) -> None: ...
 
     def stop(self, name: str, worker: int, grace: float) -> None:
         self.stopped.append((name, worker))

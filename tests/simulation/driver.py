@@ -13,9 +13,9 @@ from typing import Any
 
 import simulated  # what the simulation offers
 
-from horovod.common.decisions import Assignment
 from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.membership import WORKER_ID
+from horovod.common.topology import Slot
 from horovod.common.wire import encode_key, new_key
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import FAILURE_GRACE, Supervisor
@@ -132,9 +132,7 @@ class Hosts(HostSet):
     def obeys(self, name: str) -> bool:
         return self.is_ready(name)
 
-    def start(
-        self, name: str, worker: int, index: int, slots: int, place: Assignment | None
-    ) -> None:
+    def start(self, name: str, worker: int, index: int, slots: int, place: Slot | None) -> None:
         ((address, port),) = self._endpoints.endpoints
         environ = {
             WORKER_ID: f"w{worker}",

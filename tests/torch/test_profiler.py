@@ -9,8 +9,8 @@ from torch.profiler import profile
 
 import horovod.torch as hvd
 from horovod.engine.collective import Collective, Kind
-from horovod.engine.ranges import describe
 from horovod.engine.request import Request
+from horovod.observe.statistics.ranges import describe
 from tests.ranks import RankPool, check_times, start_ranks
 
 

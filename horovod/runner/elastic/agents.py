@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod.common.addresses import LOOPBACK
-from horovod.common.decisions import Assignment
+from horovod.common.topology import Slot
 from horovod.common.wire import encode_key
 from horovod.runner.agents.host_agent import HostAgent, WorkerSpec, start_agent
 from horovod.runner.agents.probe import interface_address
@@ -174,7 +174,7 @@ class Agents(HostSet):
     # -- workers ---------------------------------------------------------------------------
 
     def start(
-        self, name: str, worker: int, index: int, slots: int, assignment: Assignment | None
+        self, name: str, worker: int, index: int, slots: int, assignment: Slot | None
     ) -> None:
         host, request = self._hosts[name], self._request
         assert host.endpoint is not None, "only ready hosts get workers"

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from horovod.common.decisions import Assignment
+from horovod.common.topology import Slot
 
 _REST_SECONDS = 5.0
 
@@ -83,7 +83,7 @@ class HostSet(ABC):
 
     @abstractmethod
     def start(
-        self, name: str, worker: int, index: int, slots: int, assignment: Assignment | None
+        self, name: str, worker: int, index: int, slots: int, assignment: Slot | None
     ) -> None:
         """Start a worker.
 
@@ -110,7 +110,7 @@ class HostSet(ABC):
         """Return whether a worker that was stopped on this host is certainly gone."""
 
 
-def assignment_variables(assignment: Assignment | None) -> dict[str, str]:
+def assignment_variables(assignment: Slot | None) -> dict[str, str]:
     """Return the environment in which a worker finds the ranks that it will probably have."""
     if assignment is None:
         return {}

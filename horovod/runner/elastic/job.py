@@ -10,12 +10,12 @@ from typing import BinaryIO
 
 from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
+from horovod.observe.dashboard.watching import watched_environment
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.link_server import JoinServer
 from horovod.runner.agents.starters import make_starter
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
-from horovod.runner.dashboard.watching import watched_environment
 from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.discovery import (
     FixedHosts,

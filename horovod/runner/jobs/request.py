@@ -13,11 +13,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from horovod.common.topology import Slot
 from horovod.runner.agents.host_agent import HostAgent, WorkerSpec
 from horovod.runner.agents.starters import SSH, Starter, make_starter
 from horovod.runner.options.tunables import settings, settings_environment
 from horovod.runner.output.report import LaunchError
-from horovod.runner.slots.hosts import Slot, is_local, plan_slots
+from horovod.runner.slots.hosts import is_local, plan_slots
 from horovod.runner.slots.worker_env import (
     CROWDED_ADVICE,
     KEY,

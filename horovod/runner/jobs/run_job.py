@@ -17,12 +17,13 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from horovod.common.store import MemoryStore
+from horovod.common.topology import Slot
 from horovod.common.wire import new_key
+from horovod.observe.dashboard.watching import open_watcher, title_of, watched_environment
 from horovod.runner.agents.channel import ChannelLink
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
-from horovod.runner.dashboard.watching import open_watcher, title_of, watched_environment
 from horovod.runner.jobs.request import JobRequest, make_request
 from horovod.runner.jobs.static_job import StaticJob
 from horovod.runner.options.secret import job_secret
@@ -31,7 +32,7 @@ from horovod.runner.output.console import Console
 from horovod.runner.output.outputs import STREAMS, Outputs
 from horovod.runner.output.report import LaunchError, Outcome, describe_failure
 from horovod.runner.output.watcher import JobWatcher, Watchers
-from horovod.runner.slots.hosts import Host, Slot, is_local
+from horovod.runner.slots.hosts import Host, is_local
 
 
 def run_job(

@@ -11,8 +11,8 @@ import re
 import time
 from collections.abc import Callable, Sequence
 
+from horovod.common.topology import Slot
 from horovod.runner.output.console import Colour, Console
-from horovod.runner.slots.hosts import Slot
 
 TICK = 1.0
 """Seconds between two calls of `Progress.update`."""

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from horovod.common.config import Config
+from horovod.common.topology import Slot
 from horovod.common.wire import encode_key
-from horovod.runner.slots.hosts import Slot
 
 KEY = "_HOROVOD_SECRET_KEY"
 KEEP_HEAP = "HOROVOD_KEEP_HEAP"

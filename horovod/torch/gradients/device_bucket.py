@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from horovod.engine.lane_timing import LaneTiming
-from horovod.engine.timeline import shortened
+from horovod.observe.statistics.lane_timing import LaneTiming
+from horovod.observe.timeline.recorder import shortened
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.layouts import is_dense, laid_out_like
 from horovod.transport.process_group import DeviceWork

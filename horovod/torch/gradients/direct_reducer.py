@@ -19,9 +19,9 @@ import torch
 from horovod.engine import capture
 from horovod.engine.collective import LanePlan
 from horovod.engine.lane import Lane
-from horovod.engine.lane_timing import LaneTiming
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
+from horovod.observe.statistics.lane_timing import LaneTiming
 from horovod.torch.gradients.bucketing import begun_early, bucket_title, cut_for_device
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.device_bucket import DeviceBucket, LaneTerms

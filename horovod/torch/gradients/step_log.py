@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from horovod.engine.heap import join_pages
-from horovod.engine.lane_timing import LaneTiming, StepRecorder
 from horovod.engine.runtime import runtime
-from horovod.engine.statistics import DeviceTiming
+from horovod.observe.statistics.counters import DeviceTiming
+from horovod.observe.statistics.lane_timing import LaneTiming, StepRecorder
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.direct_reducer import DirectReducer
 
