@@ -120,11 +120,11 @@ class ReducingOptimizer(torch.optim.Optimizer):
             named,
             compression=self._compression,
             op=self.op,
-            predivide=self.gradient_predivide_factor,
+            gradient_predivide_factor=self.gradient_predivide_factor,
             sparse_as_dense=self.sparse_as_dense,
             process_set=self._together,
             hook=self._communication_hook,
-            alone=self._delays,
+            is_exclusive=self._delays,
         )
         return GradientReducer(named, groups, submitter)
 
