@@ -14,7 +14,8 @@ from torch.nn import functional as F
 import horovod.torch as hvd
 from benchmarks.training_models import WORKLOADS
 from horovod.engine.runtime import runtime
-from horovod.engine.statistics import Counters, Statistics
+from horovod.observe.statistics.counters import Counters
+from horovod.observe.statistics.process import Statistics
 
 CALLS = 100  # of an allreduce in a turn
 

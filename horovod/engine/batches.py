@@ -1,9 +1,10 @@
 """Tensor fusion: from agreed requests to batches that one collective each will do.
 
 Every rank computes the same batches from the same agreed requests. Allreduces that share dtype,
-device, operator and scale factors go into one buffer up to the fusion threshold; others in
-between do not end a batch, so mixed dtypes still fuse. Everything else is a batch of its own.
-Which gradients an optimizer puts into one request is not decided here: `horovod.torch.bucketing`.
+device, operator and scale factors go into one buffer up to the fusion threshold; others in between
+do not end a batch, so mixed dtypes still fuse. Everything else is a batch of its own. Which
+gradients an optimizer puts into one request is not decided here:
+`horovod.torch.gradients.bucketing`.
 """
 
 from __future__ import annotations

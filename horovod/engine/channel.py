@@ -20,12 +20,12 @@ from horovod.engine import capture
 from horovod.engine.background import BackgroundThread
 from horovod.engine.executor import Executor
 from horovod.engine.lane import Lane
-from horovod.engine.ranges import waiting
 from horovod.engine.request import Kind, Request, caller, signature_of
 from horovod.engine.request_queue import RequestQueue
 from horovod.engine.rounds import Rounds
-from horovod.engine.statistics import Counters
 from horovod.engine.waiters import Waiters
+from horovod.observe.statistics.counters import Counters
+from horovod.observe.statistics.ranges import waiting
 from horovod.transport.base import Group
 from horovod.transport.process_group import DeviceTransport
 

@@ -17,8 +17,8 @@ from horovod.engine.batches import Batch
 from horovod.engine.lane import open_transport, stand_in
 from horovod.engine.request import Kind, Request
 from horovod.engine.scaling import finish_, is_inexact, scale_, sum_and_scale
-from horovod.engine.statistics import Counters, DeviceTiming
-from horovod.engine.timeline import Timeline
+from horovod.observe.statistics.counters import Counters, DeviceTiming
+from horovod.observe.timeline.recorder import Timeline
 from horovod.transport.base import DEVICE, MAX_TENSORS, Transport
 from horovod.transport.process_group import DeviceTransport
 

@@ -21,9 +21,9 @@ from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
 from horovod.engine.channel import Channel
 from horovod.engine.executor import Executor, Trace
-from horovod.engine.stall import StallInspector
-from horovod.engine.statistics import Statistics, resident_bytes
-from horovod.engine.timeline import Timeline
+from horovod.observe.statistics.process import Statistics, resident_bytes
+from horovod.observe.statistics.stall import StallInspector
+from horovod.observe.timeline.recorder import Timeline
 from horovod.transport import select
 from horovod.transport.base import Group
 

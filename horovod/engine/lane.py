@@ -12,7 +12,7 @@ compare what they have begun (`confirm`), while the device works.
 - When nobody talks to the other ranks, because the program itself waits for the device, the
   transport looks whether they are still there (`horovod.transport.device_watch`).
 
-Made by a channel (`Channel.open_lane`), used by `horovod.torch.direct_reducer`.
+Made by a channel (`Channel.open_lane`), used by `horovod.torch.gradients.direct_reducer`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.request import Kind, Request, RoundDriver, signature_of
-from horovod.engine.statistics import Counters
+from horovod.observe.statistics.counters import Counters
 from horovod.transport.base import DEVICE, Group, Transport
 from horovod.transport.farewells import finish_or_leave
 from horovod.transport.process_group import DeviceTransport, DeviceWork

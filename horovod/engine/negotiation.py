@@ -17,11 +17,11 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
-from horovod.engine.compilations import difference_hint
 from horovod.engine.deadlock import describe_deadlock, is_stuck
 from horovod.engine.lane import LanePlan
 from horovod.engine.request import Kind, Request
 from horovod.engine.scaling import identity_like
+from horovod.observe.statistics.compilations import difference_hint
 from horovod.transport.base import Group, Transport
 
 _REDUCTIONS = (

@@ -16,9 +16,9 @@ import torch
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine import capture
 from horovod.engine.channel import Channel
-from horovod.engine.ranges import profiler_records
 from horovod.engine.request import Kind, Request, bytes_on_wire
 from horovod.engine.scaling import sum_and_scale
+from horovod.observe.statistics.ranges import profiler_records
 from horovod.transport.base import MAX_TENSORS
 from horovod.transport.process_group import DeviceTransport
 

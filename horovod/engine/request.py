@@ -22,8 +22,8 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
-from horovod.engine.compilations import graph_count
-from horovod.engine.statistics import DeviceTiming
+from horovod.observe.statistics.compilations import graph_count
+from horovod.observe.statistics.counters import DeviceTiming
 from horovod.transport.eight_bits import ROW, is_coded, num_rows
 
 # Files whose frames are not the program's: this package, torch, and code that torch makes.

@@ -19,11 +19,12 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.batches import Batch, before_join, plan
 from horovod.engine.executor import Executor, reduce_
 from horovod.engine.negotiation import JoinState, negotiate
-from horovod.engine.ranges import Ranges, profiler_records, size_of
 from horovod.engine.request import Kind, Request, bytes_on_wire
 from horovod.engine.request_queue import RequestQueue
-from horovod.engine.statistics import Counters
 from horovod.engine.waiters import Waiters
+from horovod.observe.statistics.counters import Counters
+from horovod.observe.statistics.operations import size_of
+from horovod.observe.statistics.ranges import Ranges, profiler_records
 from horovod.transport.base import MAX_WORDS, Group
 
 _LONGEST_PAUSE = 0.02  # seconds between rounds that settled nothing
@@ -160,7 +161,9 @@ class Rounds:
         for batch, following in itertools.zip_longest(batches, batches[1:]):
             began = time.monotonic()
             if self.ranges.always or profiler_records():
-                with self.ranges.around(batch, self._transport.name):
+                together = list(batch.requests) or [batch.request]
+                nbytes = batch.nbytes or size_of(batch.request)
+                with self.ranges.around(together, nbytes, self._transport.name):
                     result = self._run_batch(batch)
             else:
                 result = self._run_batch(batch)

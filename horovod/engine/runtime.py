@@ -35,11 +35,11 @@ from horovod.engine.channel import Channel
 from horovod.engine.heap import keep_heap
 from horovod.engine.job import WORLD, Job
 from horovod.engine.lane import Lane
-from horovod.engine.reporter import Reporter
 from horovod.engine.request import Kind
-from horovod.engine.statistics import Statistics
 from horovod.engine.submission import Submission
-from horovod.engine.timeline import Timeline, path_of_rank
+from horovod.observe.statistics.process import Statistics
+from horovod.observe.statistics.reporter import Reporter
+from horovod.observe.timeline.recorder import Timeline, path_of_rank
 from horovod.transport import select
 from horovod.transport.base import Group
 from horovod.transport.farewells import await_farewells

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from horovod.engine.statistics import Counters
+from horovod.observe.statistics.counters import Counters
 
 
 class Waiters:

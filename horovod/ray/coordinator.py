@@ -16,10 +16,11 @@ from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.store import MemoryStore
 from horovod.common.topology import Slot
 from horovod.common.wire import encode_key
+from horovod.observe.dashboard.watching import open_watcher
 from horovod.ray.cluster import say
 from horovod.ray.settings import key_of, nics_of
 from horovod.ray.worker import WorkerInfo, own_versions
-from horovod.runner.api import JobWatcher, StoreEndpoints, open_watcher, slot_variables
+from horovod.runner.api import JobWatcher, StoreEndpoints, slot_variables
 
 
 class Coordinator:

@@ -17,7 +17,6 @@ from horovod.runner.agents.relay import Relay, connect
 from horovod.runner.agents.store_endpoints import StoreEndpoints, describe_problem, own_interfaces
 from horovod.runner.agents.supervise import FAILURE_GRACE
 from horovod.runner.compute_service import ComputeService
-from horovod.runner.dashboard.watching import open_watcher
 from horovod.runner.elastic.discovery import HostDiscovery, HostManager, NoMoreHosts
 from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.job_state import Limits
@@ -97,7 +96,6 @@ __all__ = [
     "keep_port",
     "list_some",
     "memory_variables",
-    "open_watcher",
     "own_interfaces",
     "pickled",
     "plan_slots",

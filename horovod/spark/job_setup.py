@@ -14,13 +14,13 @@ import horovod
 from horovod.common.config import Config
 from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
+from horovod.observe.dashboard.watching import open_watcher
 from horovod.runner.api import (
     CALL,
     SEARCH_PATH,
     Console,
     JobController,
     JobWatcher,
-    open_watcher,
     put,
     search_path,
 )

@@ -8,8 +8,8 @@ import torch
 from torch.profiler import profile
 
 import horovod.torch as hvd
-from horovod.engine.ranges import describe
 from horovod.engine.request import Kind, Request
+from horovod.observe.statistics.ranges import describe
 from tests.ranks import RankPool, check_times, start_ranks
 
 

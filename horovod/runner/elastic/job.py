@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from horovod.common.store import MemoryStore
+from horovod.observe.dashboard.watching import watched_environment
 from horovod.runner.agents.agent_set import AgentSet, WorkerRequest
 from horovod.runner.agents.controller import JobController
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.link_server import JoinServer
 from horovod.runner.agents.starters import make_starter
-from horovod.runner.dashboard.watching import watched_environment
 from horovod.runner.elastic.discovery import (
     FixedHosts,
     HostDiscovery,

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from horovod.common.store import MemoryStore
+from horovod.observe.dashboard.watching import open_watcher, title_of, watched_environment
 from horovod.runner.agents.agent_set import AgentSet
 from horovod.runner.agents.channel import ChannelLink
 from horovod.runner.agents.controller import JobController
 from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.dashboard.watching import open_watcher, title_of, watched_environment
 from horovod.runner.jobs.fixed_ranks import FixedRanks
 from horovod.runner.jobs.request import JobRequest, make_request
 from horovod.runner.options.secret import job_secret

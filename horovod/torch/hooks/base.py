@@ -1,7 +1,8 @@
 """The seam between DistributedOptimizer and whatever sends gradients to the other ranks.
 
-The reducer (`horovod.torch.gradients`) calls a `CommunicationHook` with each `GradientBucket` in
-place of its plain allreduce. The hooks beside this module, and those of users, derive from it.
+The reducer (`horovod.torch.gradients.reducer`) calls a `CommunicationHook` with each
+`GradientBucket` in place of its plain allreduce. The hooks beside this module, and those of users,
+derive from it.
 """
 
 from __future__ import annotations
