@@ -14,7 +14,8 @@ from torch.nn import functional as F
 import horovod.torch as hvd
 from benchmarks.training_models import WORKLOADS
 from horovod.engine.runtime import runtime
-from horovod.engine.statistics import Counters, Statistics
+from horovod.observe.statistics.counters import Counters
+from horovod.observe.statistics.process import Statistics
 
 CALLS = 100  # of an allreduce in a turn
 
@@ -23,12 +24,12 @@ class Switch:
     """Turns counting on and off in a job that goes on."""
 
     def __init__(self) -> None:
-        self._rounds = runtime.channel(0).rounds
-        self._counters = self._rounds.counters
+        self._observer = runtime.channel(0).observer
+        self._counters = self._observer.counters
 
     def turn(self, on: bool) -> None:
         runtime.statistics.enabled = on
-        self._rounds.counters = self._counters if on else None
+        self._observer.counters = self._counters if on else None
 
 
 def training(name: str) -> tuple[Callable[[], None], int]:

@@ -1,11 +1,12 @@
-"""Imports point down only.
+"""Imports point down only, and never in a circle.
 
-Clusters > bindings > jobs > engine > timeline > transport > common. And never in a circle.
+Clusters > bindings > jobs > engine > observers > transport > common; docs/architecture.md draws it.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -18,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "horovod"
 
 # Each part may import itself and what comes in later layers, but not its neighbours. Where a part
 # of a folder has another layer than the folder it is named: upstream keeps its fronts of Keras for
-# TensorFlow inside of `tensorflow`.
+# TensorFlow inside of `tensorflow`, and the live page stands on the launcher's output and hosts.
 CLUSTERS = [{"spark", "ray"}]
 BINDINGS = [
     {"tensorflow.optimizer"},
@@ -28,7 +29,9 @@ BINDINGS = [
     {"tensorflow", "jax", "mxnet", "lightning"},
     {"torch"},
 ]
-REST = [{"runner", "elastic", "data"}, {"engine"}, {"timeline"}, {"transport"}, {"common"}]
+JOBS = [{"runner", "elastic", "data"}, {"observe.dashboard"}, {"runner.output"}, {"runner.slots"}]
+OBSERVERS = [{"observe"}, {"observe.statistics"}, {"observe.reports"}, {"observe.timeline"}]
+REST = [*JOBS, {"engine"}, *OBSERVERS, {"transport"}, {"common"}]
 LAYERS = [*CLUSTERS, *BINDINGS, *REST]
 
 ALLOWED = {
@@ -50,6 +53,11 @@ def _name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def _statements(node: ast.AST, *, at_import: bool) -> Iterator[ast.Import | ast.ImportFrom]:
     """All import statements, or only those that run when the module is imported."""
     for child in ast.iter_child_nodes(node):
@@ -65,7 +73,7 @@ def _statements(node: ast.AST, *, at_import: bool) -> Iterator[ast.Import | ast.
 def _imports(path: Path, module: str, *, at_import: bool = False) -> Iterator[tuple[int, str]]:
     """Line and absolute name of everything the file imports."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = _tree(path.read_text(encoding="utf-8"))
     for node in _statements(tree, at_import=at_import):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -114,7 +122,7 @@ RUNNER = [
     {"jobs"},
     {"elastic"},
     {"options"},
-    {"agents", "dashboard"},
+    {"agents"},
     {"output"},
     {"slots"},
 ]
@@ -159,7 +167,7 @@ def test_imports_in_the_runner_point_down(path: Path):
     [
         ("horovod.runner.output.report", "from horovod.runner.jobs import request", False),
         ("horovod.runner.jobs.run_job", "from horovod.runner import launch", False),
-        ("horovod.runner.agents.starters", "from horovod.runner.dashboard import watching", False),
+        ("horovod.runner.agents.starters", "from horovod.runner.options import values", False),
         ("horovod.runner.agents.starters", "from horovod.runner.agents.agent import main", True),
         ("horovod.runner.elastic.job", "import horovod.runner.slots.hosts", True),
         ("horovod.runner.launch", "from horovod.runner.jobs import run_job", True),
@@ -171,10 +179,70 @@ def test_the_order_of_the_runner(tmp_path: Path, module: str, source: str, allow
     assert (not _runner_violations(path, module)) == allowed
 
 
+def _reaches_into_runner(path: Path, module: str) -> list[str]:
+    """Where a cluster's launcher imports something of the runner that is not in its door."""
+    return [
+        f"{path.name}:{line}: {imported}"
+        for line, imported in _imports(path, module)
+        if imported.startswith("horovod.runner") and not imported.startswith("horovod.runner.api.")
+    ]
+
+
+def test_clusters_use_the_door_of_the_runner():
+    for part in set().union(*CLUSTERS):
+        for path in sorted((PACKAGE / part).rglob("*.py")):
+            assert not _reaches_into_runner(path, _name(path))
+
+
+@pytest.mark.parametrize(
+    ("source", "allowed"),
+    [
+        ("from horovod.runner.api import JobController", True),
+        ("from horovod.runner.agents.controller import JobController", False),
+        ("def f():\n    import horovod.runner.launch", False),
+    ],
+)
+def test_reaching_past_the_door_is_seen(tmp_path: Path, source: str, allowed: bool):
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert (not _reaches_into_runner(path, "horovod.ray.static")) == allowed
+
+
+# The rooms of `torch`. The modules beside them are upstream's names, above and below the rooms.
+TORCH = ["elastic", "optimizers", "gradients", "hooks", "ops"]
+
+
+def _room_violations(path: Path, module: str) -> list[str]:
+    rooms = {f"horovod.torch.{room}": index for index, room in enumerate(TORCH)}
+    mine = rooms.get(".".join(module.split(".")[:3]))
+    found = []
+    for line, imported in _imports(path, module):
+        theirs = rooms.get(".".join(imported.split(".")[:3]))
+        if mine is not None and theirs is not None and theirs < mine:
+            found.append(f"{path.name}:{line}: {module} imports {imported}")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "torch").rglob("*.py")), ids=_name)
+def test_imports_between_the_rooms_of_torch_point_down(path: Path):
+    assert not _room_violations(path, _name(path))
+
+
+def test_the_order_of_the_rooms_of_torch(tmp_path: Path):
+    assert {path.parent.name for path in (PACKAGE / "torch").glob("*/__init__.py")} == set(TORCH)
+    path = tmp_path / "buckets.py"
+    path.write_text(
+        "from horovod.torch.optimizers import reducing\nfrom horovod.torch import hooks"
+    )
+    assert len(_room_violations(path, "horovod.torch.gradients.buckets")) == 1
+
+
 def test_every_part_of_the_package_has_a_layer():
     known = {name.partition(".")[0] for name in set().union(*LAYERS)}
     parts = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert parts <= known, f"say in LAYERS where {sorted(parts - known)} belong"
+    rooms = {f"observe.{path.parent.name}" for path in (PACKAGE / "observe").glob("*/__init__.py")}
+    assert rooms == {name for name in set().union(*LAYERS) if name.startswith("observe.")}
 
 
 @pytest.mark.parametrize("path", _modules(), ids=_name)
@@ -206,7 +274,7 @@ def test_modules_do_not_import_each_other_in_a_circle():
     assert not _circle({_name(path): path for path in _modules()})
 
 
-@pytest.mark.parametrize("layer", ["common", "transport", "timeline", "engine"])
+@pytest.mark.parametrize("layer", ["common", "transport", "observe", "engine"])
 def test_below_the_bindings_no_module_knows_who_uses_it(layer: str):
     """Not in a function, and not for a type either."""
     parts = {_name(path): path for path in _modules() if path.is_relative_to(PACKAGE / layer)}
@@ -270,6 +338,7 @@ def test_the_order_of_the_bindings(tmp_path: Path, module: str, source: str, all
         ("def f():\n    from horovod.runner import launch", False),
         ("from . import base", True),
         ("from ..common.config import Config", True),
+        ("from horovod.observe.timeline import files", False),
         ("import torch", True),
     ],
 )
@@ -282,10 +351,12 @@ def test_the_check_itself_sees_every_way_to_import(tmp_path: Path, source: str, 
 @pytest.mark.parametrize("path", _modules(), ids=_name)
 def test_every_module_says_what_it_is_for(path: Path):
     source = path.read_text(encoding="utf-8")
-    assert ast.get_docstring(ast.parse(source)), f"{path} has no docstring"
+    assert ast.get_docstring(_tree(source)), f"{path} has no docstring"
 
 
-@pytest.mark.parametrize("layer", ["common", "runner", "timeline"])
+@pytest.mark.parametrize(
+    "layer", ["common", "runner", "observe/timeline", "observe/reports", "observe/dashboard"]
+)
 def test_what_the_launcher_needs_does_not_import_torch(layer: str):
     modules = [
         _name(p) for p in _modules() if p.is_relative_to(PACKAGE / layer) and p.stem != "__main__"
@@ -328,7 +399,7 @@ def _reaches_behind(tree: ast.AST) -> list[str]:
 def test_bindings_ask_the_runtime(path: Path):
     part = _part(_name(path))
     if part is not None and part[0] < LAYERS.index({"engine"}) and part[1] != "spark":
-        assert not _reaches_behind(ast.parse(path.read_text(encoding="utf-8")))
+        assert not _reaches_behind(_tree(path.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize(
@@ -359,7 +430,7 @@ def test_a_class_name_means_one_thing():
         layer = path.relative_to(PACKAGE).parts[0]
         if layer in bindings or layer.endswith(".py"):
             continue
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in _tree(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where.setdefault(node.name, set()).add(layer)
     shared = {name: sorted(layers) for name, layers in where.items() if len(layers) > 1}

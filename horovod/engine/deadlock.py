@@ -11,8 +11,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from horovod.engine.compilations import difference_hint
 from horovod.engine.request import Request
+from horovod.observe.statistics.compilations import difference_hint
 from horovod.transport.base import Group
 
 # Threads of this package, and of libraries that training scripts often use: they never submit.

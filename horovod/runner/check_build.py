@@ -109,7 +109,7 @@ print("\\n" + json.dumps({"Spark": pyspark.__version__}))
 """
 _DASHBOARD = """
 import json
-import aiohttp, horovod.runner.dashboard.server
+import aiohttp, horovod.observe.dashboard.server
 print("\\n" + json.dumps({"Dashboard": f"aiohttp {aiohttp.__version__}"}))
 """
 # A child that reads its parent's memory needs the same right as one rank that reads another's.

@@ -2,8 +2,8 @@
 
 `launch` calls `run_study`. Sizes take turns, so that other load on the machine affects all of them
 alike. Each run is an ordinary job; its time is that of the whole command. Ranks that train with our
-optimizers report their steps to the job's store (HOROVOD_STATS_INTERVAL). `scaling_report` makes a
-table, a file and a chart of the measurements.
+optimizers report their steps to the job's store (HOROVOD_STATS_INTERVAL). `observe.reports.scaling`
+makes a table, a file and a chart of the measurements.
 """
 
 from __future__ import annotations
@@ -17,14 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from horovod.common.store import MemoryStore, Store
-from horovod.runner.dashboard.reports import parse_report
-from horovod.runner.dashboard.watching import INTERVAL, title_of
-from horovod.runner.jobs import controllers
-from horovod.runner.jobs.request import make_request
-from horovod.runner.jobs.run_job import find_command, run_job
-from horovod.runner.output.console import Colour, Console
-from horovod.runner.output.report import Exit, LaunchError, exit_status
-from horovod.runner.scaling_report import (
+from horovod.observe.dashboard.reports import parse_report
+from horovod.observe.dashboard.watching import INTERVAL, title_of
+from horovod.observe.reports.scaling import (
+    Published,
     Report,
     Run,
     draw,
@@ -33,6 +29,11 @@ from horovod.runner.scaling_report import (
     table,
     write_csv,
 )
+from horovod.runner.jobs import controllers
+from horovod.runner.jobs.request import make_request
+from horovod.runner.jobs.run_job import find_command, run_job
+from horovod.runner.output.console import Colour, Console
+from horovod.runner.output.report import Exit, LaunchError, exit_status
 from horovod.runner.slots.hosts import is_local
 
 FRACTION = "HOROVOD_SCALING_FRACTION"
@@ -64,7 +65,7 @@ def run_study(options: argparse.Namespace, env: Mapping[str, str], console: Cons
     controller = controllers.choose(options, env)
     if options.dry_run:
         return console.answer(_describe(controller, options, env))
-    published = read_published(options.scaling_published) if options.scaling_published else None
+    published = _read_published(options.scaling_published)
     _check_output(options)
     if controller == controllers.GLOO and any(is_local(host.name) for host in options.hosts):
         find_command(options.command[0], env.get("PATH"))
@@ -213,6 +214,14 @@ def _options_for(options: argparse.Namespace, size: int) -> argparse.Namespace:
 def _environment(env: Mapping[str, str], size: int, strong: bool) -> dict[str, str]:
     fraction = repr(1 / size if strong else 1.0)
     return {INTERVAL: _SECONDS_BETWEEN_REPORTS, **env, FRACTION: fraction}
+
+
+def _read_published(path: str | None) -> Published | None:
+    """Read the run to compare with, if the options name one."""
+    try:
+        return read_published(path) if path else None
+    except ValueError as error:
+        raise LaunchError(f"argument --scaling-published: {error}", 2) from None
 
 
 def _check_output(options: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod.runner.scaling_report import read_published, rows_of
+from horovod.observe.reports.scaling import read_published, rows_of
 from tests.docs.pages import blocks, check_links
 from tests.runner.horovodrun import run
 

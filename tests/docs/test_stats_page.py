@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
-from horovod.engine.reporter import report_key
+from horovod.observe.statistics.reporter import report_key
 from tests.docs.pages import blocks
-from tests.engine.test_reporter import check_report, store_of
+from tests.observe.statistics.test_reporter import check_report, store_of
 from tests.ranks import RankPool, start_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "stats.md"
@@ -52,7 +52,7 @@ def test_a_report_is_as_described():
 
 
 def test_the_line_at_the_end_is_as_shown():
-    from horovod.engine.statistics import Statistics
+    from horovod.observe.statistics.process import Statistics
 
     statistics = Statistics()
     for _ in range(3):

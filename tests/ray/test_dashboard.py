@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from horovod.ray import RayExecutor
-from tests.dashboard.training import check, train
+from tests.observe.dashboard.training import check, train
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(900)]
 

@@ -310,11 +310,11 @@ class WorkerTools(Tools):
         number = self._counts[what]
         self._cluster.check_values(self._generation, what, number, value, self._name)
 
-    def check_epoch(self, seen: tuple[int, ...], size: int) -> None:
+    def check_epoch(self, seen: tuple[int, ...], most_ranks: int) -> None:
         counts = Counter(seen)
         missing = sorted(set(range(self.plan.samples)) - set(counts))
         repeated = sum(counts.values()) - len(counts)
-        if missing or repeated >= size:
+        if missing or repeated >= most_ranks:
             self.breach(f"of an epoch samples {missing} were not seen, and {repeated} twice")
 
     def formed(self, decision: int, generation: str, rank: int, size: int) -> None:

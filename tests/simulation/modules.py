@@ -33,8 +33,10 @@ REPLACED = (
 )
 _OURS = ("horovod", "tests")
 _ROOT = Path(__file__).resolve().parents[2]
-_PACKAGES = ("horovod.torch", "horovod.torch.elastic")  # without what they import
-_PARTS = {f"horovod.torch.{name}" for name in ("functions", "local_optimizer", "pending")}
+_PACKAGES = ("horovod.torch", "horovod.torch.elastic", "horovod.torch.optimizers")  # left empty
+_PARTS = {
+    f"horovod.torch.{name}" for name in ("functions", "optimizers.local", "optimizers.pending")
+}
 _Cached = type(functools.cache(len))
 _CONTAINERS = ("dict", "list", "set", "Counter", "OrderedDict", "defaultdict", "deque")
 

@@ -169,7 +169,7 @@ MUTANTS = (
         "ranks that have joined contribute ones",
         "past",
         _NEGOTIATION,
-        "        value = identity_like(dtype, op)",
+        "        value = identity_like(dtype, reduction.op)",
         "        value = 1",
     ),
     Mutant(
@@ -296,7 +296,7 @@ MUTANTS = (
     Mutant(
         "the stall inspector ends nothing",
         "new",
-        "horovod.engine.stall",
+        "horovod.observe.statistics.stall",
         "        fatal = 0 < self._shut_down_after < waited",
         "        fatal = False",
     ),

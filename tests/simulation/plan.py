@@ -78,7 +78,7 @@ class Plan:
     @property
     def patience(self) -> float:
         """Virtual seconds from the last fault's end to the job's, if one worker does it all."""
-        return 3600.0 + 2 * self.epochs * self.samples * self.pace / self.batch
+        return 6 * self.elastic_timeout + 2 * self.epochs * self.samples * self.pace / self.batch
 
     @classmethod
     def from_seed(cls, seed: int, num_hosts: int = 0, num_faults: int = -1) -> Plan:

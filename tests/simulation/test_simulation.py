@@ -58,7 +58,16 @@ FOUND = {
         batch=2,
     ),
     "every decision gives workers whose program hangs more time": Plan(
-        5, 3, 1, 1, 20, 2.0, 2, (Fault("worker's program hangs", 10.0, 0.0, 1),)
+        5,
+        3,
+        1,
+        1,
+        samples=20,
+        pace=2.0,
+        commit_every=2,
+        faults=(Fault("worker's program hangs", 8.0, 0.0, 1),),
+        elastic_timeout=60.0,
+        stall_shutdown=61.0,
     ),
 }
 """Jobs that have once broken a promise, by the mutant that has the mistake again."""

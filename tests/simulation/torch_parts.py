@@ -1,7 +1,7 @@
 """What `TorchState` needs of `horovod.torch`, without the rest of the binding.
 
-Loading the whole binding for every simulated process would take longer than the job. `processes`
-gives this module to whoever imports `horovod.torch.functions`, `pending` or `local_optimizer`.
+Loading the whole binding for every simulated process would take longer than the job. `modules`
+gives this module to whoever imports `horovod.torch.functions` or `horovod.torch.optimizers`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from horovod.engine import objects
-from horovod.engine.job import WORLD
+from horovod.engine.collective import WORLD
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str = "object") -> Any:

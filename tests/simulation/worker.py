@@ -15,9 +15,9 @@ import torch
 
 from horovod.common.elastic import run_fn
 from horovod.common.membership import membership
-from horovod.common.reduce_op import Max, Sum
+from horovod.common.reduce_op import Max, ReduceOp, Sum
 from horovod.elastic.worker import this_worker
-from horovod.engine.job import WORLD
+from horovod.engine.collective import WORLD, Collective, Kind, Reduction
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch.elastic.sampler import ElasticSampler
@@ -49,18 +49,11 @@ def reset() -> None:
     init()
 
 
-def reduce(name: str, value: float, op: object = Sum, set_id: int = WORLD) -> Request:
+def reduce(name: str, value: float, op: ReduceOp = Sum, set_id: int = WORLD) -> Request:
     """Begin an allreduce of one number, in the background or not."""
     tensor = torch.tensor([value], dtype=torch.float64)
-    background = simulated.flip()
-    return runtime.allreduce(
-        [tensor],
-        [tensor],
-        name,
-        op,  # type: ignore[arg-type]
-        process_set_id=set_id,
-        background=background,
-    )
+    collective = Collective(Kind.ALLREDUCE, name, set_id, Reduction(op))
+    return runtime.submit(collective, [tensor], [tensor], background=simulated.flip())
 
 
 def find_set(state: State) -> int | None:
@@ -82,7 +75,8 @@ def take_step(state: State, indices: list[int], set_id: int | None) -> None:
     begun = {}
     for name in simulated.shuffled(["sum", "largest", "samples"]):
         if name == "samples":
-            begun[name] = runtime.allgather([torch.tensor(indices)], name)
+            collective = Collective(Kind.ALLGATHER, name)
+            begun[name] = runtime.submit(collective, [torch.tensor(indices)])
         else:
             begun[name] = reduce(name, sum(indices), Sum if name == "sum" else Max)
     in_set = None
@@ -96,12 +90,13 @@ def take_step(state: State, indices: list[int], set_id: int | None) -> None:
     simulated.check_alike("after a step", [found, runtime.channel(WORLD).rounds.num_run])
     state.digest = simulated.digest(state.digest, state.step, found["sum"])
     state.seen = (*state.seen, *found["samples"])
+    state.most_ranks = max(state.most_ranks, runtime.topology.size)
     state.step += 1
 
 
 def end_epoch(state: State) -> None:
     """Check what was seen; then let ranks run out of data at different times."""
-    simulated.check_epoch(state.seen, runtime.topology.size)
+    simulated.check_epoch(state.seen, state.most_ranks)
     if simulated.plan.uses_join:
         size, rank = runtime.topology.size, runtime.topology.rank
         for number in range((rank + state.epoch) % 3):
@@ -127,7 +122,7 @@ def train(state: State) -> None:
                 state.commit()
         end_epoch(state)
         state.epoch += 1
-        state.seen = ()
+        state.seen, state.most_ranks = (), 1
         state.sampler.set_epoch(state.epoch)
         state.commit()
 
@@ -136,7 +131,7 @@ def main() -> None:
     """Train to the end."""
     init()
     sampler = ElasticSampler(range(simulated.plan.samples), seed=simulated.plan.seed)
-    state = State(sampler=sampler, epoch=0, step=0, digest="", seen=(), has_set=False)
+    state = State(sampler=sampler, epoch=0, step=0, digest="", seen=(), most_ranks=1, has_set=False)
     run_fn(train, reset, this_worker)(state)
     simulated.finished([state.epoch, state.step, state.digest])
     runtime.shutdown()

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 import horovod.spark
-from tests.dashboard.training import check, saved, train
+from tests.observe.dashboard.training import check, saved, train
 
 pytestmark = pytest.mark.timeout(900)  # a busy machine may take minutes to start the cluster
 

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from horovod.common.store import MemoryStore
-from horovod.runner.dashboard.board import Board
-from horovod.runner.dashboard.processes import ProcessStates
-from horovod.runner.dashboard.reports import KEY_PREFIX, parse_key, parse_report
-from horovod.runner.dashboard.stragglers import BACKWARD, COMPUTE, LINK, SILENT, STOPPED
-from horovod.runner.dashboard.watching import INTERVAL
+from horovod.observe.dashboard.board import Board
+from horovod.observe.dashboard.processes import ProcessStates
+from horovod.observe.dashboard.reports import KEY_PREFIX, parse_key, parse_report
+from horovod.observe.dashboard.stragglers import SILENT, STOPPED
+from horovod.observe.dashboard.watching import INTERVAL
+from horovod.observe.reports.slow_ranks import BACKWARD, COMPUTE, LINK
 from horovod.runner.output.report import format_ranks
 from horovod.runner.output.watcher import JobWatcher
 

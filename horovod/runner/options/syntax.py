@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from horovod.runner.dashboard.watching import looks_like_address
+from horovod.observe.dashboard.watching import looks_like_address
 from horovod.runner.options.tunables import TUNABLES
 
 

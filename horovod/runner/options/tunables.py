@@ -20,7 +20,7 @@ from typing import Any
 
 from horovod.common.config import KNOBS, Config
 from horovod.common.knob import Knob
-from horovod.runner.dashboard.watching import PATTERN
+from horovod.observe.dashboard.watching import PATTERN
 
 _KNOBS = {knob.env: knob for knob in KNOBS}
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")

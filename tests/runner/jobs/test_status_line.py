@@ -9,7 +9,7 @@ import pytest
 from horovod.common.store import MemoryStore
 from horovod.runner.jobs import status_line
 from horovod.runner.jobs.status_line import StatusLine, describe
-from tests.dashboard.simulated import SimulatedJob
+from tests.observe.dashboard.simulated import SimulatedJob
 
 
 def _write_reports(job: SimulatedJob, store: MemoryStore) -> None:

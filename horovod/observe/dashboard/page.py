@@ -1,0 +1,52 @@
+"""Make the page as one HTML file: page.html with the style sheet, charts.js and page.js inside.
+
+The file loads nothing from elsewhere. `server` sends it; `dashboard` writes it with the data of an
+ended job inside. A browser runs only the script and the style whose hashes the policy names, so
+nothing that a worker wrote can run.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+from importlib import resources
+from typing import Any
+
+from horovod.observe.reports.styles import style_sheet
+
+_FILES = ("page.html", "charts.js", "page.js")
+
+
+@functools.cache
+def _sources() -> tuple[str, str, str]:
+    folder = resources.files(__package__)
+    html, charts, js = (folder.joinpath(name).read_text("utf-8") for name in _FILES)
+    return html, style_sheet(), charts + js
+
+
+def policy() -> str:
+    """Return the Content-Security-Policy of the page."""
+    _, css, js = _sources()
+    return (
+        f"default-src 'none'; script-src '{_hash(js)}'; style-src '{_hash(css)}'; "
+        f"connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def render(saved: Any = None) -> str:
+    """Return the page; with ``saved`` data it shows these and asks no server."""
+    html, css, js = _sources()
+    html = html.replace("{{policy}}", policy()).replace("{{style}}", css).replace("{{script}}", js)
+    return html.replace("{{saved}}", _embedded(saved))
+
+
+def _embedded(data: Any) -> str:
+    """Return JSON that can neither end the element that it is in nor begin a comment."""
+    packed = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return packed.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

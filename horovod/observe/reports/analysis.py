@@ -1,0 +1,289 @@
+"""Where the time of a step goes, and who is late. Pure functions over aligned recordings.
+
+Every moment of a step of a rank is compute, wait, negotiation or reduction: see `splitting`. A step
+lasts from the end of one exchange of gradients to the end of the next, which is about the same
+moment on all ranks. Steps that are much longer than the others are set apart (`long_steps`); all
+other numbers are about the usual steps. Used by `advice`, `text` and `page`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from statistics import fmean, median
+
+from horovod.observe.reports.amounts import milliseconds
+from horovod.observe.reports.collectives import (
+    AwaitedCollective,
+    count_operations,
+    find_awaited,
+    find_transports,
+)
+from horovod.observe.reports.long_steps import LongSteps, set_apart
+from horovod.observe.reports.losses import Losses, find_losses
+from horovod.observe.reports.slow_ranks import SlowRanks
+from horovod.observe.reports.splitting import RankTimes, Split, StepSplit
+from horovod.observe.timeline.format import DEVICES
+from horovod.observe.timeline.matching import Match, match
+from horovod.observe.timeline.recording import Recording, TimeSpan
+
+LATE_SHARE, LATE_MICROSECONDS = 0.01, 100.0  # of a step, and in all: less is not late
+
+
+@dataclass
+class Analysis:
+    """What `analyse` found."""
+
+    hosts: dict[int, str]  # of each rank with a file
+    steps: list[StepSplit]  # the usual ones
+    long_steps: LongSteps = field(default_factory=LongSteps)
+    steps_from: str = ""  # what the steps are taken from
+    awaited_collectives: list[AwaitedCollective] = field(default_factory=list)
+    collectives_per_step: float = 0.0
+    operations_per_step: float = 0.0  # that move data: more than collectives if not fused
+    bytes_per_step: float = 0.0
+    transports: list[str] = field(default_factory=list)  # e.g. SHM, TCP, NCCL
+    missing_ranks: list[int] = field(default_factory=list)  # without a file
+    cores: dict[int, frozenset[int]] = field(default_factory=dict)  # of each rank, where known
+    fusion_threshold: int | None = None  # bytes, at the start of the job
+    notes: list[str] = field(default_factory=list)
+
+    def mean(self, rank: int, part: str) -> float:
+        """Return the microseconds, on average, that a rank spends in a part of a step."""
+        return fmean(s.ranks[rank].part(part) for s in self.steps if rank in s.ranks)
+
+    def share(self, rank: int, part: str) -> float:
+        """Return the share of a step that a rank spends in a part of it."""
+        return self.mean(rank, part) / (self.mean(rank, "duration") or 1.0)
+
+    def overall(self, part: str) -> float:
+        """Return the mean of a part over all ranks."""
+        return fmean(self.mean(rank, part) for rank in self.ranks)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have steps."""
+        return sorted({rank for step in self.steps for rank in step.ranks})
+
+    @property
+    def step_time(self) -> float:
+        """The median duration of a step."""
+        return median(step.duration for step in self.steps)
+
+    @cached_property
+    def losses(self) -> Losses | None:
+        """What a step loses to which cause; None without steps."""
+        return find_losses(self.steps)
+
+    @property
+    def slow_ranks(self) -> SlowRanks | None:
+        """The ranks that are slow in all steps."""
+        return None if self.losses is None else self.losses.slow_ranks
+
+    @property
+    def run_time(self) -> float:
+        """Microseconds of all steps, usual and long, except those at the beginning."""
+        return sum(step.duration for step in self.all_steps)
+
+    @property
+    def all_steps(self) -> list[StepSplit]:
+        """Usual and long steps in the order of time."""
+        both = [*self.steps, *(each.step for each in self.long_steps.steps)]
+        return sorted(both, key=lambda step: step.began)
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether devices reduce the gradients, whose clocks then measure the steps."""
+        return bool(self.transports) and self.transports[0].startswith((*DEVICES, "HOST_COPY"))
+
+    @property
+    def slowest_counts(self) -> Counter[int]:
+        """How often each rank was the slowest."""
+        return Counter(step.slowest for step in self.steps if step.slowest is not None)
+
+    def median_of(self, rank: int, part: str) -> float | None:
+        """Return the median of a part that only some steps have, such as the time in backward."""
+        parts = [s.ranks[rank].part(part) for s in self.steps if rank in s.ranks]
+        values = [value for value in parts if value is not None]
+        return median(values) if values else None
+
+    @property
+    def overlap_achieved(self) -> float | None:
+        """The share of reductions that was hidden behind compute."""
+        hidden, exposed = self.overall("hidden"), self.overall("reduction")
+        return hidden / (hidden + exposed) if hidden + exposed > 0 else None
+
+    @property
+    def overlap_possible(self) -> float | None:
+        """The share that backward is long enough to hide, if all of it could be used."""
+        total = self.overall("hidden") + self.overall("reduction")
+        backward = [self.median_of(rank, "backward") for rank in self.ranks]
+        lengths = [each for each in backward if each is not None]
+        if not lengths or total <= 0:
+            return None
+        return max(self.overlap_achieved or 0.0, min(1.0, fmean(lengths) / total))
+
+
+def analyse(recordings: Sequence[Recording]) -> Analysis:
+    """Analyse recordings, which must be on one clock: see `clocks.align`."""
+    matches = match(recordings)
+    bounds, steps_from = find_steps(recordings, matches)
+    times = {recording.rank: RankTimes(recording, matches) for recording in recordings}
+    late = _lateness(bounds, matches)
+    arrivals = _arrivals(bounds, matches)
+    steps = []
+    for number in sorted({n for spans in bounds.values() for n in spans}):
+        here = {rank: spans[number] for rank, spans in bounds.items() if number in spans}
+        splits = {rank: times[rank].split(span) for rank, span in here.items()}
+        slowest, lateness = _slowest(late.get(number, {}), splits)
+        began = min(span.began for span in here.values())
+        came = arrivals.get(number, {})
+        steps.append(StepSplit(number, began, splits, slowest, lateness, came))
+    usual, long_steps = set_apart(steps)
+    hosts = {recording.rank: recording.host for recording in recordings}
+    analysis = Analysis(hosts, usual, long_steps, steps_from=steps_from)
+    inside = _inside_steps(analysis, bounds, matches)
+    analysis.awaited_collectives = find_awaited(inside if usual else matches)
+    if usual:
+        analysis.collectives_per_step = len(inside) / len(usual)
+        analysis.bytes_per_step = sum(each.nbytes or 0 for each in inside) / len(usual)
+        counted = next(r for r in recordings if r.rank == min(bounds))
+        spans = [bounds[counted.rank].get(step.number) for step in usual]
+        known = [span for span in spans if span is not None]
+        if known:
+            analysis.operations_per_step = count_operations(counted, known) / len(known)
+    analysis.transports = find_transports(recordings)
+    analysis.cores = {each.rank: each.cores for each in recordings if each.cores}
+    thresholds = [r.fusion_threshold for r in recordings if r.fusion_threshold is not None]
+    analysis.fusion_threshold = thresholds[0] if thresholds else None
+    size = max((r.size or 0 for r in recordings), default=0)
+    ranks = {rank for each in matches for rank in each.ready}
+    analysis.missing_ranks = sorted(({*range(size)} | ranks) - set(hosts))
+    analysis.notes += _notes(analysis, recordings)
+    return analysis
+
+
+def find_steps(
+    recordings: Sequence[Recording], matches: Sequence[Match]
+) -> tuple[dict[int, dict[int, TimeSpan]], str]:
+    """Return the steps of each rank by number, and what they are taken from."""
+    rows = Counter(row for recording in recordings for row in recording.steps)
+    if rows:
+        row = min(rows, key=lambda each: (-rows[each], each))
+        bounds = {r.rank: {s.number: s for s in r.steps.get(row, ())} for r in recordings}
+        return {rank: spans for rank, spans in bounds.items() if spans}, f"steps of {row}"
+    # A program without our optimizer repeats its collectives in every step: take the most frequent.
+    names = Counter(each.name for each in matches)
+    if not names or max(names.values()) < 2:
+        return {}, ""
+    name = max(names, key=lambda each: names[each])
+    marks = [each for each in matches if each.name == name]
+    found: dict[int, dict[int, TimeSpan]] = {}
+    for number, (one, other) in enumerate(pairwise(marks), 1):
+        for rank in one.parts.keys() & other.parts.keys():
+            began, ended = one.parts[rank].ended, other.parts[rank].ended
+            if began is not None and ended is not None and began < ended:
+                found.setdefault(rank, {})[number] = TimeSpan(began, ended, number)
+    return found, f"repetitions of {name}" if found else ""
+
+
+def _steps_in_time(bounds: dict[int, dict[int, TimeSpan]]) -> tuple[list[float], list[TimeSpan]]:
+    """Return the steps of the first rank, to which collectives are assigned by time."""
+    if not bounds:
+        return [], []
+    spans = sorted(bounds[min(bounds)].values(), key=lambda span: span.began)
+    return [span.began for span in spans], spans
+
+
+def _step_of(each: Match, begins: Sequence[float], spans: Sequence[TimeSpan]) -> int | None:
+    """Return the number of the step in which a collective was agreed on."""
+    index = bisect_right(begins, each.agreed) - 1
+    if index < 0 or spans[index].ended < each.agreed:
+        return None
+    return spans[index].number
+
+
+def _lateness(
+    bounds: dict[int, dict[int, TimeSpan]], matches: Sequence[Match]
+) -> dict[int, dict[int, float]]:
+    """Return, for each step, the ranks that came last to a collective, and how late at most."""
+    begins, spans = _steps_in_time(bounds)
+    found: dict[int, dict[int, float]] = {}
+    for each in matches:
+        number, last = _step_of(each, begins, spans), each.last_rank
+        if number is not None and last is not None:
+            ranks = found.setdefault(number, {})
+            ranks[last] = max(ranks.get(last, 0.0), each.lateness)
+    return found
+
+
+def _arrivals(
+    bounds: dict[int, dict[int, TimeSpan]], matches: Sequence[Match]
+) -> dict[int, dict[int, float]]:
+    """Return, for each step, how long each rank without steps took to submit all of it."""
+    begins, spans = _steps_in_time(bounds)
+    began = {span.number: span.began for span in spans}
+    found: dict[int, dict[int, float]] = {}
+    for each in matches:
+        unknown = each.ready.keys() - bounds.keys()
+        number = _step_of(each, begins, spans) if unknown else None
+        if number is not None:
+            came = found.setdefault(number, {})
+            for rank in unknown:
+                came[rank] = max(came.get(rank, 0.0), each.ready[rank] - began[number])
+    return found
+
+
+def _slowest(late: dict[int, float], splits: dict[int, Split]) -> tuple[int | None, float]:
+    """Return the rank that was late in a step, if one was, and by how much."""
+    if not late:
+        return None, 0.0
+    rank = max(late, key=lambda each: late[each])
+    duration = median(split.duration for split in splits.values())
+    if late[rank] < max(LATE_SHARE * duration, LATE_MICROSECONDS):
+        return None, late[rank]
+    return rank, late[rank]
+
+
+def _inside_steps(
+    analysis: Analysis, bounds: dict[int, dict[int, TimeSpan]], matches: Sequence[Match]
+) -> list[Match]:
+    """Return the collectives of the usual steps."""
+    numbers = {step.number for step in analysis.steps}
+    begins, spans = _steps_in_time(bounds)
+    return [each for each in matches if _step_of(each, begins, spans) in numbers]
+
+
+def _notes(analysis: Analysis, recordings: Sequence[Recording]) -> Iterator[str]:
+    """Yield what limits what the files can tell."""
+    if analysis.missing_ranks:
+        ranks = ", ".join(str(rank) for rank in analysis.missing_ranks[:8])
+        more = " ..." if len(analysis.missing_ranks) > 8 else ""
+        yield (
+            f"The files of rank {ranks}{more} are not here: their steps are unknown. Name all "
+            f"files of the job, timeline*.json."
+        )
+    old = [recording.rank for recording in recordings if recording.version < 2]
+    if old:
+        yield (
+            f"The file of rank {old[0]} is of an earlier version, which does not tell when the "
+            f"program waited: all collectives count as waited for, and none as hidden."
+        )
+    long = analysis.long_steps
+    if long.warm_up:
+        yield f"{long.warm_up} of the first steps took long, as first steps often do: left out."
+    if len(long.steps) == 1:
+        total = len(analysis.steps) + 1 + long.warm_up
+        yield (
+            f"Step {long.numbers[0]} of {total} steps was long, "
+            f"{milliseconds(long.steps[0].excess)} more than the others, and is left out of what "
+            f"is said about a step."
+        )
+    cut = [r.rank for r in recordings if any(c.ended is None and c.started for c in r.collectives)]
+    if cut:
+        ranks = ", ".join(map(str, cut[:8]))
+        yield f"The recording of rank {ranks} ends inside a collective."

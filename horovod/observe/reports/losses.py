@@ -1,0 +1,74 @@
+"""What a usual step loses, and to which cause. Used by `analysis`.
+
+In synchronous training a step lasts as long as the rank that computes longest, plus the exchange
+that nothing hides. Causes are taken off the computing time one after the other, so that no
+microsecond is counted twice:
+
+- cores: what the longest computation would be shorter by if every rank had a core when it wanted
+  one;
+- slow ranks: what it would then be shorter by without the ranks that are slow in all steps;
+- turns: what the slowest of the remaining ranks takes longer than the rank in the middle;
+- computing: the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from horovod.observe.reports.slow_ranks import RECORDED, SlowRanks, find_slow_ranks
+from horovod.observe.reports.splitting import StepSplit
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Microseconds of a usual step, on average."""
+
+    step: float
+    computing: float  # of a rank in the middle: advice cannot make it shorter
+    turns: float
+    slow_ranks: SlowRanks | None
+    cores: float  # while ranks computed, and while they exchanged gradients
+    exchange: float  # what remains of the step: the exchange that nothing hides
+
+
+def find_losses(usual: Sequence[StepSplit]) -> Losses | None:
+    """Take usual steps apart; None if there are none."""
+    steps = _comparable(usual)
+    if not steps:
+        return None
+    step = fmean(each.duration for each in steps)
+    computes = [each.computes for each in steps]
+    own = [
+        {rank: time - starved[rank] for rank, time in times.items()}
+        for times, starved in zip(computes, (each.starved for each in steps), strict=True)
+    ]
+    longest = fmean(max(times.values()) for times in computes)
+    undisturbed = fmean(max(times.values()) for times in own)
+    by_rank = {rank: [times[rank] for times in own] for rank in own[0]}
+    slow = find_slow_ranks(by_rank, RECORDED.least_gap(step))
+    others = set(by_rank) - set(slow.ranks if slow is not None else ())
+    rest = [[times[rank] for rank in others] for times in own]
+    starved_exchanging = fmean(_starved_exchanging(each) for each in steps)
+    exchange = max(0.0, step - longest)
+    lost_there = min(exchange, starved_exchanging)
+    return Losses(
+        step=step,
+        computing=fmean(median(times) for times in rest),
+        turns=fmean(max(times) - median(times) for times in rest),
+        slow_ranks=slow,
+        cores=longest - undisturbed + lost_there,
+        exchange=exchange - lost_there,
+    )
+
+
+def _comparable(steps: Sequence[StepSplit]) -> list[StepSplit]:
+    """Return the steps that have all ranks: the file of one rank may end earlier."""
+    ranks = {rank for step in steps for rank in step.computes}
+    return [step for step in steps if step.computes.keys() == ranks]
+
+
+def _starved_exchanging(step: StepSplit) -> float:
+    """Return how long ranks had no core outside of computing, as their median."""
+    return median((each.starved or 0.0) - each.starved_computing for each in step.ranks.values())

@@ -1,0 +1,166 @@
+"""The numbers of one channel, and the times of what devices do later than their host.
+
+Counting is on in every job, so it is a few additions for each operation, made by the one thread
+that runs it, and without a lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from horovod.observe.statistics.device_clock import Mark
+from horovod.transport.base import DEVICE, NETWORK, SHARED_MEMORY
+
+MOST_TIMINGS = 4096  # of operations that a device has not completed
+
+
+@dataclass(slots=True, eq=False)
+class Counters:
+    """What one channel has done. Written by the thread that runs its rounds, read by any."""
+
+    media: tuple[str, ...] = ()  # what carries tensors in host memory
+    wait: float = 0.0  # seconds until all ranks were there
+    reduce: float = 0.0  # seconds of moving and reducing after that
+    operations: int = 0
+    misses: int = 0  # operations for which the ranks had to exchange whole queues
+    bytes_inline: int = 0  # reduced in host memory by the shortest way: in none of the others
+    bytes_reduced: int = 0
+    bytes_moved: dict[str, int] = field(
+        default_factory=lambda: {SHARED_MEMORY: 0, NETWORK: 0, DEVICE: 0}
+    )
+    # Rounds of the background thread: their seconds of waiting and reducing, when the present
+    # one began (0: there is none), and how many of these seconds somebody waited for.
+    background: float = 0.0
+    background_since: float = 0.0
+    awaited: float = 0.0
+    # What devices complete later than this process goes on. Emptied by `settle`.
+    timings: deque[Timing] = field(default_factory=lambda: deque(maxlen=MOST_TIMINGS))
+    device_reduce: float = 0.0
+    device_hidden: float = 0.0
+
+    def settle(self) -> None:
+        """Count what devices have completed. In threads of the program, one at a time."""
+        while self.timings and self.timings[0].is_over():
+            took, hidden = self.timings.popleft().seconds()
+            self.device_reduce += took
+            self.device_hidden += hidden
+
+    def count(self, nbytes: int, media: tuple[str, ...], reduces: bool, on_wire: int) -> None:
+        """Bytes of an operation, and what is left of them on a network."""
+        if reduces:
+            self.bytes_reduced += nbytes
+        for medium in media:
+            self.bytes_moved[medium] += on_wire if medium == NETWORK else nbytes
+
+    def count_on_device(self, nbytes: int, on_wire: int) -> None:
+        """Bytes that a device's library has reduced, and how many of them it moved."""
+        self.bytes_reduced += nbytes
+        self.bytes_moved[DEVICE] += on_wire
+
+    def save(self, nbytes: int) -> None:
+        """Compression has kept so many of the bytes off the network, if there is one."""
+        if NETWORK in self.media:
+            self.bytes_moved[NETWORK] -= nbytes
+
+    def in_background(self) -> float:
+        """Seconds of rounds in the background so far."""
+        since = self.background_since
+        return self.background + (time.monotonic() - since if since else 0.0)
+
+    def hidden(self) -> float:
+        """Seconds of waiting and reducing during which no thread of the program waited."""
+        return max(0.0, min(self.in_background() - self.awaited, self.wait + self.reduce))
+
+
+class Timing(Protocol):
+    """The times of work that a device does later than it was given it."""
+
+    def is_over(self) -> bool:
+        """Whether the device has done all of it."""
+
+    def seconds(self) -> tuple[float, float]:
+        """Return how long it took, and how much of that was hidden behind computing."""
+
+
+class DeviceTiming:
+    """Marks of a device around work. `ask` is where the program's own work needs the result."""
+
+    __slots__ = ("_asked", "_device", "_ended", "_started")
+
+    def __init__(self, device: torch.device, stream: Any = None) -> None:
+        self._device = device
+        self._started = Mark(device, stream)
+        self._ended = self._started
+        self._asked: Mark | None = None
+
+    def end(self, stream: Any = None) -> Any:
+        """The work ends here. Returns an event that others may wait for."""
+        self._ended = Mark(self._device, stream)
+        return self._ended.event
+
+    def ask(self) -> None:
+        """The program needs the result from here on."""
+        if self._asked is None:
+            self._asked = Mark(self._device)
+
+    def is_over(self) -> bool:
+        return self._ended.has_passed() and (self._asked is None or self._asked.has_passed())
+
+    def seconds(self) -> tuple[float, float]:
+        took = self._started.seconds_until(self._ended)
+        if self._asked is None:
+            return took, 0.0
+        return took, min(took, max(0.0, self._started.seconds_until(self._asked)))
+
+    def backward(self) -> float:
+        """Return how long it took: for work that is a backward pass."""
+        return self.seconds()[0]
+
+
+class BackwardTiming(Protocol):
+    """The times of a step's backward pass on a device."""
+
+    def is_over(self) -> bool:
+        """Whether the device has done all of it."""
+
+    def backward(self) -> float:
+        """Return how long it took from the first gradient on."""
+
+
+class Totals(NamedTuple):
+    """The sum over the channels of a process."""
+
+    wait: float = 0.0
+    reduce: float = 0.0
+    hidden: float = 0.0
+    operations: int = 0
+    misses: int = 0
+    reduced: int = 0
+    shared_memory: int = 0
+    network: int = 0
+    device: int = 0
+
+    @classmethod
+    def of(cls, counters: Counters) -> Totals:
+        moved = dict(counters.bytes_moved)
+        for medium in counters.media:
+            moved[medium] += counters.bytes_inline
+        return cls(
+            counters.wait,
+            counters.reduce + counters.device_reduce,
+            counters.hidden() + counters.device_hidden,
+            counters.operations,
+            counters.misses,
+            counters.bytes_reduced + counters.bytes_inline,
+            moved[SHARED_MEMORY],
+            moved[NETWORK],
+            moved[DEVICE],
+        )
+
+    def plus(self, other: Totals) -> Totals:
+        return Totals._make(a + b for a, b in zip(self, other, strict=True))

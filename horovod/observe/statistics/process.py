@@ -1,0 +1,240 @@
+"""The numbers behind `hvd.stats()`: what this process has done, counted all the time.
+
+Channels count what they do in `Counters`, optimizers tell `Statistics` about steps, scripts about
+their metrics; `hvd.stats()` and the reporter (`horovod.observe.statistics.reporter`) read.
+docs/stats.md says what each number means.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from horovod.observe.statistics.counters import MOST_TIMINGS, BackwardTiming, Counters, Totals
+from horovod.observe.statistics.metrics import check_name, check_number, check_step
+
+MOST_NAMES = 100  # metrics of a process
+MOST_VALUES = 200  # of a metric that are kept between two reports
+MOST_STEPS = 50  # in a report
+KEPT_STEPS = 256  # between two reports
+
+_RATE_STEPS = 20  # steps over which their number per second is taken
+_SAMPLE_SECONDS = 1.0  # between looks at the memory of the GPU, which take tens of microseconds
+
+
+class Step(NamedTuple):
+    """One step of an optimizer."""
+
+    number: int
+    end: float  # by `time.monotonic`
+    seconds: float
+    backward: float
+    wait: float
+    reduce: float
+    hidden: float
+
+
+class Statistics:
+    """The numbers of this process since `init`; those of an elastic job go on in its next one."""
+
+    def __init__(self) -> None:
+        self.enabled = True  # a switch for benchmarks, read when a channel is made and by steps
+        self._lock = threading.Lock()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin at zero."""
+        self._counters: list[Counters] = []
+        self._past = Totals()  # of channels that are closed
+        self.began = time.monotonic()
+        self.steps = 0
+        self.step_seconds = 0.0
+        self.backward_seconds = 0.0
+        self.buckets = 0
+        self.gpu_memory = 0
+        self.gpu_uuid = ""  # as NVIDIA's tools write it; empty: no GPU, or not known
+        self._sampled = 0.0
+        self._recent: deque[Step] = deque(maxlen=KEPT_STEPS)
+        self._in_steps = [0.0, 0.0, 0.0]  # seconds of waiting, reducing, and hidden ones of these
+        self._last = Totals()  # at the end of the last step
+        self._last_end = 0.0  # when that was; 0: nothing is known of the step that goes on
+        self._backward = 0.0  # seconds of the step that goes on
+        self._device_backward: deque[BackwardTiming] = deque(maxlen=MOST_TIMINGS)
+        self.metrics: dict[str, deque[tuple[int, float]]] = {}
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()  # another thread may have held it
+
+    # -- channels --------------------------------------------------------------------------
+
+    def open(self, media: tuple[str, ...]) -> Counters | None:
+        """The counters of a new channel; None while nothing is counted."""
+        if not self.enabled:
+            return None
+        counters = Counters(media)
+        with self._lock:
+            self._counters.append(counters)
+        return counters
+
+    def close(self, counters: Counters | None) -> None:
+        """The channel is closed; what it has done stays in the totals."""
+        with self._lock:
+            if counters in self._counters:
+                self._counters.remove(counters)
+                self._past = self._past.plus(Totals.of(counters))
+
+    def totals(self) -> Totals:
+        """The sum over all channels."""
+        with self._lock:
+            return self._sum()
+
+    def _sum(self) -> Totals:
+        totals = self._past
+        for counters in self._counters:
+            totals = totals.plus(Totals.of(counters))
+        return totals
+
+    # -- steps -----------------------------------------------------------------------------
+
+    def reform(self) -> None:
+        """The next step begins among other ranks: what was before it does not belong to it."""
+        self._last_end = self._backward = 0.0
+
+    def add_backward(
+        self, seconds: float, buckets: int, on_device: BackwardTiming | None = None
+    ) -> None:
+        """Gradients came for so many seconds until now; they are reduced in so many buckets.
+
+        A device computes them later, and takes the time `on_device`.
+        """
+        if self.enabled:
+            if on_device is None:
+                self._backward += seconds
+            else:
+                self._device_backward.append(on_device)
+            self.buckets += buckets
+            if not self._last_end:
+                with self._lock:
+                    self._last = self._sum()
+                self._last_end = time.monotonic() - seconds
+
+    def end_step(self, buckets: int = 0) -> None:
+        """An optimizer has made a step. The seam for all bindings; any thread may call."""
+        if not self.enabled:
+            return
+        now = time.monotonic()
+        with self._lock:
+            wait, reduce, hidden = self._past[:3]
+            for counters in self._counters:  # without the sum of everything
+                counters.settle()
+                wait += counters.wait
+                reduce += counters.reduce + counters.device_reduce
+                hidden += counters.hidden() + counters.device_hidden
+            while self._device_backward and self._device_backward[0].is_over():
+                self._backward += self._device_backward.popleft().backward()
+            last_end, last = self._last_end, self._last
+            if not last_end:  # a first step without a beginning: nothing can be said of it
+                last_end, last = now, Totals(wait, reduce, hidden)
+            seconds = now - last_end
+            waited = max(0.0, wait - last.wait)
+            reduced = max(0.0, reduce - last.reduce)
+            was_hidden = max(0.0, hidden - last.hidden)
+            self.steps += 1
+            self._recent.append(
+                Step(self.steps, now, seconds, self._backward, waited, reduced, was_hidden)
+            )
+            self._last = Totals(wait, reduce, hidden)
+            self._last_end = now
+            self.step_seconds += seconds
+            self.backward_seconds += self._backward
+            self._in_steps[0] += waited
+            self._in_steps[1] += reduced
+            self._in_steps[2] += was_hidden
+            self.buckets += buckets
+            self._backward = 0.0
+        if now - self._sampled > _SAMPLE_SECONDS:
+            self.sample_devices()
+
+    def recent(self) -> list[Step]:
+        """The last steps, oldest first."""
+        return list(self._recent.copy())
+
+    def steps_per_second(self) -> float:
+        """Over the last steps."""
+        recent = self.recent()[-_RATE_STEPS - 1 :]
+        if len(recent) < 2 or recent[-1].end <= recent[0].end:
+            return 0.0
+        return (len(recent) - 1) / (recent[-1].end - recent[0].end)
+
+    def summary(self) -> str:
+        """One line for the end of a job."""
+        totals = self.totals()
+        seconds, parts = max(time.monotonic() - self.began, 1e-9), list(totals[:3])
+        what = f"{totals.operations} operations in {seconds:.1f} s"
+        if self.steps and self.step_seconds:
+            seconds, parts = self.step_seconds, self._in_steps
+            what = f"{self.steps} steps in {seconds:.1f} s ({self.steps / seconds:.3g} steps/s)"
+        wait, reduce, hidden = (100 * part / seconds for part in parts)
+        return (
+            f"{what}: {wait:.1f} % of the time waiting for other ranks, {reduce:.1f} % reducing "
+            f"({hidden:.1f} % hidden behind computing), {totals.reduced / 1e6:.4g} MB reduced"
+        )
+
+    # -- memory ----------------------------------------------------------------------------
+
+    def sample_devices(self) -> None:
+        """Look at what GPUs have done, and at their memory.
+
+        In threads of the program only: it calls torch.
+        """
+        self._sampled = time.monotonic()
+        with self._lock:
+            for counters in self._counters:
+                counters.settle()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self.gpu_memory = int(torch.cuda.memory_allocated())
+            if not self.gpu_uuid:
+                device = torch.cuda.get_device_properties(torch.cuda.current_device())
+                self.gpu_uuid = f"GPU-{getattr(device, 'uuid', '')}"
+
+    # -- metrics ---------------------------------------------------------------------------
+
+    def log(self, values: Mapping[str, Any], step: Any) -> None:
+        """Keep a script's own numbers for the next report; ValueError before any is kept."""
+        checked = {check_name(name): check_number(name, value) for name, value in values.items()}
+        at = self.steps if step is None else check_step(step)
+        with self._lock:
+            if len(self.metrics.keys() | checked.keys()) > MOST_NAMES:
+                raise ValueError(
+                    f"hvd.stats.log() takes {MOST_NAMES} different names at most, and "
+                    f"{next(iter(checked.keys() - self.metrics.keys()))!r} would be one more: do "
+                    f"not make numbers part of a name, give them as step="
+                )
+            for name, value in checked.items():
+                self.metrics.setdefault(name, deque(maxlen=MOST_VALUES)).append((at, value))
+
+    def take_metrics(self) -> dict[str, list[tuple[int, float]]]:
+        """What was logged since the last call."""
+        with self._lock:
+            taken = {name: list(values) for name, values in self.metrics.items() if values}
+            for name in taken:
+                self.metrics[name].clear()
+        return taken
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    try:
+        pages = int(Path("/proc/self/statm").read_bytes().split()[1])
+    except (OSError, ValueError, IndexError):  # not Linux: the most that it has been
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
+    return pages * resource.getpagesize()

@@ -1,0 +1,175 @@
+"""Noticing requests that some ranks wait for and others never submitted.
+
+One thread per process looks at the channels now and then (a quarter of the warning time), so an
+idle process costs nothing and transports know nothing of stalls. A rank that has waited too long
+puts what it waits for, and the line of the user's code that submitted it, into the job's store;
+the lowest of these ranks tells people who is missing. The store may be out of reach, which may be
+the very reason of the stall: it is asked from a thread of its own, and a rank that gets no answer
+still ends its operations in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.logging import get_logger
+from horovod.observe.statistics.compilations import graph_count, waiting_hint
+from horovod.observe.statistics.operations import ObservedChannel
+from horovod.transport.base import Group
+
+T = TypeVar("T")
+
+logger = get_logger(__name__)
+
+_NAMES_SHOWN = 6
+_PATIENCE = 2.0  # seconds that the store may take before a rank goes on without its answer
+
+_ADVICE = (
+    "To end such a job instead of waiting on, set HOROVOD_STALL_SHUTDOWN_TIME_SECONDS "
+    "(--stall-check-shutdown-time-seconds)."
+)
+
+Reports = dict[int, dict[str, Any]]  # rank in the group -> what it waits for
+
+
+class StallInspector:
+    """Watches channels from its own thread until `stop`."""
+
+    def __init__(
+        self,
+        channels: Callable[[], Iterable[ObservedChannel]],
+        warn_after: float,
+        shut_down_after: float,
+    ) -> None:
+        self._channels = channels
+        self._warn_after = warn_after
+        self._shut_down_after = shut_down_after  # 0: never
+        self._reported: dict[int, float] = {}  # set id -> when we last spoke of it
+        self._posted: set[int] = set()
+        self._asking: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="horovod-stall", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(max(0.05, self._warn_after / 4)):
+            for channel in list(self._channels()):
+                self._inspect(channel)
+
+    def _inspect(self, channel: ObservedChannel) -> None:
+        now = time.monotonic()
+        store, key = channel.group.store, f"stall/{channel.group.rank}"
+        stalled = [r for r in channel.pending() if now - r.submitted > self._warn_after]
+        if not stalled:
+            self._reported.pop(channel.set_id, None)
+            if channel.set_id in self._posted and self._ask(lambda: store.delete(key)) is not None:
+                self._posted.discard(channel.set_id)
+            return
+        waited = now - stalled[0].submitted
+        report = {"tensors": {r.name: r.source for r in stalled}, "graphs": graph_count()}
+        fatal = 0 < self._shut_down_after < waited
+        speak = fatal or now - self._reported.get(channel.set_id, 0.0) >= self._warn_after
+
+        def exchange() -> Reports:
+            store.set(key, json.dumps(report).encode())
+            return _reports(channel.group, report, fatal) if speak else {}
+
+        self._posted.add(channel.set_id)
+        reports = self._ask(exchange)
+        if not speak:
+            return
+        self._reported[channel.set_id] = now
+        text = describe(channel, reports or {channel.group.rank: report}, waited)
+        if not reports:
+            text = f"The job's store does not answer: is this host cut off? {text}"
+        if fatal:
+            logger.error("%s\nShutting down after %g s, as configured.", text, waited)
+            channel.abort(HorovodInternalError(f"stalled for {waited:.1f} s: {text}"))
+        elif not reports or min(reports) == channel.group.rank:
+            logger.warning("%s%s", text, "" if self._shut_down_after else f"\n{_ADVICE}")
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """The store's answer; None when it has none in time, or still owes an earlier one."""
+        if self._asking is not None and self._asking.is_alive():
+            return None
+        answers: list[T] = []
+
+        def run() -> None:
+            try:
+                answers.append(question())
+            except (OSError, TimeoutError) as error:
+                logger.debug("stall check failed: %s", error)
+
+        self._asking = threading.Thread(target=run, name="horovod-stall-store", daemon=True)
+        try:
+            self._asking.start()
+        except RuntimeError:  # the interpreter is shutting down
+            return None
+        self._asking.join(_PATIENCE)
+        return answers[0] if answers else None
+
+
+def _reports(group: Group, mine: dict[str, Any], fatal: bool) -> Reports:
+    """What waiting ranks have posted, in few requests however many they are.
+
+    As a warning it is for the lowest of them, which speaks; the others get to know who that is.
+    When it ends the job all need it: the first collects it for all.
+    """
+    store = group.store
+    if fatal and store.add("stalled/ranks", 1) > 1:
+        with contextlib.suppress(TimeoutError):
+            collected = json.loads(store.get("stalled/reports", _PATIENCE / 2))
+            return {int(rank): report for rank, report in collected} | {group.rank: mine}
+    waiting = sorted({group.rank, *(int(k.rpartition("/")[2]) for k in store.keys("stall/"))})
+    reports: Reports = {waiting[0]: {"tensors": {}}, group.rank: mine}
+    if not fatal and waiting[0] != group.rank:
+        return reports
+    for rank in waiting:
+        data = None if rank == group.rank else store.try_get(f"stall/{rank}")
+        if data is not None:  # else it has gone on meanwhile
+            reports[rank] = json.loads(data)
+    if fatal:
+        store.set("stalled/reports", json.dumps(list(reports.items())).encode())
+    return reports
+
+
+def describe(channel: ObservedChannel, reports: Reports, waited: float) -> str:
+    """Who waits for what since when and where, and who is missing."""
+    group = channel.group
+    sources: dict[str, dict[int, str]] = {}
+    for rank, report in reports.items():
+        for name, source in report["tensors"].items():
+            sources.setdefault(name, {})[rank] = source
+    missing: dict[int, list[str]] = {}
+    for name, holders in sources.items():
+        for rank in range(group.size):
+            if rank not in holders:
+                missing.setdefault(rank, []).append(name)
+    lines = [
+        f"Some ranks have waited {waited:.1f} s for operations that others have not submitted. "
+        f"The others may be dead, stopped, busy, or running other operations. Missing ranks:"
+    ]
+    for rank, names in sorted(missing.items()):
+        lines.append(f"{group.global_ranks[rank]}: [{_listed(names)}]")
+    lines.append("Waiting ranks:")
+    for rank, report in sorted(reports.items()):
+        places = [f"{name} ({source})" for name, source in report["tensors"].items()]
+        lines.append(f"{group.global_ranks[rank]}: {_listed(places)}")
+    hint = waiting_hint(
+        {group.global_ranks[rank]: report.get("graphs", 0) for rank, report in reports.items()}
+    )
+    return "\n".join([*lines, hint] if hint else lines)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (" ..." if len(names) > _NAMES_SHOWN else "")

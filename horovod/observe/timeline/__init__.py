@@ -1,0 +1,8 @@
+"""Timelines: recording one on each rank, reading the files, and merging them.
+
+- `recorder` writes a rank's file, `format` has the names that writing and reading share;
+- `files` reads a rank's file, `recording` makes collectives, waits and steps of its events;
+- `matching` finds what belongs together in the files of several ranks, `clocks` puts the ranks on
+  one clock;
+- `merging` writes one trace for Perfetto and chrome://tracing.
+"""

@@ -1,0 +1,325 @@
+"""The timeline: what every tensor did and when, as a trace that Chrome and Perfetto open.
+
+The engine owns at most one `Timeline` and calls it around negotiation, execution and the
+activities within, bindings around their steps. Every rank writes its own file;
+``python -m horovod.timeline`` merges the files of several ranks and explains them.
+
+A file is one JSON array with one event per line, in upstream's event shapes: first a metadata
+record with the start time, then every tensor as a "process" whose rows hold nested begin ("B")
+and end ("E") events. It is complete after each event, so a killed rank leaves a loadable file.
+What upstream has not is in arguments of these events and in rows of their own:
+
+- the first record also tells rank, size, host, the host's monotonic clock at the start, the cores
+  on which the rank may run, and the fusion threshold;
+- the row of several tensors that are reduced together tells which they are;
+- the end of a negotiation tells the number of the collective in its process set, the same on all
+  ranks, so that readers can match the files of ranks that began to record at different times;
+- "WAIT" in the row "waiting" is time in which a thread of the program waited for results;
+- "STEP" and "BACKWARD" in an optimizer's row are its steps; where the kernel tells, a step has for
+  how many microseconds its thread ran, and for how many it waited for a core ("starved").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from horovod.common.logging import get_logger
+from horovod.observe.timeline.format import BACKWARD, START_TIME, STEP, VERSION, WAIT
+from horovod.observe.timeline.thread_times import ThreadTimes, allowed_cores, thread_times
+
+if TYPE_CHECKING:
+    import torch
+
+log = get_logger(__name__)
+
+CLOSING = b"\n]\n"
+PAGE = 4096
+WAITING = "waiting"  # the row of waits
+
+
+class Timeline:
+    """Writes one rank's trace. Any thread may call; nothing here ever raises into training."""
+
+    def __init__(
+        self,
+        path: str,
+        rank: int,
+        mark_cycles: bool = False,
+        size: int | None = None,
+        host: str | None = None,
+        members: Mapping[str, Sequence[str]] | None = None,
+        fusion_threshold: int | None = None,
+    ) -> None:
+        """`members` has the names of the tensors of a row that stands for several."""
+        self.path = path_of_rank(path, rank)
+        self.mark_cycles = mark_cycles
+        self._members = {} if members is None else members
+        self._lock = threading.Lock()
+        self._pids: dict[str, int] = {}
+        self._times: dict[str, tuple[int, ThreadTimes]] = {}  # after a row's last step; its thread
+        self._descriptor: int | None = None
+        self._reported = False
+        self._end = 0  # where the closing bracket stands, and the next event goes
+        self._separator = b"[\n"
+        self._started = time.perf_counter_ns()
+        epoch = time.time_ns() // 1000
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            self._descriptor = os.open(self.path, flags, 0o644)
+        except OSError as error:
+            self._report(error)
+            return
+        with self._lock:
+            origin: dict[str, object] = {START_TIME: epoch, "rank": rank, "size": size}
+            origin |= {"host": host, "clock": self._started // 1000, "version": VERSION}
+            origin |= {"cores": allowed_cores(), "fusion_threshold": fusion_threshold}
+            known = {key: value for key, value in origin.items() if value is not None}
+            self._write(metadata("process_name", 0, **known))
+            self._write(metadata("process_sort_index", 0, sort_index=0))
+
+    # -- what happens to a tensor ------------------------------------------------------------
+
+    def negotiate_start(self, name: str, kind: str) -> None:
+        """The tensor was submitted here; agreement with the other ranks begins."""
+        self._begin(name, f"NEGOTIATE_{kind.upper()}")
+
+    def rank_ready(self, name: str, rank: int, at: float, number: int) -> None:
+        """That rank submitted the tensor, at a time that was found out since.
+
+        `number` is that of `negotiate_end`, for by then the name may be in use again.
+        """
+        body = f'"ph": "X", "name": "{rank}", "dur": 0, "args": {{"number": {number}}}'
+        self._event(name, body, at)
+
+    def negotiate_end(
+        self, name: str, at: float | None = None, set_id: int = 0, number: int | None = None
+    ) -> None:
+        """All ranks agreed. `number` counts the process set's collectives, alike on all ranks."""
+        body = '"ph": "E"'
+        if number is not None:
+            body += f', "args": {{"set": {set_id}, "number": {number}}}'
+        self._event(name, body, at)
+
+    def start(self, name: str, kind: str, at: float | None = None) -> None:
+        """The collective itself begins."""
+        self._begin(name, kind.upper(), at)
+
+    def activity(self, name: str, activity: str) -> Activity:
+        """A phase of the collective, as a context manager."""
+        return Activity(self, name, activity)
+
+    def end(self, name: str, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """What began last is over. `tensors` describe the result of a collective."""
+        about: dict[str, object] = {}
+        if tensors:
+            kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+            about["dtype"] = ", ".join(kinds)
+        if len(tensors) == 1:
+            about["shape"] = str(list(tensors[0].shape))
+        elif tensors:
+            about |= {"count": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
+            if name in self._members:
+                about["tensors"] = shortened(self._members[name])
+        self._event(name, '"ph": "E"' + (f', "args": {json.dumps(about)}' if about else ""))
+
+    # -- what the program does ---------------------------------------------------------------
+
+    def waited(self, name: str, began: float, ended: float | None = None) -> None:
+        """A thread, or a device, waited for this request's result, until now if not told."""
+        ended = time.perf_counter() if ended is None else ended
+        self._span(WAITING, WAIT, began, ended, f'{{"for": {quoted(name)}}}')
+
+    def device_allreduce(
+        self,
+        name: str,
+        nbytes: int,
+        dtype: torch.dtype,
+        ready: float,
+        began: float,
+        ended: float,
+    ) -> None:
+        """A device has reduced a bucket that it was given without asking other ranks first.
+
+        `ready`: when its gradients were there.
+        """
+        about = {"dtype": str(dtype).removeprefix("torch."), "bytes": nbytes}
+        if name in self._members:
+            about |= {"count": len(self._members[name]), "tensors": shortened(self._members[name])}
+        self._begin(name, "NEGOTIATE_ALLREDUCE", ready)
+        self._event(name, '"ph": "E"', began)
+        self._begin(name, "ALLREDUCE", began)
+        self._begin(name, "NCCL_ALLREDUCE", began)
+        self._event(name, '"ph": "E"', ended)
+        self._event(name, f'"ph": "E", "args": {json.dumps(about)}', ended)
+
+    def step(
+        self,
+        row: str,
+        number: int,
+        began: float,
+        backward: tuple[float, float],
+        ended: float | None = None,
+    ) -> None:
+        """An optimizer has all gradients of a step that began when it had those of the last.
+
+        `backward`: when its first gradient was there, and when it began to wait for the others.
+        `ended`: when it had them all, if not now.
+        """
+        about = f'"step": {number}'
+        if ended is None:  # else a device's step, about which the thread's times say nothing
+            ended = time.perf_counter()
+            about += self._thread_times(row)
+        self._span(row, STEP, began, ended, f"{{{about}}}")
+        if began <= backward[0] <= backward[1]:
+            self._span(row, BACKWARD, *backward, f'{{"step": {number}}}')
+
+    def _thread_times(self, row: str) -> str:
+        """What the kernel tells of this thread since the row's last step, as arguments."""
+        now, thread = thread_times(), threading.get_native_id()
+        last = self._times.pop(row, None)
+        if now is None:
+            return ""
+        self._times[row] = thread, now
+        if last is None or last[0] != thread:
+            return ""
+        ran, starved = now.ran - last[1].ran, now.starved - last[1].starved
+        return f', "ran": {round(ran * 1e6)}, "starved": {round(starved * 1e6)}'
+
+    def _span(self, row: str, what: str, began: float, ended: float, about: str) -> None:
+        """What lasted from `began` to `ended`, as far as it was recorded."""
+        began = max(began, self._started / 1e9)
+        duration = max(0, round((ended - began) * 1e6))
+        self._event(row, f'"ph": "X", "name": "{what}", "dur": {duration}, "args": {about}', began)
+
+    def mark_cycle(self) -> None:
+        """A round of the engine begins. Recorded only when cycles were asked for."""
+        if not self.mark_cycles:
+            return
+        with self._lock:
+            stamp = self._stamp(time.perf_counter())
+            self._write(f'{{"ph": "i", "name": "CYCLE_START", "ts": {stamp}, "pid": 0, "s": "g"}}')
+
+    def close(self) -> None:
+        """Stop recording. The file is complete already; later events are dropped."""
+        with self._lock:
+            self._release()
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def _begin(self, name: str, what: str, at: float | None = None) -> None:
+        self._event(name, f'"ph": "B", "name": {quoted(what)}', at)
+
+    def _event(self, name: str, body: str, at: float | None = None) -> None:
+        """`at`: when it happened, by `time.perf_counter`, if not now."""
+        with self._lock:
+            if self._descriptor is None:
+                return
+            pid = self._pids.get(name)
+            if pid is None:
+                pid = self._pids[name] = len(self._pids) + 1
+                about: dict[str, object] = {"name": name}
+                if name in self._members:
+                    about["tensors"] = list(self._members[name])
+                self._write(metadata("process_name", pid, **about))
+                self._write(metadata("process_sort_index", pid, sort_index=pid))
+            stamp = self._stamp(time.perf_counter() if at is None else at)
+            self._write(f'{{{body}, "ts": {stamp}, "pid": {pid}}}')
+
+    def _stamp(self, at: float) -> int:
+        return max(0, (int(at * 1e9) - self._started) // 1000)
+
+    def _write(self, event: str) -> None:
+        """Append one event, replacing the closing bracket, in one system call."""
+        if self._descriptor is None:
+            return
+        data = self._separator + event.encode("ascii") + CLOSING
+        # A kill can cut a write only between two pages. Blanks move an event that would straddle
+        # them onto the next page: a cut then costs the bracket, which viewers do not require,
+        # and never leaves half an event.
+        room = PAGE - self._end % PAGE
+        if len(data) > room:
+            data = b" " * room + data
+        try:
+            written = os.pwrite(self._descriptor, data, self._end)
+            if written < len(data):
+                raise OSError(f"only {written} of {len(data)} bytes could be written")
+        except OSError as error:
+            self._report(error)
+            self._cut_back()
+            return
+        self._end += len(data) - len(CLOSING)
+        self._separator = b",\n"
+
+    def _cut_back(self) -> None:
+        """Drop a half-written event, so that what was recorded before stays readable."""
+        assert self._descriptor is not None
+        with contextlib.suppress(OSError):  # already reported: the same disk refused just now
+            os.ftruncate(self._descriptor, self._end)
+            os.pwrite(self._descriptor, CLOSING, self._end)
+        self._release()
+
+    def _release(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            try:
+                os.close(descriptor)
+            except OSError as error:
+                self._report(error)
+
+    def _report(self, error: OSError) -> None:
+        if self._reported:
+            return
+        self._reported = True
+        log.warning(
+            "The timeline stops here: %s could not be written (%s). Training goes on; to record "
+            "one, name a file in an existing folder with free space.",
+            self.path,
+            error.strerror or error,
+        )
+
+
+class Activity:
+    """Brackets one activity; a plain class, as generators cost more than the events do."""
+
+    __slots__ = ("_activity", "_name", "_timeline")
+
+    def __init__(self, timeline: Timeline, name: str, activity: str) -> None:
+        self._timeline = timeline
+        self._name = name
+        self._activity = activity
+
+    def __enter__(self) -> None:
+        self._timeline._begin(self._name, self._activity)
+
+    def __exit__(self, *error: object) -> None:
+        self._timeline.end(self._name)
+
+
+def path_of_rank(path: str, rank: int) -> str:
+    """Rank 0 writes `path` itself, as upstream does; rank 3 of run.json writes run.rank3.json."""
+    if rank == 0:
+        return path
+    stem, suffix = os.path.splitext(path)
+    return f"{stem}.rank{rank}{suffix}"
+
+
+def metadata(what: str, pid: int, **arguments: object) -> str:
+    return json.dumps({"name": what, "ph": "M", "pid": pid, "args": arguments})
+
+
+def shortened(names: Sequence[str], most: int = 3) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+@lru_cache(maxsize=256)
+def quoted(text: str) -> str:
+    return json.dumps(text)
