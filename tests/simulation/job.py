@@ -120,7 +120,8 @@ class Cluster:
             return
         if driver.code != 0:
             self.breach(f"the launcher ended with code {driver.code}")
-        elif self.status != 0 and not self.ending.startswith(_LEGITIMATE):
+        # Who is lost while others have finished may have had something left to do: a failure.
+        elif self.status != 0 and not self.finished and not self.ending.startswith(_LEGITIMATE):
             self.breach(f"the job failed with status {self.status}: {self.ending!r}")
         if len({json.dumps(each) for each in self.finished.values()}) > 1:
             self.breach(f"workers finished with different models: {self.finished}")
