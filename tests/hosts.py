@@ -245,7 +245,7 @@ class _RanksOnHosts(Ranks):
         self.size = len(slots)
         self._server = hosts.serve_store(key)
         self._ranks: list[Rank] = []
-        meeting = WorkerRendezvous(LAUNCHER, self._server.port, USER_PORT, key)
+        meeting = WorkerRendezvous(LAUNCHER, self._server.port, key, LAUNCHER, USER_PORT)
         try:
             for slot in slots:
                 if launcher is None:

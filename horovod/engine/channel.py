@@ -25,8 +25,6 @@ from horovod.engine.request import Request, caller
 from horovod.engine.request_queue import RequestQueue
 from horovod.engine.rounds import Rounds
 from horovod.engine.waiters import Waiters
-from horovod.observe.statistics.counters import Counters
-from horovod.observe.statistics.ranges import waiting
 from horovod.transport.base import Group
 from horovod.transport.process_group import DeviceTransport
 
@@ -56,24 +54,22 @@ class Channel:
         executor: Executor,
         *,
         on_loss: Callable[[Sequence[int]], None],
-        lane_counters: Counters | None = None,
         background_core: int | None = None,
     ) -> None:
         self.set_id = set_id
         self.group = group
         self.transport = executor.transport  # of host memory
-        self.trace = executor.trace
+        self.observer = executor.observer
         self.tuned: tuple[float, str | None] | None = None  # what autotuning has settled on
         self.inline: tuple[str, float, FrameType] | None = None  # now: see `InlineReduction`
         self.lanes: dict[str, Lane] = {}
-        self.lane_counters = lane_counters  # None: nobody counts
         self.driving = threading.Lock()  # held by the thread that runs a round
-        self.waiters = Waiters(executor.counters)
+        self.waiters = Waiters()
         self._executor = executor
         executor.on_device_failure = self.abort
         self._on_loss = on_loss  # told the ranks of the world because of which operations fail
         self.queue = RequestQueue()
-        self.rounds = Rounds(set_id, group, executor, self.queue, self.waiters)
+        self.rounds = Rounds(group, executor, self.queue, self.waiters)
         self._background = BackgroundThread(
             f"horovod-set{set_id}", self.queue, self.rounds.cycle, background_core
         )
@@ -85,9 +81,7 @@ class Channel:
         if capture.is_on():
             raise capture.cannot_capture(request)
         self.queue.append(request)
-        timeline = self.trace.timeline
-        if timeline is not None:
-            timeline.negotiate_start(request.name, request.label)
+        self.observer.queued(request)
         if background and not self._background.rung.is_set():
             self._background.ring(self._background_round)
         return request
@@ -116,7 +110,7 @@ class Channel:
             transport = self._executor.open_lane(name, device)
             if transport is None:
                 return None
-            self.lanes[name] = Lane(name, self, transport, self.lane_counters)
+            self.lanes[name] = Lane(name, self, transport, self.observer.lane_counters)
             return self.lanes[name]
 
         lane: Lane | None = self.change(Kind.LANE, (name, device.type), open_it)
@@ -157,11 +151,10 @@ class Channel:
 
     def drive(self, request: Request) -> None:
         """Run rounds until `request` is finished."""
-        timeline = self.trace.timeline
-        began = time.perf_counter() if timeline is not None else 0.0
+        began = time.perf_counter()
         while not request.finished:
             if not self.driving.acquire(blocking=False):
-                with waiting(request):
+                with self.observer.waiting(request):
                     self.waiters.wait_for(lambda: request.finished or not self.driving.locked())
                 continue
             try:
@@ -171,23 +164,12 @@ class Channel:
                 self.driving.release()
                 if self.waiters.number:
                     self.waiters.tell()
-        if timeline is not None:
-            timeline.waited(request.name, began)
+        self.observer.waited_for(request, began)
 
     def _background_round(self) -> None:
-        """A round that the program does not wait for, unless it says so (`Waiters`)."""
-        with self.driving:
-            counters = self.rounds.counters
-            if counters is None:
-                self._guarded_round()
-            else:
-                before = counters.wait + counters.reduce
-                counters.background_since = time.monotonic()
-                try:
-                    self._guarded_round()
-                finally:
-                    counters.background += counters.wait + counters.reduce - before
-                    counters.background_since = 0.0
+        """Run a round that the program does not wait for, unless it says so (`drive`)."""
+        with self.driving, self.observer.in_background():
+            self._guarded_round()
         self.waiters.tell()
 
     def _guarded_round(self) -> None:
@@ -201,7 +183,8 @@ class Channel:
 
     def wait_beside(self, request: Request, seconds: float) -> None:
         """Wait while another thread runs rounds, until `request` is finished, for so long."""
-        self.waiters.wait_for(lambda: request.finished, seconds)
+        with self.observer.waiting(request):
+            self.waiters.wait_for(lambda: request.finished, seconds)
 
     # -- ending ----------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,27 +17,11 @@ from horovod.engine.collective import Kind, Reduction
 from horovod.engine.lane import open_transport, stand_in
 from horovod.engine.request import Request
 from horovod.engine.scaling import finish_, is_inexact, scale_, sum_and_scale
-from horovod.observe.statistics.counters import Counters, DeviceTiming
-from horovod.observe.timeline.recorder import Timeline
+from horovod.observe.observer import Observer
 from horovod.transport.base import DEVICE, MAX_TENSORS, Transport
 from horovod.transport.process_group import DeviceTransport
 
 DeviceTransports = Callable[[torch.device, str], Transport]  # and what it is for
-
-
-@dataclass
-class Trace:
-    """Where a job's timeline is while one is being recorded."""
-
-    timeline: Timeline | None = None
-    members: dict[str, Sequence[str]] = field(default_factory=dict)  # of requests that are groups
-    shares_arrivals: bool = False  # whether ranks tell each other when they submitted; all or none
-    watched: bool = False  # one of both: then nothing takes the shortest way
-
-    def record(self, timeline: Timeline | None) -> None:
-        """Record into this one from now on."""
-        self.timeline = timeline
-        self.watched = timeline is not None or self.shares_arrivals
 
 
 class Executor:
@@ -48,11 +31,10 @@ class Executor:
         self,
         transport: Transport,
         for_device: DeviceTransports,
-        trace: Trace,
-        counters: Counters | None = None,
+        observer: Observer,
         hosts: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self.counters = counters  # None: nobody counts
+        self.observer = observer
         self._hosts = hosts  # the ranks on each
         self.transport = transport
         self._for_device = for_device
@@ -61,7 +43,6 @@ class Executor:
         self._streams: dict[torch.device, Any] = {}
         self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self.on_device_failure: Callable[[HorovodInternalError], object] | None = None
-        self.trace = trace
         self.rank = transport.rank
         self.size = transport.size
 
@@ -140,7 +121,7 @@ class Executor:
         if batch.fused:
             sources = [batch.inputs[index].view(-1) for index in batch.fused]
             vector.append(self._fusion_buffer(sources))
-            with self._activity(batch.request.name, "MEMCPY_IN_FUSION_BUFFER"):
+            with self.observer.activity(batch.request.name, "MEMCPY_IN_FUSION_BUFFER"):
                 torch.cat(sources, out=vector[-1])
         prescale_factor = batch.request.reduction.prescale_factor
         if prescale_factor != 1.0:
@@ -153,7 +134,7 @@ class Executor:
         """Bring results out of the fusion buffer."""
         if batch.vector and batch.fused:
             outputs = [batch.outputs[index].view(-1) for index in batch.fused]
-            with self._activity(batch.request.name, "MEMCPY_OUT_FUSION_BUFFER"):
+            with self.observer.activity(batch.request.name, "MEMCPY_OUT_FUSION_BUFFER"):
                 sizes = [output.numel() for output in outputs]
                 parts = torch.split_with_sizes(batch.vector[-1], sizes)
                 torch._foreach_copy_(outputs, list(parts))
@@ -206,7 +187,7 @@ class Executor:
         with self._on_device(request.tensors[0].device, requests) as transport:
             if request.kind is Kind.ALLREDUCE:
                 return self._reduce_batch(batch, request, transport)
-            with self._activity(batch.request.name, f"{transport.name}_{request.kind.name}"):
+            with self.observer.activity(request.name, f"{transport.name}_{request.kind.name}"):
                 result = _RUN[request.kind](self, request, transport)
             _hand_over(result, request.stream)
             return result
@@ -216,7 +197,7 @@ class Executor:
             self._adasum(batch, transport)
             return
         vector = self.pack(batch, transport)
-        with self._activity(batch.request.name, f"{transport.name}_ALLREDUCE"):
+        with self.observer.activity(batch.request.name, f"{transport.name}_ALLREDUCE"):
             if batch.begun:
                 transport.finish_allreduce()
             else:
@@ -231,7 +212,7 @@ class Executor:
                 target.copy_(source)
             outputs.append(target.view(-1))
             scale_(outputs[-1], reduction.prescale_factor)
-        with self._activity(batch.request.name, f"{transport.name}_ADASUM_ALLREDUCE"):
+        with self.observer.activity(batch.request.name, f"{transport.name}_ADASUM_ALLREDUCE"):
             adasum_(outputs, transport, self._hosts if outputs[0].is_cuda else None)
         for output in outputs:
             scale_(output, reduction.postscale_factor)
@@ -309,7 +290,7 @@ class Executor:
         module = torch.get_device_module(device)
         transport = self._device_transports.get(device)
         if transport is None:
-            with self._activity(requests[0].name, f"INIT_{device.type.upper()}"):
+            with self.observer.activity(requests[0].name, f"INIT_{device.type.upper()}"):
                 transport = self._device_transports[device] = self._for_device(device, "")
             if isinstance(transport, DeviceTransport):
                 transport.on_failure = self.on_device_failure
@@ -325,27 +306,19 @@ class Executor:
                 transport.check_usable()  # or the device has given up in the middle
                 return
             # A transport that takes host memory's way does all of it here, in the host's time.
-            timing, counters = None, self.counters
-            if counters is not None and DEVICE in transport.media:
-                timing = DeviceTiming(device, stream)
+            timing = None
+            if DEVICE in transport.media:
+                timing = self.observer.begin_on_device(device, stream)
             yield transport
-            if counters is not None and timing is not None:
-                ready = timing.end(stream)
-                counters.timings.append(timing)
+            if timing is not None:
+                ready = self.observer.end_on_device(timing, stream)
             else:
                 ready = module.Event()
                 ready.record(stream)
             for request in requests:
                 request.ready, request.timing = ready, timing
 
-    # -- timeline --------------------------------------------------------------------------
 
-    def _activity(self, name: str, activity: str) -> contextlib.AbstractContextManager[Any]:
-        timeline = self.trace.timeline
-        return _NOTHING if timeline is None else timeline.activity(name, activity)
-
-
-_NOTHING = contextlib.nullcontext()
 _AGREEMENTS = (Kind.BARRIER, Kind.CONFIRM)
 
 _RUN: dict[Kind, Callable[[Executor, Request, Transport], Any]] = {

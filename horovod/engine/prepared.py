@@ -18,7 +18,6 @@ from horovod.engine import capture
 from horovod.engine.channel import Channel
 from horovod.engine.request import Request, bytes_on_wire
 from horovod.engine.scaling import sum_and_scale
-from horovod.observe.statistics.ranges import profiler_records
 from horovod.transport.base import MAX_TENSORS
 from horovod.transport.process_group import DeviceTransport
 
@@ -77,9 +76,7 @@ class PreparedAllreduce:
         if self.waits:
             began = time.monotonic()
             transport.await_stream()
-            counters = self.channel.rounds.counters
-            if counters is not None:
-                counters.reduce += time.monotonic() - began
+            self.channel.observer.reduced(began)
         return True
 
     def allreduce_inline(
@@ -92,10 +89,8 @@ class PreparedAllreduce:
         Tensors `on_device` are reduced in the current stream, and not waited for.
         """
         channel = self.channel
-        queue, rounds, transport = channel.queue, channel.rounds, channel.transport
-        if queue.requests or queue.failure is not None or channel.trace.watched:
-            return False
-        if rounds.ranges.always or profiler_records():  # then as a request, which is watched
+        queue, observer, transport = channel.queue, channel.observer, channel.transport
+        if queue.requests or queue.failure is not None or observer.is_watching():
             return False
         if capture.active is not None or (on_device is not None and capture.is_captured(vector[0])):
             return False
@@ -112,25 +107,15 @@ class PreparedAllreduce:
                     on_device.allreduce_one(vector[0], self.plain, self.scale, self.waits)
                 else:
                     transport.allreduce_vector(vector, self.plain, self.scale, self.wire)
-                rounds.num_run += 1
-                counters = rounds.counters
-                if counters is not None:
-                    counters.reduce += time.monotonic() - met
-                    counters.wait += met - began
-                    counters.operations += 1
-                    if on_device is not None:
-                        counters.count_on_device(self.nbytes, self.nbytes)
-                    else:
-                        counters.bytes_inline += self.nbytes
-                    if self.saved:
-                        counters.save(self.saved)
+                channel.rounds.num_run += 1
+                observer.reduced_inline(began, met, self.nbytes, self.saved, on_device is not None)
                 return True
-            rounds.waited(began)
+            observer.waited(began)
             channel.inline = None
             request = self._request(vector)
             request.follow_stream()
             queue.put_first(request)
-            rounds.settle()
+            channel.rounds.settle()
         except BaseException as error:
             failure = channel.fail(error)
             if isinstance(error, Exception):

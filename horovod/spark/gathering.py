@@ -14,7 +14,7 @@ from importlib import metadata
 
 from horovod.common.exceptions import TimeoutException
 from horovod.common.topology import Slot
-from horovod.runner.slots.hosts import Host, plan_slots
+from horovod.runner.api import Host, plan_slots
 from horovod.spark.cluster import Cluster
 from horovod.spark.spark_job import SparkJob
 from horovod.spark.task_link import TaskInfo, TaskLink, TaskServer

@@ -323,10 +323,11 @@ def test_cuts(sizes: list[int], most: int, lengths: list[int]):
 @given(
     st.lists(st.tuples(st.integers(1, 60 * MEBIBYTE), st.sampled_from("ab")), min_size=1),
     st.integers(MEBIBYTE, 200 * MEBIBYTE),
+    st.booleans(),
 )
-def test_buckets_of_a_device(gradients: list[tuple[int, str]], limit: int):
+def test_buckets_of_a_device(gradients: list[tuple[int, str]], limit: int, delayed: bool):
     sizes, kinds = [size for size, _ in gradients], [kind for _, kind in gradients]
-    most = device_bucket(limit)
+    most = device_bucket(limit, delayed)
     buckets = cut_for_device(sizes, kinds, most, limit)
     assert sorted(chain(*buckets)) == list(range(len(sizes)))
     assert [bucket[-1] for bucket in buckets] == sorted(bucket[-1] for bucket in buckets)
@@ -341,7 +342,7 @@ def test_the_buckets_of_resnet_50_on_a_device():
     buckets = cut_for_device(sizes, ["float32"] * 91, DEVICE_BUCKET, 128 * MEBIBYTE)
     assert [sum(sizes[index] for index in bucket) // MEBIBYTE for bucket in buckets] == [
         8,
-        *(25, 25, 20, 10, 5, 4, 1),
+        *(25, 25, 20, 10, 5, 5),
     ]
 
 

@@ -35,6 +35,14 @@ class Operation(PendingOperation, Protocol):
     """An operation with its tensors."""
 
     @property
+    def label(self) -> str:
+        """The kind as the timeline calls it."""
+
+    @property
+    def signature(self) -> bytes:
+        """What ranks compare; empty on a rank that has joined, and stands in for others."""
+
+    @property
     def kind(self) -> Enum:
         """What it does; the value is a word such as "allreduce"."""
 

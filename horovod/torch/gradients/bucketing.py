@@ -32,6 +32,7 @@ SMALLEST_BUCKET = 8 * MEBIBYTE  # on an accelerator
 SMALLEST_HOST_BUCKET = MEBIBYTE // 2
 FIRST_DEVICE_BUCKET = MEBIBYTE  # so that the device's library has something to do early
 DEVICE_BUCKET = 25 * MEBIBYTE
+DELAYED_BUCKET = 10 * MEBIBYTE
 LAST_DEVICE_BUCKETS = 4 * MEBIBYTE  # smaller ones cost more time than they save at the end
 _SHARES = 4
 _LITTLE = 8  # less than this part of a bucket goes with the next
@@ -126,14 +127,15 @@ def first_bucket(total: int, limit: int, on_device: bool) -> int:
     return min(limit, LARGEST_BUCKET, max(smallest, total // _SHARES))
 
 
-def device_bucket(limit: int) -> int:
+def device_bucket(limit: int, delayed: bool) -> int:
     """Return the bytes of a bucket that a device's library reduces, of at most `limit`.
 
     Every bucket costs some time, and everybody waits for the last one. Measured with 2 ranks on one
     H200 that talk over sockets, for the 98 MiB of ResNet-50: a step takes 60.5 ms with buckets of
-    10 MiB, 57.3 with 25, and with 40 as long as with 25.
+    10 MiB, 57.3 with 25, and with 40 as long as with 25. Where the next forward waits for one
+    bucket after the other (`delayed`), smaller ones come earlier.
     """
-    return min(limit, DEVICE_BUCKET)
+    return min(limit, DELAYED_BUCKET if delayed else DEVICE_BUCKET)
 
 
 def network_bucket(total: int, limit: int, seconds: float) -> int:
@@ -221,8 +223,8 @@ def cut_for_device(
 
     Up to `most` bytes, all of one kind; the first is small, so that the library has something to do
     early, and so are the last, for which everybody waits: none has more than half of what is left,
-    or LAST_DEVICE_BUCKETS.
-    Buckets come in the order in which their last gradients do. With `whole`, all of a kind are one.
+    or LAST_DEVICE_BUCKETS. Buckets come in the order in which their last gradients do. With
+    `whole`, all of a kind are one.
     """
     left = sum(sizes)
     limits: dict[Hashable, int] = {}
@@ -231,7 +233,11 @@ def cut_for_device(
     for index, (nbytes, kind) in enumerate(zip(sizes, kinds, strict=True)):
         bucket = open_buckets.get(kind)
         size = sum(sizes[member] for member in bucket) if bucket else 0
-        goes_along = size <= most // _LITTLE and nbytes > most and size + nbytes <= limit
+        # A large gradient takes what little there is along, and the last few bytes of all, which
+        # are not worth a bucket of their own, go with those before.
+        goes_along = size + nbytes <= limit and (
+            (size <= most // _LITTLE and nbytes > most) or left < LAST_DEVICE_BUCKETS // 2
+        )
         if bucket and size + nbytes > limits[kind] and not goes_along:
             buckets.append(bucket)
             bucket = None

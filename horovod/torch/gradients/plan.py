@@ -42,7 +42,7 @@ class BucketPlan(NamedTuple):
         measurement = Measurement.EVERYTHING if policy.autotune else Measurement.NOTHING
         if policy.delayed and policy.overlap:
             measurement = Measurement.NETWORK
-        bucket_bytes = device_bucket(policy.limit)
+        bucket_bytes = device_bucket(policy.limit, policy.delayed)
         return Bucketing(policy.overlap, bucket_bytes, measurement)
 
 

@@ -1,9 +1,9 @@
-"""The interface between the driver of an elastic job and the hosts on which workers run.
+"""The interface between a job and the hosts on which its workers run.
 
-`driver` says which hosts it wants, and starts and stops workers on those that are ready. `agents`
-is the implementation for horovodrun, with an agent on every host; a cluster that starts processes
-itself has its own. An implementation reports events to the driver's methods `ready`, `started`,
-`could_not_start` and `exited`.
+A policy (`controller.JobPolicy`) says which hosts it wants, and starts and stops workers on those
+that are ready. `agent_set` is the implementation with an agent on every host; a cluster that starts
+processes itself, such as Ray, has its own. An implementation reports events to the methods `ready`,
+`started`, `could_not_start`, `exited` and `lost` of the `controller.JobController`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from horovod.common.topology import Slot
+from horovod.runner.output.report import LaunchError
 
 _REST_SECONDS = 5.0
 
@@ -50,7 +51,7 @@ class HostSet(ABC):
         return time.monotonic() < self._rests.get(name, 0.0)
 
     @abstractmethod
-    def want(self, names: Sequence[str]) -> dict[str, str]:
+    def want(self, names: Sequence[str]) -> dict[str, LaunchError]:
         """Prepare these hosts; return those that cannot even be tried, with the reasons."""
 
     @abstractmethod
@@ -70,21 +71,19 @@ class HostSet(ABC):
         """Return whether a host is wanted but not ready yet."""
 
     @abstractmethod
-    def met(self, host: Any) -> str:
-        """Find out how a host that has answered reaches the store; return a problem, or nothing."""
+    def met(self, host: Any) -> LaunchError | None:
+        """Find out how a host that has answered reaches the store; return a problem, or None."""
 
-    def probed(self, host: Any, answer: Mapping[str, Any]) -> str:
-        """Take the answer to a question that `met` asked; return a problem, or nothing."""
-        return ""
+    def probed(self, host: Any, answer: Mapping[str, Any]) -> LaunchError | None:
+        """Take the answer to a question that `met` asked; return a problem, or None."""
+        return None
 
     def lost(self, host: Any) -> bool:
         """Remove a host that is gone by itself; return whether it was wanted."""
         return False
 
     @abstractmethod
-    def start(
-        self, name: str, worker: int, index: int, slots: int, assignment: Slot | None
-    ) -> None:
+    def start(self, name: str, worker: int, index: int, slots: int, slot: Slot | None) -> None:
         """Start a worker.
 
         Args:
@@ -92,7 +91,7 @@ class HostSet(ABC):
             worker: The worker's number.
             index: The slot of the host that the worker occupies.
             slots: The number of slots of the host.
-            assignment: The ranks that the worker will have if nothing unexpected happens. Programs
+            slot: The ranks that the worker will have if nothing unexpected happens. Programs
                 look for them in their environment before they call `init`, which returns the real
                 ones.
         """
@@ -110,9 +109,9 @@ class HostSet(ABC):
         """Return whether a worker that was stopped on this host is certainly gone."""
 
 
-def assignment_variables(assignment: Slot | None) -> dict[str, str]:
+def assignment_variables(slot: Slot | None) -> dict[str, str]:
     """Return the environment in which a worker finds the ranks that it will probably have."""
-    if assignment is None:
+    if slot is None:
         return {}
-    facts = dataclasses.asdict(assignment.topology)
+    facts = dataclasses.asdict(slot.topology)
     return {f"HOROVOD_{fact.upper()}": str(value) for fact, value in facts.items()}
