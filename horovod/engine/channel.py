@@ -40,8 +40,8 @@ class InlineReduction(NamedTuple):
 
     @property
     def source(self) -> str:
-        place, line = caller(self.frame)
-        return f"{place}:{line}"
+        path, line = caller(self.frame)
+        return f"{path}:{line}"
 
 
 class Channel:

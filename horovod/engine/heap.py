@@ -77,10 +77,10 @@ def join_pages() -> int:
     in_use, whole = pages.raw, b"\1" * (_HUGE_PAGE // small)
     joined, deadline = 0, time.monotonic() + _LONGEST_JOINING
     # What training uses was allocated last, after the data perhaps.
-    for place in range(end - _HUGE_PAGE, start - 1, -_HUGE_PAGE):
-        first = (place - start) // small
+    for address in range(end - _HUGE_PAGE, start - 1, -_HUGE_PAGE):
+        first = (address - start) // small
         if in_use[first : first + len(whole)] == whole:
-            page = ctypes.c_void_p(place), ctypes.c_size_t(_HUGE_PAGE)
+            page = ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE)
             joined += libc.madvise(*page, _MADV_COLLAPSE) == 0
         if time.monotonic() > deadline:
             break

@@ -1,6 +1,6 @@
 """What exists between `init` and `shutdown`: the job's ranks, its process sets and their channels.
 
-Made by the runtime once this process knows its place.
+Made by the runtime once this process knows its rank.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Runtime(Submission):
     # -- life ------------------------------------------------------------------------------
 
     def init(self, comm: Any = None) -> None:
-        """Find our place among the ranks, meet them, and connect. Does nothing if running."""
+        """Find out our rank, meet the other ranks, and connect. Does nothing if running."""
         if self._job is not None:
             return
         check_not_inherited()
@@ -87,7 +87,7 @@ class Runtime(Submission):
         member.on_break = self.abort
         patience = config.elastic_timeout + config.start_timeout
         member.form(lambda: self._start(None, config), patience)
-        # As upstream does in elastic jobs: programs look there for their place.
+        # As upstream does in elastic jobs: programs look there for their rank.
         for name, value in dataclasses.asdict(self.topology).items():
             os.environ[f"HOROVOD_{name.upper()}"] = str(value)
 

@@ -140,8 +140,8 @@ def greatest(
 
     Who has joined does not. Collective, in the same step on all ranks.
     """
-    place, size = process_set.rank(), set_size(process_set)
-    brought = [float(rank == place) for rank in range(size)]
+    own_rank, size = process_set.rank(), set_size(process_set)
+    brought = [float(rank == own_rank) for rank in range(size)]
     vector = torch.tensor([*mine, *brought], dtype=torch.float64)
     found = allreduce_(vector, name=name, op=Max, process_set=process_set).tolist()
     return found[: len(mine)], [value > 0 for value in found[len(mine) :]]

@@ -184,9 +184,9 @@ class DeviceBucket:
 
     def _pack_narrow(self, params: Sequence[Tensor], gradients: list[Tensor | None]) -> Tensor:
         """Copy the gradients into a buffer of a narrower type; they get the result in the end."""
-        for place, param in enumerate(params):
-            if gradients[place] is None and param.requires_grad:
-                param.grad = gradients[place] = torch.zeros_like(param)
+        for index, param in enumerate(params):
+            if gradients[index] is None and param.requires_grad:
+                param.grad = gradients[index] = torch.zeros_like(param)
         buffer = torch.empty(self.count, dtype=self.wire, device=self.device)
         parts = self._parts(buffer)
         pairs = [(g.detach(), v) for g, v in zip(gradients, parts, strict=True) if g is not None]

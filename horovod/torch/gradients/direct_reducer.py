@@ -39,7 +39,7 @@ class DirectReducer:
     Args:
         lane: Where they are reduced.
         buckets: In the order in which backward completes them.
-        index_of: The place of each parameter among all of the optimizer's.
+        index_of: The index of each parameter among all of the optimizer's.
         overlap: Whether buckets begin while backward goes on, or all after it.
         measures_all: Whether every step is measured, and not one now and then.
     """
@@ -99,7 +99,7 @@ class DirectReducer:
         self.hold(len(early), [*early, *held[::-1]])
 
     def arrived(self, index: int) -> None:
-        """The gradient of this parameter, by its place among all, is complete on this rank."""
+        """Note that the gradient of the parameter with this index is complete on this rank."""
         if self._is_first:
             self._is_first = False
             if self._is_measured():

@@ -49,9 +49,9 @@ def part_of(tensor: Any) -> Part | None:
     if not is_dtensor(tensor):
         return None
     mesh = tensor.device_mesh
-    places = mesh.get_coordinate()
+    coordinates = mesh.get_coordinate()
     return tuple(
-        (str(placement), mesh.size(dim), places[dim])
+        (str(placement), mesh.size(dim), coordinates[dim])
         for dim, placement in enumerate(tensor.placements)
         if not placement.is_replicate()
     )

@@ -103,8 +103,8 @@ class BucketSubmitter:
             self._start_hook(self.hook, bucket, dense, tensors)
             return
         background = background or len(tensors) > 1
-        for place, same_device in enumerate(tensors.values()):
-            request = self._allreduce(bucket, _name(bucket, place), same_device, background)
+        for index, same_device in enumerate(tensors.values()):
+            request = self._allreduce(bucket, _name(bucket, index), same_device, background)
             if len(tensors) == 1 and self._is_repeatable(bucket, same_device):
                 bucket.prepared = runtime.prepare(request)
 
@@ -190,10 +190,10 @@ class BucketSubmitter:
         tensors: dict[torch.device, list[torch.Tensor]],
     ) -> None:
         finishers = []
-        for place, (device, same_device) in enumerate(tensors.items()):
+        for index, (device, same_device) in enumerate(tensors.items()):
             members = [(name, param) for name, param in dense if param.device == device]
             handed = GradientBucket(
-                _name(bucket, place),
+                _name(bucket, index),
                 [name for name, _ in members],
                 [memory_shape(param) for _, param in members],
                 same_device,
@@ -252,9 +252,9 @@ class BucketSubmitter:
         return compressed
 
 
-def _name(bucket: Bucket, place: int) -> str:
-    """Of the request for the gradients on one of several devices."""
-    return f"{bucket.name}.{place}" if place else bucket.name
+def _name(bucket: Bucket, index: int) -> str:
+    """Return the name of the request for the gradients on one of several devices."""
+    return f"{bucket.name}.{index}" if index else bucket.name
 
 
 def _nothing(param: Parameter, num_sparse: int | None) -> torch.Tensor:

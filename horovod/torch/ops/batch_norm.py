@@ -169,12 +169,12 @@ def _differentiable_gradients(ctx: Any, gradient: Tensor) -> list[Tensor | None]
     if weight is not None:
         output = output * _by_channel(weight.to(count.dtype), input)
     found: list[Tensor | None] = [None, None]
-    wanted = [place for place in (0, 1) if ctx.needs_input_grad[place]]
+    wanted = [index for index in (0, 1) if ctx.needs_input_grad[index]]
     if wanted:
-        sources = [(input, weight)[place] for place in wanted]
+        sources = [(input, weight)[index] for index in wanted]
         gradients = torch.autograd.grad(output, sources, gradient, create_graph=True)
-        for place, result in zip(wanted, gradients, strict=True):
-            found[place] = result
+        for index, result in zip(wanted, gradients, strict=True):
+            found[index] = result
     return [*found, gradient.sum(dims) if ctx.needs_input_grad[2] else None]
 
 

@@ -216,7 +216,7 @@ def divide(named: list[Named], count: int) -> list[list[Named]]:
     parts = layers(named)
     numbers = [sum(param.numel() for _, param in part) for part in parts]
     for index in sorted(range(len(parts)), key=lambda index: -numbers[index]):
-        smallest = min(range(count), key=lambda place: (len(chosen[place]) > 0, sizes[place]))
+        smallest = min(range(count), key=lambda index: (len(chosen[index]) > 0, sizes[index]))
         chosen[smallest].append(index)
         sizes[smallest] += numbers[index]
     return [[member for index in sorted(own) for member in parts[index]] for own in chosen]

@@ -51,7 +51,7 @@ class GradientCountdown:
     __slots__ = ("hook", "index", "passes_left")
 
     def __init__(self, index: int, passes: int) -> None:
-        self.index = index  # the parameter's place among all
+        self.index = index  # the parameter's index among all
         self.passes_left = passes  # backward passes until the gradient is complete
         self.hook: Any = None  # none yet while the parameter is frozen
 

@@ -61,9 +61,9 @@ class SlicedParameter:
             if whole is None:
                 whole = torch.empty_like(self._whole, dtype=value.dtype)
             self._after[key] = whole
-        place = flat(whole)[start : start + value.numel()]
-        if place.data_ptr() != value.data_ptr():
-            place.copy_(value)
+        target = flat(whole)[start : start + value.numel()]
+        if target.data_ptr() != value.data_ptr():
+            target.copy_(value)
 
     def _state_before(self, states: States) -> State:
         if self._before is None:
