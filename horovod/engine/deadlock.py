@@ -28,7 +28,7 @@ _OTHERS = (
 
 
 def is_stuck(queue: Sequence[Request]) -> bool:
-    """Whether the only thread that can submit anything waits for a request in the queue."""
+    """Return whether the only thread that can submit anything waits for a request in the queue."""
     if not any(request.waiting for request in queue):
         return False
     threads = [thread for thread in threading.enumerate() if _may_submit(thread)]

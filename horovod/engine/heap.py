@@ -54,7 +54,7 @@ def keep_heap() -> bool:
 
 
 def is_tuned(environ: Mapping[str, str]) -> bool:
-    """Whether the user has told glibc how to manage its heap."""
+    """Return whether the user has told glibc how to manage its heap."""
     return any(name in environ for name in _VARIABLES) or "glibc.malloc" in environ.get(
         "GLIBC_TUNABLES", ""
     )
@@ -88,7 +88,7 @@ def join_pages() -> int:
 
 
 def _heap() -> tuple[int, int]:
-    """Where glibc's heap begins and ends: addresses, or nothing but zeros."""
+    """Return where glibc's heap begins and ends: addresses, or nothing but zeros."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             if line.endswith("[heap]\n"):

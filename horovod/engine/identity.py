@@ -42,7 +42,7 @@ def meet(comm: Any, config: Config) -> tuple[Topology, Store, bool]:
 
 
 def _chosen(topology: Topology, ranks: list[int], store: Store) -> Topology:
-    """The topology among some of the launched ranks: local ranks follow from hosts."""
+    """Return the topology among some of the launched ranks: local ranks follow from hosts."""
     prefix = PrefixStore(store, f"chosen{ranks}/")
     prefix.set(f"{topology.rank}", host_identity().encode())
     identities = [prefix.get(f"{rank}", 60).decode() for rank in ranks]
@@ -55,7 +55,7 @@ def _chosen(topology: Topology, ranks: list[int], store: Store) -> Topology:
 
 
 def with_cross(topology: Topology, identities: Sequence[str]) -> Topology:
-    """The cross rank from who is where, if that is how the launcher counts local ranks."""
+    """Return the cross rank from who is where, if that is how the launcher counts local ranks."""
     hosts = select.by_host(identities)
     (here,) = [host for host in hosts if topology.rank in host]
     if (here.index(topology.rank), len(here)) != (topology.local_rank, topology.local_size):

@@ -43,7 +43,7 @@ if typing.TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> typing.Any:
-    """What few scripts use, imported when one first asks for it."""
+    """Return what few scripts use, imported when one first asks for it."""
     if name in ("elastic", "hooks"):
         return importlib.import_module(f"horovod.torch.{name}")
     if name == "graphed":

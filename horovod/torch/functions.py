@@ -142,7 +142,7 @@ def broadcast_optimizer_state(
 
 
 def broadcast_nested(value: Any, root_rank: int, name: str, device: torch.device) -> Any:
-    """The root's dicts and lists of tensors and plain values on every rank. Collective.
+    """Return the root's dicts and lists of tensors and plain values on every rank. Collective.
 
     Tensors that the root has on a device are made on `device` elsewhere.
     """
@@ -206,7 +206,7 @@ def _describe(
 
 
 def _shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
-    """The shapes of the parameters, by group: what ranks must have in common."""
+    """Return the shapes of the parameters, by group: what ranks must have in common."""
     return [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
 
 

@@ -90,7 +90,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self._own()[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and what of it is processed."""
+        """Return the epoch, and what of it is processed."""
         return {
             "epoch": self.epoch,
             "processed_num": self.processed_num,

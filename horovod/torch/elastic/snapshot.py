@@ -74,12 +74,12 @@ class Snapshots:
 
 
 def clone(value: Any) -> Any:
-    """A copy that shares nothing with `value`."""
+    """Return a copy that shares nothing with `value`."""
     return _copied(value, None, set())
 
 
 def _copied(value: Any, spare: Any, devices: set[torch.device]) -> Any:
-    """A copy of `value` in host memory, in the tensors of `spare` as far as they fit.
+    """Return a copy of `value` in host memory, in the tensors of `spare` as far as they fit.
 
     Adds to `devices` those that are still copying.
     """

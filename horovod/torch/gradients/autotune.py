@@ -60,7 +60,7 @@ class Setting:
 
 
 def for_overlap_alone(agreed: Agreement) -> Agreement:
-    """A short search, for nothing but whether to reduce beside backward."""
+    """Return a short search, for nothing but whether to reduce beside backward."""
     fixed = frozenset(TUNABLE) - {OVERLAP_KNOB}
     return replace(agreed, num_warmup=1, num_steps=5, most_samples=2, fixed=fixed)
 
@@ -77,7 +77,7 @@ def stages(
     agreed: Agreement,
     algorithms: Sequence[str],
 ) -> list[Stage]:
-    """What to try, knob by knob. `grouped`: the user says what the buckets are."""
+    """Return what to try, knob by knob. `grouped`: the user says what the buckets are."""
 
     def buckets(best: Setting) -> Iterator[Setting]:
         if OVERLAP_KNOB in agreed.fixed:

@@ -198,7 +198,7 @@ class DeviceBucket:
         return buffer
 
     def _buffer_of(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """The flat tensor of which all gradients are views already, if there is one."""
+        """Return the flat tensor of which all gradients are views already, if there is one."""
         first = gradients[0]
         if self.wire is not None or first is None:
             return None
@@ -225,7 +225,7 @@ class DeviceBucket:
         )
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
-        """The parts of a flat tensor, shaped and laid out like the parameters."""
+        """Return the parts of a flat tensor, shaped and laid out like the parameters."""
         params = [param for _, param in self.params]
         if self._contiguous:
             unflatten: Any = torch._utils._unflatten_dense_tensors
@@ -290,7 +290,7 @@ class DeviceBucket:
         return None
 
     def is_reduced(self) -> bool:
-        """Whether the device has finished the reduction."""
+        """Return whether the device has finished the reduction."""
         return self.work is None or self.work.is_completed()
 
 

@@ -111,7 +111,7 @@ class DirectReducer:
                 self._begin_next()
 
     def _is_measured(self) -> bool:
-        """Whether this step's times are measured."""
+        """Return whether this step's times are measured."""
         if capture.active is not None:  # moments in a graph cannot be told
             return False
         is_due = self._steps < _FIRST_STEPS or self._steps % _STEPS_BETWEEN == 0
@@ -151,13 +151,13 @@ class DirectReducer:
         return timing
 
     def _compare(self, timing: LaneTiming | None) -> None:
-        """A step's reductions have begun: have the ranks compare them, and count them."""
+        """Have the ranks compare the reductions that a step has begun, and count them."""
         self._confirmation = self.lane.confirm(self._plan)
         self._steps += 1
         self._count(timing)
 
     def replayed(self) -> None:
-        """A graph that holds a step of these reductions was handed to the device once more."""
+        """Count a replay of a graph that holds a step of these reductions."""
         self._compare(None)
         self.lane.mark()
         runtime.statistics.add_backward(0.0, len(self.buckets), self.last_timing)
@@ -209,7 +209,7 @@ class DirectReducer:
         self._end()
 
     def _end(self) -> None:
-        """The next gradient is the first of another step."""
+        """Be ready for the first gradient of another step."""
         self._timing = None
         self._is_first = True
         self._next = 0

@@ -73,7 +73,7 @@ class BucketSubmitter:
         return LaneTerms(reduction.prescale_factor, scale, wire)
 
     def find_sparse(self, params: Iterable[Parameter]) -> list[int]:
-        """The sparse dimensions of all gradients that are there; 0 for a dense one."""
+        """Return the sparse dimensions of all gradients that are there; 0 for a dense one."""
         return [
             param.grad.sparse_dim()
             if param.grad is not None and param.grad.is_sparse
@@ -258,7 +258,7 @@ def _name(bucket: Bucket, index: int) -> str:
 
 
 def _nothing(param: Parameter, num_sparse: int | None) -> torch.Tensor:
-    """A gradient of zeros; without entries if the parameter's gradients are sparse."""
+    """Return a gradient of zeros; without entries if the parameter's gradients are sparse."""
     if num_sparse is None:
         return torch.zeros_like(param)
     return sparse_tensor(

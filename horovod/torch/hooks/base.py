@@ -116,7 +116,7 @@ class CommunicationHook(ABC):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank must load to go on as if nothing had happened."""
+        """Return what this rank must load to go on as if nothing had happened."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ class CommunicationHook(ABC):
         self._optimizer = weakref.ref(optimizer)
 
     def serves_another(self, optimizer: object) -> bool:
-        """Whether it belongs to an optimizer, and not to `optimizer`."""
+        """Return whether it belongs to an optimizer, and not to `optimizer`."""
         return self._optimizer is not None and self._optimizer() is not optimizer
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _used_here(results: Sequence[Tensor]) -> list[Tensor]:
 
 
 def eight_bit_hook(compression: Any) -> CommunicationHook:
-    """What does on devices what an 8-bit compressor means."""
+    """Return what does on devices what an 8-bit compressor means."""
     from horovod.torch.hooks.eightbit import EightBit  # which derives from what is here
 
     return EightBit(error_feedback=False, numbers=compression.name)

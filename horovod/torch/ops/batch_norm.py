@@ -153,7 +153,7 @@ def _input_gradient(
 
 
 def _differentiable_gradients(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
-    """The gradients with a graph behind them, for who asks for second derivatives.
+    """Return the gradients with a graph behind them, for who asks for second derivatives.
 
     Computes the layer once more from differentiable collectives and leaves the rest to autograd.
     """
@@ -191,5 +191,5 @@ def _by_channel(vector: Tensor, input: Tensor) -> Tensor:
 
 
 def _as(vector: Tensor | None, statistic: Tensor) -> Tensor | None:
-    """A parameter in the type of the statistics."""
+    """Return a parameter in the type of the statistics."""
     return None if vector is None else vector.to(statistic.dtype)

@@ -34,7 +34,7 @@ Parameter = torch.nn.Parameter
 
 
 class DelayingOptimizer(ReducingOptimizer):
-    """What the new class adds to the optimizer's own, from which it derives too."""
+    """Adds to the optimizer's own class what updates parameters when they are next used."""
 
     _delays = True
     _updates: DelayedUpdates | None = None

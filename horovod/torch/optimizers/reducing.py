@@ -57,7 +57,7 @@ class GradientCountdown:
 
 
 class ReducingOptimizer(torch.optim.Optimizer):
-    """What the new class adds to the optimizer's own, from which it derives too."""
+    """Adds to the optimizer's own class what reduces gradients; the new class derives from both."""
 
     _kept: tuple[str, ...] = ("param_groups", "state", "defaults")  # attributes that copies get
     _delays = False  # whether parameters are updated when they are next used, not in step()
@@ -90,7 +90,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         _optimizers.add(self)
 
     def _gradient_set(self) -> ProcessSet | None:
-        """The ranks to reduce gradients with; None if they stay this rank's own."""
+        """Return the ranks to reduce gradients with; None if they stay this rank's own."""
         return self.process_set if takes_part(self.process_set) else None
 
     def _attach(self, named: list[Named]) -> None:
@@ -252,7 +252,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch need not: it hooks the base's step
 
     def _check_gradients(self) -> None:
-        """The last thing before the step: refuse what is not finite, if that was asked for."""
+        """Refuse gradients that are not finite, if HOROVOD_CHECK_NAN asks for that."""
         # A scaler has looked at them itself, and means to meet infinities now and then. A step
         # with gradients that were not synchronized is this rank's own affair.
         check = self._synchronized and not self._seen_by_scaler
@@ -261,7 +261,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
             self._finite_check.raise_if_found()
 
     def _prepare_for_scaler(self) -> None:
-        """torch.amp.GradScaler is about to look at the gradients."""
+        """Reduce the gradients, because torch.amp.GradScaler is about to look at them."""
         if self._reducer is not None and not self._synchronized:
             self.synchronize()
         self._seen_by_scaler = True
@@ -269,7 +269,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
             self._finite_check.forget()
 
     def _share_found(self, found: dict[torch.device, torch.Tensor]) -> Any:
-        """What it found: the same on all ranks, for so were the gradients."""
+        """Return the scaler's finding, which is the same on all ranks, as the gradients were."""
         return found
 
     def _synchronizing(self, closure: Any) -> Any:
@@ -354,7 +354,7 @@ _optimizers: weakref.WeakSet[ReducingOptimizer] = weakref.WeakSet()
 
 
 def restart_optimizers() -> None:
-    """The ranks have changed, in elastic training: all optimizers of this process begin anew."""
+    """Let all optimizers of this process begin anew: the ranks of an elastic job changed."""
     for optimizer in list(_optimizers):
         optimizer._restart()
 

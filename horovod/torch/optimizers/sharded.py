@@ -59,7 +59,7 @@ _ALL_MUST_STEP = (
 
 
 class ShardedOptimizer(ReducingOptimizer):
-    """What the new class adds to the optimizer's own, from which it derives too."""
+    """Adds to the optimizer's own class what divides its state among the ranks."""
 
     _shards: Shards | None = None
     _cut_for: tuple[int | None, int | None] | None = None  # rank and size in the process set
@@ -143,7 +143,7 @@ class ShardedOptimizer(ReducingOptimizer):
         return getattr(self._reducer, "name", "")
 
     def _gradient(self, param: Parameter) -> torch.Tensor | None:
-        """The gradient of this rank's slice."""
+        """Return the gradient of this rank's slice."""
         assert self._shards is not None
         gradient = param.grad
         if gradient is None:
@@ -166,7 +166,7 @@ class ShardedOptimizer(ReducingOptimizer):
     # -- state -----------------------------------------------------------------------------
 
     def _slices_of_state(self) -> State:
-        """The state that this rank has, by the parameters it belongs to."""
+        """Return the state that this rank has, by the parameters it belongs to."""
         if self._shards is None:
             return self.state
         views = self._shards.views.items()
@@ -201,7 +201,7 @@ class ShardedOptimizer(ReducingOptimizer):
             self._complete = self._assembled([pickle.loads(part) for part in parts])
 
     def _assembled(self, parts: Sequence[Mapping[int, Mapping[str, Any]]]) -> State:
-        """The state of whole parameters, of everybody's slices."""
+        """Return the state of whole parameters, of everybody's slices."""
         assert self._shards is not None
         indices = self._indices()
         complete: State = defaultdict(dict)
@@ -289,7 +289,7 @@ class ShardedOptimizer(ReducingOptimizer):
             self._complete = None
 
     def _parts(self, indices: Mapping[torch.Tensor, int]) -> list[dict[int, dict[str, Any]]]:
-        """Everybody's part of the complete state."""
+        """Return everybody's part of the complete state."""
         assert self._shards is not None
         assert self._complete is not None
         parts: list[dict[int, dict[str, Any]]] = [{} for _ in range(self._shards.size)]

@@ -74,7 +74,7 @@ class SlicedParameter:
         return self._before
 
     def _is_whole(self, value: Any) -> bool:
-        """Whether this has a number for every element of the parameter."""
+        """Return whether this has a number for every element of the parameter."""
         return isinstance(value, torch.Tensor) and value.shape == self._whole.shape
 
 
