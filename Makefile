@@ -67,7 +67,7 @@ test-clusters: $(VENV)-frameworks/.installed
 test-long:
 	HOROVOD_TEST_LONG=1 $(MAKE) test
 
-PROGRAMS := $(addprefix tests/,examples docs dashboard test_benchmarks.py test_scaling_model.py)
+PROGRAMS := $(addprefix tests/,examples docs observe/dashboard test_benchmarks.py test_scaling_model.py)
 OTHERS   := $(addprefix tests/,lightning jax bindings mxnet spark ray)
 
 test-core: lint $(VENV)-mpich/.installed

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from benchmarks.processes import Commands, free_port, torchrun_environment
-from horovod.runner.slots.hosts import Slot
+from horovod.common.topology import Slot
 from tests.hosts import INTERFACE, USER_PORT, Hosts, available, host_address, host_of, plan
 
 UNLIMITED = "unlimited"

@@ -152,7 +152,7 @@ def evenly(sizes: Sequence[float], compute: float) -> list[Piece]:
 def cut(pieces: Sequence[Piece], most: float) -> list[Bucket]:
     """Buckets of up to `most` bytes, in the order in which they become complete.
 
-    As in `horovod.torch.bucketing`, a tensor is never divided.
+    As in `horovod.torch.gradients.bucketing`, a tensor is never divided.
     """
     buckets: list[Bucket] = []
     clock = 0.0

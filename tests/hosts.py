@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from horovod.common.store import StoreServer
+from horovod.common.topology import Slot
 from horovod.common.wire import new_key
-from horovod.runner.slots.hosts import Slot
 from horovod.runner.slots.worker_env import WorkerRendezvous, common_variables, slot_variables
 from tests.missing import HOSTS
 from tests.rank_process import Rank
@@ -245,7 +245,7 @@ class _RanksOnHosts(Ranks):
         self.size = len(slots)
         self._server = hosts.serve_store(key)
         self._ranks: list[Rank] = []
-        meeting = WorkerRendezvous(LAUNCHER, self._server.port, USER_PORT, key)
+        meeting = WorkerRendezvous(LAUNCHER, self._server.port, key, LAUNCHER, USER_PORT)
         try:
             for slot in slots:
                 if launcher is None:

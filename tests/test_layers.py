@@ -6,6 +6,7 @@ Clusters > bindings > jobs > engine > observers > transport > common; docs/archi
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -52,6 +53,11 @@ def _name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def _statements(node: ast.AST, *, at_import: bool) -> Iterator[ast.Import | ast.ImportFrom]:
     """All import statements, or only those that run when the module is imported."""
     for child in ast.iter_child_nodes(node):
@@ -67,7 +73,7 @@ def _statements(node: ast.AST, *, at_import: bool) -> Iterator[ast.Import | ast.
 def _imports(path: Path, module: str, *, at_import: bool = False) -> Iterator[tuple[int, str]]:
     """Line and absolute name of everything the file imports."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = _tree(path.read_text(encoding="utf-8"))
     for node in _statements(tree, at_import=at_import):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -171,6 +177,64 @@ def test_the_order_of_the_runner(tmp_path: Path, module: str, source: str, allow
     path = tmp_path / "module.py"
     path.write_text(source)
     assert (not _runner_violations(path, module)) == allowed
+
+
+def _reaches_into_runner(path: Path, module: str) -> list[str]:
+    """Where a cluster's launcher imports something of the runner that is not in its door."""
+    return [
+        f"{path.name}:{line}: {imported}"
+        for line, imported in _imports(path, module)
+        if imported.startswith("horovod.runner") and not imported.startswith("horovod.runner.api.")
+    ]
+
+
+def test_clusters_use_the_door_of_the_runner():
+    for part in set().union(*CLUSTERS):
+        for path in sorted((PACKAGE / part).rglob("*.py")):
+            assert not _reaches_into_runner(path, _name(path))
+
+
+@pytest.mark.parametrize(
+    ("source", "allowed"),
+    [
+        ("from horovod.runner.api import JobController", True),
+        ("from horovod.runner.agents.controller import JobController", False),
+        ("def f():\n    import horovod.runner.launch", False),
+    ],
+)
+def test_reaching_past_the_door_is_seen(tmp_path: Path, source: str, allowed: bool):
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert (not _reaches_into_runner(path, "horovod.ray.static")) == allowed
+
+
+# The rooms of `torch`. The modules beside them are upstream's names, above and below the rooms.
+TORCH = ["elastic", "optimizers", "gradients", "hooks", "ops"]
+
+
+def _room_violations(path: Path, module: str) -> list[str]:
+    rooms = {f"horovod.torch.{room}": index for index, room in enumerate(TORCH)}
+    mine = rooms.get(".".join(module.split(".")[:3]))
+    found = []
+    for line, imported in _imports(path, module):
+        theirs = rooms.get(".".join(imported.split(".")[:3]))
+        if mine is not None and theirs is not None and theirs < mine:
+            found.append(f"{path.name}:{line}: {module} imports {imported}")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "torch").rglob("*.py")), ids=_name)
+def test_imports_between_the_rooms_of_torch_point_down(path: Path):
+    assert not _room_violations(path, _name(path))
+
+
+def test_the_order_of_the_rooms_of_torch(tmp_path: Path):
+    assert {path.parent.name for path in (PACKAGE / "torch").glob("*/__init__.py")} == set(TORCH)
+    path = tmp_path / "buckets.py"
+    path.write_text(
+        "from horovod.torch.optimizers import reducing\nfrom horovod.torch import hooks"
+    )
+    assert len(_room_violations(path, "horovod.torch.gradients.buckets")) == 1
 
 
 def test_every_part_of_the_package_has_a_layer():
@@ -287,7 +351,7 @@ def test_the_check_itself_sees_every_way_to_import(tmp_path: Path, source: str, 
 @pytest.mark.parametrize("path", _modules(), ids=_name)
 def test_every_module_says_what_it_is_for(path: Path):
     source = path.read_text(encoding="utf-8")
-    assert ast.get_docstring(ast.parse(source)), f"{path} has no docstring"
+    assert ast.get_docstring(_tree(source)), f"{path} has no docstring"
 
 
 @pytest.mark.parametrize(
@@ -335,7 +399,7 @@ def _reaches_behind(tree: ast.AST) -> list[str]:
 def test_bindings_ask_the_runtime(path: Path):
     part = _part(_name(path))
     if part is not None and part[0] < LAYERS.index({"engine"}) and part[1] != "spark":
-        assert not _reaches_behind(ast.parse(path.read_text(encoding="utf-8")))
+        assert not _reaches_behind(_tree(path.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize(
@@ -366,7 +430,7 @@ def test_a_class_name_means_one_thing():
         layer = path.relative_to(PACKAGE).parts[0]
         if layer in bindings or layer.endswith(".py"):
             continue
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in _tree(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where.setdefault(node.name, set()).add(layer)
     shared = {name: sorted(layers) for name, layers in where.items() if len(layers) > 1}

@@ -33,8 +33,8 @@ from horovod.elastic.worker import this_worker
 from horovod.engine.basics import HorovodBasics
 from horovod.engine.runtime import runtime
 from horovod.torch.elastic.snapshot import Snapshots
-from horovod.torch.objects import broadcast_object
-from horovod.torch.parameters import broadcast_parameters
+from horovod.torch.functions import broadcast_parameters
+from horovod.torch.ops.objects import broadcast_object
 
 S = TypeVar("S", bound=State)
 P = ParamSpec("P")

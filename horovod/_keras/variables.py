@@ -19,7 +19,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
 from horovod.torch.mpi_ops import broadcast_async_, synchronize
-from horovod.torch.objects import allgather_object
+from horovod.torch.ops.objects import allgather_object
 
 
 def broadcast_model(model: Any, root_rank: int, local_variables: Sequence[Any] = ()) -> None:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from horovod.common.topology import Topology
+from horovod.common.topology import Slot
 
 DRIVER_LOST = 75
 """Exit status of a worker that ends because it cannot reach the driver: sysexits' EX_TEMPFAIL."""
@@ -85,36 +85,11 @@ def parse_answer(key: str) -> tuple[str, int, str] | None:
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """A worker's host and ranks."""
-
-    hostname: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
-
-    @property
-    def topology(self) -> Topology:
-        """The ranks and sizes alone."""
-        return Topology(
-            self.rank,
-            self.size,
-            self.local_rank,
-            self.local_size,
-            self.cross_rank,
-            self.cross_size,
-        )
-
-
-@dataclass(frozen=True)
 class Decision:
     """Which workers are in the job from now on."""
 
     number: int
-    slots: Mapping[str, Assignment]  # by worker id
+    slots: Mapping[str, Slot]  # by worker id
     reason: str  # for people
     kind: str  # one of KINDS
     lost: tuple[str, ...] = ()  # the workers that are gone
@@ -152,5 +127,5 @@ class Decision:
     def decode(cls, content: bytes) -> Decision:
         """Return the decision that `encode` has turned into `content`."""
         fields = json.loads(content)
-        slots = {worker: Assignment(**slot) for worker, slot in fields["slots"].items()}
+        slots = {worker: Slot(**slot) for worker, slot in fields["slots"].items()}
         return cls(**{**fields, "slots": slots, "lost": tuple(fields["lost"])})

@@ -10,9 +10,10 @@ import contextlib
 import time
 from typing import Protocol
 
-from horovod.common.decisions import Assignment, Decision, formed_key
+from horovod.common.decisions import Decision, formed_key
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.store import PrefixStore, Store
+from horovod.common.topology import Slot
 
 _OVER = "over"  # the key that is set in a generation that a worker has left
 _SLICE = 0.2  # seconds after which a wait for other workers checks whether it is still worth it
@@ -45,7 +46,7 @@ class Generation(PrefixStore):
     """
 
     def __init__(
-        self, member: GenerationMember, decision: Decision, attempt: int, slot: Assignment
+        self, member: GenerationMember, decision: Decision, attempt: int, slot: Slot
     ) -> None:
         super().__init__(member.store, _prefix(decision.number, attempt))
         self.decision = decision

@@ -1,4 +1,4 @@
-"""The ranks of a process in its job."""
+"""The ranks of a process in its job, and the host on which it runs."""
 
 from __future__ import annotations
 
@@ -28,3 +28,32 @@ class Topology:
                     f"{kind}rank {rank} is outside [0, {size}): the launcher's "
                     f"variables contradict each other"
                 )
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The host of one rank, and its numbers in the job, on the host and across hosts.
+
+    The launcher plans the slots of a job with fixed ranks; the driver of an elastic job assigns one
+    to each worker in every decision.
+    """
+
+    hostname: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks and sizes alone."""
+        return Topology(
+            self.rank,
+            self.size,
+            self.local_rank,
+            self.local_size,
+            self.cross_rank,
+            self.cross_size,
+        )

@@ -1,8 +1,8 @@
 """Searching for the settings with which training steps are shortest: HOROVOD_AUTOTUNE.
 
 A `Tuner` knows nothing of training. It says which setting to use next, is told how long a step took
-with it, and settles. A binding feeds it the same times on every rank (`horovod.torch.autotune`), so
-all ranks use the same setting in the same step.
+with it, and settles. A binding feeds it the same times on every rank
+(`horovod.torch.gradients.autotune`), so all ranks use the same setting in the same step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The file of HOROVOD_AUTOTUNE_LOG: a row for each sample, the last one for what was chosen.
 
 The columns of upstream come first, so that its users' scripts find them. Written by one rank,
-through `horovod.torch.autotune`.
+through `horovod.torch.gradients.autotune`.
 """
 
 from __future__ import annotations

@@ -19,9 +19,10 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine import capture
 from horovod.engine.background import BackgroundThread
+from horovod.engine.collective import Collective, Kind, signature_of
 from horovod.engine.executor import Executor
 from horovod.engine.lane import Lane
-from horovod.engine.request import Kind, Request, caller, signature_of
+from horovod.engine.request import Request, caller
 from horovod.engine.request_queue import RequestQueue
 from horovod.engine.rounds import Rounds
 from horovod.engine.waiters import Waiters
@@ -87,11 +88,11 @@ class Channel:
             self._background.ring(self._background_round)
         return request
 
-    def change(self, kind: Kind, detail: Any, change: Callable[[], Any]) -> Any:
+    def change(self, kind: Kind, what: tuple[str | int, ...], change: Callable[[], Any]) -> Any:
         """Change how operations run, on all ranks at the same point of their sequence."""
+        collective = Collective(kind, "change", self.set_id, change=what)
         name = f"{kind.value}.change"
-        signature = signature_of(kind, name, (), detail=detail)
-        request = Request(self, kind, name, signature, detail=detail, change=change)
+        request = Request(self, collective, name, signature_of(collective, name), change=change)
         return self.submit(request, background=False).wait()
 
     def transport_on(self, device: torch.device) -> DeviceTransport | None:
@@ -146,7 +147,7 @@ class Channel:
     def tune(self, cycle_time: float, algorithm: str | None) -> None:
         self.rounds.cycle = self._background.cycle = cycle_time / 1000
         if algorithm is not None:
-            self.change(Kind.ALGORITHM, algorithm, lambda: self.transport.use(algorithm))
+            self.change(Kind.ALGORITHM, (algorithm,), lambda: self.transport.use(algorithm))
 
     # -- driving ---------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.adasum import adasum_
 from horovod.engine.batches import Batch
+from horovod.engine.collective import Kind, Reduction
 from horovod.engine.lane import open_transport, stand_in
-from horovod.engine.request import Kind, Request
+from horovod.engine.request import Request
 from horovod.engine.scaling import finish_, is_inexact, scale_, sum_and_scale
 from horovod.observe.observer import Observer
 from horovod.transport.base import DEVICE, MAX_TENSORS, Transport
@@ -122,9 +123,10 @@ class Executor:
             vector.append(self._fusion_buffer(sources))
             with self.observer.activity(batch.request.name, "MEMCPY_IN_FUSION_BUFFER"):
                 torch.cat(sources, out=vector[-1])
-        if batch.request.prescale != 1.0:
+        prescale_factor = batch.request.reduction.prescale_factor
+        if prescale_factor != 1.0:
             for tensor in vector:
-                scale_(tensor, batch.request.prescale)
+                scale_(tensor, prescale_factor)
         batch.vector = vector
         return vector
 
@@ -139,10 +141,10 @@ class Executor:
 
     def preload(self, batch: Batch) -> list[torch.Tensor] | None:
         """What may be sent along with the agreement: nothing that changes a caller's tensor."""
-        request = batch.request
-        if request.kind is not Kind.ALLREDUCE or request.op is ReduceOp.ADASUM:
+        reduction = batch.request.reduction
+        if batch.request.kind is not Kind.ALLREDUCE or reduction.op is ReduceOp.ADASUM:
             return None
-        if not batch.inputs or not batch.inputs[0].is_cpu or request.prescale != 1.0:
+        if not batch.inputs or not batch.inputs[0].is_cpu or reduction.prescale_factor != 1.0:
             return None
         return self.pack(batch, self.transport)
 
@@ -162,13 +164,13 @@ class Executor:
 
         Where the transport has nothing to send without waiting, nothing happens.
         """
-        request, transport = batch.request, self.transport
-        if not transport.sends_ahead or request.op is ReduceOp.ADASUM or not batch.inputs:
+        reduction, transport = batch.request.reduction, self.transport
+        if not transport.sends_ahead or reduction.op is ReduceOp.ADASUM or not batch.inputs:
             return
         if batch.inputs[0].is_cpu and is_inexact(batch.inputs[0]):
             vector = self.pack(batch, transport)
-            plain, scale = sum_and_scale(request.op, request.postscale, self.size)
-            transport.begin_allreduce(vector, plain, scale, request.wire)
+            plain, scale = sum_and_scale(reduction, self.size)
+            transport.begin_allreduce(vector, plain, scale, reduction.wire)
             batch.begun = True
 
     def run(self, batch: Batch) -> Any:
@@ -176,7 +178,8 @@ class Executor:
         request = batch.request
         if request.kind in _AGREEMENTS:  # that all ranks agreed to run it is all there is to it,
             if request.kind is Kind.CONFIRM and request.driver is None:  # unless we have joined
-                stand_in(self._lanes[request.name.partition(".")[2]], request.detail)
+                assert request.collective.plan is not None
+                stand_in(self._lanes[request.name.partition(".")[2]], request.collective.plan)
             return None
         if not request.tensors:
             return []
@@ -190,7 +193,7 @@ class Executor:
             return result
 
     def _reduce_batch(self, batch: Batch, request: Request, transport: Transport) -> None:
-        if request.op is ReduceOp.ADASUM:
+        if request.reduction.op is ReduceOp.ADASUM:
             self._adasum(batch, transport)
             return
         vector = self.pack(batch, transport)
@@ -198,26 +201,29 @@ class Executor:
             if batch.begun:
                 transport.finish_allreduce()
             else:
-                reduce_(vector, request.op, request.postscale, transport, request.wire)
+                reduce_(vector, request.reduction, transport)
         self.unpack(batch)
 
     def _adasum(self, batch: Batch, transport: Transport) -> None:
         outputs = []
+        reduction = batch.request.reduction
         for source, target in zip(batch.inputs, batch.outputs, strict=True):
             if source is not target:
                 target.copy_(source)
             outputs.append(target.view(-1))
-            scale_(outputs[-1], batch.request.prescale)
+            scale_(outputs[-1], reduction.prescale_factor)
         with self.observer.activity(batch.request.name, f"{transport.name}_ADASUM_ALLREDUCE"):
             adasum_(outputs, transport, self._hosts if outputs[0].is_cuda else None)
         for output in outputs:
-            scale_(output, batch.request.postscale)
+            scale_(output, reduction.postscale_factor)
 
     def _broadcast(self, request: Request, transport: Transport) -> torch.Tensor:
         source, target = request.tensors[0], request.outputs[0]
-        if source is not target and self.rank == request.detail:
+        assert request.collective.root_rank is not None
+        root = transport.group.global_ranks.index(request.collective.root_rank)
+        if source is not target and self.rank == root:
             target.copy_(source)
-        transport.broadcast(target.view(-1), request.detail)
+        transport.broadcast(target.view(-1), root)
         return target
 
     def _allgather(self, request: Request, transport: Transport) -> list[torch.Tensor]:
@@ -233,7 +239,8 @@ class Executor:
         return results
 
     def _alltoall(self, request: Request, transport: Transport) -> tuple[torch.Tensor, list[int]]:
-        tensor, splits = request.tensors[0], request.detail
+        tensor, splits = request.tensors[0], request.collective.splits
+        assert splits is not None  # whoever submitted it has made equal ones where none were given
         everyone = self.gather_numbers(splits)
         received = [ranks_splits[self.rank] for ranks_splits in everyone]
         row = math.prod(tensor.shape[1:])
@@ -245,8 +252,8 @@ class Executor:
         return output, received
 
     def _reducescatter(self, request: Request, transport: Transport) -> list[torch.Tensor]:
-        op = request.op
-        plain = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+        reduction = request.reduction
+        plain, _ = sum_and_scale(reduction, self.size)
         results = []
         for tensor in request.tensors:
             row = math.prod(tensor.shape[1:])
@@ -254,9 +261,9 @@ class Executor:
             rows = [each + (rank < extra) for rank in range(self.size)]
             output = tensor.new_empty((rows[self.rank], *tensor.shape[1:]))
             source = tensor.reshape(-1).clone()
-            scale_(source, request.prescale)
+            scale_(source, reduction.prescale_factor)
             transport.reduce_scatter(source, output.view(-1), [n * row for n in rows], plain)
-            finish_(output, op, request.postscale, self.size)
+            finish_(output, reduction, self.size)
             results.append(output)
         return results
 
@@ -322,21 +329,15 @@ _RUN: dict[Kind, Callable[[Executor, Request, Transport], Any]] = {
 }
 
 
-def reduce_(
-    vector: Sequence[torch.Tensor],
-    op: ReduceOp,
-    postscale: float,
-    transport: Transport,
-    wire: torch.dtype | None = None,
-) -> None:
+def reduce_(vector: Sequence[torch.Tensor], reduction: Reduction, transport: Transport) -> None:
     """Reduce flat tensors in place, with average and post-scale factor."""
-    plain, scale = sum_and_scale(op, postscale, transport.size)
+    plain, scale = sum_and_scale(reduction, transport.size)
     if is_inexact(vector[0]):
-        transport.allreduce_vector(vector, plain, scale, wire)
+        transport.allreduce_vector(vector, plain, scale, reduction.wire)
     else:
         transport.allreduce_vector(vector, plain)
         for tensor in vector:
-            finish_(tensor, op, postscale, transport.size)
+            finish_(tensor, reduction, transport.size)
 
 
 def _hand_over(result: Any, stream: Any) -> None:

@@ -20,6 +20,7 @@ from horovod.common.loss_note import leave_note, take_note_back
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
 from horovod.engine.channel import Channel
+from horovod.engine.collective import WORLD
 from horovod.engine.executor import Executor
 from horovod.observe.observer import Observer, Trace
 from horovod.observe.statistics.process import Statistics, resident_bytes
@@ -29,8 +30,6 @@ from horovod.transport import select
 from horovod.transport.base import Group
 
 logger = get_logger(__name__)
-
-WORLD = 0  # id of the set of all ranks
 
 
 @dataclass(eq=False, repr=False)

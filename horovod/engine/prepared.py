@@ -16,7 +16,7 @@ import torch
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine import capture
 from horovod.engine.channel import Channel
-from horovod.engine.request import Kind, Request, bytes_on_wire
+from horovod.engine.request import Request, bytes_on_wire
 from horovod.engine.scaling import sum_and_scale
 from horovod.transport.base import MAX_TENSORS
 from horovod.transport.process_group import DeviceTransport
@@ -40,16 +40,14 @@ class PreparedAllreduce:
         self.nbytes = sum(tensor.nbytes for tensor in request.tensors)
         self.name = request.name
         self.signature = request.signature
-        self.labels = request.labels
-        self.op = request.op
-        self.postscale = request.postscale
-        self.wire = request.wire
+        self.collective = request.collective
+        self.op, _, self.postscale_factor, self.wire = request.reduction
         self.saved = self.nbytes - bytes_on_wire(self.nbytes, self.dtype, self.wire)
-        self.alone = request.alone
-        self.plain, self.scale = sum_and_scale(request.op, request.postscale, channel.group.size)
+        self.is_exclusive = request.is_exclusive
+        self.plain, self.scale = sum_and_scale(request.reduction, channel.group.size)
 
     def reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, postscale: float, set_id: int | None
+        self, tensor: torch.Tensor, op: ReduceOp, postscale_factor: float, set_id: int | None
     ) -> bool:
         """Reduce `tensor` in place if it is like those before and nothing is in the way.
 
@@ -59,7 +57,7 @@ class PreparedAllreduce:
             tensor.shape != self.shapes[0]
             or tensor.dtype is not self.dtype
             or op != self.op
-            or postscale != self.postscale
+            or postscale_factor != self.postscale_factor
             or set_id != self.set_id
             or tensor.is_cpu != self.is_on_cpu
             or tensor.requires_grad
@@ -149,16 +147,12 @@ class PreparedAllreduce:
             tensors = [vector[0].view(self.shapes[0])]
         return Request(
             self.channel,
-            Kind.ALLREDUCE,
+            self.collective,
             self.name,
             self.signature,
             tensors,
             tensors,
-            self.op,
-            postscale=self.postscale,
-            detail=self.wire,
-            labels=self.labels,
-            alone=self.alone,
+            is_exclusive=self.is_exclusive,
             waiting=waiting,
             nbytes=self.nbytes,
         )

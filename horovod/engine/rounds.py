@@ -17,9 +17,10 @@ from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.batches import Batch, before_join, plan
+from horovod.engine.collective import Kind
 from horovod.engine.executor import Executor, reduce_
 from horovod.engine.negotiation import JoinState, negotiate
-from horovod.engine.request import Kind, Request, bytes_on_wire
+from horovod.engine.request import Request, bytes_on_wire
 from horovod.engine.request_queue import RequestQueue
 from horovod.engine.waiters import Waiters
 from horovod.observe.statistics.operations import size_of
@@ -82,8 +83,8 @@ class Rounds:
             self.settle()
             return
         met = observer.waited(began)
-        reduce_(vector, request.op, request.postscale, transport, request.wire)
-        on_wire = bytes_on_wire(output.nbytes, output.dtype, request.wire)
+        reduce_(vector, request.reduction, transport)
+        on_wire = bytes_on_wire(output.nbytes, output.dtype, request.reduction.wire)
         observer.reduced(met, output.nbytes, transport.media, True, on_wire)
         observer.ended((request,))
         self.num_run += 1
@@ -161,7 +162,7 @@ class Rounds:
         return (
             self._executor.media(tensor),
             request.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER),
-            bytes_on_wire(nbytes, tensor.dtype, request.wire),
+            bytes_on_wire(nbytes, tensor.dtype, request.reduction.wire),
         )
 
     def _run_batch(self, batch: Batch) -> Any:

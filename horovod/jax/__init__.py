@@ -44,7 +44,7 @@ from horovod.jax.scattering import (  # noqa: E402
     reducescatter,
     reducescatter_async,
 )
-from horovod.torch.handles import poll, synchronize  # noqa: E402
+from horovod.torch.ops.handles import poll, synchronize  # noqa: E402
 
 __all__ = [
     "Adasum",

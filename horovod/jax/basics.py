@@ -9,7 +9,7 @@ from horovod.engine import shared_api
 from horovod.engine.arguments import set_id
 from horovod.engine.runtime import runtime
 from horovod.jax import primitive
-from horovod.torch import handles
+from horovod.torch.ops import handles
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:

@@ -18,7 +18,7 @@ from horovod.lightning.optimizers import Optimizers
 from horovod.lightning.options import Options
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.hooks.base import CommunicationHook
-from horovod.torch.outer import OuterSGD
+from horovod.torch.optimizers.outer import OuterSGD
 
 # Precision plugins of strategies that spread one model over several devices.
 _FOREIGN_PRECISION = ("FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision")

@@ -10,7 +10,7 @@ import torch
 import horovod.torch as hvd
 from horovod.common.process_sets import ProcessSet
 from horovod.lightning.collectives import without_inference_mode
-from horovod.torch.optimizer_checks import first_difference, takes_part
+from horovod.torch.optimizers.checks import first_difference, takes_part
 
 
 def check_usable(module: torch.nn.Module) -> None:

@@ -19,9 +19,10 @@ import torch
 import horovod.torch as hvd
 from horovod.common.reduce_op import Adasum, Max
 from horovod.lightning.options import Options
-from horovod.torch import reducing_optimizer
-from horovod.torch.buckets import Named
-from horovod.torch.local_optimizer import LocalStepsOptimizer
+from horovod.torch.gradients.buckets import Named
+from horovod.torch.optimizers import reducing
+from horovod.torch.optimizers.local import LocalStepsOptimizer
+from horovod.torch.optimizers.wrapping import share_groups
 
 
 class Optimizers:
@@ -70,8 +71,8 @@ class Optimizers:
             released.append(wrapped if sharded else original)
             if wrapped is not original:
                 wrapped._remove_hooks()
-                reducing_optimizer._optimizers.discard(wrapped)
-                reducing_optimizer.share_groups(wrapped)
+                reducing._optimizers.discard(wrapped)
+                share_groups(wrapped)
         for scheduler, original in self._adopted_schedulers:
             scheduler.optimizer = original
         self._adopted_schedulers = []

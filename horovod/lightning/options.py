@@ -12,11 +12,11 @@ import torch
 import horovod.torch as hvd
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
-from horovod.torch.buckets import Named
 from horovod.torch.compression import Compression, Compressor
+from horovod.torch.gradients.buckets import Named
 from horovod.torch.hooks.base import CommunicationHook
-from horovod.torch.outer import OuterSGD
-from horovod.torch.reducing_optimizer import ReducingOptimizer
+from horovod.torch.optimizers.outer import OuterSGD
+from horovod.torch.optimizers.reducing import ReducingOptimizer
 
 
 @dataclass(frozen=True)

@@ -7,22 +7,20 @@ its worker group. Ranks belong together by Ray's node id: several nodes may be o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from horovod.common.addresses import LOOPBACK, is_loopback
 from horovod.common.config import Config
 from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.store import MemoryStore
+from horovod.common.topology import Slot
 from horovod.common.wire import encode_key
 from horovod.observe.dashboard.watching import open_watcher
 from horovod.ray.cluster import say
 from horovod.ray.settings import key_of, nics_of
 from horovod.ray.worker import WorkerInfo, own_versions
-from horovod.runner.agents.store_endpoints import StoreEndpoints, addresses_towards
-from horovod.runner.output.watcher import JobWatcher
-from horovod.runner.slots.hosts import Slot
-from horovod.runner.slots.worker_env import slot_variables
+from horovod.runner.api import JobWatcher, StoreEndpoints, slot_variables
 
 
 class Coordinator:
@@ -30,7 +28,7 @@ class Coordinator:
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
-        self.place = StoreEndpoints(key_of(settings))
+        self.endpoints = StoreEndpoints(key_of(settings))
         self._nodes: dict[str, list[int]] = {}  # the ranks of each, by node id
         self._hostnames: dict[str, str] = {}
         self._addresses: list[str] = []
@@ -84,19 +82,19 @@ class Coordinator:
 
         They are the same for all: a rank that finds a better way (`request`) changes its own.
         """
-        open_doors(self.place, self._addresses or [LOOPBACK], nics_of(self.settings))
-        address, port = self.place.endpoints[0]
+        open_endpoints(self.endpoints, self._addresses or [LOOPBACK], nics_of(self.settings))
+        address, port = self.endpoints.endpoints[0]
         return {
             STORE_ADDRESS: address,
             STORE_PORT: str(port),
-            SECRET_KEY: encode_key(self.place.key),
+            SECRET_KEY: encode_key(self.endpoints.key),
             "HOROVOD_START_TIMEOUT": f"{self.settings.timeout_s:g}",
         }
 
     def join(self, infos: Sequence[WorkerInfo], extra: Mapping[str, str]) -> list[dict[str, str]]:
         """Register workers, by rank, and serve the store: the variables of each."""
         check_versions(infos)
-        self._watcher = watch(self.place.store, {**os.environ, **extra})
+        self._watcher = watch(self.endpoints.store, {**os.environ, **extra})
         for rank, info in enumerate(infos):
             self.register(info.hostname, info.node_id, rank, info.address)
         common = {
@@ -111,12 +109,12 @@ class Coordinator:
 
     def request(self) -> dict[str, Any]:
         """What a worker's `join` needs in order to find its way to the store."""
-        return probe_request(self.place, nics_of(self.settings), self.settings.timeout_s)
+        return self.endpoints.question(nics_of(self.settings), self.settings.timeout_s)
 
     def close(self) -> None:
         """The job is over: nobody can reach the store any more."""
         self._watcher.close()
-        self.place.close()
+        self.endpoints.close()
 
 
 def watch(store: MemoryStore, environ: Mapping[str, str], elastic: bool = False) -> JobWatcher:
@@ -125,28 +123,16 @@ def watch(store: MemoryStore, environ: Mapping[str, str], elastic: bool = False)
     return open_watcher(config, environ, store, title="horovod.ray", say=say, elastic=elastic)
 
 
-def open_doors(place: StoreEndpoints, addresses: Iterable[str], nics: Sequence[str]) -> None:
+def open_endpoints(
+    endpoints: StoreEndpoints, addresses: Sequence[str], nics: Sequence[str]
+) -> None:
     """Serve the store at those addresses of this machine that lead to the nodes'."""
-    for address in addresses:
-        ways = [LOOPBACK] if is_loopback(address) else addresses_towards(address, ("", ""), nics)
-        for way in ways:
-            place.open(way)
-    if not place.endpoints:
-        raise RuntimeError(
-            f"cannot tell which address of this machine leads to the nodes "
-            f"({', '.join(addresses)}); name the network interface in the settings' nics"
-        )
-
-
-def probe_request(place: StoreEndpoints, nics: Sequence[str], timeout: float) -> dict[str, Any]:
-    """The question of `horovod.runner.agents.probe`: which of the endpoints can you open?"""
-    return {
-        "endpoints": place.endpoints,
-        "key": place.key.hex(),
-        "timeout": timeout,
-        "nics": list(nics),
-        "towards": [],
-    }
+    if any(map(is_loopback, addresses)):
+        endpoints.open(LOOPBACK)
+    others = {address: ("", "") for address in addresses if not is_loopback(address)}
+    problem = endpoints.open_towards(others, nics, "nics of the settings")
+    if problem:
+        raise RuntimeError(problem)
 
 
 def check_versions(infos: Sequence[WorkerInfo]) -> None:

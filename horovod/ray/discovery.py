@@ -13,7 +13,7 @@ from typing import Any
 
 from horovod.common.logging import get_logger
 from horovod.ray.cluster import live_nodes, slots_of
-from horovod.runner.elastic.discovery import HostDiscovery
+from horovod.runner.api import HostDiscovery
 
 _logger = get_logger(__name__)
 

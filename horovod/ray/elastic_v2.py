@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import ray
 
 from horovod.common.config import Config
+from horovod.common.store import MemoryStore
 from horovod.ray.adapter import Adapter, Callback
 from horovod.ray.cluster import INTERRUPTED, require_ray, say
 from horovod.ray.coordinator import watch
@@ -23,18 +24,21 @@ from horovod.ray.logs import Messages
 from horovod.ray.node_set import ActorRequest, NodeSet
 from horovod.ray.params import ElasticParams
 from horovod.ray.settings import key_of
-from horovod.runner.agents.store_endpoints import StoreEndpoints
-from horovod.runner.agents.supervise import FAILURE_GRACE, Supervisor
-from horovod.runner.elastic.discovery import HostDiscovery, HostManager
-from horovod.runner.elastic.driver import Driver
-from horovod.runner.elastic.job_state import Limits, Process
-from horovod.runner.elastic.status import Status
-from horovod.runner.functions.remote_error import RemoteError
-from horovod.runner.functions.run_function import raise_outcome
-from horovod.runner.options.parser import DEFAULT_WORKER_FAILURES
-from horovod.runner.output.console import Colour, Console
-from horovod.runner.output.outputs import Outputs
-from horovod.runner.output.report import Outcome
+from horovod.runner.api import (
+    DEFAULT_WORKER_FAILURES,
+    FAILURE_GRACE,
+    Colour,
+    Console,
+    Driver,
+    HostDiscovery,
+    HostManager,
+    JobController,
+    Limits,
+    Outcome,
+    RemoteError,
+    Status,
+    raise_outcome,
+)
 
 __all__ = ["ElasticAdapter", "ElasticParams", "RayHostDiscovery", "TestDiscovery"]
 
@@ -85,14 +89,12 @@ class ElasticAdapter(Adapter):
         discovery, names = self._discovery()
         with ExitStack() as stack:
             console = _Console(self.settings.verbose)
-            place = StoreEndpoints(key_of(self.settings))
-            stack.callback(place.close)
-            watcher = stack.enter_context(
-                watch(place.store, {**os.environ, **self._env}, elastic=True)
+            store = MemoryStore()
+            watcher = stack.enter_context(watch(store, {**os.environ, **self._env}, elastic=True))
+            job = stack.enter_context(
+                JobController(console, store=store, key=key_of(self.settings), watcher=watcher)
             )
-            messages = Messages(place.store)
-            supervisor = Supervisor(console, Outputs(console))
-            stack.callback(supervisor.close)
+            messages = Messages(store)
             request = ActorRequest(
                 self.settings,
                 params,
@@ -100,24 +102,17 @@ class ElasticAdapter(Adapter):
                 self._executable,
                 ray.put(fn),
             )
-            nodes = NodeSet(request, names.node_of, place, supervisor)
+            nodes = NodeSet(request, names.node_of, job)
             stack.callback(nodes.close, 0.0)
-            driver = Driver(
-                nodes,
-                self._limits(),
-                HostManager(
-                    discovery,
-                    None if params.cooldown_range is None else tuple(params.cooldown_range),  # type: ignore[arg-type]
-                    DEFAULT_WORKER_FAILURES,
-                ),
-                place,
-                supervisor,
-                _NoOutputs(),
-                Status(console, watcher=watcher),
+            manager = HostManager(
+                discovery,
+                None if params.cooldown_range is None else tuple(params.cooldown_range),  # type: ignore[arg-type]
+                DEFAULT_WORKER_FAILURES,
             )
-            nodes.report_to(driver)
+            status = Status(console, watcher=watcher)
+            driver = Driver(job, nodes, self._limits(), manager, status)
             with messages.deliver(callbacks):
-                outcome = driver.run()
+                outcome = job.run(nodes, driver)
                 ended_badly = outcome.problem or outcome.first_failure
                 nodes.close(FAILURE_GRACE if ended_badly else 0.0)
                 watcher.ended(outcome)
@@ -198,14 +193,6 @@ class _Console(Console):
         if self._verbose:
             for line in _in_words_of_ray(text).splitlines():
                 say(line)
-
-
-class _NoOutputs:
-    """Ray itself brings the workers' output to the driver."""
-
-    def open(self, process: Process) -> None: ...
-
-    def rename(self, worker: int, rank: int) -> None: ...
 
 
 def _in_words_of_ray(text: str) -> str:

@@ -16,7 +16,7 @@ from horovod.common.logging import get_logger
 from horovod.common.store import MemoryStore
 from horovod.ray.adapter import Callback
 from horovod.ray.ray_logger import COUNTER
-from horovod.runner.functions.function_call import take
+from horovod.runner.api import take
 
 _logger = get_logger(__name__)
 

@@ -18,9 +18,9 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from horovod.common.decisions import Assignment
 from horovod.common.launcher_store import SECRET_KEY
 from horovod.common.membership import WORKER_ID
+from horovod.common.topology import Slot
 from horovod.common.wire import encode_key
 from horovod.ray.cluster import (
     SILENT_SECONDS,
@@ -29,18 +29,20 @@ from horovod.ray.cluster import (
     free_by_node,
     kill,
 )
-from horovod.ray.coordinator import open_doors, probe_request
+from horovod.ray.coordinator import open_endpoints
 from horovod.ray.params import BaseParams
 from horovod.ray.ray_logger import StoreQueue
 from horovod.ray.settings import nics_of
 from horovod.ray.worker import ElasticWorker, WorkerEnd, WorkerInfo, own_versions
-from horovod.runner.agents.store_endpoints import StoreEndpoints
-from horovod.runner.agents.supervise import Supervisor
-from horovod.runner.elastic.driver import Driver
-from horovod.runner.elastic.host_set import HostSet, assignment_variables
-from horovod.runner.elastic.mailbox import Mailbox
-from horovod.runner.functions.function_call import Failure
-from horovod.runner.output.progress import list_some
+from horovod.runner.api import (
+    Failure,
+    HostSet,
+    JobController,
+    LaunchError,
+    Mailbox,
+    assignment_variables,
+    list_some,
+)
 
 _LOOK_SECONDS = 1.0
 """Seconds between two looks at what the cluster has free."""
@@ -90,17 +92,16 @@ class NodeSet(HostSet):
         self,
         request: ActorRequest,
         find_node: Callable[[str], Mapping[str, Any] | None],
-        place: StoreEndpoints,
-        supervisor: Supervisor,
+        job: JobController,
     ) -> None:
         super().__init__()
         self.ends: list[WorkerEnd] = []
         self.died: dict[int, str] = {}  # what Ray said about a dead worker, by pid
         self._request = request
         self._find_node = find_node
-        self._place = place
-        self._supervisor = supervisor
-        self._driver: Driver | None = None
+        self._job = job
+        self._endpoints = job.endpoints
+        self._supervisor = job.supervisor
         self._nodes: dict[str, _Node] = {}
         self._workers: dict[int, _Worker] = {}
         self._closed = False
@@ -109,14 +110,11 @@ class NodeSet(HostSet):
         self._next_look = 0.0  # when Ray is asked again
         self._next_text = 0.0  # when the text changes though the same workers wait
         self._mailbox = Mailbox()
-        supervisor.watch(self._mailbox.descriptor, self._take)
-
-    def report_to(self, driver: Driver) -> None:
-        self._driver = driver
+        self._supervisor.watch(self._mailbox.descriptor, self._take)
 
     # -- nodes -----------------------------------------------------------------------------
 
-    def want(self, names: Sequence[str]) -> dict[str, str]:
+    def want(self, names: Sequence[str]) -> dict[str, LaunchError]:
         problems = {}
         for name in names:
             if name in self._nodes or self._rests_now(name):
@@ -124,21 +122,24 @@ class NodeSet(HostSet):
             found = self._find_node(name)
             if found is None:
                 self.rest(name)
-                problems[name] = "Ray has no live node with that address, host name or id"
+                problems[name] = LaunchError(
+                    f"cannot start on {name}: Ray has no live node with that address, host name or "
+                    f"id"
+                )
                 continue
             node = self._nodes[name] = _Node(
                 name, str(found["NodeManagerAddress"]), str(found["NodeID"])
             )
-            self._supervisor.call_later(0.0, lambda node=node: self._the_driver.ready(node))  # type: ignore[misc]
+            self._supervisor.call_later(0.0, lambda node=node: self._job.ready(node))  # type: ignore[misc]
         return problems
 
-    def met(self, node: _Node) -> str:
+    def met(self, node: _Node) -> LaunchError | None:
         try:
-            open_doors(self._place, [node.address], nics_of(self._request.settings))
+            open_endpoints(self._endpoints, [node.address], nics_of(self._request.settings))
         except (RuntimeError, OSError) as error:
-            return str(error)
+            return LaunchError(str(error))
         node.ready = True
-        return ""
+        return None
 
     def let_go(self, name: str) -> None:
         self._nodes.pop(name, None)
@@ -157,13 +158,14 @@ class NodeSet(HostSet):
 
     # -- workers ---------------------------------------------------------------------------
 
-    def start(
-        self, name: str, worker: int, index: int, slots: int, place: Assignment | None
-    ) -> None:
+    def start(self, name: str, worker: int, index: int, slots: int, place: Slot | None) -> None:
         node, request = self._nodes[name], self._request
         found = self._find_node(name)
         if found is None:
-            self._later_could_not_start(worker, "Ray has lost the node")
+            problem = LaunchError("Ray has lost the node")
+            self._supervisor.call_later(
+                0.0, lambda: self._job.could_not_start(node, worker, problem)
+            )
             return
         identity = str(found["NodeID"])
         actor = (
@@ -187,15 +189,12 @@ class NodeSet(HostSet):
                 WORKER_ID: f"w{worker}",
                 "HOROVOD_HOSTNAME": identity,
                 **assignment_variables(place),
-                SECRET_KEY: encode_key(self._place.key),
+                SECRET_KEY: encode_key(self._endpoints.key),
             },
-            probe_request(self._place, nics_of(settings), settings.timeout_s),
+            self._endpoints.question(nics_of(settings), settings.timeout_s),
         )
         call = self._when_done(joined, "joined", worker)
         self._workers[worker] = _Worker(worker, node, actor, info, call)
-
-    def _later_could_not_start(self, worker: int, why: str) -> None:
-        self._supervisor.call_later(0.0, lambda: self._the_driver.could_not_start(worker, why))
 
     def obstacle(self) -> str:
         """Say which workers wait for room on their node, and how much the cluster has.
@@ -248,11 +247,6 @@ class NodeSet(HostSet):
 
     # -- what Ray says ---------------------------------------------------------------------
 
-    @property
-    def _the_driver(self) -> Driver:
-        assert self._driver is not None, "report_to comes first"
-        return self._driver
-
     def _when_done(self, reference: Any, kind: str, worker: int) -> Future[Any]:
         future: Future[Any] = reference.future()
         future.add_done_callback(lambda done: self._mailbox.post(kind, (worker, done)))
@@ -268,7 +262,7 @@ class NodeSet(HostSet):
         """The actor runs and has, or has not, found the way to the store."""
         if worker.is_killed:
             del self._workers[worker.number]
-            self._the_driver.exited(worker.node, [(worker.number, -signal.SIGKILL)])
+            self._job.exited(worker.node, [(worker.number, -signal.SIGKILL)])
             return
         error = future.exception()
         if error is None:
@@ -279,9 +273,9 @@ class NodeSet(HostSet):
         if problem:
             del self._workers[worker.number]
             kill([worker.actor])
-            self._the_driver.could_not_start(worker.number, f"it {problem}")
+            self._job.could_not_start(worker.node, worker.number, LaunchError(f"it {problem}"))
             return
-        self._the_driver.started(worker.node, worker.number, info.pid)
+        self._job.started(worker.node, worker.number, info.pid)
         worker.actor.set_queue.remote(StoreQueue())
         done = worker.actor.work.remote(self._request.call, self._request.executable)
         worker.call, worker.is_working = self._when_done(done, "ended", worker.number), True
@@ -291,7 +285,7 @@ class NodeSet(HostSet):
         self.ends.append(end)
         del self._workers[worker.number]
         kill([worker.actor])
-        self._the_driver.exited(worker.node, [(worker.number, end.code)])
+        self._job.exited(worker.node, [(worker.number, end.code)])
 
     def _end_of(self, worker: _Worker, future: Future[Any]) -> WorkerEnd:
         error = future.exception()

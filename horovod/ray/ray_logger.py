@@ -15,7 +15,7 @@ import cloudpickle
 from horovod.common.launcher_store import launchers_store
 from horovod.common.logging import get_logger
 from horovod.common.store import StoreClient
-from horovod.runner.functions.function_call import put
+from horovod.runner.api import put
 
 _logger = get_logger(__name__)
 

@@ -22,7 +22,7 @@ from horovod.ray.params import StaticParams
 from horovod.ray.ray_logger import StoreQueue
 from horovod.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 from horovod.ray.worker import WorkerInfo
-from horovod.runner.functions.remote_error import RemoteError
+from horovod.runner.api import RemoteError
 
 _GRACE = 5.0
 """Seconds for the other ranks to end by themselves after one has failed."""
@@ -79,7 +79,7 @@ class StaticAdapter(Adapter):
         self._infos = infos = [infos[i] for i in order]
         coordinator = self._coordinator = Coordinator(self.settings)
         places = coordinator.join(infos, extra)
-        self._messages = Messages(coordinator.place.store)
+        self._messages = Messages(coordinator.endpoints.store)
         request = coordinator.request()
         refs = []
         for rank, worker in enumerate(self.workers):

@@ -23,10 +23,14 @@ import horovod
 from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.membership import retire
 from horovod.ray import ray_logger
-from horovod.runner.agents.probe import keep_port, probe
-from horovod.runner.agents.store_endpoints import describe_failures
-from horovod.runner.functions.function_call import Failure, pickled
-from horovod.runner.slots.worker_env import memory_variables
+from horovod.runner.api import (
+    Failure,
+    describe_problem,
+    keep_port,
+    memory_variables,
+    pickled,
+    probe,
+)
 
 _COMPARED = ("torch",)  # packages that must be the same on all ranks, besides our own
 
@@ -237,17 +241,9 @@ def join(env_vars: Mapping[str, str], request: Mapping[str, Any]) -> str:
     os.environ.update(env_vars)
     os.environ.update(memory_variables(os.uname().machine, os.environ))
     answer = probe(dict(request))
-    if answer["endpoint"] is None:
-        tried = describe_failures(answer["failures"])
-        return (
-            f"cannot connect to the job's store: tried {tried}. Name the network interfaces "
-            f"that connect the nodes in the settings' nics"
-        )
-    if request["nics"] and not answer["nics"]:
-        return (
-            f"has no interface with an address among {', '.join(request['nics'])} (nics of the "
-            f"settings); it has {', '.join(answer['interfaces'])}"
-        )
+    problem = describe_problem(answer, request["nics"], "nics of the settings")
+    if problem:
+        return problem
     os.environ[STORE_ADDRESS], os.environ[STORE_PORT] = (
         answer["endpoint"][0],
         str(answer["endpoint"][1]),

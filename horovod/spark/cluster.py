@@ -17,8 +17,7 @@ from horovod.common.addresses import (
     routable_address,
 )
 from horovod.common.logging import get_logger
-from horovod.runner.agents.probe import interface_address
-from horovod.runner.agents.store_endpoints import own_interfaces
+from horovod.runner.api import interface_address, own_interfaces
 
 Answer = TypeVar("Answer")
 

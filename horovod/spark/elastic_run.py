@@ -8,24 +8,24 @@ which there was no room once executors come.
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from typing import Any
 
 from horovod.common.config import Config
 from horovod.common.exceptions import TimeoutException
-from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.agents.store_endpoints import StoreEndpoints
-from horovod.runner.agents.supervise import Supervisor
-from horovod.runner.elastic.agents import Agents, WorkerRequest
-from horovod.runner.elastic.discovery import HostDiscovery, HostManager, NoMoreHosts
-from horovod.runner.elastic.driver import Driver
-from horovod.runner.elastic.job import WorkerLogs
-from horovod.runner.elastic.job_state import Limits
-from horovod.runner.elastic.status import Status
-from horovod.runner.functions.run_function import collect_results, raise_failures
-from horovod.runner.output.outputs import Outputs
-from horovod.runner.output.report import Outcome, describe_failure
-from horovod.runner.output.watcher import JobWatcher
+from horovod.runner.api import (
+    AgentSet,
+    Driver,
+    HostAgent,
+    HostDiscovery,
+    HostManager,
+    Limits,
+    NoMoreHosts,
+    Outcome,
+    Status,
+    WorkerRequest,
+    collect_results,
+    raise_failures,
+)
 from horovod.spark.gathering import check_slots, check_versions, spark_error, too_few
 from horovod.spark.job_setup import JobSetup
 from horovod.spark.spark_job import SparkJob
@@ -76,54 +76,34 @@ def _wait_for_the_first(setup: JobSetup, server: TaskServer, job: SparkJob, coun
     check_versions([link.info for link in server.living()], setup.ticket.version)
 
 
-def _drive(setup: JobSetup, server: TaskServer, job: SparkJob, limits: Limits) -> Outcome:
-    with setup.open_watcher(elastic=True) as watcher:
-        outcome = _drive_watched(setup, TaskDiscovery(server, job), limits, watcher)
-        watcher.ended(outcome)
-    return outcome
-
-
-def _drive_watched(
-    setup: JobSetup, discovery: TaskDiscovery, limits: Limits, watcher: JobWatcher
-) -> Outcome:
-    request = WorkerRequest(
-        command=setup.command,
-        env=watcher.variables(),
-        cwd=".",
-        nics=setup.nics,
-        start_timeout=limits.start_timeout,
-        verbose=setup.verbose,
-    )
-    with ExitStack() as stack:
-        outputs = Outputs(setup.console, watcher=watcher)
-        logs = WorkerLogs(outputs, None, stack)
-        status = stack.enter_context(Status(setup.console, watcher=watcher))
-        place = StoreEndpoints(setup.ticket.key, setup.store)
-        stack.callback(place.close)
-        supervisor = Supervisor(setup.console, outputs, watcher=watcher)
-        stack.callback(supervisor.close)
+def _drive(setup: JobSetup, server: TaskServer, spark_job: SparkJob, limits: Limits) -> Outcome:
+    discovery = TaskDiscovery(server, spark_job)
+    with (
+        setup.open_watcher(elastic=True) as watcher,
+        Status(setup.console, watcher=watcher) as status,
+        setup.open_job(watcher) as job,
+    ):
 
         def connect(name: str) -> HostAgent:
             link = discovery.link(name)
             check_versions([link.info], setup.ticket.version)
-            link.restarts = lambda: not supervisor.stopping and not supervisor.signals
+            link.restarts = lambda: not job.is_ending
             return link.start_agent(name)
 
-        driver = Driver(
-            Agents(request, place, supervisor, connect),
-            limits,
-            HostManager(discovery),
-            place,
-            supervisor,
-            logs,
-            status,
-            request.verbose,
+        request = WorkerRequest(
+            command=setup.command,
+            env=watcher.variables(),
+            cwd=".",
+            nics=setup.nics,
+            start_timeout=limits.start_timeout,
+            verbose=setup.verbose,
         )
-        outcome = driver.run()
-    blamed = driver.last_failure
-    if blamed is not None:
-        account = describe_failure(outcome, outputs.tail(blamed.worker))
-        outcome.account = f"{outcome.problem}\n{account}"
+        hosts = AgentSet(request, job, connect)
+        driver = Driver(job, hosts, limits, HostManager(discovery), status, request.verbose)
+        outcome = job.run(hosts, driver)
+        if outcome.account:
+            outcome.account = f"{outcome.problem}\n{outcome.account}"
+        watcher.ended(outcome)
     return outcome
 
 

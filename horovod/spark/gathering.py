@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from horovod.common.exceptions import TimeoutException
-from horovod.runner.slots.hosts import Host, Slot, plan_slots
+from horovod.common.topology import Slot
+from horovod.runner.api import Host, plan_slots
 from horovod.spark.cluster import Cluster
 from horovod.spark.spark_job import SparkJob
 from horovod.spark.task_link import TaskInfo, TaskLink, TaskServer

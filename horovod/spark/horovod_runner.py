@@ -76,7 +76,7 @@ class HorovodRunner:
         return self._run_in_tasks(main, kwargs)[0]
 
     def _run_here(self, main: Callable[..., Any], kwargs: dict[str, Any]) -> list[Any]:
-        from horovod.runner import run
+        from horovod.runner.api import run
 
         count = -self.num_processor
         hosts = f"localhost:{count}"  # also where the driver is part of a batch job

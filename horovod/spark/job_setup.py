@@ -15,9 +15,15 @@ from horovod.common.config import Config
 from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
 from horovod.observe.dashboard.watching import open_watcher
-from horovod.runner.functions.function_call import CALL, SEARCH_PATH, put, search_path
-from horovod.runner.output.console import Console
-from horovod.runner.output.watcher import JobWatcher
+from horovod.runner.api import (
+    CALL,
+    SEARCH_PATH,
+    Console,
+    JobController,
+    JobWatcher,
+    put,
+    search_path,
+)
 from horovod.spark.cluster import Cluster
 from horovod.spark.task_link import TaskServer
 from horovod.spark.ticket import Ticket
@@ -50,6 +56,10 @@ class JobSetup:
             say=self.console.say,
             elastic=elastic,
         )
+
+    def open_job(self, watcher: JobWatcher) -> JobController:
+        """Return the controller of the job, in whose store the call is."""
+        return JobController(self.console, store=self.store, key=self.ticket.key, watcher=watcher)
 
     def ticket_for(self, server: TaskServer) -> Ticket:
         return dataclasses.replace(self.ticket, port=server.port)

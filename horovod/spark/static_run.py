@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from horovod.runner.agents.store_endpoints import StoreEndpoints
-from horovod.runner.agents.supervise import Supervisor
-from horovod.runner.functions.run_function import collect_results, raise_failures
-from horovod.runner.jobs.request import JobRequest
-from horovod.runner.jobs.static_job import StaticJob
-from horovod.runner.output.outputs import Outputs
-from horovod.runner.output.report import Outcome, describe_failure
-from horovod.runner.output.watcher import JobWatcher
+from horovod.runner.api import (
+    AgentSet,
+    FixedRanks,
+    JobRequest,
+    Outcome,
+    collect_results,
+    raise_failures,
+)
 from horovod.spark.gathering import assign_ranks, check_slots, check_versions, gather
 from horovod.spark.job_setup import JobSetup
 from horovod.spark.spark_job import SparkJob
@@ -53,35 +53,24 @@ def run_static(setup: JobSetup, num_proc: int) -> list[Any]:
 
 
 def _run_workers(setup: JobSetup, links: Sequence[TaskLink]) -> Outcome:
-    with setup.open_watcher() as watcher:
-        outcome = _run_ranks(setup, links, watcher)
-        watcher.ended(outcome)
-    return outcome
-
-
-def _run_ranks(setup: JobSetup, links: Sequence[TaskLink], watcher: JobWatcher) -> Outcome:
     ranks = assign_ranks(links)
-    request = JobRequest(
-        command=setup.command,
-        slots=[each.slot for each in ranks],
-        env=watcher.variables(),
-        cwd=".",
-        nics=setup.nics,
-        start_timeout=setup.ticket.start_timeout,
-        verbose=setup.verbose,
-        agent_names=[each.name for each in ranks],
-    )
-    outputs = Outputs(setup.console, watcher=watcher)
-    for each in ranks:
-        outputs.open(each.slot.rank, each.slot.rank, {})
-    place = StoreEndpoints(setup.ticket.key, setup.store)
-    supervisor = Supervisor(setup.console, outputs, watcher=watcher)
-    try:
-        agents = [each.link.start_agent(each.name) for each in ranks]
-        outcome = StaticJob(request, place, supervisor, agents, watcher).run()
-    finally:
-        supervisor.close()
-        place.close()
-    first = outcome.first_failure
-    outcome.account = describe_failure(outcome, [] if first is None else outputs.tail(first.rank))
+    links_by_name = {each.name: each.link for each in ranks}
+    with setup.open_watcher() as watcher, setup.open_job(watcher) as job:
+        request = JobRequest(
+            command=setup.command,
+            slots=[each.slot for each in ranks],
+            env=watcher.variables(),
+            cwd=".",
+            nics=setup.nics,
+            start_timeout=setup.ticket.start_timeout,
+            verbose=setup.verbose,
+            agent_names=[each.name for each in ranks],
+        )
+        for each in ranks:
+            job.outputs.open(each.slot.rank, each.slot.rank)
+        hosts = AgentSet(
+            request, job, lambda name: links_by_name[name].start_agent(name), together=True
+        )
+        outcome = job.run(hosts, FixedRanks(request, job, hosts))
+        watcher.ended(outcome)
     return outcome

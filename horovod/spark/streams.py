@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from horovod.runner.output.console import Colour, Console
+from horovod.runner.api import Colour, Console
 
 
 class StreamConsole(Console):

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from horovod.runner.agents.channel import ChannelLink, LinkChannel
-from horovod.runner.agents.link_server import LinkServer
+from horovod.runner.api import ChannelLink, LinkChannel, LinkServer
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from horovod.torch.functions import (
 )
 from horovod.torch.mpi_ops import *  # noqa: F403
 from horovod.torch.optimizer import DistributedOptimizer
-from horovod.torch.outer import OuterSGD
+from horovod.torch.optimizers.outer import OuterSGD
 from horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

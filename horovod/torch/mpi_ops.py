@@ -1,6 +1,6 @@
 """Upstream's home of the collectives: every operation under the name scripts import it by.
 
-The operations live in one module each (``allreduce_ops``, ...); here are the basics of this
+Each operation has a module in `horovod.torch.ops`; here are the basics of this
 binding, `join` and `barrier`.
 """
 
@@ -18,8 +18,9 @@ from horovod.engine.arguments import set_id
 from horovod.engine.runtime import runtime
 from horovod.engine.shared_api import *
 from horovod.engine.shared_api import _basics, is_homogeneous, is_initialized
-from horovod.torch import handles, operators, pending
-from horovod.torch.allgather_ops import (
+from horovod.torch.compression import Compression
+from horovod.torch.ops import handles, operators
+from horovod.torch.ops.allgather import (
     HorovodAllgather,
     HorovodGroupedAllgather,
     allgather,
@@ -27,31 +28,30 @@ from horovod.torch.allgather_ops import (
     grouped_allgather,
     grouped_allgather_async,
 )
-from horovod.torch.allreduce_ops import (
+from horovod.torch.ops.allreduce import (
     HorovodAllreduce,
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
 )
-from horovod.torch.alltoall_ops import HorovodAlltoall, alltoall, alltoall_async
-from horovod.torch.broadcast_ops import (
+from horovod.torch.ops.alltoall import HorovodAlltoall, alltoall, alltoall_async
+from horovod.torch.ops.broadcast import (
     HorovodBroadcast,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
 )
-from horovod.torch.compression import Compression
-from horovod.torch.grouped_allreduce_ops import (
+from horovod.torch.ops.grouped_allreduce import (
     HorovodGroupedAllreduce,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from horovod.torch.handles import poll, synchronize
-from horovod.torch.reducescatter_ops import (
+from horovod.torch.ops.handles import poll, synchronize
+from horovod.torch.ops.reducescatter import (
     HorovodGroupedReducescatter,
     HorovodReducescatter,
     grouped_reducescatter,
@@ -59,8 +59,9 @@ from horovod.torch.reducescatter_ops import (
     reducescatter,
     reducescatter_async,
 )
-from horovod.torch.sparse import sparse_allreduce_async
-from horovod.torch.untraced import breaks_graph
+from horovod.torch.ops.sparse import sparse_allreduce_async
+from horovod.torch.ops.untraced import breaks_graph
+from horovod.torch.optimizers import pending
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:

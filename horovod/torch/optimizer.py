@@ -12,15 +12,16 @@ import torch
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp
 from horovod.engine.runtime import runtime
-from horovod.torch.buckets import Named
 from horovod.torch.compression import Compression, Compressor
+from horovod.torch.gradients.buckets import Named
 from horovod.torch.hooks.base import CommunicationHook
-from horovod.torch.local_steps import LocalSteps
-from horovod.torch.optimizer_checks import check_arguments
-from horovod.torch.outer import OuterSGD
+from horovod.torch.optimizers.checks import check_arguments
+from horovod.torch.optimizers.local_steps import LocalSteps
+from horovod.torch.optimizers.outer import OuterSGD
+from horovod.torch.optimizers.wrapping import new_optimizer
 
 if TYPE_CHECKING:
-    from horovod.torch.reducing_optimizer import ReducingOptimizer
+    from horovod.torch.optimizers.reducing import ReducingOptimizer
 
 
 def DistributedOptimizer(
@@ -59,20 +60,22 @@ def DistributedOptimizer(
         backward_passes_per_step: Gradients of so many backward passes are added up locally before
             they are reduced.
         op: `Average`, `Sum` or `Adasum`.
-        gradient_predivide_factor: f divides by f before and by size / f after the sum.
+        gradient_predivide_factor: Divide gradients by this factor before the sum and by
+            ``size / factor`` after it: the result is still the average, and half precisions do not
+            overflow in the sum. 1.0 divides after the sum alone.
         num_groups: Older form of `groups`.
         groups: A number of groups, or lists of parameters, that are reduced together.
         sparse_as_dense: Reduce sparse gradients as dense ones.
         process_set: The ranks to reduce with; others train on their own.
         shard_state: Each rank keeps the optimizer state (momenta, ...) of a part of the parameters
             only and updates that part for all; results are the same. Muon and Adafactor, which
-            need whole matrices, get whole parameters. See `horovod.torch.sharded_optimizer`.
+            need whole matrices, get whole parameters. See `horovod.torch.optimizers.sharded`.
         communication_hook: What travels in place of the gradients, such as
             ``hvd.hooks.PowerSGD()``.
         overlap_forward: The model; between hosts and on devices `step` then returns at once, and
             parameters are updated when they are next used, so that the next forward hides what
             backward could not of the time that gradients take to travel. Results are the same. See
-            `horovod.torch.delaying_optimizer`.
+            `horovod.torch.optimizers.delaying`.
         local_steps: For slow links: each rank takes this many steps with its own gradients, then
             all synchronise their models. The arguments below say how; docs/slow_links.md says
             when to use which.
@@ -103,7 +106,7 @@ def DistributedOptimizer(
         >>> loss.backward(); optimizer.step()
     """
     # Not before: it loads torch's compiler, as whoever made the optimizer has.
-    from horovod.torch.reducing_optimizer import ReducingOptimizer, new_optimizer
+    from horovod.torch.optimizers.reducing import ReducingOptimizer
 
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
@@ -147,21 +150,21 @@ def DistributedOptimizer(
 def _mixin(arguments: dict[str, Any]) -> type[ReducingOptimizer]:
     """The class that has what these arguments ask for."""
     if arguments["local_steps"].local_steps is not None:
-        from horovod.torch.local_optimizer import LocalStepsOptimizer  # few need it
+        from horovod.torch.optimizers.local import LocalStepsOptimizer  # few need it
 
         return LocalStepsOptimizer
     if arguments["op"] == Adasum and runtime.topology.size > 1:
-        from horovod.torch.adasum_optimizer import AdasumOptimizer  # few need it
+        from horovod.torch.optimizers.adasum import AdasumOptimizer  # few need it
 
         return AdasumOptimizer
     if arguments["shard_state"]:
-        from horovod.torch.sharded_optimizer import ShardedOptimizer
+        from horovod.torch.optimizers.sharded import ShardedOptimizer
 
         return ShardedOptimizer
     if arguments["overlap_forward"] is not None:
-        from horovod.torch.delaying_optimizer import DelayingOptimizer
+        from horovod.torch.optimizers.delaying import DelayingOptimizer
 
         return DelayingOptimizer
-    from horovod.torch.reducing_optimizer import ReducingOptimizer
+    from horovod.torch.optimizers.reducing import ReducingOptimizer
 
     return ReducingOptimizer

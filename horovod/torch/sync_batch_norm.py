@@ -6,7 +6,7 @@ the ranks' batches put together, however unevenly they are dealt out; the gradie
 the sum of the ranks' losses, and the gradients of weight and bias are this rank's part, for
 ``DistributedOptimizer`` to reduce like any other.
 
-What a pass forward and a pass backward compute is in `horovod.torch.batch_norm_function`.
+What a pass forward and a pass backward compute is in `horovod.torch.ops.batch_norm`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.topology import Topology
 from horovod.engine.arguments import FLOATING, set_id
 from horovod.engine.runtime import runtime
-from horovod.torch.batch_norm_function import BatchNormFunction
+from horovod.torch.ops.batch_norm import BatchNormFunction
 
 Tensor = torch.Tensor
 Ranks = tuple[int, ...]

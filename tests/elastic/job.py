@@ -6,15 +6,9 @@ import base64
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from horovod.common.decisions import (
-    LATEST,
-    Assignment,
-    Decision,
-    decision_key,
-    leaving_key,
-    seen_key,
-)
+from horovod.common.decisions import LATEST, Decision, decision_key, leaving_key, seen_key
 from horovod.common.store import StoreServer
+from horovod.common.topology import Slot
 from horovod.common.wire import new_key
 from tests.rank_process import Rank
 from tests.ranks import PATIENCE, Ranks, clean_environment
@@ -51,7 +45,7 @@ class ElasticJob(Ranks):
         self.members = list(members)
         size = len(self.members)
         slots = {
-            f"w{worker}": Assignment("localhost", rank, size, rank, size, 0, 1)
+            f"w{worker}": Slot("localhost", rank, size, rank, size, 0, 1)
             for rank, worker in enumerate(self.members)
         }
         gone = tuple(f"w{worker}" for worker in lost)

@@ -10,17 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from horovod.common.decisions import Assignment, Decision
+from horovod.common.decisions import Decision
 from horovod.common.store import MemoryStore
+from horovod.common.topology import Slot
+from horovod.runner.agents.host_set import HostSet
 from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import FixedHosts, HostManager
 from horovod.runner.elastic.failures import Failures
-from horovod.runner.elastic.host_set import HostSet
 from horovod.runner.elastic.job_state import JobState, Limits, Process
 from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.policy import Proposal
 from horovod.runner.elastic.status import Status
 from horovod.runner.output.console import Console
+from horovod.runner.output.report import LaunchError
 
 
 def moment(state: JobState | None = None, **facts: Any) -> JobState:
@@ -43,7 +45,7 @@ class Hosts(HostSet):
         self.stopped: list[tuple[str, int]] = []
         self.disobedient: set[str] = set()
 
-    def want(self, names: Sequence[str]) -> dict[str, str]:
+    def want(self, names: Sequence[str]) -> dict[str, LaunchError]:
         return {}
 
     def let_go(self, name: str) -> None: ...
@@ -57,12 +59,9 @@ class Hosts(HostSet):
     def is_connecting(self, name: str) -> bool:
         return False
 
-    def met(self, host: Any) -> str:
-        return ""
+    def met(self, host: Any) -> None: ...
 
-    def start(
-        self, name: str, worker: int, index: int, slots: int, place: Assignment | None
-    ) -> None: ...
+    def start(self, name: str, worker: int, index: int, slots: int, place: Slot | None) -> None: ...
 
     def stop(self, name: str, worker: int, grace: float) -> None:
         self.stopped.append((name, worker))

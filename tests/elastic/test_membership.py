@@ -12,7 +12,6 @@ from horovod.common import membership
 from horovod.common.decisions import (
     DRIVER_LOST,
     LATEST,
-    Assignment,
     Decision,
     decision_key,
     formed_key,
@@ -24,12 +23,13 @@ from horovod.common.environments import Elastic, detect
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.membership import Membership, is_elastic
 from horovod.common.store import MemoryStore
+from horovod.common.topology import Slot
 
 
 def decision(number: int, workers: str, kind: str = "added", lost: str = "") -> Decision:
     size = len(workers.split())
     slots = {
-        worker: Assignment("here", rank, size, rank, size, 0, 1)
+        worker: Slot("here", rank, size, rank, size, 0, 1)
         for rank, worker in enumerate(workers.split())
     }
     return Decision(number, slots, f"reason {number}", kind, tuple(lost.split()))

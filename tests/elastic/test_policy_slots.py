@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from horovod.common.decisions import Assignment
 from horovod.common.store import MemoryStore
+from horovod.common.topology import Slot
 from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.job_state import JobState, Limits, Process, number_of
 from horovod.runner.elastic.policy import SETTLE_SECONDS, expect_assignments, make_plan
@@ -26,9 +26,9 @@ class Job:
     def __init__(self, hosts: Mapping[str, int], limits: Limits = LIMITS) -> None:
         self.limits = limits
         self.state = JobState(hosts=dict(hosts), hosts_known=True, now=1.0)
-        self.places: dict[int, Assignment] = {}  # of the newest decision, by worker
-        self.expected: dict[int, Assignment] = {}  # what workers found in their environment
-        self.first: dict[int, Assignment] = {}  # in the first decision of each worker
+        self.places: dict[int, Slot] = {}  # of the newest decision, by worker
+        self.expected: dict[int, Slot] = {}  # what workers found in their environment
+        self.first: dict[int, Slot] = {}  # in the first decision of each worker
         self.is_over = False
         self._log = DecisionLog(self.state, MemoryStore())
 

@@ -52,10 +52,10 @@ def loss_of(model: nn.Module, step: int, rank: int, order: Sequence[int]) -> tor
 def one_bucket_each() -> Iterator[None]:
     """Every parameter has a bucket of its own, after the first step at the latest."""
     with (
-        mock.patch("horovod.torch.bucketing.first_bucket", return_value=1),
-        mock.patch("horovod.torch.bucketing.network_bucket", return_value=1),
-        mock.patch("horovod.torch.bucketing.pays_beside_backward", return_value=True),
-        mock.patch("horovod.torch.gradients.TRIAL_STEPS", 1),
+        mock.patch("horovod.torch.gradients.bucketing.first_bucket", return_value=1),
+        mock.patch("horovod.torch.gradients.bucketing.network_bucket", return_value=1),
+        mock.patch("horovod.torch.gradients.bucketing.pays_beside_backward", return_value=True),
+        mock.patch("horovod.torch.gradients.reducer.TRIAL_STEPS", 1),
     ):
         yield
 

@@ -85,7 +85,7 @@ def test_old_optimizers_and_modules_are_freed(ranks: RankPool):
     def leftovers() -> int:
         import gc
 
-        from horovod.torch.reducing_optimizer import _optimizers
+        from horovod.torch.optimizers.reducing import _optimizers
 
         gc.collect()
         before = len(_optimizers)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import horovod.torch as hvd
+from horovod.common.topology import Slot
 from horovod.common.wire import encode_key, new_key
-from horovod.runner.slots.hosts import Slot
 from tests.hosts import Hosts, host_address, host_name, host_of
 from tests.ranks import listen, tell
 

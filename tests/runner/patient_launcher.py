@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 
-from horovod.runner.jobs import static_job
+from horovod.runner.jobs import fixed_ranks
 from horovod.runner.launch import run_commandline
 from tests.runner.horovodrun import HANG
 
 if __name__ == "__main__":
     for name in ("_BLAME_WINDOW", "_CAUSE_PATIENCE", "_COMPANY_WINDOW"):
-        assert hasattr(static_job, name), name
-        setattr(static_job, name, HANG)
+        assert hasattr(fixed_ranks, name), name
+        setattr(fixed_ranks, name, HANG)
     sys.exit(run_commandline())

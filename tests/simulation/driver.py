@@ -13,20 +13,19 @@ from typing import Any
 
 import simulated  # what the simulation offers
 
-from horovod.common.decisions import Assignment
 from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.membership import WORKER_ID
-from horovod.common.wire import encode_key, new_key
-from horovod.runner.agents.store_endpoints import StoreEndpoints
-from horovod.runner.agents.supervise import FAILURE_GRACE, Supervisor
+from horovod.common.topology import Slot
+from horovod.common.wire import encode_key
+from horovod.runner.agents.controller import JobController
+from horovod.runner.agents.host_set import HostSet
+from horovod.runner.agents.supervise import FAILURE_GRACE
 from horovod.runner.elastic.discovery import HostDiscovery, HostManager
 from horovod.runner.elastic.driver import Driver
-from horovod.runner.elastic.host_set import HostSet
-from horovod.runner.elastic.job_state import Limits, Process
+from horovod.runner.elastic.job_state import Limits
 from horovod.runner.elastic.status import Status
 from horovod.runner.output.console import Console
-from horovod.runner.output.outputs import Outputs
-from horovod.runner.output.report import exit_status
+from horovod.runner.output.report import LaunchError, exit_status
 
 _START_SECONDS = 30.0
 
@@ -50,14 +49,14 @@ class Agent:
 class Hosts(HostSet):
     """The hosts that are wanted, and the agents on them."""
 
-    def __init__(self, endpoints: StoreEndpoints, supervisor: Supervisor) -> None:
+    def __init__(self, job: JobController) -> None:
         super().__init__()
-        self.driver: Driver | None = None
-        self._endpoints = endpoints
-        self._supervisor = supervisor
+        self._job = job
+        self._endpoints = job.endpoints
+        self._supervisor = job.supervisor
         self._agents: dict[str, Agent] = {}
 
-    def want(self, names: Sequence[str]) -> dict[str, str]:
+    def want(self, names: Sequence[str]) -> dict[str, LaunchError]:
         for name in names:
             if name not in self._agents and not self._rests_now(name):
                 agent = self._agents[name] = Agent(name)
@@ -77,8 +76,6 @@ class Hosts(HostSet):
             self._end(agent)
 
     def _take(self, agent: Agent) -> None:
-        driver = self.driver
-        assert driver is not None
         try:
             data = agent.connection.recv(1 << 16)
         except OSError:
@@ -91,18 +88,17 @@ class Hosts(HostSet):
             event = json.loads(line)
             if event["kind"] == "hello":
                 agent.hello = event
-                driver.ready(agent)
+                self._job.ready(agent)
             elif event["kind"] == "started":
-                driver.started(agent, event["worker"], event["pid"])
+                self._job.started(agent, event["worker"], event["pid"])
             elif event["kind"] == "exited":
-                driver.exited(agent, [(event["worker"], event["code"])])
+                self._job.exited(agent, [(event["worker"], event["code"])])
 
     def _end(self, agent: Agent) -> None:
         if agent.connection.fileno() >= 0:
             self._supervisor.unwatch(agent.connection.fileno())
             agent.connection.close()
-            assert self.driver is not None
-            self.driver.lost(agent, 255)  # type: ignore[arg-type]
+            self._job.lost(agent, 255)  # type: ignore[arg-type]
 
     def lost(self, host: Agent) -> bool:
         if self._agents.get(host.name) is not host:
@@ -126,15 +122,13 @@ class Hosts(HostSet):
     def is_connecting(self, name: str) -> bool:
         return name in self._agents and self._agents[name].hello is None
 
-    def met(self, host: Agent) -> str:
-        return ""
+    def met(self, host: Agent) -> None:
+        return None
 
     def obeys(self, name: str) -> bool:
         return self.is_ready(name)
 
-    def start(
-        self, name: str, worker: int, index: int, slots: int, place: Assignment | None
-    ) -> None:
+    def start(self, name: str, worker: int, index: int, slots: int, place: Slot | None) -> None:
         ((address, port),) = self._endpoints.endpoints
         environ = {
             WORKER_ID: f"w{worker}",
@@ -184,26 +178,15 @@ class Events(Status):
         simulated.note(f"{event}: {facts}")
 
 
-class NoOutputs:
-    """Workers print nothing."""
-
-    def open(self, process: Process) -> None:
-        """Expect nothing."""
-
-    def rename(self, worker: int, rank: int) -> None:
-        """Nothing has a name."""
-
-
 def main() -> None:
     """Run the job to its end."""
     plan = simulated.plan
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         console = Console(nowhere, nowhere)
-        endpoints = StoreEndpoints(new_key())
-        endpoints.open("head")
-        supervisor = Supervisor(console, Outputs(console))
-        hosts = Hosts(endpoints, supervisor)
+        job = JobController(console)
+        job.endpoints.open("head")
+        hosts = Hosts(job)
         limits = Limits(
             num_proc=plan.num_proc,
             min_np=plan.min_np,
@@ -211,13 +194,9 @@ def main() -> None:
             elastic_timeout=plan.elastic_timeout,
         )
         manager = HostManager(Discovery(), max_failures=1000)
-        status = Events(console)
-        driver = Driver(hosts, limits, manager, endpoints, supervisor, NoOutputs(), status)
-        hosts.driver = driver
-        outcome = driver.run()
+        outcome = job.run(hosts, Driver(job, hosts, limits, manager, Events(console)))
         hosts.close()
-        supervisor.close()
-        endpoints.close()
+        job.close()
         simulated.ended(exit_status(outcome), outcome.problem)
     finally:
         os.close(nowhere)

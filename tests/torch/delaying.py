@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import horovod.torch as hvd
 from horovod.engine.request import Request
-from horovod.torch.delayed_update import DelayedUpdates, Update
-from horovod.torch.pending import is_pending
+from horovod.torch.optimizers.delayed_update import DelayedUpdates, Update
+from horovod.torch.optimizers.pending import is_pending
 from tests.torch.training import MODELS, OPTIMIZERS, batch_of, loss_of, my_rows, weights_of
 
 NONE, EVERY_OTHER, ALL = slice(0), slice(1, None, 2), slice(None)
@@ -206,11 +206,11 @@ def small_buckets(
         return found
 
     with (
-        mock.patch("horovod.torch.gradients.TRIAL_STEPS", 1),
-        mock.patch("horovod.torch.bucketing.network_bucket", return_value=100),
-        mock.patch("horovod.torch.gradients.begun_early", begun_early),
-        mock.patch("horovod.torch.gradients.sent_last", sent_last),
-        mock.patch("horovod.torch.delayed_update._is_awaited", is_awaited),
+        mock.patch("horovod.torch.gradients.reducer.TRIAL_STEPS", 1),
+        mock.patch("horovod.torch.gradients.bucketing.network_bucket", return_value=100),
+        mock.patch("horovod.torch.gradients.forward_schedule.begun_early", begun_early),
+        mock.patch("horovod.torch.gradients.forward_schedule.sent_last", sent_last),
+        mock.patch("horovod.torch.optimizers.delayed_update._is_awaited", is_awaited),
         mock.patch.object(DelayedUpdates, "_reduced", reduced),
     ):
         yield

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import horovod.torch as hvd
-from horovod.torch import gradients
-from horovod.torch.direct_reducer import DirectReducer
+from horovod.torch.gradients import plan
+from horovod.torch.gradients.direct_reducer import DirectReducer
 from tests.transport.device_stand_in import CPU, in_nccls_place
 
 
@@ -29,7 +29,7 @@ def own_device(rank: int) -> dict[str, str]:
 @contextlib.contextmanager
 def lanes() -> Iterator[None]:
     """Let optimizers made and used meanwhile reduce the way they do on devices."""
-    with in_nccls_place(), mock.patch.object(gradients, "lane_device", return_value=CPU):
+    with in_nccls_place(), mock.patch.object(plan, "lane_device", return_value=CPU):
         yield
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import horovod.torch as hvd
 from horovod.common.process_sets import global_process_set
-from horovod.torch.agreement import TUNABLE, Agreement, agree, greatest, order_of, propose
+from horovod.torch.gradients.agreement import TUNABLE, Agreement, agree, greatest, order_of, propose
 from tests.ranks import RankPool, run_ranks
 
 COUNT = 3  # parameters

@@ -18,8 +18,8 @@ from torch import nn
 
 import horovod.torch as hvd
 from horovod.engine.runtime import runtime
-from horovod.torch import autotune
-from horovod.torch.agreement import TUNABLE, Agreement
+from horovod.torch.gradients import autotune
+from horovod.torch.gradients.agreement import TUNABLE, Agreement
 from tests.accelerators import accelerator as find_accelerator
 from tests.elastic.job import ElasticJob
 from tests.elastic.training import Plan, expected
@@ -49,13 +49,15 @@ def tuning2() -> Iterator[RankPool]:
 
 def _spare_cores(any_left: bool) -> Any:
     """As on a machine where they are, or are not; without them nobody tries to overlap unasked."""
-    return mock.patch("horovod.torch.agreement.has_spare_core", mock.Mock(return_value=any_left))
+    return mock.patch(
+        "horovod.torch.gradients.agreement.has_spare_core", mock.Mock(return_value=any_left)
+    )
 
 
 @contextlib.contextmanager
 def _choice() -> Iterator[None]:
     """Buckets of several sizes to choose from, for a tiny model and whatever cores there are."""
-    sizes = mock.patch("horovod.torch.autotune.BUCKET_SIZES", [400, 150, 120, 50])
+    sizes = mock.patch("horovod.torch.gradients.autotune.BUCKET_SIZES", [400, 150, 120, 50])
     with _spare_cores(True), sizes:
         yield
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.torch.bucketing import (
+from horovod.torch.gradients.bucketing import (
+    DEVICE_BUCKET,
     LARGEST_BUCKET,
     MEBIBYTE,
     OVERLAP_KNOB,
@@ -25,6 +26,8 @@ from horovod.torch.bucketing import (
     bucket_title,
     can_overlap,
     cut,
+    cut_for_device,
+    device_bucket,
     first_bucket,
     hides_more,
     network_bucket,
@@ -315,6 +318,32 @@ def test_every_gradient_is_in_one_bucket_and_no_bucket_could_take_the_next(
 )
 def test_cuts(sizes: list[int], most: int, lengths: list[int]):
     assert [len(part) for part in cut(sizes, most, limit=16)] == lengths
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60 * MEBIBYTE), st.sampled_from("ab")), min_size=1),
+    st.integers(MEBIBYTE, 200 * MEBIBYTE),
+    st.booleans(),
+)
+def test_buckets_of_a_device(gradients: list[tuple[int, str]], limit: int, delayed: bool):
+    sizes, kinds = [size for size, _ in gradients], [kind for _, kind in gradients]
+    most = device_bucket(limit, delayed)
+    buckets = cut_for_device(sizes, kinds, most, limit)
+    assert sorted(chain(*buckets)) == list(range(len(sizes)))
+    assert [bucket[-1] for bucket in buckets] == sorted(bucket[-1] for bucket in buckets)
+    for bucket in buckets:
+        assert len({kinds[index] for index in bucket}) == 1
+        assert bucket == sorted(bucket)
+        assert len(bucket) == 1 or sum(sizes[index] for index in bucket) <= limit
+
+
+def test_the_buckets_of_resnet_50_on_a_device():
+    sizes = [8 * MEBIBYTE, *[MEBIBYTE] * 90]
+    buckets = cut_for_device(sizes, ["float32"] * 91, DEVICE_BUCKET, 128 * MEBIBYTE)
+    assert [sum(sizes[index] for index in bucket) // MEBIBYTE for bucket in buckets] == [
+        8,
+        *(25, 25, 20, 10, 5, 5),
+    ]
 
 
 def test_the_names_of_buckets():

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from horovod.torch.buckets import Bucket
-from horovod.torch.layouts import cut_at
+from horovod.torch.gradients.buckets import Bucket
+from horovod.torch.gradients.layouts import cut_at
 
 
 def _bucket(*shapes: tuple[int, ...]) -> Bucket:

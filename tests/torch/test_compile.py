@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from horovod.torch import operators
+from horovod.torch.ops import operators
 from tests.ranks import RankPool
 
 Tensor = torch.Tensor

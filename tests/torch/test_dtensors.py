@@ -15,7 +15,7 @@ from torch import nn
 
 import horovod.torch as hvd
 from horovod.engine.runtime import runtime
-from horovod.torch.dtensors import Holding, find_sources
+from horovod.torch.gradients.dtensors import Holding, find_sources
 from tests.docs.pages import blocks
 from tests.ports import reserved_port
 from tests.ranks import run_ranks

@@ -130,7 +130,7 @@ def _train(
     torch.manual_seed(0)
     model = Various()
     passes = options.get("backward_passes_per_step", 1)
-    with overlapping(overlap), mock.patch("horovod.torch.bucketing.LARGEST_BUCKET", 2000):
+    with overlapping(overlap), mock.patch("horovod.torch.gradients.bucketing.LARGEST_BUCKET", 2000):
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.01),
             model.named_parameters(),
@@ -187,7 +187,7 @@ def _called() -> list[Any]:
     second.weight.data = torch.randn(7, 9).t()
     hook = Double()
     named = [*first.named_parameters("first"), *second.named_parameters("second")]
-    with overlapping(True), mock.patch("horovod.torch.bucketing.LARGEST_BUCKET", 4):
+    with overlapping(True), mock.patch("horovod.torch.gradients.bucketing.LARGEST_BUCKET", 4):
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD([param for _, param in named], lr=0.1), named, communication_hook=hook
         )
@@ -384,7 +384,7 @@ def test_accelerator(pool2: RankPool, name: str):
     def train(where: str) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 20)).to(where)
-        with mock.patch("horovod.torch.bucketing.LARGEST_BUCKET", 2000):
+        with mock.patch("horovod.torch.gradients.bucketing.LARGEST_BUCKET", 2000):
             optimizer = hvd.DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.1), communication_hook=HOOKS[name]()
             )

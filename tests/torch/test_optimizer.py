@@ -36,7 +36,7 @@ def _equality(
     alone, together = make_model(kind), make_model(kind)
     with (
         overlapping(overlap),
-        mock.patch("horovod.torch.bucketing.LARGEST_BUCKET", 100 if tiny else 1 << 25),
+        mock.patch("horovod.torch.gradients.bucketing.LARGEST_BUCKET", 100 if tiny else 1 << 25),
     ):
         optimizer = hvd.DistributedOptimizer(
             make(together.parameters()), together.named_parameters(), **options

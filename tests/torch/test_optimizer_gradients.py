@@ -129,7 +129,7 @@ def _unused(overlap: bool, reverse: bool) -> Any:
     together = Branches()
     alone = copy.deepcopy(together)
     base = torch.optim.SGD(alone.parameters(), lr=0.1)
-    with overlapping(overlap), mock.patch("horovod.torch.bucketing.LARGEST_BUCKET", 60):
+    with overlapping(overlap), mock.patch("horovod.torch.gradients.bucketing.LARGEST_BUCKET", 60):
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(together.parameters(), lr=0.1), together.named_parameters()
         )
@@ -223,7 +223,7 @@ def _bucket_bytes(smallest: int, largest: int) -> list[int]:
     """Sizes of the buckets of a model with eight equal layers of 400 bytes."""
     model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(8)))
     bounds = mock.patch.multiple(
-        "horovod.torch.bucketing", SMALLEST_HOST_BUCKET=smallest, LARGEST_BUCKET=largest
+        "horovod.torch.gradients.bucketing", SMALLEST_HOST_BUCKET=smallest, LARGEST_BUCKET=largest
     )
     with overlapping(True), bounds:
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -245,7 +245,7 @@ def test_buckets_are_a_quarter_of_the_model_within_bounds(
 def _uneven(overlap: bool) -> list[torch.Tensor]:
     """Rank 1 has no batch in the first epoch; later all take part."""
     model = make_model("mlp")
-    with overlapping(overlap), mock.patch("horovod.torch.bucketing.LARGEST_BUCKET", 100):
+    with overlapping(overlap), mock.patch("horovod.torch.gradients.bucketing.LARGEST_BUCKET", 100):
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
         )
@@ -262,7 +262,7 @@ def _ends_early(overlap: bool) -> Any:
     """Rank 1 has one batch and rank 0 has three: who has joined counts as zeros in the average."""
     together, alone = make_model("mlp"), make_model("mlp")
     base = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    with overlapping(overlap), mock.patch("horovod.torch.bucketing.LARGEST_BUCKET", 100):
+    with overlapping(overlap), mock.patch("horovod.torch.gradients.bucketing.LARGEST_BUCKET", 100):
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(together.parameters(), lr=0.1, momentum=0.9),
             together.named_parameters(),

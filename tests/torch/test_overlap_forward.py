@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import horovod.torch as hvd
-from horovod.torch import bucketing
-from horovod.torch.bucket_submission import BucketSubmitter
-from horovod.torch.sliced_update import SlicedParameter
+from horovod.torch.gradients import bucketing
+from horovod.torch.gradients.submission import BucketSubmitter
+from horovod.torch.optimizers.sliced_update import SlicedParameter
 from tests.effort import examples
 from tests.ranks import RankPool
 from tests.torch.delaying import (
@@ -139,11 +139,13 @@ def _trained_while_looking(model: str, more: list[float], hooked: int) -> Any:
         return run.optimizer.state_dict()["state"]
 
     results = []
-    with small_buckets(), mock.patch("horovod.torch.gradients.LOOK_STEPS", 1):
+    with small_buckets(), mock.patch("horovod.torch.gradients.forward_schedule.LOOK_STEPS", 1):
         with (
-            mock.patch("horovod.torch.gradients.hides_more", hides_more),
-            mock.patch("horovod.torch.gradients.begun_early", bucketing.begun_early),
-            mock.patch("horovod.torch.bucketing._SMALLEST_PART", 8),
+            mock.patch("horovod.torch.gradients.forward_schedule.hides_more", hides_more),
+            mock.patch(
+                "horovod.torch.gradients.forward_schedule.begun_early", bucketing.begun_early
+            ),
+            mock.patch("horovod.torch.gradients.bucketing._SMALLEST_PART", 8),
         ):
             run = Run(True, model=model, optimizer="Adam")
             seen = train(run)

@@ -13,7 +13,7 @@ from torch import nn
 
 import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch.pending import is_pending
+from horovod.torch.optimizers.pending import is_pending
 from tests.ranks import RankPool, listen, run_ranks, start_ranks, tell
 from tests.torch.delaying import NETWORK, Run, assert_same, small_buckets
 from tests.torch.training import batch_of, loss_of, make_model, my_rows, train, weights_of

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import horovod.torch as hvd
-from horovod.torch.pending import is_pending
+from horovod.torch.optimizers.pending import is_pending
 from tests.ranks import RankPool, run_ranks
 from tests.torch.delaying import NETWORK, Run, assert_equal, assert_same, compare, small_buckets
 from tests.torch.training import batch_of, loss_of, make_model, my_rows, weights_of

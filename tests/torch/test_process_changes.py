@@ -11,7 +11,7 @@ import torch
 import horovod.torch as hvd
 from horovod.common.config import KNOBS
 from horovod.engine import runtime as runtime_module
-from horovod.torch import gradients
+from horovod.torch.gradients import step_log
 from horovod.transport import shared_memory
 from tests.docs.pages import check_links
 from tests.ranks import run_ranks
@@ -29,7 +29,7 @@ def _changes(rank: int, size: int) -> tuple[list[str], float]:
     made: list[str] = []
     shared_memory.allow_peers = lambda pids: made.append(f"open to {len(list(pids))}")
     runtime_module.keep_heap = lambda: made.append("keep the heap")
-    gradients.join_pages = lambda: made.append("huge pages")
+    step_log.join_pages = lambda: made.append("huge pages")
     hvd.init()
     model = torch.nn.Linear(64, 64)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))

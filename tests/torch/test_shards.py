@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod.torch.shards import GRAIN, Slice, cut, deal_out
+from horovod.torch.optimizers.shards import GRAIN, Slice, cut, deal_out
 from tests.effort import examples
 
 

@@ -113,7 +113,7 @@ def weights_of(model: nn.Module) -> list[torch.Tensor]:
 @contextmanager
 def overlapping(overlap: bool) -> Iterator[None]:
     """Reduce while backward goes on (or not), wherever the parameters are."""
-    with mock.patch("horovod.torch.gradients.can_overlap", return_value=overlap):
+    with mock.patch("horovod.torch.gradients.plan.can_overlap", return_value=overlap):
         yield
 
 

@@ -4,7 +4,8 @@ The host runs ahead of the device, so its clock says nothing about them. Marks i
 stream say when backward began and ended, and for how long that stream then waited; marks in a
 stream beside it say when each reduction ended. What the program did not wait for was hidden behind
 computing. Marks cost the device some time (about 1 % of a step of ResNet-50), so
-`horovod.torch.direct_reducer` measures a step now and then; the steps in between count as long.
+`horovod.torch.gradients.direct_reducer` measures a step now and then; the steps in between count as
+long.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ These modules run on the host, with the standard library alone: `agent` with `ag
 `bootstrap`, `frames`, `host_facts` and `processes`; `probe` and `stack` follow when they are
 needed, and `host_inspection` is the program of ``horovodrun --check``.
 
-These run in the launcher: `host_agent` and `agent_link` (one host, and the line to it), `starters`
-(the command that starts an agent on another host), `supervise` (the loop over all agents),
-`store_endpoints` (the addresses at which hosts reach the job's store), `channel` and `link_server`
-(hosts that connect by themselves, where `relay` runs). Both kinds of job use them, and so do the
-launchers for Spark and Ray.
+These run in the launcher: `controller` (runs a job on a set of hosts, as a policy says), `host_set`
+and `agent_set` (the interface to the hosts, and its implementation with an agent on each),
+`host_agent` and `agent_link` (one host, and the line to it), `starters` (the command that starts an
+agent on another host), `supervise` (the loop over all agents), `store_endpoints` (the addresses at
+which hosts reach the job's store), `channel` and `link_server` (hosts that connect by themselves,
+where `relay` runs).
 """

@@ -89,6 +89,7 @@ class HostAgent:
         self.hello: Mapping[str, Any] | None = None  # what it said about its host
         self.finished = False  # it said that nothing is left
         self.is_dismissed = False  # we have told it to end
+        self._given_up = ""  # why we do not wait for it any more
         self._reader = FrameReader()
         self._errors = b""
         self._commands: deque[memoryview] = deque()
@@ -151,7 +152,11 @@ class HostAgent:
 
     def explain_end(self, code: int) -> str:
         """Return why the agent has ended, as far as that is known; `code` is its exit code."""
-        return self.last_words or f"{self.link.describe_end(code)} and no message"
+        said = self.last_words
+        if self._given_up:
+            return f"{self._given_up}:\n{said}" if said else self._given_up
+        said = said or f"{self.link.describe_end(code)} and no message"
+        return f"\n{said}" if "\n" in said else said
 
     # -- commands --------------------------------------------------------------------------
 
@@ -232,6 +237,11 @@ class HostAgent:
     def abandon(self) -> None:
         """Give up a host that has not answered yet."""
         self.link.abandon()
+
+    def give_up(self, why: str) -> None:
+        """Abandon a host, and give this as the reason of its end."""
+        self._given_up = why
+        self.abandon()
 
     def _command(self, command: Mapping[str, Any]) -> None:
         self._write(json.dumps(command).encode() + b"\n")

@@ -17,7 +17,10 @@ from horovod.common.store import MemoryStore, StoreServer
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.probe import interface_address, reserve_port, source_towards
 
-Endpoint = tuple[str, int]  # an address and a port that serve the store
+Endpoint = tuple[str, int]
+"""An address and a port."""
+
+OPTION = "--network-interfaces"
 
 
 class StoreEndpoints:
@@ -39,25 +42,27 @@ class StoreEndpoints:
             self._servers[address] = StoreServer(address, self.key, store=self.store)
         return address, self._servers[address].port
 
-    def open_towards(self, agents: Sequence[HostAgent], nics: Sequence[str]) -> str:
+    def open_towards(
+        self, hosts: Mapping[str, tuple[str, str]], nics: Sequence[str], option: str = OPTION
+    ) -> str:
         """Serve the store at addresses at which these hosts may reach it.
 
         Args:
-            agents: The agents of the hosts.
+            hosts: Both addresses of the connection to each host, ours first; empty if unknown.
             nics: The network interfaces to use; any if empty.
+            option: What the user calls the list of interfaces.
 
         Returns:
             A description of the problem; empty if there is none.
         """
-        for agent in agents:
-            for address in addresses_towards(agent.name, connection_ends(agent), nics):
+        for name, ends in hosts.items():
+            for address in addresses_towards(name, ends, nics):
                 self.open(address)
         if self.endpoints:
             return ""
-        names = ", ".join(agent.name for agent in agents)
         return (
-            f"cannot tell which address of this machine leads to {names}; say which network "
-            f"interface does with --network-interfaces"
+            f"cannot tell which address of this machine leads to {', '.join(hosts)}; say which "
+            f"network interface does with {option}"
         )
 
     def keep(self, endpoints: Collection[Endpoint]) -> None:
@@ -72,32 +77,36 @@ class StoreEndpoints:
         Returns:
             A description of the problem; empty if there is none. The answers come as events.
         """
-        remote = [agent for agent in agents if agent.remote]
+        ends = {agent.name: connection_ends(agent) for agent in agents}
+        remote = {agent.name: ends[agent.name] for agent in agents if agent.remote}
         if not remote:
             self.open(LOOPBACK)
         problem = self.open_towards(remote, nics)
         if problem:
             return problem
-        theirs = {agent.name: connection_ends(agent)[1] for agent in agents}
         here = self.endpoints[0][0]
         for agent in agents:
-            others = [end or here for name, end in theirs.items() if name != agent.name]
-            self.probe(agent, nics, others, timeout)
+            others = [theirs or here for name, (_, theirs) in ends.items() if name != agent.name]
+            agent.probe(self.question(nics, timeout, others))
         return ""
 
-    def probe(
-        self, agent: HostAgent, nics: Sequence[str], towards: Sequence[str], timeout: float
-    ) -> None:
-        """Let an agent find an endpoint that it reaches, and its own address for other hosts."""
-        agent.probe(
-            {
-                "endpoints": self.endpoints,
-                "key": self.key.hex(),
-                "timeout": timeout,
-                "nics": list(nics),
-                "towards": list(towards),
-            }
-        )
+    def question(
+        self, nics: Sequence[str], timeout: float, towards: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Return the request with which `probe.probe` finds an endpoint that its host reaches.
+
+        Args:
+            nics: The network interfaces to use; any if empty.
+            timeout: Seconds for an attempt to connect.
+            towards: Addresses of other hosts, which reach this one at the address to be found.
+        """
+        return {
+            "endpoints": self.endpoints,
+            "key": self.key.hex(),
+            "timeout": timeout,
+            "nics": list(nics),
+            "towards": list(towards),
+        }
 
     def reserve_port(self, address: str) -> int:
         """Reserve a port of this machine for the job until `close`, and return it."""
@@ -141,21 +150,41 @@ def connection_ends(agent: HostAgent) -> tuple[str, str]:
     return str(hello.get("launcher", "")), ""
 
 
-def describe_problem(name: str, answer: Mapping[str, Any], nics: Sequence[str]) -> str:
-    """Return why a host with this answer to a probe cannot take part; empty if it can."""
+def describe_problem(answer: Mapping[str, Any], nics: Sequence[str], option: str = OPTION) -> str:
+    """Return why a host with this answer to a probe cannot take part.
+
+    Args:
+        answer: The answer of `probe.probe`.
+        nics: The network interfaces to use; any if empty.
+        option: What the user calls the list of interfaces.
+
+    Returns:
+        The part of a sentence after the name of the host; empty if the host can take part.
+    """
     if answer["endpoint"] is None:
         return (
-            f"{name} cannot connect to this machine, where the ranks are to meet: tried "
-            f"{describe_failures(answer['failures'])}. Let hosts connect to ports of this machine "
+            f"cannot connect to this machine, where the ranks are to meet: tried "
+            f"{_describe_failures(answer['failures'])}. Let hosts connect to ports of this machine "
             f"(its firewall, or one in between), or say which network interface leads to them with "
-            f"--network-interfaces"
+            f"{option}"
         )
     if nics and not answer["nics"]:
-        return (
-            f"{name} has no interface with an address among {', '.join(nics)} "
-            f"(--network-interfaces); it has {', '.join(answer['interfaces'])}"
-        )
+        return _describe_missing(nics, answer["interfaces"], option)
     return ""
+
+
+def describe_own_problem(nics: Sequence[str]) -> str:
+    """Return why this machine cannot serve the store at these interfaces; empty if it can."""
+    if not nics or any(interface_address(name) for name in nics):
+        return ""
+    return f"this machine {_describe_missing(nics, own_interfaces(), OPTION)}"
+
+
+def _describe_missing(nics: Sequence[str], interfaces: Sequence[str], option: str) -> str:
+    return (
+        f"has no interface with an address among {', '.join(nics)} ({option}); it has "
+        f"{', '.join(interfaces)}"
+    )
 
 
 def own_interfaces() -> list[str]:
@@ -168,7 +197,7 @@ def own_addresses() -> list[str]:
     return [address for address in found if address and not is_loopback(address)]
 
 
-def describe_failures(failures: Sequence[Sequence[Any]]) -> str:
+def _describe_failures(failures: Sequence[Sequence[Any]]) -> str:
     """Return a list of ``address:port (reason)`` for people."""
     return ", ".join(
         f"{f'[{address}]' if ':' in address else address}:{port} ({reason})"

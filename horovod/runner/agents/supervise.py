@@ -1,8 +1,8 @@
 """The launcher's loop: agents, their workers' output, signals and timers, in one thread.
 
 A job adds its agents with `Supervisor.add` and calls `run` with a `Handler`, which says what to do
-when a host is ready, a worker ends or a host is lost. Both kinds of job use it: `static_job` and
-the elastic driver. The loop sleeps until something happens.
+when a host is ready, a worker ends or a host is lost: `controller.JobController` is one, and the
+check of hosts another. The loop sleeps until something happens.
 """
 
 from __future__ import annotations

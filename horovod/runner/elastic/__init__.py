@@ -2,9 +2,8 @@
 
 `run_job` calls `job`, which runs a `driver`. The driver executes what `policy` decides; `policy`
 and `termination` (the rules for the end of a job) are pure functions of `job_state`, which is
-everything that the driver knows. `mailbox` takes messages of other threads into that state,
-`discovery` finds hosts, `host_set` is the interface to them and `agents` its implementation for
-horovodrun. `decision_log` publishes decisions, `liveness` checks that workers answer them,
-`failures` records losses, and `status` reports to people and files. The workers' side is
+everything that the driver knows. `mailbox` takes messages of other threads into that state, and
+`discovery` finds hosts. `decision_log` publishes decisions, `liveness` checks that workers answer
+them, `failures` records losses, and `status` reports to people and files. The workers' side is
 `horovod.common.membership`; `horovod.common.decisions` has what both sides write to the store.
 """

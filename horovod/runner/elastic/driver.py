@@ -1,43 +1,41 @@
 """The driver of an elastic job: it executes what `policy` decides.
 
-The driver is the `Handler` of the launcher's loop. Every event (of agents, of discovery, and of
-workers through the store) is noted in `job_state` and in the status file; then `_reconcile` asks
-the policy what follows. Everything runs in the loop's thread: the store's and the poller's threads
-only leave messages (`mailbox`). Workers learn of decisions through the store, see
-`horovod.common.decisions`; `liveness` checks their answers, and `failures` records losses.
+The job controller (`runner.agents.controller`) reports every event of hosts and workers to the
+driver; discovery and the workers' answers in the store come through `mailbox`. Each event is noted
+in `job_state` and in the status file; then `_reconcile` asks the policy what follows. Everything
+runs in the loop's thread: the store's and the poller's threads only leave messages. Workers learn
+of decisions through the store, see `horovod.common.decisions`; `liveness` checks their answers, and
+`failures` records losses.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from horovod.common.loss_note import read_note
+from horovod.runner.agents.controller import JobController, JobPolicy
 from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.agents.store_endpoints import StoreEndpoints
-from horovod.runner.agents.supervise import FAILURE_GRACE, Supervisor
+from horovod.runner.agents.host_set import HostSet
+from horovod.runner.agents.supervise import FAILURE_GRACE
 from horovod.runner.elastic import policy, termination
 from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.failures import Failures
-from horovod.runner.elastic.host_set import Host, HostSet
 from horovod.runner.elastic.job_state import (
     JobState,
     Limits,
     Process,
-    WorkerFailure,
     name_of,
     number_of,
 )
 from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.mailbox import Inbox
 from horovod.runner.elastic.status import Status, count_of
-from horovod.runner.output.progress import Progress
-from horovod.runner.output.report import Outcome, exit_status
+from horovod.runner.output.report import LaunchError, exit_status
 
-__all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver", "WorkerOutputs"]
+__all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver"]
 
 
 def __getattr__(name: str) -> Any:
@@ -50,92 +48,75 @@ def __getattr__(name: str) -> Any:
 
 
 DISCOVER_HOSTS_FREQUENCY_SECS = 1.0
-_TICK = 0.5
-"""Seconds after which the driver checks its deadlines, if nothing else happens."""
 
 
-class WorkerOutputs(Protocol):
-    """The receiver of the workers' output."""
-
-    def open(self, process: Process) -> None:
-        """Expect output of a worker."""
-
-    def rename(self, worker: int, rank: int) -> None:
-        """Show a worker's output as that of this rank from now on."""
-
-
-class Driver:
-    """Runs one elastic job."""
+class Driver(JobPolicy):
+    """The policy of one elastic job."""
 
     def __init__(
         self,
+        job: JobController,
         hosts: HostSet,
         limits: Limits,
         manager: HostManager,
-        endpoints: StoreEndpoints,
-        supervisor: Supervisor,
-        outputs: WorkerOutputs,
         status: Status,
         verbose: int = 0,
     ) -> None:
         """Prepare a job.
 
         Args:
+            job: The controller of the job.
             hosts: What starts and stops workers on hosts.
             limits: What the user asked for.
             manager: The known hosts, and their record of failures.
-            endpoints: The job's store.
-            supervisor: The launcher's loop.
-            outputs: The receiver of the workers' output.
             status: The receiver of events.
             verbose: How much to say on the console.
         """
-        self.last_failure: WorkerFailure | None = None  # the one that the outcome is about
+        super().__init__()
+        self._job = job
         self._hosts = hosts
         self._limits = limits
         self._manager = manager
-        self._store = endpoints.store
-        self._supervisor = supervisor
-        self._outputs = outputs
+        self._store = job.endpoints.store
+        self._supervisor = job.supervisor
+        self._outputs = job.outputs
         self._status = status
         self._verbose = verbose
         self._state = JobState()
         self._decisions = DecisionLog(self._state, self._store)
         self._failures = Failures(self._state, hosts, manager, status)
         self._liveness = Liveness(
-            limits, self._state, self._failures, supervisor.call_later, self._reconcile
+            limits, self._state, self._failures, job.call_later, self._reconcile
         )
         self._inbox = Inbox(
             self._state,
             self._store,
             manager,
-            supervisor.console,
+            job.console,
             status,
             self._decisions,
             self._liveness,
             self._finish,
         )
-        self._progress = Progress(supervisor.console, status=status.progress_line)
-        self._outcome = Outcome()
 
-    def run(self) -> Outcome:
-        """Run the job, from the discovery of hosts to its end."""
+    def begin(self) -> None:
         self._supervisor.watch(self._inbox.descriptor, self._take_messages)
         self._supervisor.awaits_agents = True
-        self._tick()
         self._inbox.open(DISCOVER_HOSTS_FREQUENCY_SECS)
-        try:
-            self._supervisor.run(self)
-        finally:
-            # The poller's thread ends before the descriptors are closed that it writes to.
-            self._inbox.stop_polling()
-            self._supervisor.unwatch(self._inbox.descriptor)
-            self._inbox.close()
-        outcome = self._outcome
-        outcome.interrupted = next(iter(self._supervisor.signals), None)
-        outcome.note_lost_output(self._supervisor.console)
-        self._status.note("end", status=exit_status(outcome), problem=outcome.problem)
-        return outcome
+
+    def tick(self) -> str:
+        self._reconcile()
+        connecting = [name for name in self._hosts.names() if self._hosts.is_connecting(name)]
+        return self._state.describe_awaited(connecting)
+
+    def close(self) -> None:
+        # The poller's thread ends before the descriptors are closed that it writes to.
+        self._inbox.stop_polling()
+        self._supervisor.unwatch(self._inbox.descriptor)
+        self._inbox.close()
+
+    def end(self) -> None:
+        self._status.note("end", status=exit_status(self.outcome), problem=self.outcome.problem)
 
     def _take_messages(self) -> None:
         if self._inbox.take_all():
@@ -143,48 +124,38 @@ class Driver:
 
     # -- what the hosts say ----------------------------------------------------------------
 
-    def ready(self, agent: Host) -> None:
-        self._check_connection(agent, self._hosts.met(agent))
-
-    def probed(self, agent: HostAgent, answer: dict[str, Any]) -> None:
-        self._check_connection(agent, self._hosts.probed(agent, answer))
-
-    def _check_connection(self, agent: Host, problem: str) -> None:
-        if problem:
-            self._hosts.let_go(agent.name)
-            self._hosts.rest(agent.name)
-            self._failures.blame(agent.name, problem)
+    def host_ready(self, name: str) -> None:
         self._reconcile()
 
-    def started(self, agent: Host, worker: int, pid: int) -> None:
+    def host_failed(self, name: str, problem: LaunchError) -> None:
+        self._hosts.let_go(name)
+        self._hosts.rest(name)
+        self._failures.blame(name, str(problem))
+        self._reconcile()
+
+    def started(self, host: str, worker: int, pid: int) -> None:
         process = self._state.alive.get(worker)
         if process is not None:
             process.pid = pid
             if self._verbose:
-                self._supervisor.console.say(f"{process.name} runs on {agent.name}, pid {pid}")
-            self._status.note("started", worker=process.name, host=agent.name, pid=pid)
+                self._job.console.say(f"{process.name} runs on {host}, pid {pid}")
+            self._status.note("started", worker=process.name, host=host, pid=pid)
 
-    def failed(self, agent: HostAgent, worker: int, number: int, what: str) -> None:
-        self.could_not_start(
-            worker, f"{what!r}: {os.strerror(number)}" if what else os.strerror(number)
-        )
-
-    def could_not_start(self, worker: int, why: str) -> None:
-        """Take notice of a worker that will never run, and why."""
+    def could_not_start(self, host: str, worker: int, problem: LaunchError) -> None:
         process = self._state.alive.get(worker)
-        if process is None or self._ending:
+        if process is None or self._job.is_ending:
             return
-        self._failures.could_not_start(process, why)
+        self._failures.could_not_start(process, str(problem))
         if not self._state.workers_on(process.host):  # let the policy try other hosts first
             self._hosts.let_go(process.host)
             self._hosts.rest(process.host)
         self._reconcile()
 
-    def exited(self, agent: Host, exits: Sequence[tuple[int, int]]) -> None:
+    def exited(self, host: str, exits: Sequence[tuple[int, int]]) -> None:
         self._inbox.take_all()  # what the workers wrote before they ended
         for worker, code in exits:
             process = self._state.alive.get(worker)
-            self._status.note("exited", worker=name_of(worker), host=agent.name, code=code)
+            self._status.note("exited", worker=name_of(worker), host=host, code=code)
             if process is not None:
                 self._take_exit(process, code)
         self._reconcile()
@@ -195,7 +166,7 @@ class Driver:
             process.because_of = read_note(self._store, process.name)
         removed = process.joined is not None and process.number not in state.placed_workers
         expected = process.is_dismissed or removed or (process.is_leaving and code == 0)
-        if expected or (code != 0 and self._ending):
+        if expected or (code != 0 and self._job.is_ending):
             del state.alive[process.number]
         elif code == 0:
             state.note_success(process)
@@ -204,8 +175,8 @@ class Driver:
         else:
             self._failures.failed(process, code)
 
-    def lost(self, agent: HostAgent, code: int) -> None:
-        if self._supervisor.stopping or not self._hosts.lost(agent):
+    def host_lost(self, agent: HostAgent, code: int) -> None:
+        if self._supervisor.stopping:
             return
         if agent.finished:  # somebody else told the agent to end: that is no failure of the host
             self._status.announce(f"{agent.name} has left the job", "host left", host=agent.name)
@@ -214,17 +185,6 @@ class Driver:
         self._reconcile()
 
     # -- the next step ---------------------------------------------------------------------
-
-    @property
-    def _ending(self) -> bool:
-        return self._supervisor.stopping or bool(self._supervisor.signals)
-
-    def _tick(self) -> None:
-        if not self._supervisor.stopping:
-            self._reconcile()
-            connecting = [name for name in self._hosts.names() if self._hosts.is_connecting(name)]
-            self._progress.update("" if self._ending else self._state.describe_awaited(connecting))
-            self._supervisor.call_later(_TICK, self._tick)
 
     def _reconcile(self) -> None:
         """Ask the policy what follows from the state, and do it."""
@@ -275,7 +235,7 @@ class Driver:
         if state.number or state.workers or state.slots >= self._limits.num_proc:
             wanted = self._hosts.first(state.usable, self._limits.max_np)
             for host, problem in self._hosts.want(wanted).items():
-                self._failures.blame(host, f"cannot start on {host}: {problem}")
+                self._failures.blame(host, str(problem))
         for host in self._hosts.names():
             if host not in state.usable and not state.workers_on(host):
                 self._hosts.let_go(host)
@@ -284,7 +244,7 @@ class Driver:
         process = self._state.add_process(host)
         assignment = policy.expect_assignments(self._look(), self._limits).get(process.number)
         process.rank = process.rank if assignment is None else assignment.rank
-        self._outputs.open(process)
+        self._outputs.open(process.number, process.rank, f"worker.{process.number}")
         slots = max(self._manager.current_hosts.get_slots(host), process.index + 1)
         self._hosts.start(host, process.number, process.index, slots, assignment)
         if self._state.number:
@@ -338,10 +298,8 @@ class Driver:
         )
 
     def _end(self, ending: termination.Ending) -> None:
-        self._outcome, self.last_failure = (
-            termination.make_outcome(self._state, ending),
-            ending.failure,
-        )
+        self.outcome = termination.make_outcome(self._state, ending)
+        self.blamed_worker = None if ending.failure is None else ending.failure.worker
         if ending.problem or ending.failure or self._state.alive:
             self._decisions.announce_the_end()
-        self._supervisor.stop(FAILURE_GRACE)
+        self._job.stop(FAILURE_GRACE)

@@ -10,9 +10,8 @@ import time
 
 from horovod.common.decisions import DRIVER_LOST
 from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.agents.processes import signal_groups
+from horovod.runner.agents.host_set import HostSet
 from horovod.runner.elastic.discovery import HostManager
-from horovod.runner.elastic.host_set import HostSet
 from horovod.runner.elastic.job_state import JobState, Process
 from horovod.runner.elastic.status import Status, count_of
 
@@ -56,13 +55,8 @@ class Failures:
 
     def lost_host(self, agent: HostAgent, said: str) -> None:
         """Record the loss of a host, and with it of its workers; ``said`` is the reason."""
-        if agent.hello is None:
-            self.blame(agent.name, f"cannot start on {agent.name}: {said}")
-            return
         workers = self._state.workers_on(agent.name)
-        if not agent.remote:
-            signal_groups([p.pid for p in workers if p.pid], signal.SIGKILL)
-        else:
+        if agent.remote:
             self._fence()
         for process in workers:
             if process.is_dismissed:

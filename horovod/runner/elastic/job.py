@@ -5,18 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import BinaryIO
 
 from horovod.common.store import MemoryStore
-from horovod.common.wire import new_key
 from horovod.observe.dashboard.watching import watched_environment
+from horovod.runner.agents.agent_set import AgentSet, WorkerRequest
+from horovod.runner.agents.controller import JobController
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.link_server import JoinServer
 from horovod.runner.agents.starters import make_starter
-from horovod.runner.agents.store_endpoints import StoreEndpoints
-from horovod.runner.agents.supervise import Supervisor
-from horovod.runner.elastic.agents import Agents, WorkerRequest
 from horovod.runner.elastic.discovery import (
     FixedHosts,
     HostDiscovery,
@@ -24,12 +20,12 @@ from horovod.runner.elastic.discovery import (
     HostManager,
 )
 from horovod.runner.elastic.driver import Driver
-from horovod.runner.elastic.job_state import Limits, Process
+from horovod.runner.elastic.job_state import Limits
 from horovod.runner.elastic.status import Status
 from horovod.runner.options.tunables import settings, settings_environment
 from horovod.runner.output.console import Console
-from horovod.runner.output.outputs import STREAMS, Outputs
-from horovod.runner.output.report import LaunchError, Outcome, describe_failure
+from horovod.runner.output.outputs import Outputs
+from horovod.runner.output.report import LaunchError, Outcome
 from horovod.runner.output.watcher import JobWatcher
 from horovod.runner.slots.hosts import Host, is_local, plan_slots
 
@@ -112,29 +108,18 @@ def run_elastic_job(
         options.blacklist_cooldown_range,
         options.max_worker_failures,
     )
-    with ExitStack() as stack:
-        status = stack.enter_context(
-            Status(console, options.status_file, watcher, every=options.verbose > 1)
-        )
-        outputs = Outputs(console, options.output_ranks, watcher=watcher)
-        workers = WorkerLogs(outputs, options.output_filename, stack)
-        endpoints = StoreEndpoints(new_key(), store)
-        stack.callback(endpoints.close)
-        supervisor = Supervisor(console, outputs, watcher=watcher)
-        stack.callback(supervisor.close)
+    outputs = Outputs(
+        console, options.output_ranks, watcher=watcher, directory=options.output_filename
+    )
+    with (
+        Status(console, options.status_file, watcher, every=options.verbose > 1) as status,
+        JobController(console, outputs, store=store, watcher=watcher) as job,
+    ):
         connect = None
         if joined is not None:
-            going_on = lambda: not supervisor.stopping and not supervisor.signals  # noqa: E731
-            connect = lambda name: joined.connect(name, going_on)  # noqa: E731
-        agents = Agents(request, endpoints, supervisor, connect)
-        driver = Driver(
-            agents, limits, manager, endpoints, supervisor, workers, status, options.verbose
-        )
-        outcome = driver.run()
-    blamed = driver.last_failure
-    if blamed is not None:
-        log = workers.path(blamed.worker, "stderr")
-        outcome.account = describe_failure(outcome, outputs.tail(blamed.worker), log)
+            connect = lambda name: joined.connect(name, lambda: not job.is_ending)  # noqa: E731
+        hosts = AgentSet(request, job, connect)
+        outcome = job.run(hosts, Driver(job, hosts, limits, manager, status, options.verbose))
     watcher.ended(outcome)
     return outcome
 
@@ -165,30 +150,3 @@ def make_discovery(options: argparse.Namespace) -> HostDiscovery:
             status=2,
         )
     return FixedHosts(slots)
-
-
-class WorkerLogs:
-    """Shows the workers' output and, if a directory is given, writes worker.<n>/stdout there."""
-
-    def __init__(self, outputs: Outputs, directory: str | None, stack: ExitStack) -> None:
-        self._outputs = outputs
-        self._directory = directory
-        self._stack = stack
-
-    def path(self, worker: int, stream: str) -> str | None:
-        if self._directory is None:
-            return None
-        return os.path.join(self._directory, f"worker.{worker}", stream)
-
-    def open(self, process: Process) -> None:
-        copies: dict[str, BinaryIO] = {}
-        for stream in STREAMS:
-            path = self.path(process.number, stream)
-            if path is not None:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                file = open(path, "wb", buffering=0)  # noqa: SIM115
-                copies[stream] = self._stack.enter_context(file)
-        self._outputs.open(process.number, process.rank, copies)
-
-    def rename(self, worker: int, rank: int) -> None:
-        self._outputs.rename(worker, rank)

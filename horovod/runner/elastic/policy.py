@@ -29,7 +29,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from horovod.common.decisions import Assignment
+from horovod.common.topology import Slot
 from horovod.runner.elastic import termination
 from horovod.runner.elastic.job_state import JobState, Limits, Process
 from horovod.runner.slots.hosts import Host, plan_slots
@@ -103,7 +103,7 @@ def make_plan(state: JobState, limits: Limits) -> ElasticPlan:
     )
 
 
-def expect_assignments(state: JobState, limits: Limits) -> dict[int, Assignment]:
+def expect_assignments(state: JobState, limits: Limits) -> dict[int, Slot]:
     """Return the ranks that workers will have if all that run or can be started take part."""
     keep = _members_to_keep(state, _members(state), limits)
     new, _ = _split_newcomers(state, keep, limits)
@@ -116,7 +116,7 @@ def expect_assignments(state: JobState, limits: Limits) -> dict[int, Assignment]
     return arrange([*keep, *_assign_seats(state, keep, new)])
 
 
-def arrange(members: Iterable[Process]) -> dict[int, Assignment]:
+def arrange(members: Iterable[Process]) -> dict[int, Slot]:
     """Assign ranks by age, with the ranks of a host side by side, and local ranks by slot."""
     by_host: dict[str, list[Process]] = {}
     for worker in sorted(members, key=lambda w: w.age):
@@ -129,8 +129,8 @@ def arrange(members: Iterable[Process]) -> dict[int, Assignment]:
         in_slot_order = sorted(workers, key=lambda w: w.index)
         by_index = {w.number: slot for w, slot in zip(in_slot_order, slots_by_age, strict=True)}
         for worker, by_age in zip(workers, slots_by_age, strict=True):
-            slot = dataclasses.replace(by_index[worker.number], rank=by_age.rank)
-            assignments[worker.number] = Assignment(**dataclasses.asdict(slot))
+            slot = by_index[worker.number]
+            assignments[worker.number] = dataclasses.replace(slot, rank=by_age.rank)
     return assignments
 
 

@@ -82,10 +82,6 @@ class Status:
         self._console.say(text, _COLOURS.get(event, loss))
         self._record(event, {"message": text, **details})
 
-    def progress_line(self) -> str | None:
-        """Return the line of --progress; see `JobWatcher.status`."""
-        return self._watcher.status() if self._watcher is not None else None
-
     def close(self) -> None:
         if self._file is not None:
             self._file.close()

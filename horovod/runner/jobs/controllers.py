@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from horovod.common.topology import Slot
 from horovod.runner.agents.host_facts import usable_cores
 from horovod.runner.jobs.request import JobRequest
 from horovod.runner.output.report import LaunchError
-from horovod.runner.slots.hosts import Slot, is_local
+from horovod.runner.slots.hosts import is_local
 from horovod.runner.slots.worker_env import (
     interface_variables,
     memory_variables,

@@ -11,13 +11,14 @@ import shlex
 from collections.abc import Sequence
 
 from horovod.common.addresses import LOOPBACK
+from horovod.common.topology import Slot
 from horovod.runner.agents.host_agent import start_command
 from horovod.runner.agents.host_facts import usable_cores
 from horovod.runner.agents.store_endpoints import addresses_towards
 from horovod.runner.jobs.request import JobRequest
 from horovod.runner.output.report import format_ranks
 from horovod.runner.slots.allocation import Allocation
-from horovod.runner.slots.hosts import Slot, is_local
+from horovod.runner.slots.hosts import is_local
 from horovod.runner.slots.worker_env import (
     HOST_VARIABLES,
     KEY,

@@ -21,12 +21,13 @@ from dataclasses import replace
 from typing import Any
 
 from horovod.common.wire import new_key
+from horovod.runner.agents.agent_set import host_variables
 from horovod.runner.agents.host_agent import HostAgent, start_agent
 from horovod.runner.agents.host_inspection import folder_digest
 from horovod.runner.agents.store_endpoints import StoreEndpoints, describe_problem
 from horovod.runner.agents.supervise import Supervisor, raise_descriptor_limit
 from horovod.runner.jobs.check_report import HostReport, describe, find_problems
-from horovod.runner.jobs.request import JobRequest, host_variables, make_request, worker_specs
+from horovod.runner.jobs.request import JobRequest, make_request, worker_specs
 from horovod.runner.output.console import Console
 from horovod.runner.output.outputs import Outputs
 from horovod.runner.output.report import LaunchError
@@ -150,7 +151,7 @@ class HostCheck:
         """Check all hosts, and write the findings into their reports."""
         raise_descriptor_limit(7 * len(self._names) + 128)
         for worker, name in enumerate(self._names):
-            self._outputs.open(worker, worker, {})
+            self._outputs.open(worker, worker)
             way = "this machine" if is_local(name) else self._request.starter.name
             self._reports[name].way = way
             try:
@@ -216,9 +217,9 @@ class HostCheck:
         for name, agent in self._agents.items():
             report, worker = self._reports[name], self._names.index(name)
             address, port = self._endpoints.endpoints[0]
-            rendezvous = WorkerRendezvous(address, port, port, self._endpoints.key)
+            rendezvous = WorkerRendezvous(address, port, self._endpoints.key)
             (spec,) = worker_specs(self._request, agent)
-            env = host_variables(self._request, agent, rendezvous, ())
+            env = host_variables(self._request, agent, rendezvous, (), 1)
             agent.start([replace(spec, input=True)], env)
             question: dict[str, Any] = {"address": report.address, "token": self._token.hex()}
             question |= {"folder": self._request.cwd, "files": list(self._wanted)}
@@ -259,9 +260,9 @@ class HostCheck:
     def probed(self, agent: HostAgent, answer: dict[str, Any]) -> None:
         report = self._reports[agent.name]
         report.address, report.interface = answer["address"], answer["interface"]
-        problem = describe_problem(agent.name, answer, self._request.nics)
+        problem = describe_problem(answer, self._request.nics)
         if problem:
-            self._drop(agent.name, problem)
+            self._drop(agent.name, f"{agent.name} {problem}")
         else:
             self._arrived(agent.name)
 

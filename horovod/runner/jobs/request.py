@@ -1,8 +1,8 @@
 """Describe a job with fixed ranks: what to run, where, and what the workers of each host get.
 
-`make_request` makes a `JobRequest` from the options, for `static_job`, `controllers`, `dry_run` and
-`host_check`. The launcher for Spark makes its own. `worker_specs` and `host_variables` derive from
-it what an agent needs to start the workers of its host.
+`make_request` makes a `JobRequest` from the options, for `run_job`, `controllers`, `dry_run` and
+`host_check`. The launcher for Spark makes its own. `worker_specs` derives from it what an agent
+needs to start the workers of its host.
 """
 
 from __future__ import annotations
@@ -13,37 +13,25 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from horovod.common.topology import Slot
+from horovod.runner.agents.agent_set import WorkerRequest
 from horovod.runner.agents.host_agent import HostAgent, WorkerSpec
-from horovod.runner.agents.starters import SSH, Starter, make_starter
+from horovod.runner.agents.starters import make_starter
 from horovod.runner.options.tunables import settings, settings_environment
 from horovod.runner.output.report import LaunchError
-from horovod.runner.slots.hosts import Slot, is_local, plan_slots
+from horovod.runner.slots.hosts import is_local, plan_slots
 from horovod.runner.slots.worker_env import (
     CROWDED_ADVICE,
-    KEY,
-    WorkerRendezvous,
-    common_variables,
-    interface_variables,
-    memory_variables,
     slot_variables,
     threads_per_worker,
-    travelling_variables,
 )
 
 
 @dataclass(frozen=True)
-class JobRequest:
-    """What a job runs, where and how."""
+class JobRequest(WorkerRequest):
+    """What a job with fixed ranks runs, where and how."""
 
-    command: Sequence[str]
-    slots: Sequence[Slot]
-    env: Mapping[str, str]  # the variables that do not depend on rank and host
-    cwd: str
-    starter: Starter = SSH  # for hosts that are other machines
-    nics: Sequence[str] = ()
-    start_timeout: float = 30.0
-    cpu_bind: str = "none"
-    verbose: int = 0  # how often --verbose was given
+    slots: Sequence[Slot] = ()
     attach: int | None = None  # the rank that gets the launcher's stdin
     agent_names: Sequence[str] = ()  # by rank, if a host has several agents
 
@@ -95,7 +83,7 @@ def make_request(
 
 def worker_specs(request: JobRequest, agent: HostAgent) -> list[WorkerSpec]:
     """Return the workers that an agent has to start."""
-    neighbours = _neighbours(request, agent.name)
+    peers = neighbours(request, agent.name)
     return [
         WorkerSpec(
             slot.rank,
@@ -104,37 +92,11 @@ def worker_specs(request: JobRequest, agent: HostAgent) -> list[WorkerSpec]:
             request.cwd,
             None
             if request.cpu_bind == "none"
-            else (request.cpu_bind, neighbours.index(slot), len(neighbours)),
+            else (request.cpu_bind, peers.index(slot), len(peers)),
             slot.rank == request.attach,
         )
         for slot in request.hosts[agent.name]
     ]
-
-
-def host_variables(
-    request: JobRequest, agent: HostAgent, rendezvous: WorkerRendezvous, nics: Sequence[str]
-) -> dict[str, str]:
-    """Return the variables that are the same for all workers of a host.
-
-    Args:
-        request: The job.
-        agent: The agent of the host.
-        rendezvous: The addresses with which the ranks find each other.
-        nics: The network interfaces of the host for the traffic between ranks; any if empty.
-    """
-    env = (
-        travelling_variables(request.env, agent.link.own_variables)
-        if agent.remote
-        else dict(request.env)
-    )
-    if agent.link.own_variables is not None:
-        if not request.env.get("OMP_NUM_THREADS"):
-            env["OMP_NUM_THREADS"] = str(_threads(request, agent))
-        env |= memory_variables((agent.hello or {})["machine"], env)
-    env |= interface_variables(nics) | common_variables(rendezvous)
-    if agent.link.own_variables is None:
-        del env[KEY]
-    return env
 
 
 def describe_threads(request: JobRequest, agents: Iterable[HostAgent]) -> list[str]:
@@ -147,7 +109,7 @@ def describe_threads(request: JobRequest, agents: Iterable[HostAgent]) -> list[s
     for agent in agents:
         if agent.link.own_variables is None:
             continue  # the cluster that offers the host decides on threads
-        facts = (_threads(request, agent), _cores(agent), len(_neighbours(request, agent.name)))
+        facts = (_threads(request, agent), _cores(agent), len(neighbours(request, agent.name)))
         alike.setdefault(facts, []).append(agent.name)
     sentences = []
     for (threads, cores, workers), names in alike.items():
@@ -166,14 +128,14 @@ def describe_threads(request: JobRequest, agents: Iterable[HostAgent]) -> list[s
 
 
 def _threads(request: JobRequest, agent: HostAgent) -> int:
-    return threads_per_worker(_cores(agent), len(_neighbours(request, agent.name)))
+    return threads_per_worker(_cores(agent), len(neighbours(request, agent.name)))
 
 
 def _cores(agent: HostAgent) -> int:
     return int((agent.hello or {})["cores"])
 
 
-def _neighbours(request: JobRequest, name: str) -> list[Slot]:
+def neighbours(request: JobRequest, name: str) -> list[Slot]:
     """Return all slots on a host's machine; this machine may be in the list under several names."""
     if not is_local(name):
         return request.hosts[name]

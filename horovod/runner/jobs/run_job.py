@@ -12,26 +12,23 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from typing import BinaryIO
 
 from horovod.common.store import MemoryStore
-from horovod.common.wire import new_key
 from horovod.observe.dashboard.watching import open_watcher, title_of, watched_environment
+from horovod.runner.agents.agent_set import AgentSet
 from horovod.runner.agents.channel import ChannelLink
+from horovod.runner.agents.controller import JobController
 from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.agents.store_endpoints import StoreEndpoints
-from horovod.runner.agents.supervise import Supervisor
+from horovod.runner.jobs.fixed_ranks import FixedRanks
 from horovod.runner.jobs.request import JobRequest, make_request
-from horovod.runner.jobs.static_job import StaticJob
 from horovod.runner.options.secret import job_secret
 from horovod.runner.options.tunables import settings
 from horovod.runner.output.console import Console
-from horovod.runner.output.outputs import STREAMS, Outputs
-from horovod.runner.output.report import LaunchError, Outcome, describe_failure
+from horovod.runner.output.outputs import Outputs
+from horovod.runner.output.report import LaunchError, Outcome
 from horovod.runner.output.watcher import JobWatcher, Watchers
-from horovod.runner.slots.hosts import Host, Slot, is_local
+from horovod.runner.slots.hosts import Host, is_local
 
 
 def run_job(
@@ -150,35 +147,30 @@ def _run_request(
     links: Mapping[str, ChannelLink] | None = None,
 ) -> Outcome:
     """Run a job with fixed ranks; ``links`` lead to its other hosts if these have joined."""
-    with ExitStack() as stack:
-        copies = _open_copies(options.output_filename, request.slots, stack)
-        outputs = Outputs(console, options.output_ranks, options.attach, watcher)
+
+    def connect(name: str) -> HostAgent:
+        assert links is not None
+        return links[name].start_agent(name) if name in links else HostAgent(name)
+
+    outputs = Outputs(
+        console, options.output_ranks, options.attach, watcher, options.output_filename
+    )
+    with JobController(
+        console, outputs, store=store, watcher=watcher, pass_interrupts_on=True
+    ) as job:
         if options.attach is not None:
             console.disable_bars()
+        width = len(str(len(request.slots) - 1))
         for slot in request.slots:
-            outputs.open(slot.rank, slot.rank, copies.get(slot.rank, {}))
-        endpoints = StoreEndpoints(new_key(), store)
-        stack.callback(endpoints.close)
-        supervisor = Supervisor(console, outputs, pass_interrupts_on=True, watcher=watcher)
-        stack.callback(supervisor.close)
+            outputs.open(slot.rank, slot.rank, f"rank.{slot.rank:0{width}d}")
         if options.verbose:
             console.say(f"running {list(request.command)!r} as {len(request.slots)} processes")
             for slot in request.slots:
                 console.say(f"rank {slot.rank}: {slot.hostname}, local rank {slot.local_rank}")
-        agents = []
-        if links is not None:
-            agents = [
-                links[name].start_agent(name) if name in links else HostAgent(name)
-                for name in request.hosts
-            ]
-        outcome = StaticJob(request, endpoints, supervisor, agents, watcher).run()
-    first = outcome.first_failure
-    if first is None:
-        outcome.account = describe_failure(outcome, [])
-    else:
-        log = copies[first.rank]["stderr"].name if copies else None
-        tail = outputs.tail(first.rank)
-        outcome.account = describe_failure(outcome, tail, log)
+        hosts = AgentSet(request, job, None if links is None else connect, together=True)
+        outcome = job.run(hosts, FixedRanks(request, job, hosts))
+    if outcome.first_failure is not None:
+        tail = outputs.tail(outcome.first_failure.rank)
         outcome.account += _other_python(request.command[0], request.env.get("PATH"), tail)
     watcher.ended(outcome)
     return outcome
@@ -222,26 +214,3 @@ def _other_python(command: str, path: str | None, tail: Sequence[str]) -> str:
         f"Note that {command!r} is {found}, while horovodrun belongs to {sys.executable}: activate "
         f"the environment that you installed Horovod into, or name its python.\n\n"
     )
-
-
-def _open_copies(
-    directory: str | None, slots: Sequence[Slot], stack: ExitStack
-) -> dict[int, dict[str, BinaryIO]]:
-    """Open DIR/rank.<n>/stdout and stderr for every rank; the numbers have the same width."""
-    copies: dict[int, dict[str, BinaryIO]] = {}
-    if directory is None:
-        return copies
-    width = len(str(len(slots) - 1))
-    try:
-        for slot in slots:
-            folder = os.path.join(directory, f"rank.{slot.rank:0{width}d}")
-            os.makedirs(folder, exist_ok=True)
-            for stream in STREAMS:
-                file = open(os.path.join(folder, stream), "wb", buffering=0)  # noqa: SIM115
-                copies.setdefault(slot.rank, {})[stream] = stack.enter_context(file)
-    except OSError as error:
-        raise LaunchError(
-            f"argument --output-filename: cannot write {error.filename!r}: {error.strerror}",
-            status=2,
-        ) from None
-    return copies

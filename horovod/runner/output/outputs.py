@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import os
+from collections.abc import Container
+from contextlib import ExitStack
 from typing import BinaryIO
 
 from horovod.runner.output.console import Console, Source
 from horovod.runner.output.lines import InterruptFilter, Line, LineSplitter
-from horovod.runner.output.report import Tail
+from horovod.runner.output.report import LaunchError, Tail
 from horovod.runner.output.watcher import JobWatcher
 
 STREAMS = ("stdout", "stderr")
@@ -37,6 +39,7 @@ class Outputs:
         shown: Container[int] | None = None,
         attached: int | None = None,
         watcher: JobWatcher | None = None,
+        directory: str | None = None,
     ) -> None:
         """Prepare for the output of workers.
 
@@ -46,24 +49,42 @@ class Outputs:
             attached: The rank to which somebody is attached. Its output is shown at once and
                 unchanged.
             watcher: What else gets the lines.
+            directory: A folder for files that get the same bytes; none by default.
         """
         self._console = console
         self._watcher = watcher
         self._attached = attached
         self._shown = shown
         self.interrupted = False  # whether the launcher has sent the workers SIGINT
+        self._directory = directory
+        self._files = ExitStack()
         self._streams: dict[tuple[int, str], _Stream] = {}
 
-    def open(self, worker: int, rank: int, copies: Mapping[str, BinaryIO]) -> None:
+    def open(self, worker: int, rank: int, folder: str = "") -> None:
         """Expect output of a worker.
 
         Args:
             worker: The worker's id.
             rank: The rank that the console shows before its lines.
-            copies: Files that get the same bytes, by the name of the stream.
+            folder: The folder, in the directory of the files, for this worker.
+
+        Raises:
+            LaunchError: If its files cannot be written.
         """
         for stream in STREAMS:
-            self._streams[worker, stream] = _Stream(worker, rank, stream, copies.get(stream))
+            copy = self._open_file(folder, stream) if self._directory is not None else None
+            self._streams[worker, stream] = _Stream(worker, rank, stream, copy)
+
+    def _open_file(self, folder: str, stream: str) -> BinaryIO:
+        path = os.path.join(self._directory or "", folder, stream)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            return self._files.enter_context(open(path, "wb", buffering=0))
+        except OSError as error:
+            raise LaunchError(
+                f"argument --output-filename: cannot write {error.filename!r}: {error.strerror}",
+                status=2,
+            ) from None
 
     def rename(self, worker: int, rank: int) -> None:
         """Show a worker's lines as those of another rank from now on."""
@@ -81,8 +102,18 @@ class Outputs:
         self._show(found, lines, is_last=not data)
 
     def tail(self, worker: int) -> list[str]:
-        """Return the last lines that a worker wrote to stderr."""
-        return self._streams[worker, "stderr"].tail.lines()
+        """Return the last lines that a worker wrote to stderr; none if it was not expected."""
+        found = self._streams.get((worker, "stderr"))
+        return [] if found is None else found.tail.lines()
+
+    def log(self, worker: int) -> str | None:
+        """Return the file that has all of a worker's stderr, if there is one."""
+        found = self._streams.get((worker, "stderr"))
+        return found.copy.name if found is not None and found.copy is not None else None
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
 
     def finish(self) -> None:
         """Show the unfinished lines of streams that have not ended."""

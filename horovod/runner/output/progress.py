@@ -1,8 +1,8 @@
 """Show which hosts and ranks a job waits for, while it starts or an elastic job re-forms.
 
-`static_job` and the elastic driver call `Progress.update` about once a second and say what they
-wait for. On a terminal that is one line at the bottom, which is redrawn; in a file or a pipe only a
-long wait is worth a line. With --progress the line otherwise says how the job goes.
+The job controller calls `Progress.update` twice a second and says what the job waits for. On a
+terminal that is one line at the bottom, which is redrawn; in a file or a pipe only a long wait is
+worth a line. With --progress the line otherwise says how the job goes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ import re
 import time
 from collections.abc import Callable, Sequence
 
+from horovod.common.topology import Slot
 from horovod.runner.output.console import Colour, Console
-from horovod.runner.slots.hosts import Slot
-
-TICK = 1.0
-"""Seconds between two calls of `Progress.update`."""
 
 _FIRST_DRAWN = 1.0
 """Seconds of waiting before the first line: nobody needs to hear about shorter waits."""

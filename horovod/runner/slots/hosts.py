@@ -14,6 +14,8 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from horovod.common.topology import Slot
+
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)  # so that no name can pass for an option of ssh
 _ITEM = re.compile(r"(?P<name>\[[^\[\]]*\]|[^\[\]:]+(?:\[[^\[\]]*\][^\[\]:]*)*)(?::(?P<slots>.*))?")
 COMMA = re.compile(r",(?![^\[]*\])")  # a comma outside brackets
@@ -31,19 +33,6 @@ class Host:
 
     name: str
     slots: int | None = None
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One rank of a job: its host, and its numbers in the job, on the host and across hosts."""
-
-    hostname: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
 
 
 def parse_hosts(text: str) -> list[Host]:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from horovod.common.config import Config
+from horovod.common.topology import Slot
 from horovod.common.wire import encode_key
-from horovod.runner.slots.hosts import Slot
 
 KEY = "_HOROVOD_SECRET_KEY"
 KEEP_HEAP = "HOROVOD_KEEP_HEAP"
@@ -36,21 +36,22 @@ class WorkerRendezvous:
 
     address: str
     store_port: int  # the launcher's store
-    free_port: int  # for the user's own init_process_group
     key: bytes
-    master: str = ""  # the address of rank 0's host, which has the free port; empty: `address`
+    master: str = ""  # the address of rank 0's host, for the user's own init_process_group
+    master_port: int = 0  # a port that is free there
 
 
 def common_variables(rendezvous: WorkerRendezvous) -> dict[str, str]:
     """Return the variables that are the same for all workers."""
-    return {
+    found = {
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous.address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous.store_port),
         KEY: encode_key(rendezvous.key),
-        "MASTER_ADDR": rendezvous.master or rendezvous.address,
-        "MASTER_PORT": str(rendezvous.free_port),
         "PYTHONUNBUFFERED": "1",
     }
+    if rendezvous.master:
+        found |= {"MASTER_ADDR": rendezvous.master, "MASTER_PORT": str(rendezvous.master_port)}
+    return found
 
 
 def slot_variables(slot: Slot) -> dict[str, str]:

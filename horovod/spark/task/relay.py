@@ -21,9 +21,7 @@ from pyspark import TaskContext
 import horovod
 from horovod.common.host import host_hash
 from horovod.common.wire import encode_key
-from horovod.runner.agents.relay import Relay, connect
-from horovod.runner.functions.function_call import search_path
-from horovod.runner.slots.worker_env import KEY
+from horovod.runner.api import KEY, Relay, connect, search_path
 from horovod.spark.task import GPUS, get_available_devices
 from horovod.spark.ticket import Ticket
 

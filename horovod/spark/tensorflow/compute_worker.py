@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from horovod.common.config import Config
 from horovod.common.wire import new_key
-from horovod.runner.compute_service import ComputeService
+from horovod.runner.api import ComputeService
 from horovod.spark.cluster import Cluster
 from horovod.spark.runner import run
 

@@ -10,7 +10,7 @@ from horovod.elastic.worker import this_worker
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.elastic.state import TorchState
 from horovod.torch.mpi_ops import init, shutdown
-from horovod.torch.reducing_optimizer import restart_optimizers
+from horovod.torch.optimizers.reducing import restart_optimizers
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 

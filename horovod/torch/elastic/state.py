@@ -15,7 +15,6 @@ import torch
 
 from horovod.common.elastic import ObjectState
 from horovod.engine.runtime import runtime
-from horovod.torch import pending
 from horovod.torch.elastic.checkpoint import (
     CheckpointWriter,
     newest_checkpoint,
@@ -30,7 +29,8 @@ from horovod.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from horovod.torch.local_optimizer import LocalStepsOptimizer
+from horovod.torch.optimizers import pending
+from horovod.torch.optimizers.local import LocalStepsOptimizer
 
 
 class StateHandler(ABC):

@@ -16,8 +16,9 @@ from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.store import MemoryStore
 from horovod.engine.channel import Channel
+from horovod.engine.collective import Collective, Kind
 from horovod.engine.executor import Executor
-from horovod.engine.request import Kind, Request
+from horovod.engine.request import Request
 from horovod.observe.observer import Observer, Trace
 from horovod.observe.statistics import stall
 from horovod.observe.statistics.stall import Reports, StallInspector, _reports, describe
@@ -135,7 +136,7 @@ def channel_of(rank: int, size: int, store: MemoryStore) -> Channel:
 
 
 def submit(channel: Channel, name: str, seconds_ago: float) -> Request:
-    request = Request(channel, Kind.BARRIER, name, b"8 bytes.")
+    request = Request(channel, Collective(Kind.BARRIER, name), name, b"8 bytes.")
     request.submitted -= seconds_ago
     return channel.submit(request, background=False)
 

@@ -14,7 +14,7 @@ from horovod.runner.agents.probe import probe
 from horovod.runner.agents.store_endpoints import (
     StoreEndpoints,
     addresses_towards,
-    describe_failures,
+    describe_problem,
 )
 
 LONG = 100.0  # seconds
@@ -88,23 +88,12 @@ def test_chosen_interfaces_decide():
     assert addresses_towards("somewhere", ("127.0.0.1", "127.0.0.1"), ["nope0"]) == []
 
 
-def ask(endpoints: list[tuple[str, int]], key: bytes, nics: list[str] | None = None) -> dict:
-    return probe(
-        {
-            "endpoints": endpoints,
-            "key": key.hex(),
-            "timeout": LONG,
-            "nics": nics or [],
-            "towards": ["127.0.0.1"],
-        }
-    )
-
-
 def test_a_host_finds_the_door_that_opens_to_its_key(place: StoreEndpoints):
     endpoint = place.open("127.0.0.1")
     with socket.socket() as bound:  # so that nobody else has it, and listening to nobody
         bound.bind(("127.0.0.3", 0))
-        answer = ask([bound.getsockname(), endpoint], place.key, ["lo", "nope0"])
+        question = place.question(["lo", "nope0"], LONG, ["127.0.0.1"])
+        answer = probe({**question, "endpoints": [bound.getsockname(), endpoint]})
     assert tuple(answer["endpoint"]) == endpoint
     assert answer["nics"] == {"lo": "127.0.0.1"}
     assert "lo" in answer["interfaces"]
@@ -113,20 +102,31 @@ def test_a_host_finds_the_door_that_opens_to_its_key(place: StoreEndpoints):
         with contextlib.suppress(OSError):
             socket.create_server((answer["address"], answer["port"])).close()
             break
-        answer = ask([endpoint], place.key)
+        answer = probe(place.question([], LONG, ["127.0.0.1"]))
     else:
         pytest.fail("none of the ports was free")
 
 
 def test_a_door_of_somebody_else_is_none(place: StoreEndpoints):
     endpoint = place.open("127.0.0.1")
-    answer = ask([endpoint], new_key())
+    answer = probe({**place.question([], LONG), "key": new_key().hex()})
     assert answer["endpoint"] is None
     ((address, port, reason),) = answer["failures"]
     assert (address, port) == endpoint
     assert "key" in reason
 
 
-def test_failures_for_people():
-    text = describe_failures([["10.0.0.1", 4000, "timed out"], ["fe80::1", 4001, "refused"]])
-    assert text == "10.0.0.1:4000 (timed out), [fe80::1]:4001 (refused)"
+def test_problems_for_people():
+    unreached = {
+        "endpoint": None,
+        "failures": [["10.0.0.1", 4000, "timed out"], ["fe80::1", 4001, "refused"]],
+    }
+    said = describe_problem(unreached, [])
+    assert "tried 10.0.0.1:4000 (timed out), [fe80::1]:4001 (refused). Let" in said
+    assert said.endswith("with --network-interfaces")
+    assert describe_problem(unreached, [], "nics").endswith("with nics")
+    answer = {"endpoint": ["10.0.0.1", 4000], "nics": {}, "interfaces": ["lo", "eth0"]}
+    assert describe_problem(answer, []) == ""
+    assert describe_problem(answer, ["ib0"], "nics") == (
+        "has no interface with an address among ib0 (nics); it has lo, eth0"
+    )

@@ -37,7 +37,7 @@ class Growing:
 
     def ready(self, agent: HostAgent) -> None:
         number = self.agents.index(agent)
-        self.outputs.open(number, 10 + number, {})
+        self.outputs.open(number, 10 + number)
         program = f"print('from', {number})\nraise SystemExit({number})"
         agent.start([WorkerSpec(number, [sys.executable, "-c", program], {}, "/")], ENV)
 

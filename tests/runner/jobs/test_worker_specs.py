@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 
+from horovod.runner.agents import agent_set
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.starters import Ssh
 from horovod.runner.jobs.request import (
     JobRequest,
     describe_threads,
-    host_variables,
+    neighbours,
     worker_specs,
 )
 from horovod.runner.slots.hosts import parse_hosts, plan_slots
@@ -25,7 +26,12 @@ REQUEST = JobRequest(
     cwd="/",
     starter=Ssh(None, None, 1.0),
 )
-MEETING = WorkerRendezvous("10.0.0.1", 1234, 5678, b"k" * 32)
+MEETING = WorkerRendezvous("10.0.0.1", 1234, b"k" * 32)
+
+
+def host_variables(request: JobRequest, agent: HostAgent, nics: Sequence[str]) -> dict[str, str]:
+    workers = len(neighbours(request, agent.name))
+    return agent_set.host_variables(request, agent, MEETING, nics, workers)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +72,7 @@ def test_one_worker_gets_the_input(agents: dict[str, HostAgent]):
 def test_torch_keeps_memory_where_it_has_an_allocator_of_its_own(agents: dict[str, HostAgent]):
     def found(name: str, **env: str) -> str | None:
         request = replace(REQUEST, env={**REQUEST.env, **env})
-        return host_variables(request, agents[name], MEETING, []).get("MIMALLOC_PURGE_DELAY")
+        return host_variables(request, agents[name], []).get("MIMALLOC_PURGE_DELAY")
 
     assert found("elsewhere") == "-1"
     assert found("localhost") is None
@@ -77,7 +83,7 @@ def test_torch_keeps_memory_where_it_has_an_allocator_of_its_own(agents: dict[st
 
 def test_threads_are_shared_by_machine(agents: dict[str, HostAgent]):
     threads = {
-        name: host_variables(REQUEST, agent, MEETING, [])["OMP_NUM_THREADS"]
+        name: host_variables(REQUEST, agent, [])["OMP_NUM_THREADS"]
         for name, agent in agents.items()
     }
     assert threads == {"localhost": "4", "127.0.0.1": "4", "elsewhere": "16"}
@@ -102,24 +108,24 @@ def test_ranks_that_share_cores_are_told(agents: dict[str, HostAgent]):
 
 def test_threads_that_the_user_chose_stay(agents: dict[str, HostAgent]):
     chosen = replace(REQUEST, env={"OMP_NUM_THREADS": "7"})
-    env = host_variables(chosen, agents["localhost"], MEETING, [])
+    env = host_variables(chosen, agents["localhost"], [])
     assert env["OMP_NUM_THREADS"] == "7"
     assert describe_threads(chosen, agents.values()) == []
 
 
 def test_variables_of_this_machine_stay_here(agents: dict[str, HostAgent]):
-    here = host_variables(REQUEST, agents["localhost"], MEETING, ["eth1"])
-    there = host_variables(REQUEST, agents["elsewhere"], MEETING, ["eth1"])
+    here = host_variables(REQUEST, agents["localhost"], ["eth1"])
+    there = host_variables(REQUEST, agents["elsewhere"], ["eth1"])
     assert (here["HOSTNAME"], here["GIVEN"], here["HOROVOD_GLOO_IFACE"]) == ("here", "yes", "eth1")
     assert "HOSTNAME" not in there
     assert here[KEY] == there[KEY]
-    assert (there["GIVEN"], there["MASTER_ADDR"]) == ("yes", "10.0.0.1")
+    assert (there["GIVEN"], there["HOROVOD_GLOO_RENDEZVOUS_ADDR"]) == ("yes", "10.0.0.1")
 
 
 def test_a_host_that_has_the_key_gets_none(agents: dict[str, HostAgent]):
     link = agents["elsewhere"].link
     kept, link.own_variables = link.own_variables, None
-    env = host_variables(REQUEST, agents["elsewhere"], MEETING, [])
+    env = host_variables(REQUEST, agents["elsewhere"], [])
     link.own_variables = kept
     assert KEY not in env
     assert "OMP_NUM_THREADS" not in env

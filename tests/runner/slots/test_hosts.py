@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.runner.slots.hosts import (
-    Host,
-    Slot,
-    is_local,
-    parse_hostfile,
-    parse_hosts,
-    plan_slots,
-)
+from horovod.common.topology import Slot
+from horovod.runner.slots.hosts import Host, is_local, parse_hostfile, parse_hosts, plan_slots
 
 
 def test_hosts_with_and_without_slots():

@@ -1,0 +1,243 @@
+"""The job controller: it runs the processes of one job on a set of hosts, as a policy says.
+
+Every job that starts processes makes a `JobController`: horovodrun and horovod.run, Spark, and
+elastic jobs on Ray. Three parts work together:
+
+- The hosts (`host_set.HostSet`) start and stop workers. `agent_set.AgentSet` has an agent on each
+  host: on this machine, through ssh, srun or a command of the user's, on hosts that join by
+  themselves, and in Spark tasks. The nodes of Ray are `horovod.ray.node_set`.
+- The policy (`JobPolicy`) says which hosts and workers there are: `jobs.fixed_ranks` for a fixed
+  set of ranks, `elastic.driver` for workers that come and go.
+- The controller owns the loop (`supervise`) and the job's store. It lets hosts that have answered
+  find the way to the store, kills what a lost agent leaves on this machine, and reports each event
+  to the policy. It shows what the job waits for, and writes the account of a failure.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from horovod.common.store import MemoryStore
+from horovod.common.wire import new_key
+from horovod.runner.agents.host_agent import HostAgent
+from horovod.runner.agents.host_set import Host, HostSet
+from horovod.runner.agents.processes import signal_groups
+from horovod.runner.agents.store_endpoints import StoreEndpoints
+from horovod.runner.agents.supervise import Supervisor
+from horovod.runner.output.console import Console
+from horovod.runner.output.outputs import Outputs
+from horovod.runner.output.progress import Progress
+from horovod.runner.output.report import LaunchError, Outcome, describe_failure
+from horovod.runner.output.watcher import JobWatcher
+
+_TICK = 0.5
+"""Seconds between two calls of `JobPolicy.tick`."""
+
+
+class JobPolicy(ABC):
+    """What one kind of job does when something happens. The controller makes all calls."""
+
+    def __init__(self) -> None:
+        self.outcome = Outcome()
+        self.blamed_worker: int | None = None  # the worker whose failure the outcome is about
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin the job: the loop starts next.
+
+        Raises:
+            LaunchError: If the job cannot begin.
+        """
+
+    @abstractmethod
+    def host_ready(self, name: str) -> None:
+        """React to a host on which workers can be started now."""
+
+    @abstractmethod
+    def host_failed(self, name: str, problem: LaunchError) -> None:
+        """React to a wanted host that cannot be used, before any worker was started there."""
+
+    @abstractmethod
+    def host_lost(self, agent: HostAgent, code: int) -> None:
+        """React to the end of an agent that had answered; `code` is its exit code."""
+
+    @abstractmethod
+    def started(self, host: str, worker: int, pid: int) -> None:
+        """React to a worker that runs."""
+
+    @abstractmethod
+    def could_not_start(self, host: str, worker: int, problem: LaunchError) -> None:
+        """React to a worker that will never run."""
+
+    @abstractmethod
+    def exited(self, host: str, exits: Sequence[tuple[int, int]]) -> None:
+        """React to workers found dead at the same moment: ids, and codes, negative for signals."""
+
+    @abstractmethod
+    def tick(self) -> str | None:
+        """Check deadlines; the controller calls this twice a second.
+
+        Returns:
+            What the job waits for, for people; empty if for nothing. None if this need not be
+            called any more.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Release what `begin` has opened; the loop has ended, perhaps with an exception."""
+
+    def end(self) -> None:  # noqa: B027
+        """Complete the outcome; the loop has ended without an exception."""
+
+
+class JobController:
+    """Runs one job. It is the `supervise.Handler` of the job's loop."""
+
+    def __init__(
+        self,
+        console: Console,
+        outputs: Outputs | None = None,
+        *,
+        store: MemoryStore | None = None,
+        key: bytes | None = None,
+        watcher: JobWatcher | None = None,
+        pass_interrupts_on: bool = False,
+    ) -> None:
+        """Prepare a job.
+
+        Args:
+            console: Where messages for people go.
+            outputs: What takes the workers' output; by default it goes to the console.
+            store: The job's store, which may have values for the workers; by default a new one.
+            key: The job's key; by default a new one.
+            watcher: What follows the job; by default nothing does.
+            pass_interrupts_on: Whether Ctrl-C reaches the workers as SIGINT instead of SIGTERM.
+        """
+        self.console = console
+        self.watcher = watcher or JobWatcher()
+        self.outputs = outputs or Outputs(console, watcher=self.watcher)
+        self.endpoints = StoreEndpoints(key or new_key(), store)
+        self.supervisor = Supervisor(console, self.outputs, pass_interrupts_on, self.watcher)
+        self._progress = Progress(console, status=self.watcher.status)
+        self._pids: dict[str, dict[int, int]] = {}  # of the workers that run, by host
+
+    def run(self, hosts: HostSet, policy: JobPolicy) -> Outcome:
+        """Run the job to its end.
+
+        Args:
+            hosts: What starts and stops workers.
+            policy: What to do.
+
+        Returns:
+            The outcome, which says what went wrong, if anything.
+
+        Raises:
+            LaunchError: If the job cannot even begin.
+        """
+        self._hosts, self._policy = hosts, policy
+        try:
+            policy.begin()
+            self._tick()
+            self.supervisor.run(self)
+        finally:
+            policy.close()
+        outcome = policy.outcome
+        outcome.interrupted = next(iter(self.supervisor.signals), None)
+        outcome.note_lost_output(self.console)
+        policy.end()
+        blamed = policy.blamed_worker
+        tail = [] if blamed is None else self.outputs.tail(blamed)
+        log = None if blamed is None else self.outputs.log(blamed)
+        outcome.account = describe_failure(outcome, tail, log)
+        return outcome
+
+    def close(self) -> None:
+        """End everything that is left of the job."""
+        self.supervisor.close()
+        self.endpoints.close()
+        self.outputs.close()
+
+    def __enter__(self) -> JobController:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -- for the policy --------------------------------------------------------------------
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the job was stopped, or the launcher was told to end."""
+        return self.supervisor.stopping or bool(self.supervisor.signals)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call ``callback`` after this time, if the job still runs."""
+        self.supervisor.call_later(seconds, callback)
+
+    def stop(self, grace: float) -> None:
+        """End all workers on all hosts; `grace` is the time between SIGTERM and SIGKILL."""
+        self.supervisor.stop(grace)
+
+    def _tick(self) -> None:
+        awaited = None if self.supervisor.stopping else self._policy.tick()
+        self._progress.update("" if self.is_ending else awaited or "")
+        goes_on = awaited is not None or (self._progress.has_status and not self.is_ending)
+        if goes_on and not self.supervisor.stopping:
+            self.call_later(_TICK, self._tick)
+
+    # -- what the hosts say ----------------------------------------------------------------
+
+    def ready(self, host: Any) -> None:
+        self._note_connection(host.name, self._hosts.met(host))
+
+    def probed(self, agent: HostAgent, answer: dict[str, Any]) -> None:
+        self._note_connection(agent.name, self._hosts.probed(agent, answer))
+
+    def _note_connection(self, name: str, problem: LaunchError | None) -> None:
+        if problem:
+            self._policy.host_failed(name, problem)
+        elif self._hosts.is_ready(name):
+            self._policy.host_ready(name)
+
+    def started(self, host: Host, worker: int, pid: int) -> None:
+        self._pids.setdefault(host.name, {})[worker] = pid
+        self._policy.started(host.name, worker, pid)
+
+    def failed(self, agent: HostAgent, worker: int, number: int, what: str) -> None:
+        if number != errno.ECANCELED:  # then we stopped the job before this worker began
+            status = 127 if number == errno.ENOENT else 126
+            self.could_not_start(agent, worker, LaunchError(_why_not(number, what), status))
+
+    def could_not_start(self, host: Host, worker: int, problem: LaunchError) -> None:
+        """Take notice of a worker that will never run, and why."""
+        self._policy.could_not_start(host.name, worker, problem)
+
+    def exited(self, host: Host, exits: Sequence[tuple[int, int]]) -> None:
+        for worker, _ in exits:
+            self._pids.get(host.name, {}).pop(worker, None)
+        self._policy.exited(host.name, exits)
+
+    def lost(self, agent: HostAgent, code: int) -> None:
+        pids = self._pids.pop(agent.name, {})
+        if not agent.remote:
+            signal_groups(pids.values(), signal.SIGKILL)
+        if not self._hosts.lost(agent):
+            return
+        if agent.hello is not None:
+            self._policy.host_lost(agent, code)
+        elif not self.supervisor.stopping:
+            why = f"cannot start on {agent.name}: {agent.explain_end(code)}"
+            self._policy.host_failed(agent.name, LaunchError(why))
+
+
+def _why_not(number: int, what: str) -> str:
+    """Return why a worker could not be started: an errno, and the file concerned."""
+    if number == errno.EMFILE:
+        return f"{os.strerror(number)} (each worker takes two pipes; see 'ulimit -n')"
+    if number == errno.ENOENT and what and "/" not in what:
+        return f"command not found: {what!r}"
+    return f"{what!r}: {os.strerror(number)}" if what else os.strerror(number)

@@ -1,0 +1,190 @@
+"""What the ranks agree on in an optimizer's first step, so that all cut the same buckets.
+
+Ranks must give buckets the same names and reduce them in the same way, whatever differs between
+their machines and environments and whatever else each of them has done before. Each makes a
+proposal, and `agree` makes the same `Agreement` of all proposals on all ranks. Used by
+`horovod.torch.gradients.reducer`, as `StepSamples` for what it measures; `greatest` also by
+`horovod.torch.gradients.autotune`, for times.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from horovod.common.config import chosen_knobs
+from horovod.common.process_sets import ProcessSet
+from horovod.common.reduce_op import Max
+from horovod.common.topology import Topology
+from horovod.engine.arguments import set_id, set_size
+from horovod.engine.autotune import TunedSet
+from horovod.engine.runtime import runtime
+from horovod.torch.ops.allreduce import allreduce_
+
+# What measured times may decide, unless the user has.
+TUNABLE = (
+    "overlap_backward",
+    "fusion_threshold",
+    "cycle_time",
+    "shm_peer_memory",
+    "hierarchical_allreduce",
+)
+
+_num_named = 0  # optimizers of this process that have got a number: those below are taken
+
+
+# Of these the least of all proposals counts (of flags: whether all ranks have set it), of the
+# others the greatest (whether any has).
+_LEAST = frozenset({"overlap", "direct", "spare_cores", "fusion_threshold", "autotune"})
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What a rank proposes, and then what all ranks go by."""
+
+    number: int  # the optimizer's, for its name
+    overlap: bool  # whether gradients can be reduced while backward goes on
+    direct: bool  # whether all gradients can be reduced without asking: see `direct_reducer`
+    spare_cores: bool  # whether a thread beside backward has a core to run on
+    fusion_threshold: int
+    autotune: bool
+    num_warmup: int  # samples of HOROVOD_AUTOTUNE, the steps of one, and so on
+    num_steps: int
+    most_samples: int
+    fixed: frozenset[str]  # those of TUNABLE that the user has set
+    order: tuple[int, ...]  # of parameters; only the first rank proposes one
+    sparse_dims: tuple[int, ...]  # of each parameter's gradient; 0: it is dense
+
+    def numbers(self) -> list[int]:
+        """The proposal, so that the greatest of each number counts."""
+        return [
+            -number if name in _LEAST else number
+            for name, value in vars(self).items()
+            for number in _numbers(value)
+        ]
+
+    def outcome(self, numbers: Sequence[float]) -> Agreement:
+        """What it has become, of this and other proposals: their greatest numbers."""
+        rest = iter(numbers)
+        found: dict[str, Any] = {}
+        for name, proposed in vars(self).items():
+            theirs = [int(next(rest)) for _ in _numbers(proposed)]
+            if isinstance(proposed, frozenset):
+                found[name] = frozenset(itertools.compress(TUNABLE, theirs))
+            elif isinstance(proposed, tuple):
+                found[name] = tuple(theirs)
+            else:
+                found[name] = type(proposed)(-theirs[0] if name in _LEAST else theirs[0])
+        return Agreement(**found)
+
+
+def _numbers(value: Any) -> Sequence[int]:
+    if isinstance(value, frozenset):
+        return [knob in value for knob in TUNABLE]
+    return value if isinstance(value, tuple) else (value,)
+
+
+def propose(
+    overlap: bool, direct: bool, arrivals: Sequence[int], sparse_dims: Sequence[int]
+) -> Agreement:
+    """What this rank proposes.
+
+    `arrivals` are the parameters whose gradients have come, in order; `sparse_dims` has a number
+    for every parameter.
+    """
+    config = runtime.config
+    return Agreement(
+        number=_num_named,
+        overlap=overlap,
+        direct=direct and not any(sparse_dims),
+        spare_cores=has_spare_core(runtime.topology),
+        fusion_threshold=config.fusion_threshold,
+        autotune=config.autotune,
+        num_warmup=config.autotune_warmup_samples,
+        num_steps=config.autotune_steps_per_sample,
+        most_samples=config.autotune_bayes_opt_max_samples,
+        fixed=chosen_knobs().intersection(TUNABLE),
+        order=tuple(order_of(arrivals, len(sparse_dims))),
+        sparse_dims=tuple(sparse_dims),
+    )
+
+
+def agree(proposal: Agreement, process_set: ProcessSet) -> tuple[Agreement, bool]:
+    """What the ranks make of their proposals, and whether all of them made one.
+
+    Not while a rank has joined: it could not know the outcome later.
+    """
+    global _num_named
+    num_params = len(proposal.order)
+    if process_set.rank() != 0:
+        proposal = replace(proposal, order=(0,) * num_params)
+    # Ranks come here in the order of their steps, so one name does for all optimizers.
+    name = "DistributedOptimizer.agreement"
+    numbers, present = greatest(proposal.numbers(), process_set, name)
+    agreed = proposal.outcome(numbers)
+    if not present[0]:
+        agreed = replace(agreed, order=tuple(order_of((), num_params)))
+    _num_named = agreed.number + 1
+    return agreed, all(present)
+
+
+def greatest(
+    mine: Sequence[float], process_set: ProcessSet, name: str = "DistributedOptimizer.autotune"
+) -> tuple[list[float], list[bool]]:
+    """The greatest of each of all ranks' numbers, and which ranks brought theirs.
+
+    Who has joined does not. Collective, in the same step on all ranks.
+    """
+    place, size = process_set.rank(), set_size(process_set)
+    brought = [float(rank == place) for rank in range(size)]
+    vector = torch.tensor([*mine, *brought], dtype=torch.float64)
+    found = allreduce_(vector, name=name, op=Max, process_set=process_set).tolist()
+    return found[: len(mine)], [value > 0 for value in found[len(mine) :]]
+
+
+class StepSamples:
+    """What steps show on this rank, for all ranks to look at together after so many of them."""
+
+    def __init__(self, num_steps: int, process_set: ProcessSet) -> None:
+        self._num_steps = num_steps
+        self._process_set = process_set
+        self._set: TunedSet = runtime.tuned_set(set_id(process_set))
+        self._joins = self._set.num_joins
+        self._steps: list[Callable[[], Sequence[float]]] = []
+
+    def least(self, shown: Callable[[], Sequence[float]]) -> list[float] | None:
+        """Add what a step has shown. After enough steps, return the least of each number.
+
+        It is the least of all steps and ranks: collective then. `shown` is called only then, and
+        may wait for a device. Returns None before, and while a rank has joined, for it could not
+        know what is made of it.
+        """
+        if self._joins != self._set.num_joins:  # those that joined early made fewer steps
+            self._joins = self._set.num_joins
+            self._steps.clear()
+        self._steps.append(shown)
+        if len(self._steps) < self._num_steps:
+            return None
+        samples = [shown() for shown in self._steps]
+        mine = [-min(values) for values in zip(*samples, strict=True)]
+        self._steps.clear()
+        found, present = greatest(mine, self._process_set)
+        return [-value for value in found] if all(present) else None
+
+
+def order_of(arrivals: Sequence[int], num_params: int) -> Iterator[int]:
+    """All parameters: first as their gradients arrived, then the others, the last one first."""
+    seen = dict.fromkeys(arrivals)
+    yield from seen
+    yield from (index for index in reversed(range(num_params)) if index not in seen)
+
+
+def has_spare_core(topology: Topology) -> bool:
+    """Whether a thread beside backward has a core to run on."""
+    available = len(os.sched_getaffinity(0)) // topology.local_size
+    return available > torch.get_num_threads()

@@ -1,0 +1,256 @@
+"""Bucketing: which gradients are reduced together, and whether while backward goes on.
+
+Pure: facts in, decisions out. `horovod.torch.gradients.reducer` brings the facts, on which the
+ranks have agreed (`horovod.torch.gradients.agreement`), so that all decide alike, and does what is
+decided here.
+
+- On an accelerator a bucket is reduced as soon as it is complete: the device works by itself
+  (`device_bucket`, `cut_for_device`).
+- Between hosts too, where the first steps show that it is the network that takes the time, not the
+  processor: backward hides it. How much goes at a time depends on the network as well: each bucket
+  costs Python something, but everybody waits for the last one.
+- Inside one host it depends on the cores and the model: a second thread costs Python's lock and a
+  core. Where every core has a rank it is not tried, else the first steps show what is faster.
+
+A bucket becomes one request, or up to three (`begun_early`, `sent_last`). The engine leaves it
+whole, unless others are ready at the same time: then it puts together what fits
+(`horovod.engine.batches`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+MEBIBYTE = 1 << 20
+
+# A quarter of all, so that most are on their way before backward ends.
+LARGEST_BUCKET = 128 * MEBIBYTE
+SMALLEST_BUCKET = 8 * MEBIBYTE  # on an accelerator
+SMALLEST_HOST_BUCKET = MEBIBYTE // 2
+FIRST_DEVICE_BUCKET = MEBIBYTE  # so that the device's library has something to do early
+DEVICE_BUCKET = 25 * MEBIBYTE
+DELAYED_BUCKET = 10 * MEBIBYTE
+LAST_DEVICE_BUCKETS = 4 * MEBIBYTE  # smaller ones cost more time than they save at the end
+_SHARES = 4
+_LITTLE = 8  # less than this part of a bucket goes with the next
+
+# Between hosts: what it takes this long to reduce. Measured with 1 Gbit/s (1 MiB) and more.
+_BUCKET_SECONDS = 0.008
+SMALLEST_NETWORK_BUCKET = MEBIBYTE
+_SMALLEST_PART = MEBIBYTE // 4  # of a bucket, that is worth a request of its own
+_UPDATE_RATE = 1e9  # bytes of gradients a second that an optimizer uses up, one element at a time
+_PROCESSOR_RATE = 500e6  # bytes a second; a network that does more keeps a core busy
+TRIAL_STEPS = 10  # all at once, of which the fastest counts: connections and memory warm up
+LOOK_STEPS = 3  # between looks whether backward hides more than it was given
+_WORTH_RECUTTING = 0.02  # part of all bytes, which would have to move from the step into backward
+
+# The knobs by which the user decides what is decided here otherwise.
+OVERLAP_KNOB, SIZE_KNOB = "overlap_backward", "fusion_threshold"
+
+
+class Measurement(Enum):
+    """What the next steps are to show, before the final decision."""
+
+    NOTHING = 0
+    NETWORK = 1  # how long it takes to reduce all gradients at once
+    OVERLAP = 2  # whether steps are shorter if buckets are reduced while backward goes on
+    EVERYTHING = 3  # HOROVOD_AUTOTUNE: which of all settings makes them shortest
+
+
+class Bucketing(NamedTuple):
+    """A decision."""
+
+    overlap: bool  # reduce each bucket while backward goes on, or all gradients together after it
+    bucket_bytes: int
+    measurement: Measurement = Measurement.NOTHING
+
+
+@dataclass(frozen=True)
+class BucketPolicy:
+    """Decides for one optimizer. All ranks have the same facts."""
+
+    num_bytes: int  # of all gradients
+    limit: int  # bytes of a bucket
+    overlap: bool  # whether every rank can reduce while backward goes on: see `can_overlap`
+    on_device: bool  # whether gradients are on an accelerator
+    crosses_hosts: bool  # whether the transport does
+    spare_cores: bool  # whether every rank has one for a thread beside backward
+    fixed: frozenset[str] = frozenset()  # knobs that the user has set
+    autotune: bool = False
+    grouped: bool = False  # whether the user says what the buckets are
+    hooked: bool = False  # whether a communication hook reduces them
+    delayed: bool = False  # whether the next forward waits, for one bucket after the other
+
+    def unmeasured(self) -> Bucketing:
+        """What to do for now, without time to measure anything."""
+        return Bucketing(self.overlap, first_bucket(self.num_bytes, self.limit, self.on_device))
+
+    def at_first(self) -> Bucketing:
+        """What to do in the first steps."""
+        first = self.unmeasured()
+        if self.autotune:
+            return first._replace(measurement=Measurement.EVERYTHING)
+        is_free = not self.grouped and SIZE_KNOB not in self.fixed and not self.on_device
+        if self.overlap and self.crosses_hosts and is_free:
+            return first._replace(overlap=False, measurement=Measurement.NETWORK)
+        return self._checked(first)
+
+    def after_trial(self, seconds: float) -> Bucketing:
+        """What to do where the network takes so long to reduce all gradients at once."""
+        wanted = self.delayed or OVERLAP_KNOB in self.fixed
+        overlap = wanted or pays_beside_backward(self.num_bytes, seconds)
+        size = network_bucket(self.num_bytes, self.limit, seconds)
+        return self._checked(Bucketing(overlap, size))
+
+    def _checked(self, found: Bucketing) -> Bucketing:
+        """The same, if it does not overlap, with a look whether that would be faster after all.
+
+        Only if it is up to us, and in host memory, where it depends on many things.
+        """
+        is_free = OVERLAP_KNOB not in self.fixed and not self.hooked and not self.on_device
+        if found.overlap or not self.spare_cores or not is_free:
+            return found
+        return found._replace(measurement=Measurement.OVERLAP)
+
+
+def can_overlap(on_device: bool, over_network: bool, wanted: bool | None) -> bool:
+    """Whether to reduce while backward goes on; `wanted` is what the user says."""
+    return on_device or over_network if wanted is None else wanted
+
+
+def first_bucket(total: int, limit: int, on_device: bool) -> int:
+    """Bytes of a bucket, of `total` bytes of gradients, where no network has been measured."""
+    smallest = SMALLEST_BUCKET if on_device else SMALLEST_HOST_BUCKET
+    return min(limit, LARGEST_BUCKET, max(smallest, total // _SHARES))
+
+
+def device_bucket(limit: int, delayed: bool) -> int:
+    """Return the bytes of a bucket that a device's library reduces, of at most `limit`.
+
+    Every bucket costs some time, and everybody waits for the last one. Measured with 2 ranks on one
+    H200 that talk over sockets, for the 98 MiB of ResNet-50: a step takes 60.5 ms with buckets of
+    10 MiB, 57.3 with 25, and with 40 as long as with 25. Where the next forward waits for one
+    bucket after the other (`delayed`), smaller ones come earlier.
+    """
+    return min(limit, DELAYED_BUCKET if delayed else DEVICE_BUCKET)
+
+
+def network_bucket(total: int, limit: int, seconds: float) -> int:
+    """Bytes of a bucket where reducing all `total` bytes at once takes so long."""
+    if seconds <= 0:
+        return min(limit, SMALLEST_BUCKET)
+    moved = int(total * _BUCKET_SECONDS / seconds)
+    return min(limit, LARGEST_BUCKET, max(SMALLEST_NETWORK_BUCKET, moved))
+
+
+def pays_beside_backward(total: int, seconds: float) -> bool:
+    """Whether reducing `total` bytes at once, in so many seconds, was waiting more than work.
+
+    Work of the processor's takes as long beside backward as after it, and a bucket more of it.
+    """
+    return total < _PROCESSOR_RATE * seconds
+
+
+def begun_early(sizes: Sequence[int], hidden: float) -> list[int]:
+    """How many bytes of each bucket to reduce while backward still runs, if it hides so many.
+
+    For when the next forward waits for one bucket after the other (overlap_forward). What comes
+    first in backward is needed last, so that whatever backward does not hide had better go in the
+    opposite order; what is on its way cannot be overtaken. So one bucket may go in two parts.
+    """
+    early = []
+    for size in sizes:
+        part = int(min(size, hidden))
+        if part < size:
+            if part < _SMALLEST_PART:
+                part = 0
+            elif size - part < _SMALLEST_PART:
+                part = size
+        early.append(part)
+        hidden = max(0.0, hidden - size)
+    return early
+
+
+def hides_more(num_bytes: int, hidden: float, idle: float, rate: float) -> float | None:
+    """How many bytes backward hides after all, if the network has nothing to do at its end.
+
+    It was given `hidden` bytes and had rested for `idle` seconds by then. Backward takes longer
+    when a thread works beside it than it did in the trial. None: that was about right.
+    """
+    more = idle * rate
+    enough = hidden >= num_bytes or more < _WORTH_RECUTTING * num_bytes
+    return None if enough else hidden + more
+
+
+def sent_last(size: int, rate: float) -> int:
+    """How many of the last `size` bytes that the next forward waits for go by themselves.
+
+    So that parameters are updated with the first of them while the network, which brings `rate`
+    bytes a second, brings the last: no more than that takes.
+    """
+    part = max(_SMALLEST_PART, int(size * rate / (rate + _UPDATE_RATE)))
+    return part if size - part >= _SMALLEST_PART else 0
+
+
+def cut(sizes: Sequence[int], most: int, limit: int) -> list[range]:
+    """Which of the gradients of these sizes, in bytes, make a bucket: consecutive, up to `most`.
+
+    None is divided: one that is larger has a bucket of its own, together with the little that
+    comes right before it (biases, say), which is not worth a reduction by itself; but not if
+    that makes more than `limit`.
+    """
+    starts, size = [0], 0
+    for index, nbytes in enumerate(sizes):
+        goes_along = size <= most // _LITTLE and nbytes > most and size + nbytes <= limit
+        if index > starts[-1] and size + nbytes > most and not goes_along:
+            starts.append(index)
+            size = 0
+        size += nbytes
+    return [range(*ends) for ends in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+
+
+def cut_for_device(
+    sizes: Sequence[int],
+    kinds: Sequence[Hashable],
+    most: int,
+    limit: int,
+    whole: bool = False,
+) -> list[list[int]]:
+    """Which of the gradients of these sizes and kinds (types) make a bucket on a device.
+
+    Up to `most` bytes, all of one kind; the first is small, so that the library has something to do
+    early, and so are the last, for which everybody waits: none has more than half of what is left,
+    or LAST_DEVICE_BUCKETS. Buckets come in the order in which their last gradients do. With
+    `whole`, all of a kind are one.
+    """
+    left = sum(sizes)
+    limits: dict[Hashable, int] = {}
+    open_buckets: dict[Hashable, list[int]] = {}
+    buckets: list[list[int]] = []
+    for index, (nbytes, kind) in enumerate(zip(sizes, kinds, strict=True)):
+        bucket = open_buckets.get(kind)
+        size = sum(sizes[member] for member in bucket) if bucket else 0
+        # A large gradient takes what little there is along, and the last few bytes of all, which
+        # are not worth a bucket of their own, go with those before.
+        goes_along = size + nbytes <= limit and (
+            (size <= most // _LITTLE and nbytes > most) or left < LAST_DEVICE_BUCKETS // 2
+        )
+        if bucket and size + nbytes > limits[kind] and not goes_along:
+            buckets.append(bucket)
+            bucket = None
+        if bucket is None:
+            bucket = open_buckets[kind] = []
+            share = max(left // 2, LAST_DEVICE_BUCKETS) if buckets else FIRST_DEVICE_BUCKET
+            limits[kind] = most if whole else min(most, share)
+        bucket.append(index)
+        left -= nbytes
+    return sorted([*buckets, *open_buckets.values()], key=lambda bucket: bucket[-1])
+
+
+def bucket_title(number: int, count: int, names: Sequence[str]) -> str:
+    """What people read of a bucket, in the timeline and in stall reports."""
+    span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    return f"bucket {number} of {count} ({span})"

@@ -1,0 +1,130 @@
+"""Buckets: parameters whose gradients are reduced together, and where their reduction stands.
+
+`horovod.torch.gradients.reducer` makes them, `horovod.torch.gradients.submission` starts their
+reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from horovod.engine.prepared import PreparedAllreduce
+from horovod.engine.request import Request
+from horovod.engine.wait_for_all import wait_for_all
+from horovod.torch.gradients.layouts import Span
+
+Named = tuple[str, torch.nn.Parameter]
+
+
+class Part(NamedTuple):
+    """What one of a bucket's requests reduces."""
+
+    name: str
+    tensors: list[torch.Tensor]
+    spans: list[Span]  # of the bucket's parameters
+
+
+class Bucket:
+    """Parameters whose gradients are reduced together."""
+
+    def __init__(self, name: str, params: Sequence[Named]) -> None:
+        self.name = name
+        self.params = list(params)
+        # Set only if all parameters share dtype, device and contiguity; once they have been
+        # reduced, `prepared` repeats that.
+        first = params[0][1]
+        forms = {(param.dtype, param.device, param.is_contiguous()) for _, param in params}
+        self.dtype = first.dtype if forms == {(first.dtype, first.device, True)} else None
+        self.prepared: PreparedAllreduce | None = None
+        self.nbytes = sum(param.nbytes for _, param in params)
+        self.early = self.nbytes  # bytes to be reduced as soon as it is complete, not in the step
+        self.last = 0  # bytes that go by themselves after all others
+        self.reset()
+
+    @property
+    def held(self) -> bool:
+        """Whether some of it is started in the step, although complete before."""
+        return self.early < self.nbytes
+
+    @property
+    def cuts(self) -> list[int]:
+        """Before which of its bytes the bucket is cut into parts that are requests of their own."""
+        return sorted({self.early, self.nbytes - self.last} - {0, self.nbytes})
+
+    @property
+    def part_names(self) -> list[str]:
+        """Of the requests."""
+        names = [self.name]
+        if 0 < self.early < self.nbytes:
+            names.insert(0, f"{self.name}, first part")
+        if len(names) <= len(self.cuts):
+            names.append(f"{self.name}, last part")
+        return names
+
+    def gradients(self) -> list[torch.Tensor] | None:
+        """All gradients, if they are there and can be reduced as they are."""
+        dtype = self.dtype
+        found = []
+        for _, param in self.params:
+            gradient = param.grad
+            if (
+                gradient is None
+                or gradient.dtype is not dtype
+                or gradient.layout is not torch.strided
+                or not gradient.is_contiguous()
+                or gradient.requires_grad  # of backward(create_graph=True)
+                or not param.requires_grad
+            ):
+                return None
+            found.append(gradient.data if self.watched else gradient)
+        return found if len(found) > 1 else [found[0].view(-1)]
+
+    def watch(self) -> None:
+        """Note what the gradients are now, while they are about to be reduced beside the program.
+
+        torch counts changes of a tensor; those made through `Tensor.data`, as the engine's, do not
+        count.
+        """
+        self.watched = [
+            (name, param, param.grad, param.grad._version)
+            for name, param in self.params
+            if param.grad is not None and param.is_cpu
+        ]
+
+    def check_unchanged(self) -> None:
+        """Raise if the program has changed a gradient that was being reduced."""
+        for name, param, gradient, version in self.watched:
+            if param.grad is not gradient or gradient._version != version:
+                raise RuntimeError(
+                    f"the gradient of {name!r} was changed between backward() and step(), while it "
+                    f"was being reduced: call optimizer.synchronize() before you change gradients "
+                    f"(clipping, for example), and then step() inside `with "
+                    f"optimizer.skip_synchronize():`; or set HOROVOD_OVERLAP_BACKWARD=0"
+                )
+
+    def is_reduced(self) -> bool:
+        """Whether nobody would have to wait for the gradients."""
+        return all(request.done() for request in self.requests)
+
+    def settle(self) -> Exception | None:
+        """Wait until the gradients are reduced. The first failure."""
+        requests = [request.wait for request in self.requests]
+        try:
+            wait_for_all([*requests, self.check_unchanged, *self.finishers])
+        except Exception as error:
+            return error
+        finally:
+            self.reset()
+        return None
+
+    def reset(self) -> None:
+        self.awaited = len(self.params)  # gradients that have not arrived yet
+        self.started = False
+        self.watched = []
+        self.unsent: list[Part] | None = None  # of one that is cut, once that is done
+        self.requests: list[Request] = []
+        self.spans: list[list[Span]] = []  # what each request reduces, if it is cut
+        self.finishers: list[Callable[[], object]] = []

@@ -1,0 +1,304 @@
+"""Buckets on a device: gradients that are reduced together, in one flat buffer.
+
+`horovod.torch.gradients.direct_reducer` makes them and says when. Each gradient is copied into its
+part of a new flat tensor as soon as backward has made it, multiplied by the factor of the average
+on the way, and from then on *is* a view of that tensor, so that nothing is copied back:
+`param.grad` is another tensor than the one that backward made. The memory is torch's to reuse as
+soon as the program drops the gradients, as with `zero_grad(set_to_none=True)`. A program that keeps
+them (`set_to_none=False`) lets the next backward add to the views, and then nothing is copied.
+
+Gradients that cannot be replaced, because they are part of a graph, and those that travel in a
+narrower type are copied back into their own memory instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from horovod.observe.statistics.lane_timing import LaneTiming
+from horovod.observe.timeline.recorder import shortened
+from horovod.torch.gradients.buckets import Named
+from horovod.torch.gradients.layouts import is_dense, laid_out_like
+from horovod.transport.process_group import DeviceWork
+
+Tensor = torch.Tensor
+
+CHANGED = (
+    "{what} was changed between backward() and step(), while it was being "
+    "reduced: call optimizer.synchronize() before you change gradients (clipping, for example), "
+    "and then step() inside `with optimizer.skip_synchronize():`; or set HOROVOD_OVERLAP_BACKWARD=0"
+)
+
+
+class LaneTerms(NamedTuple):
+    """How the gradients of an optimizer are reduced on a lane."""
+
+    prescale: float  # the factor that gradients are multiplied by before they are summed up
+    scale: float  # the factor that sums are multiplied by
+    wire: torch.dtype | None  # the narrower type in which gradients travel, if any
+
+
+class DeviceBucket:
+    """Parameters of one type on one device whose gradients are reduced together.
+
+    Args:
+        name: What people read, in the timeline and in errors.
+        params: The parameters with their names, in the order in which they lie in the buffer.
+        terms: How they are reduced. A type on the wire counts only where it is narrower.
+    """
+
+    def __init__(self, name: str, params: Sequence[Named], terms: LaneTerms) -> None:
+        self.name = name
+        self.params = list(params)
+        first = params[0][1]
+        self.device, self.dtype = first.device, first.dtype
+        wire = terms.wire
+        self.wire = None if wire is None or wire.itemsize >= first.dtype.itemsize else wire
+        self.counts = [param.numel() for _, param in params]
+        self.count = sum(self.counts)
+        self.nbytes = self.count * first.dtype.itemsize
+        self.begins_in_backward = False  # as soon as all of its gradients have arrived
+        self._prescale, self._scale = terms.prescale, terms.scale
+        self._contiguous = all(param.is_contiguous() for _, param in params)
+        self._offsets = [0, *accumulate(self.counts)]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget this step."""
+        self.awaited = len(self.params)  # gradients that have not arrived yet
+        self.work: DeviceWork | None = None
+        self.timing: LaneTiming | None = None  # where it is noted how long it is waited for
+        self._flat: Tensor | None = None  # what is reduced
+        self._views: list[Tensor] = []  # its parts, if it is a new buffer
+        self._buffer: Tensor | None = None  # what is reduced, if gradients are views of it
+        self._version = 0
+        self._noted: list[Tensor | None] = []
+        self._versions: list[int] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []  # gradients, and what they get in the end
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The type of the buffer that is reduced."""
+        return self.wire or self.dtype
+
+    # -- in a step -------------------------------------------------------------------------
+
+    def take(self, position: int) -> None:
+        """The gradient of the parameter at this position is complete: copy it into the buffer.
+
+        Only in buckets that begin in backward: what is left until the step may still be changed
+        by the program. Whatever is not copied here is copied by `pack`.
+        """
+        self.awaited -= 1
+        param = self.params[position][1]
+        gradient = param.grad
+        if (
+            not self.begins_in_backward
+            or self.wire is not None
+            or gradient is None
+            or gradient.requires_grad
+            or gradient.is_sparse
+            or gradient.dtype is not self.dtype
+            or (self._flat is None and self._lies_at(gradient, position))
+        ):
+            return
+        buffer = self._make_buffer() if self._flat is None else self._flat
+        view = self._views[position]
+        # In one kernel, while the gradient is still in the device's cache.
+        torch.mul(gradient, self._prescale, out=view)
+        param.grad = self._noted[position] = view
+        self._version = buffer._version
+
+    def pack(self) -> Tensor:
+        """Bring all gradients into one flat tensor, which is then to be reduced.
+
+        A parameter without a gradient counts as zeros: other ranks may have one. Changes that are
+        made through the tensor do not count as the program's: see `check_unchanged`.
+        """
+        if self._flat is not None:  # some were taken while backward went on
+            return self._complete(self._flat)
+        params = [param for _, param in self.params]
+        gradients = [_gradient(param) for param in params]
+        self._flat = self._buffer_of(gradients)
+        if self._flat is not None:
+            self._note(self._flat, gradients)
+        elif self.wire is not None:
+            self._flat = self._pack_narrow(params, gradients)
+        else:
+            return self._complete(self._make_buffer())
+        packed = self._flat.data
+        if self._prescale != 1.0:
+            packed.mul_(self._prescale)
+        return packed
+
+    def _make_buffer(self) -> Tensor:
+        """Allocate a buffer for this step's gradients."""
+        self._flat = torch.empty(self.count, dtype=self.dtype, device=self.device)
+        self._version = self._flat._version
+        self._views = self._parts(self._flat)
+        self._noted = [None] * len(self.params)
+        return self._flat
+
+    def _complete(self, buffer: Tensor) -> Tensor:
+        """Fill the parts of the buffer whose gradients are not in it yet."""
+        was_changed = buffer._version != self._version
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        empty: list[Tensor] = []
+        noted = list(self._noted)
+        for position, (_, param) in enumerate(self.params):
+            view = self._views[position]
+            if noted[position] is view and param.grad is view:
+                continue
+            gradient = _gradient(param)
+            noted[position] = view
+            if gradient is None:
+                empty.append(view)
+            else:
+                targets.append(view)
+                sources.append(gradient.detach())
+            if gradient is not None and (gradient.requires_grad or gradient.dtype != self.dtype):
+                self._copies.append((gradient.detach(), view))
+                noted[position] = gradient
+            elif param.requires_grad:
+                param.grad = view
+            else:
+                noted[position] = param.grad
+        if targets:
+            torch._foreach_copy_(targets, sources)
+            if self._prescale != 1.0:
+                torch._foreach_mul_(targets, self._prescale)
+        if empty:
+            torch._foreach_zero_(empty)
+        self._note(buffer, noted)
+        if (
+            was_changed
+        ):  # `check_unchanged` says so when the other ranks have got what they wait for
+            self._version = -1
+        return buffer.data
+
+    def _pack_narrow(self, params: Sequence[Tensor], gradients: list[Tensor | None]) -> Tensor:
+        """Copy the gradients into a buffer of a narrower type; they get the result in the end."""
+        for place, param in enumerate(params):
+            if gradients[place] is None and param.requires_grad:
+                param.grad = gradients[place] = torch.zeros_like(param)
+        buffer = torch.empty(self.count, dtype=self.wire, device=self.device)
+        parts = self._parts(buffer)
+        pairs = [(g.detach(), v) for g, v in zip(gradients, parts, strict=True) if g is not None]
+        if len(pairs) < len(parts):
+            buffer.zero_()
+        torch._foreach_copy_([view for _, view in pairs], [gradient for gradient, _ in pairs])
+        self._copies = pairs
+        self._note(None, [param.grad for param in params])
+        return buffer
+
+    def _buffer_of(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
+        """The flat tensor of which all gradients are views already, if there is one."""
+        first = gradients[0]
+        if self.wire is not None or first is None:
+            return None
+        if len(gradients) > 1 and first.untyped_storage().nbytes() != self.nbytes:
+            return None
+        address = first.data_ptr()
+        for (_, param), gradient, count in zip(self.params, gradients, self.counts, strict=True):
+            if (
+                gradient is None
+                or gradient.data_ptr() != address
+                or gradient.dtype is not param.dtype
+                or gradient.requires_grad
+                or laid_out_like(param, gradient) is not gradient
+            ):
+                return None
+            address += count * self.dtype.itemsize
+        return first.detach().as_strided((self.count,), (1,))
+
+    def _lies_at(self, gradient: Tensor, position: int) -> bool:
+        """Whether it seems to be a view of a buffer of an earlier step: `pack` looks closely."""
+        return (
+            gradient.storage_offset() == self._offsets[position]
+            and gradient.untyped_storage().nbytes() == self.nbytes
+        )
+
+    def _parts(self, buffer: Tensor) -> list[Tensor]:
+        """The parts of a flat tensor, shaped and laid out like the parameters."""
+        params = [param for _, param in self.params]
+        if self._contiguous:
+            unflatten: Any = torch._utils._unflatten_dense_tensors
+            return list(unflatten(buffer, params))
+        parts = torch.split_with_sizes(buffer, self.counts)
+        return [
+            part.as_strided(param.shape, param.stride(), part.storage_offset())
+            if is_dense(param)
+            else part.view(param.shape)
+            for part, param in zip(parts, params, strict=True)
+        ]
+
+    def _note(self, buffer: Tensor | None, gradients: Sequence[Tensor | None]) -> None:
+        """Remember what the gradients are now, for `check_unchanged`."""
+        self._noted = list(gradients)
+        self._versions = [g._version for g in gradients if g is not None] if buffer is None else []
+        self._buffer = buffer
+        self._version = 0 if buffer is None else buffer._version
+
+    def check_unchanged(self) -> None:
+        """Raise if the program has changed a gradient that was being reduced.
+
+        torch counts the changes of a tensor and of all its views together.
+        """
+        buffer = self._buffer
+        touched = buffer is not None and buffer._version != self._version
+        versions = iter(self._versions)
+        for (name, param), gradient in zip(self.params, self._noted, strict=True):
+            changed = param.grad is not gradient
+            if self._versions and gradient is not None:
+                changed = changed or gradient._version != next(versions)
+            if changed:
+                raise RuntimeError(CHANGED.format(what=f"the gradient of {name!r}"))
+        if touched:
+            self._raise_changed()
+
+    def _raise_changed(self) -> NoReturn:
+        """Raise that one of the gradients was changed, where nobody knows which."""
+        names = [repr(name) for name, _ in self.params]
+        what = f"the gradient of {names[0]}"
+        if len(names) > 1:
+            what = f"one of the gradients of {shortened(names, 6)}"
+        raise RuntimeError(CHANGED.format(what=what))
+
+    def settle(self) -> Exception | None:
+        """Let the current stream wait until the gradients are reduced. Returns what went wrong."""
+        work, self.work = self.work, None
+        try:
+            if work is not None:
+                with contextlib.nullcontext() if self.timing is None else self.timing.waiting():
+                    work.wait()
+                self.check_unchanged()
+                if self._scale != 1.0 and self._flat is not None:
+                    self._flat.mul_(self._scale)
+                if self._copies:
+                    targets, parts = zip(*self._copies, strict=True)
+                    torch._foreach_copy_(list(targets), list(parts))
+        except Exception as error:
+            return error
+        finally:
+            self.reset()
+        return None
+
+    def is_reduced(self) -> bool:
+        """Whether the device has finished the reduction."""
+        return self.work is None or self.work.is_completed()
+
+
+def _gradient(param: Tensor) -> Tensor | None:
+    """The gradient that counts; a sparse one, where all were dense at first, becomes dense."""
+    gradient = param.grad
+    if gradient is None or not param.requires_grad:
+        return None
+    if gradient.is_sparse:
+        param.grad = gradient = gradient.to_dense()
+    return gradient

@@ -1,0 +1,206 @@
+"""DTensors: parameters of which each rank holds a part, as `fully_shard` of torch makes them.
+
+Horovod works on the part that this rank holds, together with the ranks that hold the same part of
+other copies of the model. `DistributedOptimizer` reduces `LocalShard`s in place of such parameters;
+`broadcast_parameters` sends each part from the root's copy of the model to all others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from horovod.common.reduce_op import Adasum
+from horovod.engine.runtime import runtime
+from horovod.engine.wait_for_all import wait_for_all
+from horovod.torch.gradients.buckets import Named
+from horovod.torch.ops.broadcast import broadcast_async_
+from horovod.torch.ops.handles import synchronize
+from horovod.torch.ops.objects import allgather_object
+
+Tensor = torch.Tensor
+Part = tuple[tuple[str, int, int], ...]  # placement, number of parts and index; by mesh dimension
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether this is a DTensor. Nothing is imported for it: who has one has loaded the module."""
+    for name in ("torch.distributed.tensor", "torch.distributed._tensor"):  # the latter: torch 2.4
+        kind = getattr(sys.modules.get(name), "DTensor", None)
+        if kind is not None:
+            return isinstance(tensor, kind)
+    return False
+
+
+def local_part(tensor: Any) -> Tensor:
+    """The memory that this rank has of a DTensor."""
+    with torch.no_grad():
+        local: Tensor = tensor.to_local()
+    return local
+
+
+def part_of(tensor: Any) -> Part | None:
+    """Which part of a tensor this rank holds: equal for two ranks if they hold the same elements.
+
+    None for a tensor that is no DTensor.
+    """
+    if not is_dtensor(tensor):
+        return None
+    mesh = tensor.device_mesh
+    places = mesh.get_coordinate()
+    return tuple(
+        (str(placement), mesh.size(dim), places[dim])
+        for dim, placement in enumerate(tensor.placements)
+        if not placement.is_replicate()
+    )
+
+
+class LocalShard(torch.nn.Parameter):
+    """What a DTensor parameter is on this rank: a parameter whose gradient is a part of a DTensor.
+
+    Its gradient is always the one that the whole parameter has now.
+    """
+
+    _whole: Any
+
+    @staticmethod
+    def of(param: Any) -> LocalShard:
+        """The part that this rank has of `param`, with the same memory."""
+        shard = LocalShard(local_part(param).detach(), param.requires_grad)
+        shard._whole = param
+        return shard
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether the whole parameter does: it may be frozen later."""
+        return bool(self._whole.requires_grad)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's part of the gradient."""
+        gradient, param = self._whole.grad, self._whole
+        if gradient is None:
+            return None
+        if gradient.placements != param.placements:
+            raise ValueError(
+                f"the gradient of a DTensor parameter is laid out as {gradient.placements}, the "
+                f"parameter as {param.placements}: redistribute the gradient before step()"
+            )
+        return local_part(gradient)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        param = self._whole
+        if gradient is not None:
+            gradient = type(param.data).from_local(
+                gradient,
+                param.device_mesh,
+                param.placements,
+                run_check=False,
+                shape=param.shape,
+                stride=param.stride(),
+            )
+        param.grad = gradient
+
+
+def with_local_shards(
+    named: list[Named], groups: list[list[Named]] | None
+) -> tuple[list[Named], list[list[Named]] | None]:
+    """Parameters and groups with a `LocalShard` in place of each DTensor."""
+    shards = {param: LocalShard.of(param) for _, param in named if is_dtensor(param)}
+    if not shards:
+        return named, groups
+
+    def replaced(members: list[Named]) -> list[Named]:
+        return [(name, shards.get(param, param)) for name, param in members]
+
+    return replaced(named), groups and [replaced(group) for group in groups]
+
+
+def check_dtensors(named: Sequence[Named], arguments: dict[str, Any]) -> None:
+    """Refuse what a DistributedOptimizer cannot do with parameters that are DTensors."""
+    first = next((name for name, param in named if is_dtensor(param)), None)
+    if first is None:
+        return
+    what = f"parameter {first!r} is a DTensor"
+    for name, param in named:
+        if is_dtensor(param) and any(place.is_partial() for place in param.placements):  # type: ignore[attr-defined]
+            raise ValueError(f"parameter {name!r} is a DTensor of sums that are not added up yet")
+    if arguments["op"] == Adasum:
+        raise ValueError(f"{what}, and op=Adasum combines whole models only: use op=Average")
+    if arguments["shard_state"]:
+        raise ValueError(
+            f"{what}, whose optimizer state is a part of the whole already: leave shard_state out"
+        )
+    if arguments["overlap_forward"] is not None:
+        raise ValueError(f"{what}, which is gathered unseen: leave overlap_forward out")
+    if runtime.config.elastic:
+        raise ValueError(f"{what}: in an elastic job a lost rank would take its part with it")
+    if runtime.config.check_nan:
+        raise ValueError(
+            f"{what}, and HOROVOD_CHECK_NAN cannot tell the ranks that hold other parts: unset it"
+        )
+
+
+# -- broadcasting ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank holds of one DTensor."""
+
+    mesh: tuple[int, ...]  # the ranks that hold the same copy of the model, as torch counts them
+    part: Part
+    shape: tuple[int, ...]  # of the part
+
+
+def find_sources(name: str, holdings: Sequence[Holding], root_rank: int) -> dict[Part, int]:
+    """The ranks of the root's mesh that send a part, for the parts that another rank needs.
+
+    `holdings` has what each rank holds of the DTensor called `name`.
+    """
+    sources: dict[Part, int] = {}
+    for rank, holding in enumerate(holdings):
+        if holding.mesh == holdings[root_rank].mesh:
+            sources.setdefault(holding.part, rank)
+    for rank, holding in enumerate(holdings):
+        source = sources.get(holding.part)
+        if source is None or holdings[source].shape != holding.shape:
+            raise ValueError(
+                f"rank {rank} holds a part of {name!r} that no rank of the root's mesh holds: "
+                f"shard the model in the same way in every copy"
+            )
+    needed = {holding.part for rank, holding in enumerate(holdings) if rank not in sources.values()}
+    return {part: source for part, source in sources.items() if part in needed}
+
+
+def broadcast_dtensors(named: Sequence[tuple[str, Any]], root_rank: int) -> None:
+    """Overwrite every rank's part with that of the rank that holds it in the root's mesh."""
+    if not named:
+        return
+    mine = [
+        Holding(
+            tuple(tensor.device_mesh.mesh.flatten().tolist()),
+            part_of(tensor) or (),
+            tuple(local_part(tensor).shape),
+        )
+        for _, tensor in named
+    ]
+    everyone = allgather_object(mine, "broadcast_parameters.holdings")
+    columns = [[holdings[index] for holdings in everyone] for index in range(len(named))]
+    plans = [
+        find_sources(name, column, root_rank)
+        for (name, _), column in zip(named, columns, strict=True)
+    ]
+    for (name, tensor), holding, column, sources in zip(named, mine, columns, plans, strict=True):
+        local = local_part(tensor)
+        handles = []
+        for part, source in sources.items():
+            here = part == holding.part
+            buffer = local if here else local.new_empty(column[source].shape)
+            handles.append(broadcast_async_(buffer, source, f"{name}.from.{source}"))
+        wait_for_all(partial(synchronize, handle) for handle in handles)

@@ -1,0 +1,82 @@
+"""What of each bucket begins in backward where the next forward waits for it (overlap_forward).
+
+What backward does not hide had better be reduced in the order in which the next forward needs it,
+which is the opposite one. Used by `horovod.torch.gradients.reducer` after a trial has shown how
+fast the network is and how long backward takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from horovod.common.process_sets import ProcessSet
+from horovod.engine.runtime import runtime
+from horovod.torch.gradients.agreement import StepSamples
+from horovod.torch.gradients.bucketing import LOOK_STEPS, begun_early, hides_more, sent_last
+from horovod.torch.gradients.buckets import Bucket
+
+
+class ForwardSchedule:
+    """Cuts the buckets of one optimizer into what begins in backward and what begins in the step.
+
+    Args:
+        buckets: In the order in which backward completes them.
+        num_bytes: The size of all gradients.
+        seconds: The time that it takes to reduce all of them at once.
+        backward: The time that backward takes from the first gradient on.
+        process_set: The ranks that reduce them.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        num_bytes: int,
+        seconds: float,
+        backward: float,
+        process_set: ProcessSet,
+    ) -> None:
+        self._buckets = buckets
+        self._num_bytes = num_bytes
+        self._rate = num_bytes / seconds  # bytes a second that the network brings
+        self._hidden = self._rate * backward  # bytes that backward hides
+        # Seconds for which the network had been idle when backward ended, while that is corrected.
+        self._idle_times: StepSamples | None = StepSamples(LOOK_STEPS, process_set)
+        self._cut()
+
+    def correct(self, idle: float) -> None:
+        """Let backward hide more if the network was idle for `idle` seconds when it ended."""
+        least = None if self._idle_times is None else self._idle_times.least(lambda: (idle,))
+        if least is None:
+            return
+        more = hides_more(self._num_bytes, self._hidden, least[0], self._rate)
+        if more is None:
+            self._idle_times = None
+        else:
+            self._hidden = more
+            self._cut()
+
+    def _cut(self) -> None:
+        """Start in the step what backward does not hide; what comes last comes by itself."""
+        sizes = [bucket.nbytes for bucket in self._buckets]
+        for bucket, early in zip(self._buckets, begun_early(sizes, self._hidden), strict=True):
+            bucket.early, bucket.last = early, 0
+        needed_last = by_need(self._buckets)[-1]
+        if needed_last.held:
+            needed_last.last = sent_last(needed_last.nbytes - needed_last.early, self._rate)
+        for bucket in self._buckets:
+            for name in bucket.part_names:
+                runtime.name_members(name, [param_name for param_name, _ in bucket.params])
+
+
+def by_need(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return buckets in the order in which to start them: of those held, the last comes first."""
+    held = [bucket for bucket in buckets if bucket.held]
+    return [bucket for bucket in buckets if not bucket.held] + held[::-1]
+
+
+def idle_time(buckets: Sequence[Bucket], now: float) -> float:
+    """Return for how many seconds nothing has been under way, after something was."""
+    requests = [request for bucket in buckets for request in bucket.requests]
+    if not requests or not all(request.done() for request in requests):
+        return 0.0
+    return now - max(request.finished_at for request in requests)

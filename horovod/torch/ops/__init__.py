@@ -1,0 +1,1 @@
+"""The collectives: their blocking, asynchronous, differentiable and compiled forms, and handles."""

@@ -1,0 +1,300 @@
+"""The optimizer for local_steps=H: ranks step alone, and synchronise their models now and then.
+
+Each rank takes H steps with its own gradients. Then the ranks average how far they have moved, and
+the outer optimizer takes one step with that (DiLoCo); without one, parameters are averaged (local
+SGD). With `fragments` the model is divided by layers into parts that take turns, and with `delay`
+a part is updated some steps after it was sent, so that it travels beside training (streaming
+DiLoCo). Ordinary steps, in which gradients are averaged, may come first (`warmup_steps`), and may
+go on inside of clusters (`within`).
+
+All ranks must take equally many steps. Where the ranks were after the last synchronisation, their
+*anchor*, is bitwise the same on all of them; without `delay` so are the parameters then.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from horovod.common.process_sets import ProcessSet
+from horovod.common.topology import Topology
+from horovod.engine.arguments import set_size
+from horovod.engine.runtime import runtime
+from horovod.torch.functions import broadcast_nested
+from horovod.torch.gradients.buckets import Named
+from horovod.torch.ops.objects import allgather_object
+from horovod.torch.ops.untraced import untraced
+from horovod.torch.optimizers.checks import takes_part
+from horovod.torch.optimizers.exchanger import Exchanger
+from horovod.torch.optimizers.fragments import Fragment, make_fragments
+from horovod.torch.optimizers.local_steps import HOST, LocalSteps, set_of_this_host
+from horovod.torch.optimizers.outer import AVERAGING
+from horovod.torch.optimizers.reducing import ReducingOptimizer
+
+_KEY = "local_steps"  # of what is ours in a state_dict
+
+_num_named = 0  # optimizers of this process that have got a number: those below are taken
+
+
+class LocalStepsOptimizer(ReducingOptimizer):
+    """What the new class adds to the optimizer's own, from which it derives too."""
+
+    _kept = (*ReducingOptimizer._kept, "_progress")
+    _progress: dict[str, Any] | None = None  # of the optimizer that this one is a copy of
+    _fragments: list[Fragment] = []  # noqa: RUF012 (replaced, never changed)
+    _num_steps = 0  # taken so far, those of the warm-up included
+
+    def _configure(
+        self, arguments: dict[str, Any], named: list[Named], groups: list[list[Named]] | None
+    ) -> None:
+        before = self._shown_progress() if self._fragments else self._progress
+        self._chosen: LocalSteps = arguments["local_steps"]
+        within = self._chosen.within
+        self._within = set_of_this_host() if within == HOST else within
+        self._name = ""
+        self._agreed_in: Topology | None = None  # the job whose ranks have agreed on the name
+        chosen = self._chosen
+        self._fragments = make_fragments(named, chosen.fragments, chosen.steps)
+        super()._configure(arguments, named, groups)
+        self._exchanger: Exchanger | None = None
+        if takes_part(self.process_set):
+            hook = self._communication_hook
+            self._exchanger = Exchanger(self.process_set, self._compression, hook)
+        if before is not None:
+            self._load_progress(before)
+        self._progress = None
+
+    @property
+    def _is_warm(self) -> bool:
+        """Whether the steps with everybody's gradients are over."""
+        return self._num_steps >= self._chosen.warmup_steps
+
+    def _gradient_set(self) -> ProcessSet | None:
+        if not self._is_warm:
+            return super()._gradient_set()
+        within = self._within
+        return within if within is not None and takes_part(within) else None
+
+    # -- stepping --------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters with this rank's gradients, and synchronise them every H steps."""
+        self._begin_step()
+        result = super().step(closure)
+        self._end_step()
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch need not: it hooks the base's step
+
+    def _share_found(self, found: dict[torch.device, torch.Tensor]) -> Any:
+        """torch.amp.GradScaler's finding. A step that it skips on this rank alone is a step too."""
+        if self._is_warm and any(bool(tensor.item()) for tensor in found.values()):
+            self._begin_step()
+            self._end_step()
+        return found
+
+    @untraced
+    def _begin_step(self) -> None:
+        if not self._is_warm:
+            return
+        is_new = self._agreed_in is not runtime.topology
+        if is_new or not all(fragment.has_anchor for fragment in self._fragments):
+            self._prepare()
+
+    @untraced
+    @torch.no_grad()
+    def _end_step(self) -> None:
+        """Count the step, and do what is due after it."""
+        warm_before = self._is_warm
+        self._num_steps += 1
+        if not self._is_warm:
+            return
+        if not warm_before:
+            self._reattach()  # from now on gradients stay here
+            return
+        now = self._local_position()
+        chosen = self._chosen
+        for fragment in self._fragments:
+            if fragment.apply_at is not None and now >= fragment.apply_at:
+                self._apply(fragment)
+            if fragment.apply_at is None and now >= fragment.start_at:
+                fragment.start_at = now
+                self._start(fragment, chosen.delay)
+                if not chosen.delay:
+                    self._apply(fragment)
+
+    def _local_position(self) -> int:
+        """The number of local steps so far."""
+        return self._num_steps - self._chosen.warmup_steps
+
+    def _start(self, fragment: Fragment, delay: int) -> None:
+        fragment.start(self._name, self._exchanger, self._others(fragment), delay)
+
+    def _apply(self, fragment: Fragment) -> None:
+        fragment.apply(self._chosen.outer_sgd, self._chosen.local_share)
+        fragment.start_at += self._chosen.steps
+
+    def _others(self, fragment: Fragment) -> list[torch.Tensor]:
+        """What is averaged beside the fragment's parameters: inner state, and buffers with one."""
+        found: list[torch.Tensor] = []
+        if self._chosen.average_state:
+            for _, param in fragment.members:
+                entries = self.state.get(param, {})
+                found += [entries[key] for key in sorted(entries) if _is_averaged(entries[key])]
+        model = self._chosen.average_buffers
+        if model is not None and fragment.number == 0:
+            found += [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        return found
+
+    @untraced
+    @torch.no_grad()
+    def synchronize_parameters(self) -> None:
+        """Average the parameters of all ranks now, wherever these are in their local steps.
+
+        For the end of training, and before the model is evaluated or saved for use: afterwards all
+        ranks have the same parameters. The outer optimizer takes no step, for its momentum is that
+        of whole rounds of local steps. The count of local steps begins anew. All ranks must call
+        it together. During the warm-up it does nothing: the ranks have the same parameters then.
+        """
+        if not self._is_warm:
+            return
+        self._begin_step()
+        now, chosen = self._local_position(), self._chosen
+        for fragment in self._fragments:
+            if fragment.apply_at is not None:
+                self._apply(fragment)
+        for fragment in self._fragments:
+            fragment.start_at = now
+            self._start(fragment, delay=0)
+            fragment.apply(AVERAGING, local_share=0.0)
+            fragment.start_at = now + (fragment.number + 1) * chosen.steps // chosen.fragments
+
+    # -- the ranks together ----------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Agree on a name and on where all ranks begin. Collective."""
+        global _num_named
+        process_set = self.process_set
+        anchored = all(fragment.has_anchor for fragment in self._fragments)
+        root: int | None = None
+        if self._exchanger is not None:
+            mine = (_num_named, self._chosen.settings(), anchored)
+            everyone = allgather_object(mine, "local_steps.agreement", process_set)
+            ranks = process_set.ranks or list(range(set_size(process_set)))
+            _check_alike(ranks, [settings for _, settings, _ in everyone])
+            number = max(theirs for theirs, _, _ in everyone)
+            _num_named = number + 1
+            self._name = f"local_steps.{number}"
+            holders = [rank for rank, theirs in zip(ranks, everyone, strict=True) if theirs[2]]
+            if len(holders) < len(ranks):
+                root = holders[0] if holders else ranks[0]
+        if root is not None or not anchored:
+            for fragment in self._fragments:
+                name = f"{self._name}.{fragment.number}"
+                fragment.take_anchor(root, name, process_set)
+        self._agreed_in = runtime.topology
+
+    # -- other ranks' progress -------------------------------------------------------------
+
+    def _broadcast_progress(self, root_rank: int) -> None:
+        """Go on where `root_rank` is. Collective, also on ranks that have not begun."""
+        device = next(param.device for param in self._parameter_names)
+        mine = self._shown_progress()
+        progress = broadcast_nested(mine, root_rank, "local_steps.progress", device)
+        if progress is not mine:
+            self._load_progress(progress)
+
+    def _num_syncs(self) -> int:
+        """How many synchronisations this rank's model has seen; -1: local steps have not begun."""
+        if not all(fragment.has_anchor for fragment in self._fragments):
+            return -1
+        return sum(fragment.num_syncs for fragment in self._fragments)
+
+    def _schedule(self) -> tuple[int, list[int]]:
+        """The steps so far, and after which local step each fragment is sent next."""
+        return self._num_steps, [fragment.start_at for fragment in self._fragments]
+
+    def _adopt_schedule(self, schedule: tuple[int, list[int]]) -> None:
+        self._num_steps, starts = schedule
+        for fragment, start_at in zip(self._fragments, starts, strict=True):
+            fragment.start_at = start_at
+
+    @torch.no_grad()
+    def _return_to_anchor(self) -> None:
+        """Give up this rank's local steps: begin where the ranks last were together."""
+        for fragment in self._fragments:
+            for piece in fragment.pieces:
+                piece.write_parameters()
+
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def _shown_progress(self) -> dict[str, Any]:
+        return {
+            "num_steps": self._num_steps,
+            "fragments": [fragment.content() for fragment in self._fragments],
+        }
+
+    def _load_progress(self, progress: dict[str, Any]) -> None:
+        contents = progress["fragments"]
+        if len(contents) != len(self._fragments):
+            raise ValueError(
+                f"the state that is loaded is of an optimizer with fragments={len(contents)}, and "
+                f"this one has fragments={len(self._fragments)}"
+            )
+        was_warm, self._num_steps = self._is_warm, progress["num_steps"]
+        everything = {
+            key: {name: part for content in contents for name, part in content[key].items()}
+            for key in ("anchors", "momenta", "gradients")
+        }
+        for fragment, content in zip(self._fragments, contents, strict=True):
+            fragment.load({**content, **everything}, self._others(fragment))
+        if self._is_warm != was_warm:
+            self._reattach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the wrapped optimizer, and this rank's part in the local steps.
+
+        Ranks differ between synchronisations: let each save its own to go on bit for bit, or save
+        one after `synchronize_parameters`.
+        """
+        return {**super().state_dict(), _KEY: self._shown_progress()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Go on from `state_dict`, also from one of an optimizer without local steps."""
+        super().load_state_dict(state_dict)
+        progress = state_dict.get(_KEY)
+        if progress is not None:
+            self._load_progress(progress)
+            return
+        for fragment in self._fragments:
+            fragment.abandon()
+            for piece in fragment.pieces:  # the ranks begin where they are
+                piece.anchor = piece.momentum = None
+
+    def _restart(self) -> None:
+        for fragment in self._fragments:
+            fragment.abandon()
+        super()._restart()
+
+    def __reduce__(self) -> Any:
+        self._progress = copy.deepcopy(self._shown_progress())
+        try:
+            return super().__reduce__()
+        finally:
+            self._progress = None
+
+
+def _is_averaged(entry: Any) -> bool:
+    """Whether an entry of an optimizer's state is a tensor of averages, not a count of steps."""
+    return isinstance(entry, torch.Tensor) and entry.dim() > 0 and entry.is_floating_point()
+
+
+def _check_alike(ranks: list[int], settings: list[dict[str, str]]) -> None:
+    """Refuse ranks that go by different numbers; those of elastic jobs come here unchecked."""
+    for name in settings[0]:
+        values = {rank: each[name] for rank, each in zip(ranks, settings, strict=True)}
+        if len(set(values.values())) > 1:
+            told = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
+            raise ValueError(f"{name} of DistributedOptimizer differs between ranks: {told}")

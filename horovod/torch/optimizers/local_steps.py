@@ -1,0 +1,189 @@
+"""LocalSteps: what a user has asked for with DistributedOptimizer(local_steps=...), and its checks.
+
+Made by `horovod.torch.optimizer`, checked by all ranks together
+(`horovod.torch.optimizers.checks`), and carried out by `horovod.torch.optimizers.local`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from horovod.common.host import host_name
+from horovod.common.process_sets import ProcessSet, global_process_set, shared_process_set
+from horovod.common.reduce_op import Average
+from horovod.engine.arguments import set_id
+from horovod.engine.runtime import runtime
+from horovod.torch.gradients.buckets import Named
+from horovod.torch.gradients.dtensors import is_dtensor
+from horovod.torch.ops.objects import allgather_object
+from horovod.torch.optimizers.outer import AVERAGING, OuterSGD
+
+HOST = "host"  # for `within`: the ranks of a host are a cluster
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """Arguments of DistributedOptimizer that say when and how local steps are synchronised."""
+
+    local_steps: int | None = None
+    outer: OuterSGD | None = None
+    warmup_steps: int = 0
+    average_state: bool = False
+    average_buffers: torch.nn.Module | None = None
+    fragments: int = 1
+    delay: int = 0
+    alpha: float | None = None
+    within: ProcessSet | Literal["host"] | None = None
+
+    @property
+    def steps(self) -> int:
+        """Local steps between two synchronisations of a fragment."""
+        assert self.local_steps is not None
+        return self.local_steps
+
+    @property
+    def outer_sgd(self) -> OuterSGD:
+        """The outer optimizer; averaging of parameters where none was given."""
+        return AVERAGING if self.outer is None else self.outer
+
+    @property
+    def local_share(self) -> float:
+        """What remains of a rank's own parameters in a synchronisation."""
+        return (0.5 if self.delay else 0.0) if self.alpha is None else self.alpha
+
+    def settings(self) -> dict[str, str]:
+        """What must be equal on all ranks, by the names of the arguments."""
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown["average_buffers"] = self.average_buffers is not None
+        if isinstance(self.within, ProcessSet):
+            shown["within"] = "a process set"  # each rank has one of its own
+        return {name: str(value) for name, value in shown.items()}
+
+
+def check_local_steps(arguments: dict[str, Any], named: list[Named]) -> None:
+    """Refuse local steps that make no sense, or do not go with another argument."""
+    chosen: LocalSteps = arguments["local_steps"]
+    if chosen.local_steps is None:
+        for field in fields(chosen):
+            if getattr(chosen, field.name) != field.default:
+                raise ValueError(f"{field.name} needs local_steps: say how many there are to be")
+        return
+    _check_numbers(chosen)
+    _check_kinds(chosen)
+    _check_other_arguments(chosen, arguments)
+    for name, param in named:
+        if is_dtensor(param):
+            raise ValueError(
+                f"local_steps does not go with parameter {name!r}, a DTensor: leave local_steps out"
+            )
+        if not param.is_floating_point():
+            raise ValueError(
+                f"local_steps averages real numbers, and parameter {name!r} is {param.dtype}"
+            )
+    num_layers = len(layers(named))
+    if chosen.fragments > num_layers:
+        raise ValueError(
+            f"fragments must not exceed the number of layers, {num_layers}, "
+            f"and is {chosen.fragments}"
+        )
+
+
+def _check_numbers(chosen: LocalSteps) -> None:
+    for name, least in (("local_steps", 1), ("warmup_steps", 0), ("fragments", 1), ("delay", 0)):
+        value: Any = getattr(chosen, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be a number of at least {least}, not {value!r}")
+    if chosen.fragments > chosen.steps:
+        raise ValueError(
+            f"fragments={chosen.fragments} must not exceed local_steps={chosen.steps}: in each "
+            f"step one fragment at most begins to be synchronised"
+        )
+    if chosen.delay >= chosen.steps:
+        raise ValueError(
+            f"delay={chosen.delay} must be less than local_steps={chosen.steps}: a fragment must "
+            f"have arrived before it is sent again"
+        )
+    alpha: Any = chosen.alpha
+    if alpha is not None:
+        if not isinstance(alpha, (int, float)) or not 0 <= alpha < 1:
+            raise ValueError(f"alpha must be at least 0 and less than 1, not {alpha!r}")
+        if not chosen.delay:
+            raise ValueError("alpha needs delay: without it there are no later steps to mix in")
+
+
+def _check_kinds(chosen: LocalSteps) -> None:
+    outer: Any = chosen.outer
+    model: Any = chosen.average_buffers
+    within: Any = chosen.within
+    if outer is not None:
+        if not isinstance(outer, OuterSGD):
+            raise ValueError(f"outer must be a hvd.OuterSGD object or None, not {outer!r}")
+        outer.check()
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise ValueError(
+            f"average_buffers must be the model, a torch.nn.Module, not {type(model).__name__}"
+        )
+    if within == HOST:
+        if runtime.config.elastic:
+            raise ValueError(
+                'within="host" does not work in elastic jobs, in which hosts come and go: leave '
+                "within out"
+            )
+    elif within is not None:
+        if not isinstance(within, ProcessSet):
+            raise ValueError(
+                f"within must be the hvd.ProcessSet of this rank's cluster or {HOST!r}, "
+                f"not {within!r}"
+            )
+        set_id(within)  # an unregistered one is refused
+        if not within.included():
+            raise ValueError(
+                f"within must be a set that this rank belongs to, and its ranks are {within.ranks}"
+            )
+
+
+def _check_other_arguments(chosen: LocalSteps, arguments: dict[str, Any]) -> None:
+    if chosen.within == HOST and arguments["process_set"] is not global_process_set:
+        raise ValueError('within="host" works with all ranks: leave process_set out')
+    if arguments["op"] != Average:
+        raise ValueError("local_steps averages models: leave op at hvd.Average")
+    if arguments["shard_state"]:
+        raise ValueError(
+            "local_steps does not go with shard_state, with which no rank can step alone: leave "
+            "one of them out"
+        )
+    if arguments["overlap_forward"] is not None:
+        raise ValueError(
+            "local_steps does not go with overlap_forward, which hides the time of gradients that "
+            "are not sent here: leave overlap_forward out, and use delay"
+        )
+    if arguments["communication_hook"] is not None and (chosen.warmup_steps or chosen.within):
+        raise ValueError(
+            "a communication_hook sends either gradients or what local steps exchange: leave it "
+            "out, or warmup_steps and within"
+        )
+
+
+def set_of_this_host() -> ProcessSet:
+    """The process set of the ranks on this rank's host. Collective over all ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(allgather_object(host_name(), "local_steps.hosts")):
+        ranks.setdefault(name, []).append(rank)
+    sets = {name: shared_process_set(members) for name, members in ranks.items()}
+    return sets[host_name()]
+
+
+def layers(named: list[Named]) -> list[list[Named]]:
+    """The parameters by the module that they belong to, in the order of the modules.
+
+    A parameter whose name has no module, or that has no name, is a layer of its own.
+    """
+    found: dict[str, list[Named]] = {}
+    for name, param in named:
+        module = name.rpartition(".")[0]
+        key = name if not module or name.startswith("allreduce.noname.") else module
+        found.setdefault(key, []).append((name, param))
+    return list(found.values())
