@@ -147,7 +147,8 @@ def _checked(collective: Collective, tensors: Sequence[torch.Tensor], group: Gro
         _check_one_device(tensors)
     kind = collective.kind
     if kind is Kind.ALLREDUCE:
-        check_adasum(collective.reduction, collective.process_set_id)
+        if collective.reduction.op is ReduceOp.ADASUM:
+            check_adasum(collective.reduction, collective.process_set_id)
     elif kind is Kind.BROADCAST:
         if collective.root_rank not in group.global_ranks:
             raise ValueError(

@@ -42,6 +42,7 @@ from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.layouts import in_memory_order
 from horovod.torch.ops.objects import broadcast_object
 from horovod.torch.ops.untraced import untraced
+from horovod.torch.optimizers.options import OptimizerOptions
 from horovod.torch.optimizers.reducing import ReducingOptimizer
 from horovod.torch.optimizers.shards import Shards
 from horovod.torch.optimizers.update_kinds import UpdateKind, kind_of
@@ -64,9 +65,9 @@ class ShardedOptimizer(ReducingOptimizer):
     _cut_for: tuple[int | None, int | None] | None = None  # rank and size in the process set
 
     def _configure(
-        self, arguments: dict[str, Any], named: list[Named], groups: list[list[Named]] | None
+        self, options: OptimizerOptions, named: list[Named], groups: list[list[Named]] | None
     ) -> None:
-        super()._configure(arguments, named, groups)
+        super()._configure(options, named, groups)
         # The state of all parameters, while this rank happens to know it: after loading or
         # consolidating it, until the next step.
         self._complete: State | None = None
@@ -311,9 +312,9 @@ class ShardedOptimizer(ReducingOptimizer):
         return [part.numpy().tobytes() for part in received.split(counts)]
 
     def __reduce__(self) -> Any:
-        rebuild, (base, mixin, state, arguments) = super().__reduce__()
+        rebuild, (base, mixin, state, *rest) = super().__reduce__()
         state = {**state, "state": self._slices_of_state(), "_cut_for": self._cut_for}
-        return rebuild, (base, mixin, state, arguments)
+        return rebuild, (base, mixin, state, *rest)
 
 
 def _members(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
