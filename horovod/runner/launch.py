@@ -83,7 +83,7 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         if controller != controllers.GLOO:
             return _run_elsewhere(controller, options, console)
         if options.dry_run:
-            from horovod.runner.jobs.dry_run import describe_plan
+            from horovod.runner.jobs.request import describe_plan
 
             if options.host_discovery_script:
                 raise LaunchError(
