@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from horovod.common.local_steps import OuterSGD
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.broadcast_ops import broadcast_
 from horovod.torch.buckets import Named
 from horovod.torch.exchanger import Exchanger, Wait
 from horovod.torch.local_steps import layers
-from horovod.torch.outer import OuterSGD
 
 Tensor = torch.Tensor
 Content = dict[str, Any]  # of a fragment, in a checkpoint

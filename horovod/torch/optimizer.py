@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from horovod.common.local_steps import OuterSGD
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp
 from horovod.engine.runtime import runtime
@@ -17,7 +18,6 @@ from horovod.torch.compression import Compression, Compressor
 from horovod.torch.hooks.base import CommunicationHook
 from horovod.torch.local_steps import LocalSteps
 from horovod.torch.optimizer_checks import check_arguments
-from horovod.torch.outer import OuterSGD
 
 if TYPE_CHECKING:
     from horovod.torch.reducing_optimizer import ReducingOptimizer
