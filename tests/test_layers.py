@@ -169,7 +169,7 @@ def test_imports_in_the_runner_point_down(path: Path):
         ("horovod.runner.jobs.run_job", "from horovod.runner import launch", False),
         ("horovod.runner.agents.starters", "from horovod.runner.options import values", False),
         ("horovod.runner.agents.starters", "from horovod.runner.agents.agent import main", True),
-        ("horovod.runner.elastic.job", "import horovod.runner.slots.hosts", True),
+        ("horovod.runner.elastic.driver", "import horovod.runner.slots.hosts", True),
         ("horovod.runner.launch", "from horovod.runner.jobs import run_job", True),
     ],
 )

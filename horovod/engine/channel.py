@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,7 +32,8 @@ from horovod.transport.process_group import DeviceTransport
 _LONGEST_GOODBYE = 5.0  # seconds that shutting down waits for a round in progress
 
 
-class InlineReduction(NamedTuple):
+@dataclass
+class InlineReduction:
     """What the stall inspector sees of an inline reduction."""
 
     name: str

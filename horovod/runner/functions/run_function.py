@@ -28,13 +28,15 @@ from horovod.runner.functions.function_call import (
     CALL,
     SEARCH_PATH,
     Failure,
+    RemoteError,
+    as_runtime_error,
     failures,
     put,
     result_name,
     search_path,
     take,
+    with_known_sentence,
 )
-from horovod.runner.functions.remote_error import RemoteError, as_runtime_error, with_known_sentence
 from horovod.runner.jobs import controllers
 from horovod.runner.jobs.request import JobRequest, make_request
 from horovod.runner.jobs.run_job import run_job

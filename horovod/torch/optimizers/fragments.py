@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from horovod.common.local_steps import OuterSGD
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.ops.broadcast import broadcast_
 from horovod.torch.optimizers.exchanger import Exchanger, Wait
 from horovod.torch.optimizers.local_steps import layers
-from horovod.torch.optimizers.outer import OuterSGD
 
 Tensor = torch.Tensor
 Content = dict[str, Any]  # of a fragment, in a checkpoint
