@@ -205,11 +205,12 @@ def allreduce(contender: str, nbytes: int, start: float) -> dict[str, float]:
 
 def optimizer_way(tensor: torch.Tensor, wire: torch.dtype) -> None:
     """As DistributedOptimizer does: the transport narrows what leaves the host."""
+    from horovod.engine.collective import Collective, Kind, Reduction
     from horovod.engine.runtime import runtime
 
-    runtime.allreduce(
-        [tensor], [tensor], f"of {tensor.nbytes}", hvd.Average, background=False, wire=wire
-    ).wait()
+    reduction = Reduction(hvd.Average, wire=wire)
+    collective = Collective(Kind.ALLREDUCE, f"of {tensor.nbytes}", reduction=reduction)
+    runtime.submit(collective, [tensor], [tensor], background=False).wait()
 
 
 def main(plan: dict[str, Any]) -> None:

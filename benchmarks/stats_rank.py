@@ -24,12 +24,12 @@ class Switch:
     """Turns counting on and off in a job that goes on."""
 
     def __init__(self) -> None:
-        self._rounds = runtime.channel(0).rounds
-        self._counters = self._rounds.counters
+        self._observer = runtime.channel(0).observer
+        self._counters = self._observer.counters
 
     def turn(self, on: bool) -> None:
         runtime.statistics.enabled = on
-        self._rounds.counters = self._counters if on else None
+        self._observer.counters = self._counters if on else None
 
 
 def training(name: str) -> tuple[Callable[[], None], int]:

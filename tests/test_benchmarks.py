@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 import math
 import os
 import random
@@ -211,6 +212,26 @@ def test_hosts_are_compared(tmp_path: Path):
         (size, contender) for size in ("4", "65536") for contender in ("ours", "gloo")
     ]
     assert all(float(row["median_ms"]) > 0 and int(row["samples"]) >= 8 for row in rows)
+
+
+def test_quality_with_local_steps_is_compared(tmp_path: Path):
+    program = [sys.executable, str(ROOT / "benchmarks" / "local_quality.py")]
+    sizes = "--steps 12 --layers 1 --width 64 --context 32 --batch 2 --local-steps 2"
+    chosen = "--seeds 0 --configurations every fp8 --parallel 2"
+    result, picture = tmp_path / "curves.json", tmp_path / "curves.svg"
+    given = [*sizes.split(), *chosen.split(), "--json", str(result)]
+    found = subprocess.run([*program, *given], capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    runs = {run["configuration"]: run for run in json.loads(result.read_text())["runs"]}
+    assert set(runs) == {"every", "fp8"}
+    for run in runs.values():
+        steps, losses = zip(*run["curve"], strict=True)
+        assert steps == (2, 4, 6, 8, 10, 12)
+        assert losses[-1] < losses[0] < 7  # ln 256 = 5.5, before anything is learned
+    drawn = [*program, "--plot", str(picture), str(result)]
+    found = subprocess.run(drawn, capture_output=True, text=True, timeout=60)
+    assert "local steps, fp8" in found.stdout
+    assert picture.read_text().count("<polyline") == 2
 
 
 def test_local_steps_are_measured(tmp_path: Path):

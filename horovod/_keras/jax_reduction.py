@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from horovod._keras.reduction import HostReduction, has_no_peers
-from horovod.engine.job import WORLD
+from horovod.engine.collective import WORLD
 from horovod.engine.runtime import runtime
 from horovod.jax.arrays import is_tracer, to_jax, to_torch
 from horovod.jax.primitive import call_function, wait_for_programs

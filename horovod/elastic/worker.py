@@ -26,6 +26,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger
 from horovod.common.membership import Membership, membership
 from horovod.common.reduce_op import Max
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 
 logger = get_logger(__name__)
@@ -45,7 +46,7 @@ class Worker:
         assert generation is not None, "the engine runs, so there is a generation"
         newest = self._member.newest.number
         vector = torch.tensor([newest, int(leaving), int(not leaving), int(notified)])
-        runtime.allreduce([vector], [vector], "elastic.agree", Max, background=False).wait()
+        _maximum(vector, "elastic.agree")
         generation.made_progress = True
         newest, anybody_leaves, anybody_stays, anybody_notified = vector.tolist()
         outdated = newest > generation.decision.number
@@ -60,7 +61,7 @@ class Worker:
         # the state. Version and rank travel in one number, of which the maximum is taken: the
         # highest version, and the lowest rank that has it.
         newest = torch.tensor([(version << _RANK_BITS) - runtime.topology.rank])
-        runtime.allreduce([newest], [newest], "elastic.state", Max, background=False).wait()
+        _maximum(newest, "elastic.state")
         version = -(-int(newest) >> _RANK_BITS)
         return (version << _RANK_BITS) - int(newest), version
 
@@ -121,3 +122,9 @@ def this_worker() -> Worker | None:
     """Return this process as a worker of an elastic job; None if it is not in one."""
     member = membership()
     return None if member is None else Worker(member)
+
+
+def _maximum(numbers: torch.Tensor, name: str) -> None:
+    """Replace each number by the greatest that a rank has. Collective."""
+    collective = Collective(Kind.ALLREDUCE, name, reduction=Reduction(Max))
+    runtime.submit(collective, [numbers], [numbers], background=False).wait()

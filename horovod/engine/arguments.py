@@ -16,6 +16,7 @@ import torch
 from horovod.common.exceptions import UndefinedOperationError
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.collective import Reduction
 from horovod.engine.runtime import NOT_INITIALISED, runtime
 
 FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -51,6 +52,11 @@ def reduction_input(tensor: torch.Tensor, op: ReduceOp, scaled: bool = False) ->
     except (AttributeError, RuntimeError):
         pass  # not a dense tensor: said below
     raise _reduction_error(tensor, op, scaled)
+
+
+def reduction_inputs(tensors: Sequence[torch.Tensor], reduction: Reduction) -> list[torch.Tensor]:
+    """Return `tensors` as the engine takes them: see `reduction_input`."""
+    return [reduction_input(tensor, reduction.op, reduction.is_scaled) for tensor in tensors]
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
@@ -138,16 +144,16 @@ def check_group(tensors: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Te
     return tensors
 
 
-def check_splits(splits: Any) -> list[int]:
-    """`alltoall`'s splits as integers; empty means equal parts."""
+def check_splits(splits: Any) -> tuple[int, ...]:
+    """Return `alltoall`'s splits as integers; empty means equal parts."""
     if isinstance(splits, torch.Tensor):
         if splits.dtype is not torch.int32:
             raise ValueError(f"splits must be of type torch.int32, not {splits.dtype}")
         if splits.dim() > 1:
             raise ValueError(f"splits must have one dimension, not {splits.dim()}")
-        return [int(rows) for rows in splits.reshape(-1).tolist()]
+        return tuple(int(rows) for rows in splits.reshape(-1).tolist())
     try:
-        return [operator.index(rows) for rows in splits]
+        return tuple(operator.index(rows) for rows in splits)
     except TypeError:
         raise ValueError(f"splits must be integers, one for each rank, not {splits!r}") from None
 

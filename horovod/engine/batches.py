@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from horovod.engine.request import Kind, Request
+from horovod.engine.collective import Kind
+from horovod.engine.request import Request
 
 
 @dataclass(slots=True, eq=False)
@@ -49,23 +50,16 @@ def plan(requests: Sequence[Request], threshold: int, fuse_groups: bool) -> list
         if request.kind is not Kind.ALLREDUCE:
             batches.append(Batch(request))
             continue
-        if not fuse_groups or request.alone:
+        if not fuse_groups or request.is_exclusive:
             open_batches.clear()
         for source, target in zip(request.tensors, request.outputs, strict=True):
-            key = (
-                source.dtype,
-                source.device,
-                request.op,
-                request.prescale,
-                request.postscale,
-                request.wire,
-            )
+            key = source.dtype, source.device, request.reduction
             batch = open_batches.get(key)
             if batch is None or batch.nbytes + source.nbytes > threshold:
                 batch = open_batches[key] = Batch(request)
                 batches.append(batch)
             batch.add(request, source, target)
-        if request.alone:
+        if request.is_exclusive:
             open_batches.clear()
     return batches
 

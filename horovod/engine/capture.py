@@ -18,8 +18,9 @@ from typing import Protocol
 import torch
 
 from horovod.common.reduce_op import ReduceOp
-from horovod.engine.lane import Lane, LanePlan
-from horovod.engine.request import Kind, Request
+from horovod.engine.collective import Kind, LanePlan
+from horovod.engine.lane import Lane
+from horovod.engine.request import Request
 from horovod.engine.scaling import finish_, scale_
 
 _TYPES = frozenset(
@@ -90,7 +91,7 @@ class GraphCapture:
         if (
             (own is None and size > 1)
             or request.kind is not Kind.ALLREDUCE
-            or request.op not in (ReduceOp.SUM, ReduceOp.AVERAGE)
+            or request.reduction.op not in (ReduceOp.SUM, ReduceOp.AVERAGE)
             or any(tensor.is_cpu or tensor.dtype not in _TYPES for tensor in request.tensors)
         ):
             raise cannot_capture(request)
@@ -99,10 +100,10 @@ class GraphCapture:
         for source, target in zip(request.tensors, request.outputs, strict=True):
             if source is not target:
                 target.copy_(source)
-            scale_(target, request.prescale)
+            scale_(target, request.reduction.prescale_factor)
             if own is not None:
                 own.reduce(target.view(-1))
-            finish_(target, request.op, request.postscale, size)
+            finish_(target, request.reduction, size)
         request.complete(request.outputs)
         return request
 
@@ -185,7 +186,7 @@ def cannot_capture(request: Request) -> RuntimeError:
     if request.kind is Kind.ALLREDUCE:
         types = ", ".join(sorted({str(tensor.dtype) for tensor in request.tensors}))
         devices = ", ".join(sorted({tensor.device.type for tensor in request.tensors}))
-        what += f" ({request.op.name} of {types} on {devices})"
+        what += f" ({request.reduction.op.name} of {types} on {devices})"
     return RuntimeError(
         f"{what} at {request.source} cannot be captured into a CUDA graph: a replay runs without "
         f"Python, and the other ranks would not take part. {_HINT}"

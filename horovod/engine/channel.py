@@ -10,29 +10,30 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine import capture
 from horovod.engine.background import BackgroundThread
+from horovod.engine.collective import Collective, Kind, signature_of
 from horovod.engine.executor import Executor
 from horovod.engine.lane import Lane
-from horovod.engine.request import Kind, Request, caller, signature_of
+from horovod.engine.request import Request, caller
 from horovod.engine.request_queue import RequestQueue
 from horovod.engine.rounds import Rounds
 from horovod.engine.waiters import Waiters
-from horovod.observe.statistics.counters import Counters
-from horovod.observe.statistics.ranges import waiting
 from horovod.transport.base import Group
 from horovod.transport.process_group import DeviceTransport
 
 _LONGEST_GOODBYE = 5.0  # seconds that shutting down waits for a round in progress
 
 
-class InlineReduction(NamedTuple):
+@dataclass
+class InlineReduction:
     """What the stall inspector sees of an inline reduction."""
 
     name: str
@@ -55,24 +56,22 @@ class Channel:
         executor: Executor,
         *,
         on_loss: Callable[[Sequence[int]], None],
-        lane_counters: Counters | None = None,
         background_core: int | None = None,
     ) -> None:
         self.set_id = set_id
         self.group = group
         self.transport = executor.transport  # of host memory
-        self.trace = executor.trace
+        self.observer = executor.observer
         self.tuned: tuple[float, str | None] | None = None  # what autotuning has settled on
         self.inline: tuple[str, float, FrameType] | None = None  # now: see `InlineReduction`
         self.lanes: dict[str, Lane] = {}
-        self.lane_counters = lane_counters  # None: nobody counts
         self.driving = threading.Lock()  # held by the thread that runs a round
-        self.waiters = Waiters(executor.counters)
+        self.waiters = Waiters()
         self._executor = executor
         executor.on_device_failure = self.abort
         self._on_loss = on_loss  # told the ranks of the world because of which operations fail
         self.queue = RequestQueue()
-        self.rounds = Rounds(set_id, group, executor, self.queue, self.waiters)
+        self.rounds = Rounds(group, executor, self.queue, self.waiters)
         self._background = BackgroundThread(
             f"horovod-set{set_id}", self.queue, self.rounds.cycle, background_core
         )
@@ -84,18 +83,16 @@ class Channel:
         if capture.is_on():
             raise capture.cannot_capture(request)
         self.queue.append(request)
-        timeline = self.trace.timeline
-        if timeline is not None:
-            timeline.negotiate_start(request.name, request.label)
+        self.observer.queued(request)
         if background and not self._background.rung.is_set():
             self._background.ring(self._background_round)
         return request
 
-    def change(self, kind: Kind, detail: Any, change: Callable[[], Any]) -> Any:
+    def change(self, kind: Kind, what: tuple[str | int, ...], change: Callable[[], Any]) -> Any:
         """Change how operations run, on all ranks at the same point of their sequence."""
+        collective = Collective(kind, "change", self.set_id, change=what)
         name = f"{kind.value}.change"
-        signature = signature_of(kind, name, (), detail=detail)
-        request = Request(self, kind, name, signature, detail=detail, change=change)
+        request = Request(self, collective, name, signature_of(collective, name), change=change)
         return self.submit(request, background=False).wait()
 
     def transport_on(self, device: torch.device) -> DeviceTransport | None:
@@ -115,7 +112,7 @@ class Channel:
             transport = self._executor.open_lane(name, device)
             if transport is None:
                 return None
-            self.lanes[name] = Lane(name, self, transport, self.lane_counters)
+            self.lanes[name] = Lane(name, self, transport, self.observer.lane_counters)
             return self.lanes[name]
 
         lane: Lane | None = self.change(Kind.LANE, (name, device.type), open_it)
@@ -150,17 +147,16 @@ class Channel:
     def tune(self, cycle_time: float, algorithm: str | None) -> None:
         self.rounds.cycle = self._background.cycle = cycle_time / 1000
         if algorithm is not None:
-            self.change(Kind.ALGORITHM, algorithm, lambda: self.transport.use(algorithm))
+            self.change(Kind.ALGORITHM, (algorithm,), lambda: self.transport.use(algorithm))
 
     # -- driving ---------------------------------------------------------------------------
 
     def drive(self, request: Request) -> None:
         """Run rounds until `request` is finished."""
-        timeline = self.trace.timeline
-        began = time.perf_counter() if timeline is not None else 0.0
+        began = time.perf_counter()
         while not request.finished:
             if not self.driving.acquire(blocking=False):
-                with waiting(request):
+                with self.observer.waiting(request):
                     self.waiters.wait_for(lambda: request.finished or not self.driving.locked())
                 continue
             try:
@@ -170,23 +166,12 @@ class Channel:
                 self.driving.release()
                 if self.waiters.number:
                     self.waiters.tell()
-        if timeline is not None:
-            timeline.waited(request.name, began)
+        self.observer.waited_for(request, began)
 
     def _background_round(self) -> None:
-        """A round that the program does not wait for, unless it says so (`Waiters`)."""
-        with self.driving:
-            counters = self.rounds.counters
-            if counters is None:
-                self._guarded_round()
-            else:
-                before = counters.wait + counters.reduce
-                counters.background_since = time.monotonic()
-                try:
-                    self._guarded_round()
-                finally:
-                    counters.background += counters.wait + counters.reduce - before
-                    counters.background_since = 0.0
+        """Run a round that the program does not wait for, unless it says so (`drive`)."""
+        with self.driving, self.observer.in_background():
+            self._guarded_round()
         self.waiters.tell()
 
     def _guarded_round(self) -> None:
@@ -200,7 +185,8 @@ class Channel:
 
     def wait_beside(self, request: Request, seconds: float) -> None:
         """Wait while another thread runs rounds, until `request` is finished, for so long."""
-        self.waiters.wait_for(lambda: request.finished, seconds)
+        with self.observer.waiting(request):
+            self.waiters.wait_for(lambda: request.finished, seconds)
 
     # -- ending ----------------------------------------------------------------------------
 

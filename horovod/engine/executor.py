@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,30 +13,15 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.adasum import adasum_
 from horovod.engine.batches import Batch
+from horovod.engine.collective import Kind, Reduction
 from horovod.engine.lane import open_transport, stand_in
-from horovod.engine.request import Kind, Request
+from horovod.engine.request import Request
 from horovod.engine.scaling import finish_, is_inexact, scale_, sum_and_scale
-from horovod.observe.statistics.counters import Counters, DeviceTiming
-from horovod.observe.timeline.recorder import Timeline
+from horovod.observe.observer import Observer
 from horovod.transport.base import DEVICE, MAX_TENSORS, Transport
 from horovod.transport.process_group import DeviceTransport
 
 DeviceTransports = Callable[[torch.device, str], Transport]  # and what it is for
-
-
-@dataclass
-class Trace:
-    """Where a job's timeline is while one is being recorded."""
-
-    timeline: Timeline | None = None
-    members: dict[str, Sequence[str]] = field(default_factory=dict)  # of requests that are groups
-    shares_arrivals: bool = False  # whether ranks tell each other when they submitted; all or none
-    watched: bool = False  # one of both: then nothing takes the shortest way
-
-    def record(self, timeline: Timeline | None) -> None:
-        """Record into this one from now on."""
-        self.timeline = timeline
-        self.watched = timeline is not None or self.shares_arrivals
 
 
 class Executor:
@@ -47,11 +31,10 @@ class Executor:
         self,
         transport: Transport,
         for_device: DeviceTransports,
-        trace: Trace,
-        counters: Counters | None = None,
+        observer: Observer,
         hosts: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self.counters = counters  # None: nobody counts
+        self.observer = observer
         self._hosts = hosts  # the ranks on each
         self.transport = transport
         self._for_device = for_device
@@ -60,7 +43,6 @@ class Executor:
         self._streams: dict[torch.device, Any] = {}
         self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self.on_device_failure: Callable[[HorovodInternalError], object] | None = None
-        self.trace = trace
         self.rank = transport.rank
         self.size = transport.size
 
@@ -139,11 +121,12 @@ class Executor:
         if batch.fused:
             sources = [batch.inputs[index].view(-1) for index in batch.fused]
             vector.append(self._fusion_buffer(sources))
-            with self._activity(batch.request.name, "MEMCPY_IN_FUSION_BUFFER"):
+            with self.observer.activity(batch.request.name, "MEMCPY_IN_FUSION_BUFFER"):
                 torch.cat(sources, out=vector[-1])
-        if batch.request.prescale != 1.0:
+        prescale_factor = batch.request.reduction.prescale_factor
+        if prescale_factor != 1.0:
             for tensor in vector:
-                scale_(tensor, batch.request.prescale)
+                scale_(tensor, prescale_factor)
         batch.vector = vector
         return vector
 
@@ -151,17 +134,17 @@ class Executor:
         """Bring results out of the fusion buffer."""
         if batch.vector and batch.fused:
             outputs = [batch.outputs[index].view(-1) for index in batch.fused]
-            with self._activity(batch.request.name, "MEMCPY_OUT_FUSION_BUFFER"):
+            with self.observer.activity(batch.request.name, "MEMCPY_OUT_FUSION_BUFFER"):
                 sizes = [output.numel() for output in outputs]
                 parts = torch.split_with_sizes(batch.vector[-1], sizes)
                 torch._foreach_copy_(outputs, list(parts))
 
     def preload(self, batch: Batch) -> list[torch.Tensor] | None:
         """What may be sent along with the agreement: nothing that changes a caller's tensor."""
-        request = batch.request
-        if request.kind is not Kind.ALLREDUCE or request.op is ReduceOp.ADASUM:
+        reduction = batch.request.reduction
+        if batch.request.kind is not Kind.ALLREDUCE or reduction.op is ReduceOp.ADASUM:
             return None
-        if not batch.inputs or not batch.inputs[0].is_cpu or request.prescale != 1.0:
+        if not batch.inputs or not batch.inputs[0].is_cpu or reduction.prescale_factor != 1.0:
             return None
         return self.pack(batch, self.transport)
 
@@ -181,13 +164,13 @@ class Executor:
 
         Where the transport has nothing to send without waiting, nothing happens.
         """
-        request, transport = batch.request, self.transport
-        if not transport.sends_ahead or request.op is ReduceOp.ADASUM or not batch.inputs:
+        reduction, transport = batch.request.reduction, self.transport
+        if not transport.sends_ahead or reduction.op is ReduceOp.ADASUM or not batch.inputs:
             return
         if batch.inputs[0].is_cpu and is_inexact(batch.inputs[0]):
             vector = self.pack(batch, transport)
-            plain, scale = sum_and_scale(request.op, request.postscale, self.size)
-            transport.begin_allreduce(vector, plain, scale, request.wire)
+            plain, scale = sum_and_scale(reduction, self.size)
+            transport.begin_allreduce(vector, plain, scale, reduction.wire)
             batch.begun = True
 
     def run(self, batch: Batch) -> Any:
@@ -195,7 +178,8 @@ class Executor:
         request = batch.request
         if request.kind in _AGREEMENTS:  # that all ranks agreed to run it is all there is to it,
             if request.kind is Kind.CONFIRM and request.driver is None:  # unless we have joined
-                stand_in(self._lanes[request.name.partition(".")[2]], request.detail)
+                assert request.collective.plan is not None
+                stand_in(self._lanes[request.name.partition(".")[2]], request.collective.plan)
             return None
         if not request.tensors:
             return []
@@ -203,40 +187,43 @@ class Executor:
         with self._on_device(request.tensors[0].device, requests) as transport:
             if request.kind is Kind.ALLREDUCE:
                 return self._reduce_batch(batch, request, transport)
-            with self._activity(batch.request.name, f"{transport.name}_{request.kind.name}"):
+            with self.observer.activity(request.name, f"{transport.name}_{request.kind.name}"):
                 result = _RUN[request.kind](self, request, transport)
             _hand_over(result, request.stream)
             return result
 
     def _reduce_batch(self, batch: Batch, request: Request, transport: Transport) -> None:
-        if request.op is ReduceOp.ADASUM:
+        if request.reduction.op is ReduceOp.ADASUM:
             self._adasum(batch, transport)
             return
         vector = self.pack(batch, transport)
-        with self._activity(batch.request.name, f"{transport.name}_ALLREDUCE"):
+        with self.observer.activity(batch.request.name, f"{transport.name}_ALLREDUCE"):
             if batch.begun:
                 transport.finish_allreduce()
             else:
-                reduce_(vector, request.op, request.postscale, transport, request.wire)
+                reduce_(vector, request.reduction, transport)
         self.unpack(batch)
 
     def _adasum(self, batch: Batch, transport: Transport) -> None:
         outputs = []
+        reduction = batch.request.reduction
         for source, target in zip(batch.inputs, batch.outputs, strict=True):
             if source is not target:
                 target.copy_(source)
             outputs.append(target.view(-1))
-            scale_(outputs[-1], batch.request.prescale)
-        with self._activity(batch.request.name, f"{transport.name}_ADASUM_ALLREDUCE"):
+            scale_(outputs[-1], reduction.prescale_factor)
+        with self.observer.activity(batch.request.name, f"{transport.name}_ADASUM_ALLREDUCE"):
             adasum_(outputs, transport, self._hosts if outputs[0].is_cuda else None)
         for output in outputs:
-            scale_(output, batch.request.postscale)
+            scale_(output, reduction.postscale_factor)
 
     def _broadcast(self, request: Request, transport: Transport) -> torch.Tensor:
         source, target = request.tensors[0], request.outputs[0]
-        if source is not target and self.rank == request.detail:
+        assert request.collective.root_rank is not None
+        root = transport.group.global_ranks.index(request.collective.root_rank)
+        if source is not target and self.rank == root:
             target.copy_(source)
-        transport.broadcast(target.view(-1), request.detail)
+        transport.broadcast(target.view(-1), root)
         return target
 
     def _allgather(self, request: Request, transport: Transport) -> list[torch.Tensor]:
@@ -252,7 +239,8 @@ class Executor:
         return results
 
     def _alltoall(self, request: Request, transport: Transport) -> tuple[torch.Tensor, list[int]]:
-        tensor, splits = request.tensors[0], request.detail
+        tensor, splits = request.tensors[0], request.collective.splits
+        assert splits is not None  # whoever submitted it has made equal ones where none were given
         everyone = self.gather_numbers(splits)
         received = [ranks_splits[self.rank] for ranks_splits in everyone]
         row = math.prod(tensor.shape[1:])
@@ -264,8 +252,8 @@ class Executor:
         return output, received
 
     def _reducescatter(self, request: Request, transport: Transport) -> list[torch.Tensor]:
-        op = request.op
-        plain = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+        reduction = request.reduction
+        plain, _ = sum_and_scale(reduction, self.size)
         results = []
         for tensor in request.tensors:
             row = math.prod(tensor.shape[1:])
@@ -273,9 +261,9 @@ class Executor:
             rows = [each + (rank < extra) for rank in range(self.size)]
             output = tensor.new_empty((rows[self.rank], *tensor.shape[1:]))
             source = tensor.reshape(-1).clone()
-            scale_(source, request.prescale)
+            scale_(source, reduction.prescale_factor)
             transport.reduce_scatter(source, output.view(-1), [n * row for n in rows], plain)
-            finish_(output, op, request.postscale, self.size)
+            finish_(output, reduction, self.size)
             results.append(output)
         return results
 
@@ -302,7 +290,7 @@ class Executor:
         module = torch.get_device_module(device)
         transport = self._device_transports.get(device)
         if transport is None:
-            with self._activity(requests[0].name, f"INIT_{device.type.upper()}"):
+            with self.observer.activity(requests[0].name, f"INIT_{device.type.upper()}"):
                 transport = self._device_transports[device] = self._for_device(device, "")
             if isinstance(transport, DeviceTransport):
                 transport.on_failure = self.on_device_failure
@@ -318,27 +306,19 @@ class Executor:
                 transport.check_usable()  # or the device has given up in the middle
                 return
             # A transport that takes host memory's way does all of it here, in the host's time.
-            timing, counters = None, self.counters
-            if counters is not None and DEVICE in transport.media:
-                timing = DeviceTiming(device, stream)
+            timing = None
+            if DEVICE in transport.media:
+                timing = self.observer.begin_on_device(device, stream)
             yield transport
-            if counters is not None and timing is not None:
-                ready = timing.end(stream)
-                counters.timings.append(timing)
+            if timing is not None:
+                ready = self.observer.end_on_device(timing, stream)
             else:
                 ready = module.Event()
                 ready.record(stream)
             for request in requests:
                 request.ready, request.timing = ready, timing
 
-    # -- timeline --------------------------------------------------------------------------
 
-    def _activity(self, name: str, activity: str) -> contextlib.AbstractContextManager[Any]:
-        timeline = self.trace.timeline
-        return _NOTHING if timeline is None else timeline.activity(name, activity)
-
-
-_NOTHING = contextlib.nullcontext()
 _AGREEMENTS = (Kind.BARRIER, Kind.CONFIRM)
 
 _RUN: dict[Kind, Callable[[Executor, Request, Transport], Any]] = {
@@ -349,21 +329,15 @@ _RUN: dict[Kind, Callable[[Executor, Request, Transport], Any]] = {
 }
 
 
-def reduce_(
-    vector: Sequence[torch.Tensor],
-    op: ReduceOp,
-    postscale: float,
-    transport: Transport,
-    wire: torch.dtype | None = None,
-) -> None:
+def reduce_(vector: Sequence[torch.Tensor], reduction: Reduction, transport: Transport) -> None:
     """Reduce flat tensors in place, with average and post-scale factor."""
-    plain, scale = sum_and_scale(op, postscale, transport.size)
+    plain, scale = sum_and_scale(reduction, transport.size)
     if is_inexact(vector[0]):
-        transport.allreduce_vector(vector, plain, scale, wire)
+        transport.allreduce_vector(vector, plain, scale, reduction.wire)
     else:
         transport.allreduce_vector(vector, plain)
         for tensor in vector:
-            finish_(tensor, op, postscale, transport.size)
+            finish_(tensor, reduction, transport.size)
 
 
 def _hand_over(result: Any, stream: Any) -> None:

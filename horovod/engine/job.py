@@ -20,7 +20,9 @@ from horovod.common.loss_note import leave_note, take_note_back
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
 from horovod.engine.channel import Channel
-from horovod.engine.executor import Executor, Trace
+from horovod.engine.collective import WORLD
+from horovod.engine.executor import Executor
+from horovod.observe.observer import Observer, Trace
 from horovod.observe.statistics.process import Statistics, resident_bytes
 from horovod.observe.statistics.stall import StallInspector
 from horovod.observe.timeline.recorder import Timeline
@@ -28,8 +30,6 @@ from horovod.transport import select
 from horovod.transport.base import Group
 
 logger = get_logger(__name__)
-
-WORLD = 0  # id of the set of all ranks
 
 
 @dataclass(eq=False, repr=False)
@@ -113,7 +113,7 @@ class Job:
         error = HorovodInternalError("Horovod has been shut down")
         for channel in reversed(list(self.channels.values())):
             channel.close(error)
-            self._stop_counting(channel)
+            channel.observer.close()
         self.channels.clear()  # the inspector's hold on the job is a cycle: let go of memory now
         self._inspector = None
         self.connection.close()
@@ -190,12 +190,8 @@ class Job:
         channel = self.channels.pop(set_id, None)
         if channel is not None:
             channel.close(HorovodInternalError(f"process set {set_id} has been removed"))
-            self._stop_counting(channel)
+            channel.observer.close()
         return ranks
-
-    def _stop_counting(self, channel: Channel) -> None:
-        self.statistics.close(channel.rounds.counters)
-        self.statistics.close(channel.lane_counters)
 
     def ranks_of(self, set_id: int) -> tuple[int, ...]:
         ranks = self.sets.get(set_id)
@@ -216,15 +212,14 @@ class Job:
         if group.rank == 0:
             where = "all ranks" if set_id == WORLD else f"process set {set_id}"
             logger.info("%s: CPU tensors through %s (%s)", where, transport.name, reason)
-        counters = self.statistics.open(transport.media)
+        observer = Observer(set_id, group, self.trace, self.statistics, transport.media)
         for_device = partial(select.for_device, group, transport)
-        executor = Executor(transport, for_device, self.trace, counters, hosts)
+        executor = Executor(transport, for_device, observer, hosts)
         return Channel(
             set_id,
             group,
             executor,
             on_loss=self._note_loss,
-            lane_counters=self.statistics.open(()),
             background_core=_core_of_background(self.config, self.topology),
         )
 

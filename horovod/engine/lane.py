@@ -17,37 +17,20 @@ Made by a channel (`Channel.open_lane`), used by `horovod.torch.gradients.direct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
-from horovod.engine.request import Kind, Request, RoundDriver, signature_of
+from horovod.engine.collective import Collective, Kind, LanePlan, signature_of
+from horovod.engine.request import Request, RoundDriver
 from horovod.observe.statistics.counters import Counters
 from horovod.transport.base import DEVICE, Group, Transport
 from horovod.transport.farewells import finish_or_leave
 from horovod.transport.process_group import DeviceTransport, DeviceWork
-
-
-@dataclass(frozen=True)
-class LanePlan:
-    """What a step begins on a lane, in this order: the same on all ranks."""
-
-    dtypes: tuple[str, ...]  # of the flat tensors, such as "float32"
-    counts: tuple[int, ...]  # of their elements
-
-    @classmethod
-    def of(cls, forms: Sequence[tuple[torch.dtype, int]]) -> LanePlan:
-        dtypes = tuple(str(dtype).removeprefix("torch.") for dtype, _ in forms)
-        return cls(dtypes, tuple(count for _, count in forms))
-
-    def describe(self) -> list[Any]:
-        """The plan as JSON takes it; `LanePlan(*described)` is the plan again."""
-        return [list(self.dtypes), list(self.counts)]
 
 
 class LaneOwner(RoundDriver, Protocol):
@@ -89,11 +72,11 @@ class Lane:
         fails, so does whatever the device still does on this lane.
         """
         name = f"{Kind.CONFIRM.value}.{self.name}"
+        collective = Collective(Kind.CONFIRM, self.name, plan=plan)
         signature = self._signatures.get(plan)
         if signature is None:
-            signature = signature_of(Kind.CONFIRM, name, (), detail=plan.describe())
-            self._signatures[plan] = signature
-        request = Request(self._channel, Kind.CONFIRM, name, signature, detail=plan)
+            signature = self._signatures[plan] = signature_of(collective, name)
+        request = Request(self._channel, collective, name, signature)
         request.on_failure = self.abort
         return self._channel.submit(request)
 

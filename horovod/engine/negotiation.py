@@ -17,9 +17,9 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.collective import Collective, Kind, LanePlan, Reduction
 from horovod.engine.deadlock import describe_deadlock, is_stuck
-from horovod.engine.lane import LanePlan
-from horovod.engine.request import Kind, Request
+from horovod.engine.request import Request
 from horovod.engine.scaling import identity_like
 from horovod.observe.statistics.compilations import difference_hint
 from horovod.transport.base import Group, Transport
@@ -35,11 +35,11 @@ _FIELDS = {  # what a mismatch message compares, in the order people want to kno
     "shapes": "shape",
     "device": "device",
     "op": "reduction",
-    "prescale": "prescale factor",
-    "postscale": "postscale factor",
+    "prescale_factor": "prescale factor",
+    "postscale_factor": "postscale factor",
     "wire": "compression",
-    "root": "root rank",
-    "detail": "ranks",
+    "root_rank": "root rank",
+    "change": "ranks",
     "plan": "gradients",
 }
 
@@ -208,26 +208,27 @@ def _stand_in(name: str, entry: Entry) -> Request:
     if entry["plan"] is not None:  # on a lane of the same name
         dtypes, counts = entry["plan"]
         plan = LanePlan(tuple(dtypes), tuple(counts))
-        return Request(None, Kind.CONFIRM, name, b"", detail=plan)
-    op = ReduceOp(entry["op"])
+        return Request(None, Collective(Kind.CONFIRM, _label(name), plan=plan), name, b"")
+    reduction = Reduction(
+        ReduceOp(entry["op"]),
+        entry["prescale_factor"],
+        entry["postscale_factor"],
+        None if entry["wire"] is None else getattr(torch, entry["wire"]),
+    )
     device = torch.device(entry["device"])  # of other kinds than "cpu": the current one
     tensors = []
     for dtype_name, shape in zip(entry["dtypes"], entry["shapes"], strict=True):
         dtype = getattr(torch, dtype_name)
-        value = identity_like(dtype, op)
+        value = identity_like(dtype, reduction.op)
         tensors.append(torch.full(shape, value, dtype=dtype, device=device))
     request = Request(
         None,  # nobody waits for it
-        Kind(entry["kind"]),
+        Collective(Kind(entry["kind"]), _label(name), reduction=reduction),
         name,
         b"",  # never compared: it has been agreed on
         tensors,
         tensors,
-        op,
-        entry["prescale"],
-        entry["postscale"],
-        None if entry["wire"] is None else getattr(torch, entry["wire"]),
-        alone=entry["alone"],
+        is_exclusive=entry["is_exclusive"],
     )
     request.follow_stream()  # on which the device fills the tensors
     return request
@@ -242,7 +243,7 @@ def _missed(entries: Mapping[int, Entry], group: Group) -> str:
     rank, entry = next(iter(entries.items()))
     return (
         f"{_absent(entries, group)} has joined, and {group.describe(rank)} cannot go on without "
-        f"({entry['source']}): {entry['detail']}"
+        f"({entry['source']}): {entry['reason']}"
     )
 
 

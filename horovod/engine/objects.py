@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 
 _UNPICKLABLE = -1  # sent in place of an object's size, so that nobody waits for its bytes
@@ -54,16 +55,14 @@ def allgather_object(obj: Any, name: str, process_set_id: int) -> list[Any]:
 
 
 def _broadcast(tensor: torch.Tensor, root_rank: int, name: str, process_set_id: int) -> None:
-    runtime.broadcast(
-        tensor, tensor, root_rank, name, process_set_id=process_set_id, background=False
-    ).wait()
+    collective = Collective(Kind.BROADCAST, name, process_set_id, root_rank=root_rank)
+    runtime.submit(collective, [tensor], [tensor], background=False).wait()
 
 
 def _allgather(tensor: torch.Tensor, name: str, process_set_id: int) -> torch.Tensor:
     gathered: torch.Tensor
-    (gathered,) = runtime.allgather(
-        [tensor], name, process_set_id=process_set_id, background=False
-    ).wait()
+    collective = Collective(Kind.ALLGATHER, name, process_set_id)
+    (gathered,) = runtime.submit(collective, [tensor], background=False).wait()
     return gathered
 
 

@@ -16,9 +16,8 @@ import torch
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine import capture
 from horovod.engine.channel import Channel
-from horovod.engine.request import Kind, Request, bytes_on_wire
+from horovod.engine.request import Request, bytes_on_wire
 from horovod.engine.scaling import sum_and_scale
-from horovod.observe.statistics.ranges import profiler_records
 from horovod.transport.base import MAX_TENSORS
 from horovod.transport.process_group import DeviceTransport
 
@@ -41,16 +40,14 @@ class PreparedAllreduce:
         self.nbytes = sum(tensor.nbytes for tensor in request.tensors)
         self.name = request.name
         self.signature = request.signature
-        self.labels = request.labels
-        self.op = request.op
-        self.postscale = request.postscale
-        self.wire = request.wire
+        self.collective = request.collective
+        self.op, _, self.postscale_factor, self.wire = request.reduction
         self.saved = self.nbytes - bytes_on_wire(self.nbytes, self.dtype, self.wire)
-        self.alone = request.alone
-        self.plain, self.scale = sum_and_scale(request.op, request.postscale, channel.group.size)
+        self.is_exclusive = request.is_exclusive
+        self.plain, self.scale = sum_and_scale(request.reduction, channel.group.size)
 
     def reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, postscale: float, set_id: int | None
+        self, tensor: torch.Tensor, op: ReduceOp, postscale_factor: float, set_id: int | None
     ) -> bool:
         """Reduce `tensor` in place if it is like those before and nothing is in the way.
 
@@ -60,7 +57,7 @@ class PreparedAllreduce:
             tensor.shape != self.shapes[0]
             or tensor.dtype is not self.dtype
             or op != self.op
-            or postscale != self.postscale
+            or postscale_factor != self.postscale_factor
             or set_id != self.set_id
             or tensor.is_cpu != self.is_on_cpu
             or tensor.requires_grad
@@ -79,9 +76,7 @@ class PreparedAllreduce:
         if self.waits:
             began = time.monotonic()
             transport.await_stream()
-            counters = self.channel.rounds.counters
-            if counters is not None:
-                counters.reduce += time.monotonic() - began
+            self.channel.observer.reduced(began)
         return True
 
     def allreduce_inline(
@@ -94,10 +89,8 @@ class PreparedAllreduce:
         Tensors `on_device` are reduced in the current stream, and not waited for.
         """
         channel = self.channel
-        queue, rounds, transport = channel.queue, channel.rounds, channel.transport
-        if queue.requests or queue.failure is not None or channel.trace.watched:
-            return False
-        if rounds.ranges.always or profiler_records():  # then as a request, which is watched
+        queue, observer, transport = channel.queue, channel.observer, channel.transport
+        if queue.requests or queue.failure is not None or observer.is_watching():
             return False
         if capture.active is not None or (on_device is not None and capture.is_captured(vector[0])):
             return False
@@ -114,25 +107,15 @@ class PreparedAllreduce:
                     on_device.allreduce_one(vector[0], self.plain, self.scale, self.waits)
                 else:
                     transport.allreduce_vector(vector, self.plain, self.scale, self.wire)
-                rounds.num_run += 1
-                counters = rounds.counters
-                if counters is not None:
-                    counters.reduce += time.monotonic() - met
-                    counters.wait += met - began
-                    counters.operations += 1
-                    if on_device is not None:
-                        counters.count_on_device(self.nbytes, self.nbytes)
-                    else:
-                        counters.bytes_inline += self.nbytes
-                    if self.saved:
-                        counters.save(self.saved)
+                channel.rounds.num_run += 1
+                observer.reduced_inline(began, met, self.nbytes, self.saved, on_device is not None)
                 return True
-            rounds.waited(began)
+            observer.waited(began)
             channel.inline = None
             request = self._request(vector)
             request.follow_stream()
             queue.put_first(request)
-            rounds.settle()
+            channel.rounds.settle()
         except BaseException as error:
             failure = channel.fail(error)
             if isinstance(error, Exception):
@@ -164,16 +147,12 @@ class PreparedAllreduce:
             tensors = [vector[0].view(self.shapes[0])]
         return Request(
             self.channel,
-            Kind.ALLREDUCE,
+            self.collective,
             self.name,
             self.signature,
             tensors,
             tensors,
-            self.op,
-            postscale=self.postscale,
-            detail=self.wire,
-            labels=self.labels,
-            alone=self.alone,
+            is_exclusive=self.is_exclusive,
             waiting=waiting,
             nbytes=self.nbytes,
         )

@@ -11,8 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from hashlib import blake2b
 from math import inf
 from pathlib import Path
 from types import FrameType
@@ -22,6 +20,7 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.observe.statistics.compilations import graph_count
 from horovod.observe.statistics.counters import DeviceTiming
 from horovod.transport.eight_bits import ROW, is_coded, num_rows
@@ -34,23 +33,6 @@ _INNER = (
 )
 
 
-class Kind(str, Enum):
-    """What a request does; the value begins its name on the wire."""
-
-    ALLREDUCE = "allreduce"
-    ALLGATHER = "allgather"
-    BROADCAST = "broadcast"
-    ALLTOALL = "alltoall"
-    REDUCESCATTER = "reducescatter"
-    BARRIER = "barrier"
-    REQUIRE_ALL = "require_all"
-    JOIN = "join"
-    PROCESS_SET = "process_set"
-    ALGORITHM = "algorithm"
-    LANE = "lane"  # open one: see `horovod.engine.lane`,
-    CONFIRM = "gradients"  # and compare what a step has begun on it
-
-
 class RoundDriver(Protocol):
     """Where a request is submitted: it runs the rounds that finish requests."""
 
@@ -61,27 +43,17 @@ class RoundDriver(Protocol):
         """Wait while another thread runs rounds, until `request` is finished, for so long."""
 
 
-# First dimensions may differ between ranks.
-_RAGGED = (Kind.ALLGATHER, Kind.ALLTOALL)
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
     """An operation in a channel's queue. Callers hold it as their handle."""
 
     driver: RoundDriver | None  # None: nobody waits for it
-    kind: Kind
-    name: str
+    collective: Collective
+    name: str  # on the wire
     signature: bytes
     tensors: Sequence[torch.Tensor] = ()
     outputs: Sequence[torch.Tensor] = ()
-    op: ReduceOp = ReduceOp.SUM
-    prescale: float = 1.0
-    postscale: float = 1.0
-    # The root of a broadcast, the splits of an alltoall, the wire type of an allreduce, ...
-    detail: Any = None
-    labels: Sequence[str] = ()  # what the user calls the tensors, in mismatch messages
-    alone: bool = False  # not to be fused with other requests
+    is_exclusive: bool = False  # not to be fused with other requests
     waiting: bool = False
     nbytes: float = inf  # in all, if known to be of one dtype and on one device
     change: Callable[[], Any] | None = None  # what every rank does instead of a collective
@@ -95,17 +67,20 @@ class Request:
     finished_at: float = 0.0
     failure: HorovodInternalError | None = None
     result: Any = None
+    kind: Kind = field(init=False)  # these two are the collective's
+    reduction: Reduction = field(init=False)
     plain: bool = field(init=False)  # one tensor in host memory, to be shown to others as it is
     source_line: tuple[str, int] = field(init=False)
     submitted: float = field(init=False)
     thread: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.kind, self.reduction = self.collective.kind, self.collective.reduction
         self.plain = (
             self.kind is Kind.ALLREDUCE
             and len(self.tensors) == 1
-            and self.prescale == 1.0
-            and self.op is not ReduceOp.ADASUM
+            and self.reduction.prescale_factor == 1.0
+            and self.reduction.op is not ReduceOp.ADASUM
             and self.tensors[0].is_cpu
         )
         self.source_line = caller(sys._getframe(2))
@@ -162,14 +137,9 @@ class Request:
                 self.on_failure(error)
 
     @property
-    def wire(self) -> torch.dtype | None:
-        """The narrower type in which an allreduce may travel between hosts."""
-        return self.detail if self.kind is Kind.ALLREDUCE else None
-
-    @property
     def label(self) -> str:
         """The kind as the timeline calls it."""
-        return "adasum" if self.op is ReduceOp.ADASUM else self.kind.value
+        return "adasum" if self.reduction.op is ReduceOp.ADASUM else self.kind.value
 
     @property
     def source(self) -> str:
@@ -178,50 +148,26 @@ class Request:
 
     def describe(self) -> dict[str, Any]:
         """Everything another rank needs to compare this request, or to run it with zeros."""
+        collective, reduction = self.collective, self.reduction
+        wire, plan = reduction.wire, collective.plan
         return {
             "kind": self.kind.value,
-            "labels": list(self.labels),
+            "labels": list(collective.labels),
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors],
             "shapes": [list(tensor.shape) for tensor in self.tensors],
             "device": self.tensors[0].device.type if self.tensors else "cpu",
-            "op": int(self.op),
-            "prescale": self.prescale,
-            "postscale": self.postscale,
-            "wire": None if self.wire is None else str(self.wire).removeprefix("torch."),
-            "alone": self.alone,
-            "root": self.detail if self.kind is Kind.BROADCAST else None,
-            "detail": self.detail if self.kind in (Kind.PROCESS_SET, Kind.REQUIRE_ALL) else None,
-            "plan": self.detail.describe() if self.kind is Kind.CONFIRM else None,
+            "op": int(reduction.op),
+            "prescale_factor": reduction.prescale_factor,
+            "postscale_factor": reduction.postscale_factor,
+            "wire": None if wire is None else str(wire).removeprefix("torch."),
+            "is_exclusive": self.is_exclusive,
+            "root_rank": collective.root_rank,
+            "reason": collective.reason,
+            "change": list(collective.change),
+            "plan": None if plan is None else plan.describe(),
             "source": self.source,
             "graphs": graph_count(),
         }
-
-
-def signature_of(
-    kind: Kind,
-    name: str,
-    tensors: Sequence[torch.Tensor],
-    op: int = 0,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    detail: Any = None,
-    labels: Sequence[str] = (),
-) -> bytes:
-    """64 bits over all that the ranks must agree on."""
-    ragged = kind in _RAGGED
-    forms = [
-        (
-            str(tensor.dtype),
-            tensor.device.type,
-            tensor.dim(),
-            tuple(tensor.shape[1:]) if ragged else tuple(tensor.shape),
-        )
-        for tensor in tensors
-    ]
-    text = repr((kind.value, name, forms, int(op), prescale, postscale, detail))
-    if labels:
-        text += repr(tuple(labels))
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
 def bytes_on_wire(nbytes: int, dtype: torch.dtype, wire: torch.dtype | None) -> int:

@@ -9,7 +9,8 @@ from functools import partial
 from itertools import count
 
 from horovod.common.exceptions import HorovodInternalError, fresh_copy
-from horovod.engine.request import Kind, Request
+from horovod.engine.collective import Kind
+from horovod.engine.request import Request
 
 
 class RequestQueue:

@@ -17,14 +17,13 @@ from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.batches import Batch, before_join, plan
+from horovod.engine.collective import Kind
 from horovod.engine.executor import Executor, reduce_
 from horovod.engine.negotiation import JoinState, negotiate
-from horovod.engine.request import Kind, Request, bytes_on_wire
+from horovod.engine.request import Request, bytes_on_wire
 from horovod.engine.request_queue import RequestQueue
 from horovod.engine.waiters import Waiters
-from horovod.observe.statistics.counters import Counters
 from horovod.observe.statistics.operations import size_of
-from horovod.observe.statistics.ranges import Ranges, profiler_records
 from horovod.transport.base import MAX_WORDS, Group
 
 _LONGEST_PAUSE = 0.02  # seconds between rounds that settled nothing
@@ -34,18 +33,15 @@ class Rounds:
     """Takes requests from the queue, together with the other ranks, and completes them."""
 
     def __init__(
-        self, set_id: int, group: Group, executor: Executor, queue: RequestQueue, waiters: Waiters
+        self, group: Group, executor: Executor, queue: RequestQueue, waiters: Waiters
     ) -> None:
         self.cycle = group.config.cycle_time / 1000  # seconds
-        self.counters: Counters | None = executor.counters  # None: nobody counts
-        self.ranges = Ranges(group.config)
         self.num_run = 0  # operations so far, the same on all ranks
         self.num_joins = 0  # times that ranks had joined, and all have gone on
-        self._set_id = set_id
         self._group = group
         self._executor = executor
         self._transport = executor.transport
-        self._trace = executor.trace
+        self._observer = executor.observer
         self._queue = queue
         self._waiters = waiters
         self._threshold = group.config.fusion_threshold
@@ -56,23 +52,16 @@ class Rounds:
     def run_next(self) -> None:
         """Agree with the other ranks on what to run next, and run it."""
         pending = self._queue.requests[:MAX_WORDS]
-        timeline = self._trace.timeline
-        if timeline is not None:
-            timeline.mark_cycle()
-        elif (
-            len(pending) == 1
-            and pending[0].plain
-            and not self._trace.watched
-            and not (self.ranges.always or profiler_records())
-        ):
+        if len(pending) == 1 and pending[0].plain and not self._observer.is_watching():
             self._run_one(pending[0])
             return
+        self._observer.begin_round()
         batches = plan(before_join(pending), self._threshold, self._fuse_groups)
         preload = self._executor.preload(batches[0]) if batches else None
         words = b"".join([request.signature for request in pending])
         began = time.monotonic()
         common = self._transport.agree(words, preload)
-        self.waited(began)
+        self._observer.waited(began)
         if common < len(pending):
             pending = pending[:common]
             batches = plan(before_join(pending), self._threshold, self._fuse_groups)
@@ -84,23 +73,20 @@ class Rounds:
 
     def _run_one(self, request: Request) -> None:
         """The same for one tensor in host memory, with as few steps as Python allows."""
-        transport, output = self._transport, request.outputs[0]
+        transport, observer, output = self._transport, self._observer, request.outputs[0]
         if request.tensors[0] is not output:
             output.copy_(request.tensors[0])
         vector = request.outputs if output.dim() == 1 else [output.view(-1)]
         began = time.monotonic()
         if transport.agree(request.signature, vector) == 0:
-            self.waited(began)
+            observer.waited(began)
             self.settle()
             return
-        met = time.monotonic()
-        reduce_(vector, request.op, request.postscale, transport, request.wire)
-        counters = self.counters
-        if counters is not None:
-            counters.reduce += time.monotonic() - met
-            counters.wait += met - began
-            counters.operations += 1
-            self._count(request, output.nbytes)
+        met = observer.waited(began)
+        reduce_(vector, request.reduction, transport)
+        on_wire = bytes_on_wire(output.nbytes, output.dtype, request.reduction.wire)
+        observer.reduced(met, output.nbytes, transport.media, True, on_wire)
+        observer.ended((request,))
         self.num_run += 1
         self._queue.remove([request])
         request.complete(request.outputs)
@@ -111,18 +97,14 @@ class Rounds:
         self._queue.grown.clear()
         queue = self._queue.copy()
         outcome = negotiate(queue, self._group, self._transport, self._join_state)
-        self.waited(began)
+        self._observer.waited(began)
         num_settled = len(outcome.ready) + len(outcome.failed) + len(outcome.completed)
-        if self.counters is not None:
-            self.counters.misses += num_settled
+        not_run = [request for request, _ in (*outcome.failed, *outcome.completed)]
+        self._observer.settled(num_settled, not_run)
         if outcome.join_ended:
             # Ranks that had joined have used fewer automatic names than the others: all begin anew.
             self._queue.restart_auto_names()
             self.num_joins += 1
-        timeline = self._trace.timeline
-        if timeline is not None:
-            for request, _ in (*outcome.failed, *outcome.completed):
-                timeline.negotiate_end(request.name)
         for request, error in outcome.failed:
             self._queue.remove([request])
             request.fail(error)
@@ -137,7 +119,7 @@ class Rounds:
             self._wait_for_more(began)
 
     def _wait_for_more(self, began: float) -> None:
-        """Nothing was settled in a round that began then: not to ask again at once."""
+        """Back off after a round without progress, which began then, instead of asking at once."""
         since = time.monotonic()
         if self._queue.grown.wait(self._pause):
             self._pause = self.cycle
@@ -145,58 +127,43 @@ class Rounds:
             time.sleep(min(time.monotonic() - began, _LONGEST_PAUSE))
         else:
             self._pause = min(max(2 * self._pause, 0.001), _LONGEST_PAUSE)
-        self.waited(since)
+        self._observer.waited(since)
 
     def _run(self, requests: Sequence[Request], batches: Sequence[Batch]) -> None:
         """Run agreed requests. Each stays in the queue until its result is there."""
-        timeline = self._trace.timeline
-        agreed = time.perf_counter() if self._trace.watched else 0.0
-        first = self.num_run
-        if timeline is not None:
-            for number, request in enumerate(requests, first):
-                timeline.negotiate_end(request.name, agreed, self._set_id, number)
-                timeline.start(request.name, request.label, agreed)
+        observer, first = self._observer, self.num_run
+        agreed = observer.agreed(requests, first)
         self.num_run += len(requests)
         left = {request: len(request.tensors) for request in requests}
         for batch, following in itertools.zip_longest(batches, batches[1:]):
+            nbytes = batch.nbytes or size_of(batch.request)
+            together = batch.requests or (batch.request,)
             began = time.monotonic()
-            if self.ranges.always or profiler_records():
-                together = list(batch.requests) or [batch.request]
-                nbytes = batch.nbytes or size_of(batch.request)
-                with self.ranges.around(together, nbytes, self._transport.name):
-                    result = self._run_batch(batch)
-            else:
+            with observer.running(together, nbytes, self._transport.name):
                 result = self._run_batch(batch)
-            if self.counters is not None:
-                self.counters.reduce += time.monotonic() - began
-                self._count(batch.request, batch.nbytes or size_of(batch.request))
+            observer.reduced(began, nbytes, *self._movement(batch.request, nbytes))
             try:
                 if following is not None:
                     # First, so that the link is busy while whoever waited computes.
                     self._attempt(following.request, self._executor.begin, following)
             finally:
                 self._complete(batch, result, left)
-        if self._trace.shares_arrivals and self._group.size > 1:
-            self._share_arrivals(requests, first, agreed)
+        if observer.trace.shares_arrivals and self._group.size > 1:
+            # After the operations, which must not wait for this, and which may already have been
+            # sent along with the agreement.
+            ages = self._executor.gather_numbers(observer.ages_of(requests, agreed))
+            observer.arrived(requests, first, agreed, ages)
 
-    def _share_arrivals(self, requests: Sequence[Request], first: int, agreed: float) -> None:
-        """Tell the others how long ago we had submitted these, and record when they had.
-
-        All ranks agree at the same time, as far as a message is fast, so what tells how long
-        before that needs no clock that they share. After the operations, which must not wait for
-        it, and which may already have been sent along with the agreement.
-        """
-        now = agreed - time.perf_counter() + time.monotonic()
-        ages = [round((now - r.submitted) * 1e6) if r.signature else -1 for r in requests]
-        everyone = self._executor.gather_numbers(ages)
-        timeline = self._trace.timeline
-        if timeline is None:
-            return
-        for index, request in enumerate(requests):
-            for rank, theirs in zip(self._group.global_ranks, everyone, strict=True):
-                if theirs[index] >= 0:  # not of a rank that has joined
-                    ready = agreed - theirs[index] / 1e6
-                    timeline.rank_ready(request.name, rank, ready, first + index)
+    def _movement(self, request: Request, nbytes: int) -> tuple[tuple[str, ...], bool, int]:
+        """Return what carries such requests, whether they reduce, and their bytes on a network."""
+        if not nbytes:
+            return (), False, 0
+        tensor = request.tensors[0]
+        return (
+            self._executor.media(tensor),
+            request.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER),
+            bytes_on_wire(nbytes, tensor.dtype, request.reduction.wire),
+        )
 
     def _run_batch(self, batch: Batch) -> Any:
         request = batch.request
@@ -219,35 +186,13 @@ class Rounds:
 
     def _complete(self, batch: Batch, result: Any, left: dict[Request, int]) -> None:
         """Complete the requests of which nothing is `left` to be done after this batch."""
-        timeline = self._trace.timeline
         done = []
         for request, count in batch.requests.items() or ((batch.request, 0),):
             left[request] -= count
             if left[request] == 0 or not batch.requests:
                 done.append(request)
-                if timeline is not None:
-                    timeline.end(request.name, request.tensors)
-        if self.counters is not None:
-            self.counters.operations += len(done)
+        self._observer.ended(done)
         self._queue.remove(done)
         for request in done:
             request.complete(request.outputs if batch.requests else result)
         self._waiters.tell()
-
-    # -- counting --------------------------------------------------------------------------
-
-    def waited(self, since: float) -> None:
-        """The time since then went by until all ranks were there."""
-        if self.counters is not None:
-            self.counters.wait += time.monotonic() - since
-
-    def _count(self, request: Request, nbytes: int) -> None:
-        """So many bytes were moved for this request and others like it."""
-        if self.counters is not None and nbytes:
-            tensor = request.tensors[0]
-            self.counters.count(
-                nbytes,
-                self._executor.media(tensor),
-                request.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER),
-                bytes_on_wire(nbytes, tensor.dtype, request.wire),
-            )

@@ -32,10 +32,10 @@ from horovod.engine import identity
 from horovod.engine.autotune import TunedSet
 from horovod.engine.background import finish_threads
 from horovod.engine.channel import Channel
+from horovod.engine.collective import WORLD, Kind
 from horovod.engine.heap import keep_heap
-from horovod.engine.job import WORLD, Job
+from horovod.engine.job import Job
 from horovod.engine.lane import Lane
-from horovod.engine.request import Kind
 from horovod.engine.submission import Submission
 from horovod.observe.statistics.process import Statistics
 from horovod.observe.statistics.reporter import Reporter
@@ -270,7 +270,7 @@ class Runtime(Submission):
             self.want_process_set(ranks)
             return self._running().open_set(tuple(ranks))
 
-        return int(self._change_sets(["add", *ranks], add))
+        return int(self._change_sets(("add", *ranks), add))
 
     def remove_process_set(self, set_id: int) -> None:
         """Unregister a set on all ranks; collective over the world."""
@@ -281,9 +281,9 @@ class Runtime(Submission):
             if ranks is not None and ranks in self._wanted_sets:
                 self._wanted_sets.remove(ranks)
 
-        self._change_sets(["remove", set_id], remove)
+        self._change_sets(("remove", set_id), remove)
 
-    def _change_sets(self, what: list[Any], change: Callable[[], Any]) -> Any:
+    def _change_sets(self, what: tuple[str | int, ...], change: Callable[[], Any]) -> Any:
         result = self.channel(WORLD).change(Kind.PROCESS_SET, what, change)
         self.barrier(WORLD, background=False).wait()  # nobody returns before everybody has it
         return result

@@ -6,13 +6,15 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.collective import Reduction
 
 
-def sum_and_scale(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, float]:
-    """What a transport does of a reduction: an average is a sum, scaled."""
+def sum_and_scale(reduction: Reduction, size: int) -> tuple[ReduceOp, float]:
+    """Return what a transport does of a reduction: an average is a sum, scaled."""
+    op, _, postscale_factor, _ = reduction
     if op is ReduceOp.AVERAGE:
-        return ReduceOp.SUM, postscale / size
-    return op, postscale
+        return ReduceOp.SUM, postscale_factor / size
+    return op, postscale_factor
 
 
 def is_inexact(tensor: torch.Tensor) -> bool:
@@ -30,17 +32,18 @@ def scale_(tensor: torch.Tensor, factor: float) -> None:
         tensor.copy_(tensor.to(torch.float64).mul_(factor).trunc_())
 
 
-def finish_(tensor: torch.Tensor, op: ReduceOp, postscale: float, size: int) -> None:
+def finish_(tensor: torch.Tensor, reduction: Reduction, size: int) -> None:
     """Turn a sum into what the caller asked for: average and post-scale factor."""
+    op, _, postscale_factor, _ = reduction
     if op is not ReduceOp.AVERAGE:
-        scale_(tensor, postscale)
+        scale_(tensor, postscale_factor)
     elif is_inexact(tensor):
-        scale_(tensor, postscale / size)
-    elif postscale == 1.0:
+        scale_(tensor, postscale_factor / size)
+    elif postscale_factor == 1.0:
         # Exact, where multiplying by the reciprocal would be one short for some sizes.
         tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
     else:
-        tensor.copy_(tensor.to(torch.float64).mul_(postscale).div_(size).trunc_())
+        tensor.copy_(tensor.to(torch.float64).mul_(postscale_factor).div_(size).trunc_())
 
 
 def identity_like(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:

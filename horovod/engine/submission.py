@@ -18,119 +18,87 @@ from horovod.common.exceptions import HorovodInternalError, UndefinedOperationEr
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.capture import show
 from horovod.engine.channel import Channel
-from horovod.engine.job import WORLD
+from horovod.engine.collective import WORLD, Collective, Kind, Reduction, signature_of
 from horovod.engine.prepared import PreparedAllreduce
-from horovod.engine.request import Kind, Request, signature_of
+from horovod.engine.request import Request
+from horovod.transport.base import Group
 
 
 class Submission(ABC):
     """Turns calls into requests. What it remembers of earlier ones is good for one job."""
 
     def __init__(self) -> None:
-        # By the user's name; bindings look there before they call `allreduce`.
+        # By the user's name; bindings look there before they submit an allreduce.
         self.prepared: dict[str | None, PreparedAllreduce] = {}
-        self._signatures: OrderedDict[tuple[Any, ...], tuple[str, bytes]] = OrderedDict()
+        self._signatures: OrderedDict[tuple[Collective, Any], tuple[str, bytes]] = OrderedDict()
 
     @abstractmethod
     def channel(self, set_id: int) -> Channel:
         """The operations of a set that this rank belongs to."""
 
-    def _request(
+    def submit(
         self,
-        channel: Channel,
-        kind: Kind,
-        name: str | None,
+        collective: Collective,
         tensors: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
-        op: ReduceOp = ReduceOp.SUM,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        detail: Any = None,
-        labels: tuple[str, ...] = (),
+        *,
+        background: bool = True,
+        deferred: bool = False,
+        is_exclusive: bool = False,
     ) -> Request:
-        """One whose name on the wire and signature are remembered, if it is named."""
-        terms = op, prescale, postscale, detail, labels
-        if name is None:
-            full = f"{kind.value}.{channel.queue.auto_name(kind)}"
-            signature = signature_of(kind, full, tensors, *terms)
-        else:
-            if len(tensors) == 1:
-                form: Any = tensors[0].dtype, tensors[0].shape, tensors[0].device
-            else:
-                form = tuple((tensor.dtype, tensor.shape, tensor.device) for tensor in tensors)
-            known = self._signatures.get((kind, name, form, terms))
-            if known is None:
-                full = f"{kind.value}.{name}"
-                known = full, signature_of(kind, full, tensors, *terms)
-                capacity = channel.group.config.cache_capacity
-                if self._signatures and len(self._signatures) >= capacity:
-                    self._signatures.popitem(last=False)
-                if capacity > 0:
-                    self._signatures[kind, name, form, terms] = known
-            full, signature = known
-        return Request(channel, kind, full, signature, tensors, outputs, *terms)
+        """Queue a collective of this rank's tensors, to run when all ranks of its set have it.
 
-    def _submit(
-        self, channel: Channel, request: Request, background: bool, deferred: bool = False
-    ) -> Request:
+        Args:
+            collective: What to do. Several tensors of one collective run together, as a group.
+            tensors: This rank's tensors, contiguous and all on one device. Allgather concatenates
+                along the first dimension, reducescatter leaves each rank its share of the rows.
+            outputs: Where the results of allreduce and broadcast go; they may be `tensors`.
+            background: False promises that the caller waits at once, which saves waking a thread.
+            deferred: Whether waiting is for the device, so that the caller goes on while it works.
+            is_exclusive: Whether not to fuse it with other requests, nor to wait for those.
+
+        Returns:
+            The request, which is the caller's handle to the result.
+
+        Raises:
+            ValueError: An argument does not fit the set or the tensors; nothing was queued.
+        """
+        channel = self.channel(collective.process_set_id)
+        collective = _checked(collective, tensors, channel.group)
+        name, signature = self._identify(channel, collective, tensors)
+        request = Request(channel, collective, name, signature, tensors, outputs, is_exclusive)
+        if not tensors:
+            return channel.submit(request, background)
+        if collective.kind is Kind.ALLREDUCE and not background and collective.name is not None:
+            self._remember(request, channel)
         captured = show(request, channel.set_id, channel.group.size)
         if captured is not None:
             return captured
-        if request.tensors and not request.tensors[0].is_cpu:
+        if not tensors[0].is_cpu:
             request.follow_stream()
             request.deferred = deferred or channel.group.config.enable_async_completion
         return channel.submit(request, background)
 
-    def allreduce(
-        self,
-        tensors: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        name: str | None,
-        op: ReduceOp,
-        *,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        process_set_id: int = WORLD,
-        background: bool = True,
-        deferred: bool = False,
-        wire: torch.dtype | None = None,
-        alone: bool = False,
-        labels: tuple[str, ...] = (),
-    ) -> Request:
-        """Reduce one tensor, or a group that runs together. `outputs` may be `tensors`.
+    def barrier(self, process_set_id: int = WORLD, background: bool = True) -> Request:
+        """Queue a barrier: it is finished once every rank of the set has called it."""
+        collective = Collective(Kind.BARRIER, "noname", process_set_id)
+        return self.submit(collective, background=background)
 
-        `background` false promises that the caller waits at once, which saves waking a thread.
-        With `deferred` waiting is for the device: the caller goes on while it works. `wire` is the
-        type in which the tensors travel between hosts, if that is to be a narrower one. With
-        `alone` it is not fused with other requests, and does not wait for them to complete.
-        `labels` are what the user calls the tensors: ranks must agree on them, and are told by
-        them where they differ. They go with the other operations too.
-        """
-        channel = self.channel(process_set_id)
-        _check_one_device(tensors)
-        terms = op, prescale, postscale, wire, labels
-        request = self._request(channel, Kind.ALLREDUCE, name, tensors, outputs, *terms)
-        request.alone = alone
-        if (
-            (request.plain or _is_plain_on_device(request))
-            and name is not None
-            and not background
-            and len(self.prepared) < channel.group.config.cache_capacity
-        ):
-            prepared = self.prepare(request, process_set_id)
-            if prepared is not None:
-                self.prepared[name] = prepared
-        return self._submit(channel, request, background, deferred)
+    def join(self, background: bool = True) -> Request:
+        """Say that this rank is out of data; the result is the last rank to join."""
+        return self.submit(Collective(Kind.JOIN, "noname"), background=background)
 
-    def prepare(self, request: Request, process_set_id: int = WORLD) -> PreparedAllreduce | None:
-        """For repeating a named allreduce; None where that is not one collective of a transport.
+    def prepare(self, request: Request) -> PreparedAllreduce | None:
+        """Return what repeats a named allreduce, if that is one collective of a transport.
 
         It is good until the job ends or the set is removed, and then refuses. Ranks that go inline
         must do what others do who go by requests: those are cut by the fusion threshold.
         """
-        channel, tensors = self.channel(process_set_id), request.tensors
-        dtype = tensors[0].dtype
-        if request.prescale != 1.0 or request.op is ReduceOp.ADASUM or not dtype.is_floating_point:
+        channel, tensors = self.channel(request.collective.process_set_id), request.tensors
+        dtype, reduction = tensors[0].dtype, request.reduction
+        if reduction.prescale_factor != 1.0 or reduction.op is ReduceOp.ADASUM:
+            return None
+        if not dtype.is_floating_point:
             return None
         if len(tensors) > 1:
             if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
@@ -139,107 +107,67 @@ class Submission(ABC):
                 return None
         return PreparedAllreduce(request, channel)
 
-    def allgather(
-        self,
-        tensors: Sequence[torch.Tensor],
-        name: str | None,
-        *,
-        process_set_id: int = WORLD,
-        background: bool = True,
-        labels: tuple[str, ...] = (),
-    ) -> Request:
-        """Concatenate along the first dimension, which may differ between ranks."""
-        channel = self.channel(process_set_id)
-        _check_one_device(tensors)
-        if any(tensor.dim() == 0 for tensor in tensors):
-            raise UndefinedOperationError("allgather needs at least one dimension, got a scalar")
-        request = self._request(channel, Kind.ALLGATHER, name, tensors, labels=labels)
-        return self._submit(channel, request, background)
+    def _remember(self, request: Request, channel: Channel) -> None:
+        """Keep what repeats a blocking allreduce of one tensor, for bindings to find by name."""
+        has_room = len(self.prepared) < channel.group.config.cache_capacity
+        if has_room and (request.plain or _is_plain_on_device(request)):
+            prepared = self.prepare(request)
+            if prepared is not None:
+                self.prepared[request.collective.name] = prepared
 
-    def broadcast(
-        self,
-        tensor: torch.Tensor,
-        output: torch.Tensor,
-        root_rank: int,
-        name: str | None,
-        *,
-        process_set_id: int = WORLD,
-        background: bool = True,
-        labels: tuple[str, ...] = (),
-    ) -> Request:
-        """Copy the root's tensor to all; `root_rank` is a rank of the world."""
-        channel = self.channel(process_set_id)
-        ranks = channel.group.global_ranks
-        if root_rank not in ranks:
+    def _identify(
+        self, channel: Channel, collective: Collective, tensors: Sequence[torch.Tensor]
+    ) -> tuple[str, bytes]:
+        """Return a collective's name on the wire and its signature; both are remembered by name."""
+        kind = collective.kind
+        if collective.name is None:
+            name = f"{kind.value}.{channel.queue.auto_name(kind)}"
+            return name, signature_of(collective, name, tensors)
+        if collective.splits is not None:  # which may differ between ranks, and in every step
+            collective = collective._replace(splits=None)
+        if len(tensors) == 1:
+            form: Any = tensors[0].dtype, tensors[0].shape, tensors[0].device
+        else:
+            form = tuple((tensor.dtype, tensor.shape, tensor.device) for tensor in tensors)
+        known = self._signatures.get((collective, form))
+        if known is None:
+            name = f"{kind.value}.{collective.name}"
+            known = name, signature_of(collective, name, tensors)
+            capacity = channel.group.config.cache_capacity
+            if self._signatures and len(self._signatures) >= capacity:
+                self._signatures.popitem(last=False)
+            if capacity > 0:
+                self._signatures[collective, form] = known
+        return known
+
+
+def _checked(collective: Collective, tensors: Sequence[torch.Tensor], group: Group) -> Collective:
+    """Return the collective if its set can do it with these tensors, with its splits."""
+    if len(tensors) > 1:
+        _check_one_device(tensors)
+    kind = collective.kind
+    if kind is Kind.ALLREDUCE:
+        if collective.reduction.op is ReduceOp.ADASUM:
+            check_adasum(collective.reduction, collective.process_set_id)
+    elif kind is Kind.BROADCAST:
+        if collective.root_rank not in group.global_ranks:
             raise ValueError(
-                f"root rank {root_rank} is not in the process set, whose ranks are {list(ranks)}"
+                f"root rank {collective.root_rank} is not in the process set, whose ranks are "
+                f"{list(group.global_ranks)}"
             )
-        root = ranks.index(root_rank)
-        request = self._request(
-            channel, Kind.BROADCAST, name, [tensor], [output], detail=root, labels=labels
-        )
-        return self._submit(channel, request, background)
-
-    def alltoall(
-        self,
-        tensor: torch.Tensor,
-        splits: Sequence[int] | None,
-        name: str | None,
-        *,
-        process_set_id: int = WORLD,
-        background: bool = True,
-        labels: tuple[str, ...] = (),
-    ) -> Request:
-        """Send `splits[i]` rows to rank i of the set; without splits, equal shares."""
-        channel = self.channel(process_set_id)
-        rows = _check_splits(tensor, splits, channel.group.size)
-        request = self._request(channel, Kind.ALLTOALL, name, [tensor], labels=labels)
-        request.detail = rows  # which may differ between ranks
-        return self._submit(channel, request, background)
-
-    def reducescatter(
-        self,
-        tensors: Sequence[torch.Tensor],
-        name: str | None,
-        op: ReduceOp,
-        *,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        process_set_id: int = WORLD,
-        background: bool = True,
-        labels: tuple[str, ...] = (),
-    ) -> Request:
-        """Reduce, and leave each rank its share of the rows."""
-        channel = self.channel(process_set_id)
-        _check_one_device(tensors)
-        check_scattered(op)
+    elif kind is Kind.REDUCESCATTER:
+        check_scattered(collective.reduction.op)
         if any(tensor.dim() == 0 for tensor in tensors):
             raise ValueError("reducescatter needs at least one dimension, got a scalar")
-        request = self._request(
-            channel, Kind.REDUCESCATTER, name, tensors, (), op, prescale, postscale, labels=labels
-        )
-        return self._submit(channel, request, background)
-
-    def barrier(self, process_set_id: int = WORLD, background: bool = True) -> Request:
-        """Finished once every rank of the set has called it."""
-        channel = self.channel(process_set_id)
-        return channel.submit(self._request(channel, Kind.BARRIER, "noname"), background)
-
-    def require_all(
-        self, name: str, reason: str, process_set_id: int = WORLD, background: bool = True
-    ) -> Request:
-        """A barrier for what needs every rank: if one has joined, the call fails and its join too.
-
-        `reason` tells people why nobody can stand in.
-        """
-        channel = self.channel(process_set_id)
-        request = self._request(channel, Kind.REQUIRE_ALL, name, detail=reason)
-        return channel.submit(request, background)
-
-    def join(self, background: bool = True) -> Request:
-        """This rank is out of data; result: the last rank to join."""
-        channel = self.channel(WORLD)
-        return channel.submit(self._request(channel, Kind.JOIN, "noname"), background)
+    elif kind in (Kind.ALLGATHER, Kind.ALLTOALL):
+        if any(tensor.dim() == 0 for tensor in tensors):
+            raise UndefinedOperationError(
+                f"{kind.value} needs at least one dimension, got a scalar"
+            )
+        if kind is Kind.ALLTOALL:
+            splits = _check_splits(tensors[0].shape[0], collective.splits, group.size)
+            return collective._replace(splits=splits)
+    return collective
 
 
 def _is_plain_on_device(request: Request) -> bool:
@@ -249,9 +177,15 @@ def _is_plain_on_device(request: Request) -> bool:
         len(tensors) == 1
         and not tensors[0].is_cpu
         and tensors is request.outputs
-        and request.prescale == 1.0
-        and request.op is not ReduceOp.ADASUM
+        and request.reduction.prescale_factor == 1.0
+        and request.reduction.op is not ReduceOp.ADASUM
     )
+
+
+def check_adasum(reduction: Reduction, process_set_id: int) -> None:
+    """Refuse Adasum of some of the ranks."""
+    if reduction.op is ReduceOp.ADASUM and process_set_id != WORLD:
+        raise NotImplementedError("Adasum works on the global process set only")
 
 
 def check_scattered(op: ReduceOp) -> None:
@@ -261,29 +195,26 @@ def check_scattered(op: ReduceOp) -> None:
 
 
 def _check_one_device(tensors: Sequence[torch.Tensor]) -> None:
-    if len(tensors) > 1:
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) > 1:
-            names = ", ".join(sorted(map(str, devices)))
-            raise HorovodInternalError(
-                f"the tensors of a group must be on one device; these are on {names}"
-            )
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise HorovodInternalError(
+            f"the tensors of a group must be on one device; these are on {names}"
+        )
 
 
-def _check_splits(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
-    if tensor.dim() == 0:
-        raise UndefinedOperationError("alltoall needs at least one dimension, got a scalar")
-    rows = tensor.shape[0]
+def _check_splits(rows: int, splits: Sequence[int] | None, size: int) -> tuple[int, ...]:
+    """Return how many of `rows` go to each of `size` ranks."""
     if splits is None or len(splits) == 0:
         if rows % size:
             raise ValueError(
                 f"alltoall without splits needs a first dimension divisible by {size}, got {rows}"
             )
-        return [rows // size] * size
+        return (rows // size,) * size
     if len(splits) != size:
         raise ValueError(f"alltoall needs one split for each of {size} ranks, got {len(splits)}")
     if min(splits) < 0:
         raise ValueError(f"alltoall splits must not be negative: {list(splits)}")
     if sum(splits) > rows:
         raise ValueError(f"alltoall splits sum up to {sum(splits)}, but there are {rows} rows")
-    return list(splits)
+    return tuple(splits)

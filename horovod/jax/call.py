@@ -20,11 +20,13 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.common.reduce_op import Adasum, Average, ReduceOp
-from horovod.engine.arguments import movement_input, reduction_input, set_id
+from horovod.common.reduce_op import ReduceOp
+from horovod.engine.arguments import movement_input, reduction_inputs, set_id
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.prepared import PreparedAllreduce
 from horovod.engine.request import Request, caller
 from horovod.engine.runtime import runtime
+from horovod.engine.submission import check_adasum
 
 Tensors = list[torch.Tensor]
 Finish = Callable[[Any], Tensors]
@@ -40,6 +42,9 @@ _SIGNED = {
 _COMPILED_NAME = "jit"
 
 
+_SUM = Reduction()
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """The arguments of a collective, the same on all ranks except for `splits`."""
@@ -48,10 +53,8 @@ class Call:
 
     kind: str  # a key of `_START`
     name: str | None = None
-    op: int = int(Average)
-    prescale: float = 1.0
-    postscale: float = 1.0
-    root_rank: int = 0
+    reduction: Reduction = _SUM
+    root_rank: int | None = None
     ranks: tuple[int, ...] | None = None  # the ranks of the process set; None for all ranks
     splits: tuple[int, ...] | None = None
     labels: tuple[str, ...] = ()  # the paths of a tree's leaves
@@ -66,17 +69,9 @@ class Call:
         ranks = None
         if process_set is not global_process_set:
             ranks = tuple(process_set.ranks or ())
-        if arguments.get("op") is Adasum and ranks is not None:
-            raise NotImplementedError("Adasum works on the global process set only")
-        return cls(kind=kind, ranks=ranks, source_line=caller(sys._getframe(1)), **arguments)
-
-    @property
-    def reduction(self) -> ReduceOp:
-        return ReduceOp(self.op)
-
-    @property
-    def is_scaled(self) -> bool:
-        return self.prescale != 1.0 or self.postscale != 1.0
+        call = cls(kind=kind, ranks=ranks, source_line=caller(sys._getframe(1)), **arguments)
+        check_adasum(call.reduction, call.set_id)
+        return call
 
     @property
     def set_id(self) -> int:
@@ -86,6 +81,18 @@ class Call:
             if tuple(ranks) == self.ranks:
                 return number
         raise ValueError(f"there is no process set of the ranks {list(self.ranks)} any more")
+
+    def collective(self, labels: tuple[str, ...] | None = None) -> Collective:
+        """Return the engine's record of this call, with other labels if some are passed."""
+        return Collective(
+            Kind(self.kind),
+            self.name,
+            self.set_id,
+            self.reduction,
+            self.labels if labels is None else labels,
+            self.root_rank,
+            self.splits,
+        )
 
     def start(self, tensors: Tensors, background: bool = True) -> tuple[Request, Finish]:
         """Submit the call to the engine, which only reads the tensors.
@@ -142,6 +149,8 @@ def from_text(text: bytes) -> Call:
     for name in ("ranks", "splits", "labels", "source_line"):
         if arguments[name] is not None:
             arguments[name] = tuple(arguments[name])
+    op, *others = arguments["reduction"]
+    arguments["reduction"] = Reduction(ReduceOp(op), *others)
     call = Call(**arguments)
     return call if call.name is not None else dataclasses.replace(call, name=_COMPILED_NAME)
 
@@ -150,28 +159,14 @@ def from_text(text: bytes) -> Call:
 
 
 def _allreduce(call: Call, tensors: Tensors, background: bool) -> tuple[Request, Finish]:
-    sources = [reduction_input(tensor, call.reduction, call.is_scaled) for tensor in tensors]
+    sources = reduction_inputs(tensors, call.reduction)
     outputs = [torch.empty_like(source) for source in sources]
-    request = runtime.allreduce(
-        sources,
-        outputs,
-        call.name,
-        call.reduction,
-        prescale=call.prescale,
-        postscale=call.postscale,
-        process_set_id=call.set_id,
-        background=background,
-        labels=call.labels,
-    )
-    return request, list
+    return runtime.submit(call.collective(), sources, outputs, background=background), list
 
 
 def _allgather(call: Call, tensors: Tensors, background: bool) -> tuple[Request, Finish]:
     sources = [movement_input(_to_signed(tensor)) for tensor in tensors]
-    request = runtime.allgather(
-        sources, call.name, process_set_id=call.set_id, background=background, labels=call.labels
-    )
-    return request, list
+    return runtime.submit(call.collective(), sources, background=background), list
 
 
 def _broadcast(call: Call, tensors: Tensors, background: bool) -> tuple[Request, Finish]:
@@ -184,15 +179,7 @@ def _broadcast(call: Call, tensors: Tensors, background: bool) -> tuple[Request,
         packed = torch.cat([_to_bytes(source) for source in sources])
         output = packed
         labels = _describe(call.labels, sources)
-    request = runtime.broadcast(
-        packed,
-        output,
-        call.root_rank,
-        call.name,
-        process_set_id=call.set_id,
-        background=background,
-        labels=labels,
-    )
+    request = runtime.submit(call.collective(labels), [packed], [output], background=background)
 
     def finish(_: Any) -> Tensors:
         return [output] if len(sources) == 1 else _unpack(output, sources)
@@ -201,18 +188,8 @@ def _broadcast(call: Call, tensors: Tensors, background: bool) -> tuple[Request,
 
 
 def _reducescatter(call: Call, tensors: Tensors, background: bool) -> tuple[Request, Finish]:
-    sources = [reduction_input(tensor, call.reduction, call.is_scaled) for tensor in tensors]
-    request = runtime.reducescatter(
-        sources,
-        call.name,
-        call.reduction,
-        prescale=call.prescale,
-        postscale=call.postscale,
-        process_set_id=call.set_id,
-        background=background,
-        labels=call.labels,
-    )
-    return request, list
+    sources = reduction_inputs(tensors, call.reduction)
+    return runtime.submit(call.collective(), sources, background=background), list
 
 
 def _alltoall(call: Call, tensors: Tensors, background: bool) -> tuple[Request, Finish]:
@@ -230,14 +207,7 @@ def _alltoall(call: Call, tensors: Tensors, background: bool) -> tuple[Request, 
             raise ValueError("alltoall of a tree needs leaves with the same first dimension")
         packed = torch.cat([_to_rows(source) for source in sources], dim=1)
         labels = _describe(call.labels, sources, any_rows=True)
-    request = runtime.alltoall(
-        packed,
-        call.splits or None,
-        call.name,
-        process_set_id=call.set_id,
-        background=background,
-        labels=labels,
-    )
+    request = runtime.submit(call.collective(labels), [packed], background=background)
 
     def finish(result: tuple[torch.Tensor, list[int]]) -> Tensors:
         output, received = result
@@ -312,7 +282,6 @@ def _reduce_compiled(call: Call, sources: Tensors, targets: Tensors) -> None:
     for source, target in zip(sources, targets, strict=True):
         if source.data_ptr() != target.data_ptr():
             target.copy_(source)
-    number = call.set_id
     forms = tuple((target.dtype, target.shape) for target in targets)
     on_host = targets[0].is_cpu
     prepared = _prepared.get((call, forms)) if on_host else None
@@ -320,20 +289,10 @@ def _reduce_compiled(call: Call, sources: Tensors, targets: Tensors) -> None:
         vector = targets if len(targets) > 1 else [targets[0].view(-1)]
         if prepared.allreduce_inline(vector):
             return
-    buffers = [reduction_input(target, call.reduction, call.is_scaled) for target in targets]
-    request = runtime.allreduce(
-        buffers,
-        buffers,
-        call.name,
-        call.reduction,
-        prescale=call.prescale,
-        postscale=call.postscale,
-        process_set_id=number,
-        background=False,
-        deferred=True,  # on a GPU the program's stream waits for the result, not this thread
-        labels=call.labels,
-    )
-    prepared = runtime.prepare(request, number) if on_host else None
+    buffers = reduction_inputs(targets, call.reduction)
+    # On a GPU the program's stream waits for the result, not this thread.
+    request = runtime.submit(call.collective(), buffers, buffers, background=False, deferred=True)
+    prepared = runtime.prepare(request) if on_host else None
     if prepared is not None:
         if len(_prepared) >= runtime.config.cache_capacity:
             _prepared.clear()

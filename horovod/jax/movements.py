@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
+from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
 from horovod.jax import dispatch
 from horovod.jax.call import Call
@@ -214,7 +215,7 @@ def _gather_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], list[Any]
 def _gather_backward(call: Call, row_markers: list[Any], gradients: list[Any]) -> tuple[list[Any]]:
     """Average the gradients over the ranks, and return this rank's rows."""
     rows = row_counts(row_markers, gradients)
-    average = dataclasses.replace(backward(call), kind="allreduce", op=int(Average))
+    average = dataclasses.replace(backward(call), kind="allreduce", reduction=Reduction(Average))
 
     def own_rows(arrays: list[Any]) -> list[Any]:
         averaged = dispatch.run(average, arrays)
@@ -268,7 +269,7 @@ def _broadcast_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], None]:
 
 def _broadcast_backward(call: Call, _: None, gradients: list[Any]) -> tuple[list[Any]]:
     """Return the average of all ranks' gradients on the root, and zeros elsewhere."""
-    average = dataclasses.replace(backward(call), kind="allreduce", op=int(Average))
+    average = dataclasses.replace(backward(call), kind="allreduce", reduction=Reduction(Average))
 
     def average_on_root(arrays: list[Any]) -> list[Any]:
         averages = dispatch.run(average, arrays)

@@ -14,7 +14,8 @@ import torch
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
 from horovod.common.util import resolve_reduce_op
-from horovod.engine.arguments import reduction_input
+from horovod.engine.arguments import reduction_inputs
+from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
 from horovod.jax import dispatch
 from horovod.jax.call import Call
@@ -250,20 +251,13 @@ def _call(
     name: str | None,
     op: ReduceOp | None,
     average: bool | None,
-    prescale: float,
-    postscale: float,
+    prescale_factor: float,
+    postscale_factor: float,
     process_set: ProcessSet,
 ) -> Call:
     op = resolve_reduce_op(op, average)
-    call = Call.of(
-        "allreduce",
-        process_set,
-        name=name,
-        op=op,
-        prescale=float(prescale),
-        postscale=float(postscale),
-        labels=leaves.labels,
-    )
+    reduction = Reduction(op, float(prescale_factor), float(postscale_factor))
+    call = Call.of("allreduce", process_set, name=name, reduction=reduction, labels=leaves.labels)
     check_types(call, leaves.arrays)
     return call
 
@@ -275,7 +269,7 @@ def check_types(call: Call, arrays: Sequence[Any]) -> None:
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"arrays of type {name} cannot be sent")
-        reduction_input(torch.empty(0, dtype=dtype), call.reduction, call.is_scaled)
+        reduction_inputs([torch.empty(0, dtype=dtype)], call.reduction)
 
 
 def _reduce_tree(call: Call, leaves: Leaves, compression: type[Compressor]) -> Any:
@@ -297,7 +291,7 @@ def _reduce(call: Call, arrays: list[Any]) -> list[Any]:
     # A single rank needs no call, unless the user wants its steps counted.
     is_single = not runtime.is_elastic() and runtime.group(call.set_id).size == 1
     if is_single and not (call.ends_step and runtime.config.stats_interval is not None):
-        factor = call.prescale * call.postscale
+        factor = call.reduction.prescale_factor * call.reduction.postscale_factor
         return arrays if factor == 1.0 else [(a * factor).astype(a.dtype) for a in arrays]
     return list(_traced_reduction(call, arrays))
 

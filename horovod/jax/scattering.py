@@ -12,6 +12,7 @@ import jax
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.common.util import resolve_reduce_op
+from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
 from horovod.jax import dispatch
 from horovod.jax.call import Call
@@ -173,17 +174,13 @@ def _scatter_call(
     name: str | None,
     op: ReduceOp,
     process_set: ProcessSet,
-    prescale: float,
-    postscale: float,
+    prescale_factor: float,
+    postscale_factor: float,
 ) -> Call:
+    op = resolve_reduce_op(op, None)
+    reduction = Reduction(op, float(prescale_factor), float(postscale_factor))
     call = Call.of(
-        "reducescatter",
-        process_set,
-        name=name,
-        op=resolve_reduce_op(op, None),
-        prescale=float(prescale),
-        postscale=float(postscale),
-        labels=leaves.labels,
+        "reducescatter", process_set, name=name, reduction=reduction, labels=leaves.labels
     )
     check_types(call, leaves.arrays)
     return call
@@ -208,10 +205,10 @@ def _scatter_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], list[Any
 
 def _scatter_backward(call: Call, row_markers: list[Any], gradients: list[Any]) -> tuple[list[Any]]:
     """Gather the gradients; by upstream's convention, multiply those of a Sum by the set's size."""
-    factor = call.prescale * call.postscale
-    if call.reduction is Sum:
+    factor = call.reduction.prescale_factor * call.reduction.postscale_factor
+    if call.reduction.op is Sum:
         factor *= runtime.group(call.set_id).size
-    gather = dataclasses.replace(backward(call), kind="allgather", prescale=1.0, postscale=1.0)
+    gather = dataclasses.replace(backward(call), kind="allgather", reduction=Reduction())
     rows = iter(row_counts(row_markers, gradients))
 
     def gather_all(arrays: list[Any]) -> list[Any]:

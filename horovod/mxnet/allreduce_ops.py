@@ -13,7 +13,8 @@ import torch
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, ReduceOp
 from horovod.common.util import resolve_reduce_op
-from horovod.engine.arguments import reduction_input, set_id
+from horovod.engine.arguments import reduction_inputs, set_id
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 from horovod.mxnet.arrays import mxnet_errors, to_mxnet, to_torch, write_back
 
@@ -66,8 +67,8 @@ def allreduce(
     Examples:
         >>> loss = hvd.allreduce(loss, name="loss")
     """
-    factors = prescale_factor, postscale_factor
-    return _allreduce([tensor], average, name, factors, process_set, op, in_place=False)[0]
+    reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
+    return _allreduce([tensor], name, reduction, process_set, in_place=False)[0]
 
 
 def allreduce_(
@@ -102,8 +103,8 @@ def allreduce_(
             also a HorovodInternalError).
         AssertionError: `op` is `Adasum`, which MXNet does not have.
     """
-    factors = prescale_factor, postscale_factor
-    return _allreduce([tensor], average, name, factors, process_set, op, in_place=True)[0]
+    reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
+    return _allreduce([tensor], name, reduction, process_set, in_place=True)[0]
 
 
 def grouped_allreduce(
@@ -139,8 +140,8 @@ def grouped_allreduce(
             also a HorovodInternalError).
         AssertionError: `op` is `Adasum`, which MXNet does not have.
     """
-    factors = prescale_factor, postscale_factor
-    return _allreduce(tensors, average, name, factors, process_set, op, in_place=False)
+    reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
+    return _allreduce(tensors, name, reduction, process_set, in_place=False)
 
 
 def grouped_allreduce_(
@@ -176,32 +177,27 @@ def grouped_allreduce_(
             also a HorovodInternalError).
         AssertionError: `op` is `Adasum`, which MXNet does not have.
     """
-    factors = prescale_factor, postscale_factor
-    return _allreduce(tensors, average, name, factors, process_set, op, in_place=True)
+    reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
+    return _allreduce(tensors, name, reduction, process_set, in_place=True)
 
 
 def _allreduce(
     tensors: Sequence[Any],
-    average: bool | None,
     name: str | None,
-    factors: tuple[float, float],
+    reduction: Reduction,
     process_set: ProcessSet,
-    op: ReduceOp | None,
     in_place: bool,
 ) -> Any:
     if not tensors:
         return tensors
-    op = resolve_reduce_op(op, average)
     with mxnet_errors():
-        wait = start_allreduce(tensors, name, op, factors, process_set, in_place, background=False)
-        return wait()
+        return start_allreduce(tensors, name, reduction, process_set, in_place, background=False)()
 
 
 def start_allreduce(
     tensors: Sequence[Any],
     name: str | None,
-    op: ReduceOp,
-    factors: tuple[float, float],
+    reduction: Reduction,
     process_set: ProcessSet,
     in_place: bool = True,
     background: bool = True,
@@ -211,8 +207,7 @@ def start_allreduce(
     Args:
         tensors: The arrays.
         name: The name by which ranks match the operation.
-        op: The operation.
-        factors: Factors for the arrays before the reduction and for the results.
+        reduction: The operation and its factors.
         process_set: The ranks that take part.
         in_place: Whether the results overwrite the arrays; True by default.
         background: False if the caller waits at once.
@@ -220,30 +215,15 @@ def start_allreduce(
     Returns:
         A function that waits for the operation and returns the reduced arrays.
     """
-    if op is Adasum:
+    if reduction.op is Adasum:
         raise AssertionError("Adasum is not supported by the MXNet binding")
-    sources = [check_reducible(to_torch(each, in_place), op, factors) for each in tensors]
+    sources = reduction_inputs([to_torch(each, in_place) for each in tensors], reduction)
     outputs = sources if in_place else [torch.empty_like(source) for source in sources]
-    request = runtime.allreduce(
-        sources,
-        outputs,
-        name,
-        op,
-        prescale=factors[0],
-        postscale=factors[1],
-        process_set_id=set_id(process_set),
-        background=background,
-    )
+    collective = Collective(Kind.ALLREDUCE, name, set_id(process_set), reduction)
+    request = runtime.submit(collective, sources, outputs, background=background)
 
     def wait() -> list[Any]:
         request.wait()
         return to_results(outputs, tensors, in_place)
 
     return wait
-
-
-def check_reducible(
-    tensor: torch.Tensor, op: ReduceOp, factors: tuple[float, float]
-) -> torch.Tensor:
-    """Return the tensor for the engine; ValueError if the operation refuses its type."""
-    return reduction_input(tensor, op, factors != (1.0, 1.0))

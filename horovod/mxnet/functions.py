@@ -8,7 +8,7 @@ from typing import Any
 import mxnet as mx
 
 from horovod.engine import objects
-from horovod.engine.job import WORLD
+from horovod.engine.collective import WORLD
 from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
 from horovod.mxnet.arrays import mxnet_errors

@@ -13,7 +13,8 @@ import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from horovod.engine.arguments import movement_input, set_id
+from horovod.engine.arguments import movement_input, reduction_inputs, set_id
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 from horovod.engine.shared_api import *
 from horovod.engine.shared_api import _basics, init, shutdown
@@ -21,7 +22,6 @@ from horovod.mxnet.allreduce_ops import (
     Wait,
     allreduce,
     allreduce_,
-    check_reducible,
     grouped_allreduce,
     grouped_allreduce_,
     to_results,
@@ -80,9 +80,8 @@ def grouped_allgather(
         return list(tensors)
     with mxnet_errors():
         sources = [movement_input(to_torch(each)) for each in tensors]
-        gathered = runtime.allgather(
-            sources, name, process_set_id=set_id(process_set), background=False
-        ).wait()
+        collective = Collective(Kind.ALLGATHER, name, set_id(process_set))
+        gathered = runtime.submit(collective, sources, background=False).wait()
         return to_results(gathered, tensors)
 
 
@@ -161,9 +160,8 @@ def start_broadcast(
     """Start sending the root's array to every rank; return a function that waits for it."""
     source = movement_input(to_torch(tensor, in_place))
     output = source if in_place else torch.empty_like(source)
-    request = runtime.broadcast(
-        source, output, root_rank, name, process_set_id=set_id(process_set), background=background
-    )
+    collective = Collective(Kind.BROADCAST, name, set_id(process_set), root_rank=root_rank)
+    request = runtime.submit(collective, [source], [output], background=background)
 
     def wait() -> Any:
         request.wait()
@@ -200,10 +198,9 @@ def alltoall(
     """
     with mxnet_errors():
         source = movement_input(to_torch(tensor))
-        rows = None if splits is None else _check_splits(splits) or None
-        request = runtime.alltoall(
-            source, rows, name, process_set_id=set_id(process_set), background=False
-        )
+        rows = None if splits is None else _check_splits(splits)
+        collective = Collective(Kind.ALLTOALL, name, set_id(process_set), splits=rows)
+        request = runtime.submit(collective, [source], background=False)
         output, received = request.wait()
         rows_received = to_mxnet(output, tensor)
         if splits is None:
@@ -211,15 +208,15 @@ def alltoall(
         return rows_received, to_mxnet(torch.tensor(received, dtype=torch.int32), tensor)
 
 
-def _check_splits(splits: Any) -> list[int]:
-    """Return the splits as a list; ValueError if they are not integers."""
+def _check_splits(splits: Any) -> tuple[int, ...]:
+    """Return the splits as a tuple; ValueError if they are not integers."""
     if hasattr(splits, "asnumpy"):
         check_array(splits)
         if splits.dtype.__name__ != "int32":
             raise ValueError(f"splits must be of type int32, not {splits.dtype.__name__}")
         splits = splits.asnumpy().reshape(-1)
     try:
-        return [operator.index(rows) for rows in splits]
+        return tuple(operator.index(rows) for rows in splits)
     except TypeError:
         raise ValueError(f"splits must be integers, one for each rank, not {splits!r}") from None
 
@@ -293,16 +290,9 @@ def grouped_reducescatter(
         raise AssertionError(f"reducescatter takes Average or Sum, not {op!r}")
     if not tensors:
         return list(tensors)
-    factors = prescale_factor, postscale_factor
+    reduction = Reduction(op, prescale_factor, postscale_factor)
     with mxnet_errors():
-        sources = [check_reducible(to_torch(each), op, factors) for each in tensors]
-        request = runtime.reducescatter(
-            sources,
-            name,
-            op,
-            prescale=factors[0],
-            postscale=factors[1],
-            process_set_id=set_id(process_set),
-            background=False,
-        )
+        sources = reduction_inputs([to_torch(each) for each in tensors], reduction)
+        collective = Collective(Kind.REDUCESCATTER, name, set_id(process_set), reduction)
+        request = runtime.submit(collective, sources, background=False)
         return to_results(request.wait(), tensors)

@@ -15,6 +15,7 @@ from horovod.common.optimizer_arguments import predivide_factors
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
 from horovod.common.util import split_list
+from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
 from horovod.mxnet.allreduce_ops import start_allreduce
@@ -22,25 +23,23 @@ from horovod.mxnet.arrays import mxnet_errors
 from horovod.mxnet.compression import Compression, Compressor
 
 
-def _check_arguments(gradient_predivide_factor: float, num_groups: int) -> tuple[float, float]:
-    """Return the factors before and after a reduction; ValueError if an argument is wrong."""
+def _check_arguments(gradient_predivide_factor: float, num_groups: int) -> Reduction:
+    """Return the reduction of gradients; ValueError if an argument is wrong."""
     if num_groups < 0:
         raise ValueError(f"num_groups must not be negative, not {num_groups!r}")
-    return predivide_factors(gradient_predivide_factor, Average)
+    return Reduction(Average, *predivide_factors(gradient_predivide_factor, Average))
 
 
 def _average(
     groups: Sequence[tuple[str, list[Any]]],
-    factors: tuple[float, float],
+    reduction: Reduction,
     process_set: ProcessSet,
 ) -> None:
     """Average arrays in place, with one operation for each named group, all in flight together."""
     if process_set.size() == 1 or process_set.included() is False:
         return
     with mxnet_errors():
-        started = [
-            start_allreduce(arrays, name, Average, factors, process_set) for name, arrays in groups
-        ]
+        started = [start_allreduce(arrays, name, reduction, process_set) for name, arrays in groups]
         wait_for_all(started)
 
 
@@ -74,7 +73,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         process_set: ProcessSet = global_process_set,
     ) -> None:
         self._optimizer = optimizer
-        self._factors = _check_arguments(gradient_predivide_factor, num_groups)
+        self._reduction = _check_arguments(gradient_predivide_factor, num_groups)
         self._num_groups = num_groups
         self._process_set = process_set
         self._counted_updates = optimizer.num_update  # those that the statistics have counted
@@ -165,7 +164,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
     def _reduce(self, index: Any, grad: Any) -> None:
         """Average one gradient, or a list of them in groups."""
         if not isinstance(index, (tuple, list)):
-            _average([(str(index), [grad])], self._factors, self._process_set)
+            _average([(str(index), [grad])], self._reduction, self._process_set)
             return
         pairs = list(zip(index, grad, strict=True))
         parts = split_list(pairs, self._num_groups) if self._num_groups else [[p] for p in pairs]
@@ -177,7 +176,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
             for part in parts
             if part
         ]
-        _average(groups, self._factors, self._process_set)
+        _average(groups, self._reduction, self._process_set)
 
 
 class DistributedTrainer(mx.gluon.Trainer):
@@ -229,7 +228,7 @@ class DistributedTrainer(mx.gluon.Trainer):
                 stacklevel=2,
             )
             optimizer = optimizer._optimizer
-        self._factors = _check_arguments(gradient_predivide_factor, num_groups)
+        self._reduction = _check_arguments(gradient_predivide_factor, num_groups)
         self._compression = compression
         self._prefix = prefix or ""
         self._num_groups = num_groups
@@ -246,7 +245,7 @@ class DistributedTrainer(mx.gluon.Trainer):
             (gradient,) = _check_one_device(parameter.list_grad(), parameter.name)
             sent.append((index, gradient, *self._compression.compress(gradient)))
         groups = self._groups(sent)
-        _average(groups, self._factors, self._process_set)
+        _average(groups, self._reduction, self._process_set)
         for _, gradient, array, context in sent:
             if array is not gradient:
                 self._compression.decompress(array, context).copyto(gradient)

@@ -12,6 +12,7 @@ import tensorflow as tf
 import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
 from horovod.tensorflow.bridge import as_tensor, without_autograph
@@ -93,9 +94,8 @@ def gather(call: Call, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """
 
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
-        request = runtime.allgather(
-            to_movable(sources), name, process_set_id=call.set_id, background=False
-        )
+        allgather = Collective(Kind.ALLGATHER, name, call.set_id)
+        request = runtime.submit(allgather, to_movable(sources), background=False)
         return restore_types(bridge.wait(request), sources)
 
     def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:
@@ -125,9 +125,8 @@ def _first_rows(call: Call, counts: tf.Tensor) -> tf.Tensor:
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
         mine = sources[0].view(1, -1)
         name = None if name is None else f"{name}.rows"
-        (table,) = bridge.wait(
-            runtime.allgather([mine], name, process_set_id=call.set_id, background=False)
-        )
+        allgather = Collective(Kind.ALLGATHER, name, call.set_id)
+        (table,) = bridge.wait(runtime.submit(allgather, [mine], background=False))
         return [table[: call.process_set.rank()].sum(dim=0, dtype=torch.int32)]
 
     return call.run(collective, [counts], [tf.TensorSpec(counts.shape, tf.int32)])[0]

@@ -12,12 +12,13 @@ import tensorflow as tf
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
+from horovod.engine.collective import Reduction
 from horovod.tensorflow.allgather_ops import gather
 from horovod.tensorflow.bridge import as_tensor, device_scope, without_autograph
 from horovod.tensorflow.call import Call, check_group
 from horovod.tensorflow.compression import Compression, Compressor
 from horovod.tensorflow.info_ops import set_size
-from horovod.tensorflow.reduction import Reduction, reduce, reduce_op
+from horovod.tensorflow.reduction import reduce, reduce_op
 
 
 @without_autograph
@@ -157,7 +158,7 @@ def reduce_slices(call: Call, slices: tf.IndexedSlices, reduction: Reduction) ->
             f"{reduction.op.name.capitalize()} is not defined for IndexedSlices: use Sum or "
             "Average, or convert them with tf.convert_to_tensor"
         )
-    if reduction != Reduction(reduction.op):
+    if reduction.is_scaled:
         raise NotImplementedError(
             "prescale_factor and postscale_factor do not apply to IndexedSlices"
         )

@@ -12,6 +12,7 @@ import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.arguments import check_splits
+from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
 from horovod.tensorflow.bridge import as_tensor, without_autograph
@@ -66,11 +67,8 @@ def _exchange(call: Call, tensor: tf.Tensor, splits: tf.Tensor) -> list[tf.Tenso
 
     def collective(values: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
         source, rows = values
-        counts = check_splits(rows) or None
-        (carrier,) = to_movable([source])
-        request = runtime.alltoall(
-            carrier, counts, name, process_set_id=call.set_id, background=False
-        )
+        alltoall = Collective(Kind.ALLTOALL, name, call.set_id, splits=check_splits(rows))
+        request = runtime.submit(alltoall, to_movable([source]), background=False)
         output, received = bridge.wait(request)
         return [*restore_types([output], [source]), torch.tensor(received, dtype=torch.int32)]
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
 from horovod.tensorflow.bridge import as_tensor, without_autograph
@@ -52,11 +53,8 @@ def broadcast(
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
         (source,) = to_movable(sources)
         output = torch.empty_like(source)
-        bridge.wait(
-            runtime.broadcast(
-                source, output, root_rank, name, process_set_id=call.set_id, background=False
-            )
-        )
+        broadcast = Collective(Kind.BROADCAST, name, call.set_id, root_rank=root_rank)
+        bridge.wait(runtime.submit(broadcast, [source], [output], background=False))
         return restore_types([output], sources)
 
     def forward(source: tf.Tensor) -> list[tf.Tensor]:

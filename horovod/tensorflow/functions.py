@@ -19,6 +19,7 @@ import torch
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine import objects
 from horovod.engine.arguments import set_id
+from horovod.engine.collective import Collective, Kind
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
@@ -189,9 +190,8 @@ def _exchange(
                 part.copy_(tensor)
         results += parts
         own_name = f"{wire_name}.{len(requests)}"
-        requests.append(
-            runtime.broadcast(buffer, buffer, root_rank, own_name, process_set_id=number)
-        )
+        collective = Collective(Kind.BROADCAST, own_name, number, root_rank=root_rank)
+        requests.append(runtime.submit(collective, [buffer], [buffer]))
     wait_for_all(partial(bridge.wait, request) for request in requests)
     return results
 
@@ -220,9 +220,8 @@ def _check_alike(
     comparable = [(_without_numbers(name), *form) for name, *form in mine]
     digest = hashlib.blake2b(repr(comparable).encode(), digest_size=8).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-    (digests,) = bridge.wait(
-        runtime.allgather([own], f"{wire_name}.form", process_set_id=number, background=False)
-    )
+    collective = Collective(Kind.ALLGATHER, f"{wire_name}.form", number)
+    (digests,) = bridge.wait(runtime.submit(collective, [own], background=False))
     if len(set(digests.tolist())) == 1:
         return
     everyone = objects.allgather_object(mine, f"{wire_name}.forms", number)

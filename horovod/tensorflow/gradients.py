@@ -17,13 +17,13 @@ from horovod.common.optimizer_arguments import check_groups, predivide_factors
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
 from horovod.common.util import resolve_reduce_op, split_list
+from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
 from horovod.tensorflow.allreduce_ops import reduce_group, reduce_slices
 from horovod.tensorflow.call import Call
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.info_ops import set_size
-from horovod.tensorflow.reduction import Reduction
 
 
 class GradientReduction:

@@ -11,7 +11,7 @@ import torch
 from horovod.common.process_sets import ProcessSet
 from horovod.common.topology import Topology
 from horovod.engine import arguments
-from horovod.engine.job import WORLD
+from horovod.engine.collective import WORLD
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
 

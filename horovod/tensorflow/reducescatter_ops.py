@@ -14,6 +14,8 @@ import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
+from horovod.engine.arguments import reduction_inputs
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
 from horovod.tensorflow.allgather_ops import gather
@@ -28,7 +30,7 @@ from horovod.tensorflow.call import (
 from horovod.tensorflow.compression import Compression, Compressor
 from horovod.tensorflow.errors import AbortedError
 from horovod.tensorflow.info_ops import set_size
-from horovod.tensorflow.reduction import Reduction, reduce_op
+from horovod.tensorflow.reduction import reduce_op
 
 
 @without_autograph
@@ -134,15 +136,9 @@ def _scatter(call: Call, tensors: Sequence[tf.Tensor], reduction: Reduction) -> 
     """
 
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
-        request = runtime.reducescatter(
-            reduction.inputs(sources),
-            name,
-            reduction.op,
-            prescale=reduction.prescale_factor,
-            postscale=reduction.postscale_factor,
-            process_set_id=call.set_id,
-            background=False,
-        )
+        reducescatter = Collective(Kind.REDUCESCATTER, name, call.set_id, reduction)
+        inputs = reduction_inputs(sources, reduction)
+        request = runtime.submit(reducescatter, inputs, background=False)
         results: list[torch.Tensor] = bridge.wait(request)
         return results
 

@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 import torch
 
-from horovod.common.process_sets import global_process_set
-from horovod.common.reduce_op import Adasum, Average, ReduceOp, Sum
+from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.common.util import resolve_reduce_op
-from horovod.engine.arguments import reduction_input
+from horovod.engine.arguments import reduction_inputs
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
+from horovod.engine.submission import check_adasum
 from horovod.tensorflow import bridge
 from horovod.tensorflow.call import Call, for_floats, make_differentiable, spec_like
 from horovod.tensorflow.errors import InvalidArgumentError
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """A reduction: its operation, and factors before and after it."""
-
-    op: ReduceOp
-    prescale_factor: float = 1.0
-    postscale_factor: float = 1.0
-
-    def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors for the engine; ValueError if the operation refuses their type."""
-        is_scaled = self.prescale_factor != 1.0 or self.postscale_factor != 1.0
-        return [reduction_input(tensor, self.op, is_scaled) for tensor in tensors]
-
 
 AVERAGE = Reduction(Average)
 
@@ -59,24 +44,13 @@ def reduce(call: Call, tensors: Sequence[tf.Tensor], reduction: Reduction) -> li
 
     By upstream's convention the gradients are reduced in the same way, for every operation.
     """
-    if reduction.op is Adasum and call.process_set is not global_process_set:
-        raise NotImplementedError("Adasum works on the global process set only")
+    check_adasum(reduction, call.set_id)
 
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
-        inputs = reduction.inputs(sources)
+        inputs = reduction_inputs(sources, reduction)
         outputs = [torch.empty_like(source) for source in inputs]
-        bridge.wait(
-            runtime.allreduce(
-                inputs,
-                outputs,
-                name,
-                reduction.op,
-                prescale=reduction.prescale_factor,
-                postscale=reduction.postscale_factor,
-                process_set_id=call.set_id,
-                background=False,
-            )
-        )
+        allreduce = Collective(Kind.ALLREDUCE, name, call.set_id, reduction)
+        bridge.wait(runtime.submit(allreduce, inputs, outputs, background=False))
         return outputs
 
     def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:

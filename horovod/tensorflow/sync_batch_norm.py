@@ -19,7 +19,7 @@ import tensorflow as tf
 import torch
 
 from horovod.common.reduce_op import Sum
-from horovod.engine.job import WORLD
+from horovod.engine.collective import WORLD, Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 from horovod.tensorflow import bridge
 from horovod.tensorflow.allreduce_ops import allreduce
@@ -111,7 +111,8 @@ def _gather_rows(rows: tf.Tensor) -> tf.Tensor:
         group = runtime.group(WORLD)
         table = tensors[0].new_zeros(group.size, *tensors[0].shape)
         table[group.rank] = tensors[0]
-        bridge.wait(runtime.allreduce([table], [table], op_name, Sum, background=False))
+        allreduced = Collective(Kind.ALLREDUCE, op_name, reduction=Reduction(Sum))
+        bridge.wait(runtime.submit(allreduced, [table], [table], background=False))
         return [table]
 
     def forward(own: tf.Tensor) -> list[tf.Tensor]:

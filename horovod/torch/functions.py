@@ -2,7 +2,7 @@
 
 For an optimizer the root describes its state (which parameter has which entries, with the shape and
 type of every tensor) and the others build the same. A root that has none yet makes what its first
-step would (`horovod.torch.optimizers.fresh_state`). Objects are sent by
+step would (`horovod.torch.fresh_state`). Objects are sent by
 `horovod.torch.ops.objects`.
 """
 
@@ -18,12 +18,12 @@ import torch
 
 from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
+from horovod.torch import fresh_state
 from horovod.torch.gradients.dtensors import broadcast_dtensors, is_dtensor
 from horovod.torch.ops.broadcast import broadcast_async_
 from horovod.torch.ops.handles import synchronize
 from horovod.torch.ops.objects import allgather_object, broadcast_object
 from horovod.torch.ops.untraced import breaks_graph
-from horovod.torch.optimizers import fresh_state
 
 __all__ = [
     "allgather_object",

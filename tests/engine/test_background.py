@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from horovod.engine.background import BackgroundThread
-from horovod.engine.request import Kind, Request
+from horovod.engine.collective import Collective, Kind
+from horovod.engine.request import Request
 from horovod.engine.request_queue import RequestQueue
 
 PATIENCE = 60.0
@@ -25,7 +26,7 @@ class Work:
         self.thread = BackgroundThread("horovod-test", self.queue, cycle=0.0)
 
     def submit(self, name: str) -> None:
-        self.queue.append(Request(None, Kind.BARRIER, name, b"8 bytes."))
+        self.queue.append(Request(None, Collective(Kind.BARRIER, name), name, b"8 bytes."))
 
     def ring(self) -> None:
         self.thread.ring(self._round)
@@ -80,6 +81,7 @@ def test_what_is_large_enough_does_not_wait_for_more(work: Work):
     """The gathering would last five hours, and its thread could not be ended."""
     work.thread.cycle = 3600.0
     tensors = [torch.empty(1 << 16), torch.empty(0), torch.empty(1 << 15)]
-    work.queue.append(Request(None, Kind.ALLREDUCE, "large", b"8 bytes.", tensors))
+    collective = Collective(Kind.ALLREDUCE, "large")
+    work.queue.append(Request(None, collective, "large", b"8 bytes.", tensors))
     work.ring()
     assert work.run.get(timeout=PATIENCE)[0] == "large"

@@ -7,12 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horovod.engine.batches import plan
-from horovod.engine.request import Kind, Request, signature_of
+from horovod.engine.collective import Collective, Kind, signature_of
+from horovod.engine.request import Request
 
 
 def request(name: str, *tensors: torch.Tensor, kind: Kind = Kind.ALLREDUCE) -> Request:
-    signature = signature_of(kind, name, tensors)
-    return Request(None, kind, name, signature, tensors, tensors)
+    collective = Collective(kind, name)
+    signature = signature_of(collective, name, tensors)
+    return Request(None, collective, name, signature, tensors, tensors)
 
 
 @given(

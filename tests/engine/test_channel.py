@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,23 @@ from hypothesis import strategies as st
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.collective import Collective, Kind, Reduction
+from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from tests.effort import examples
 from tests.ranks import RankPool, run_ranks
 
 
-def reduce(tensor: torch.Tensor, name: str | None, **options: object) -> torch.Tensor:
-    op = options.pop("op", ReduceOp.SUM)
-    return runtime.allreduce([tensor], [tensor], name, op, **options).wait()[0]  # type: ignore[arg-type]
+def start(tensor: torch.Tensor, collective: Collective) -> Request:
+    return runtime.submit(collective, [tensor], [tensor])
+
+
+def allreduce(name: str | None, *reduction: Any) -> Collective:
+    return Collective(Kind.ALLREDUCE, name, reduction=Reduction(*reduction))
+
+
+def reduce(tensor: torch.Tensor, name: str | None, *reduction: Any) -> torch.Tensor:
+    return start(tensor, allreduce(name, *reduction)).wait()[0]
 
 
 def shuffled_orders(seed: int, count: int) -> list[float]:
@@ -30,7 +40,7 @@ def shuffled_orders(seed: int, count: int) -> list[float]:
     handles = {}
     for name in names:
         value = torch.full((int(name[1:]) % 5 + 1,), float(rank + int(name[1:])))
-        handles[name] = runtime.allreduce([value], [value], name, ReduceOp.SUM)
+        handles[name] = start(value, allreduce(name))
         if pauses.random() < 0.3:
             handles[name].done()
         if pauses.random() < 0.05:
@@ -51,7 +61,7 @@ def late_partner() -> bool:
     """Rank 1 brings its part only after rank 0's request has been in flight for a while."""
     first = torch.ones(1)
     if runtime.topology.rank == 0:
-        handle = runtime.allreduce([first], [first], "late", ReduceOp.SUM)
+        handle = start(first, allreduce("late"))
         reduce(torch.ones(1), "other")  # cannot be agreed on as a prefix: needs settling
         return bool(handle.wait()[0] == 2)
     reduce(torch.ones(1), "other")
@@ -67,7 +77,7 @@ def crossed_kinds() -> str:
         if runtime.topology.rank == 0:
             reduce(torch.ones(2), "thing")
         else:
-            runtime.allgather([torch.ones(2)], "thing").wait()
+            start(torch.ones(2), Collective(Kind.ALLGATHER, "thing")).wait()
     except HorovodInternalError as error:
         return str(error)
     return ""
@@ -92,12 +102,10 @@ def mismatches() -> list[str]:
     for name, make in {
         "shape": lambda: reduce(torch.ones(2 + rank), "shape"),
         "dtype": lambda: reduce(torch.ones(2, dtype=(torch.int32, torch.int64)[rank]), "dtype"),
-        "reduction": lambda: reduce(
-            torch.ones(2), "reduction", op=(ReduceOp.MIN, ReduceOp.MAX)[rank]
-        ),
-        "prescale": lambda: reduce(torch.ones(2), "prescale", prescale=1.0 + rank),
-        "root rank": lambda: runtime.broadcast(
-            torch.ones(1), torch.ones(1), rank, "root rank"
+        "reduction": lambda: reduce(torch.ones(2), "reduction", (ReduceOp.MIN, ReduceOp.MAX)[rank]),
+        "prescale": lambda: reduce(torch.ones(2), "prescale", ReduceOp.SUM, 1.0 + rank),
+        "root rank": lambda: start(
+            torch.ones(1), Collective(Kind.BROADCAST, "root rank", root_rank=rank)
         ).wait(),
     }.items():
         try:
@@ -124,7 +132,7 @@ def join_with(op_name: str, dtype_name: str) -> tuple[int, list[float]]:
     seen = []
     for index in range(rank + 1):
         value = torch.full((2,), rank + 2).to(dtype)
-        seen.append(float(reduce(value, f"batch{index}", op=op)[0]))
+        seen.append(float(reduce(value, f"batch{index}", op)[0]))
     return runtime.join().wait(), seen
 
 
@@ -150,15 +158,19 @@ def test_joined_ranks_contribute_what_changes_nothing(pool3: RankPool, op: str, 
         )
 
 
+def require_all(reason: str) -> Request:
+    return runtime.submit(Collective(Kind.REQUIRE_ALL, "all here", reason=reason))
+
+
 def joined_but_required() -> tuple[str, list[float], int]:
     """Rank 1 has joined when the others need it."""
-    runtime.require_all("all here", "nobody is missing").wait()
+    require_all("nobody is missing").wait()
     try:
         if runtime.topology.rank == 1:
             runtime.join().wait()
         else:
             reduce(torch.ones(1), None)  # goes on, and uses up an automatic name
-            runtime.require_all("all here", "it has the key").wait()
+            require_all("it has the key").wait()
         message = "nothing"
     except HorovodInternalError as error:
         message = str(error)
@@ -191,11 +203,7 @@ def two_sets_at_once() -> list[float]:
         order = ids if index % 3 else ids[::-1]
         for set_id in order:
             value = torch.tensor([float(rank)])
-            handles.append(
-                runtime.allreduce(
-                    [value], [value], f"v{index}", ReduceOp.SUM, process_set_id=set_id
-                )
-            )
+            handles.append(start(value, Collective(Kind.ALLREDUCE, f"v{index}", set_id)))
     results = [float(handle.wait()[0]) for handle in reversed(handles)]
     runtime.remove_process_set(right)
     runtime.remove_process_set(left)
@@ -232,7 +240,7 @@ def huge_backlog(count: int) -> bool:
     handles = []
     for index in range(count):
         value = torch.tensor([float(index)])
-        handles.append(runtime.allreduce([value], [value], f"b{index}", ReduceOp.AVERAGE))
+        handles.append(start(value, allreduce(f"b{index}", ReduceOp.AVERAGE)))
     return all(float(h.wait()[0]) == index for index, h in enumerate(handles))
 
 

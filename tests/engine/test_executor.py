@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 from tests.effort import examples
 from tests.ranks import RankPool, run_ranks
@@ -27,9 +28,9 @@ def reduce_group(
     tensors = [values(rank, index, count, dtype) for index, count in enumerate(counts)]
     outputs = tensors if in_place else [torch.empty_like(tensor) for tensor in tensors]
     untouched = [tensor.clone() for tensor in tensors]
-    result = runtime.allreduce(
-        tensors, outputs, name, ReduceOp[op], prescale=prescale, postscale=0.5
-    ).wait()
+    reduction = Reduction(ReduceOp[op], prescale, 0.5)
+    collective = Collective(Kind.ALLREDUCE, name, reduction=reduction)
+    result = runtime.submit(collective, tensors, outputs).wait()
     if not in_place:
         assert all(map(torch.equal, tensors, untouched))
     return list(result)
@@ -89,7 +90,7 @@ def test_over_gloo() -> None:
 
 def more_tensors_than_one_call_takes(count: int) -> bool:
     tensors = [torch.full((9000,), float(i % 5)) for i in range(count)]
-    runtime.allreduce(tensors, tensors, "many", ReduceOp.SUM).wait()
+    runtime.submit(Collective(Kind.ALLREDUCE, "many"), tensors, tensors).wait()
     return all(bool((tensor == 2 * (i % 5)).all()) for i, tensor in enumerate(tensors))
 
 

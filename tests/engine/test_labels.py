@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.reduce_op import Sum
+from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 from tests.ranks import RankPool
 
@@ -14,9 +14,8 @@ from tests.ranks import RankPool
 def _reduce(labels: list[tuple[str, ...]], sizes: list[tuple[int, ...]]) -> str | float:
     rank = runtime.topology.rank
     tensors = [torch.ones(size) for size in sizes[rank]]
-    request = runtime.allreduce(
-        tensors, tensors, "labelled", Sum, background=False, labels=labels[rank]
-    )
+    collective = Collective(Kind.ALLREDUCE, "labelled", labels=labels[rank])
+    request = runtime.submit(collective, tensors, tensors, background=False)
     try:
         request.wait()
     except HorovodInternalError as error:

@@ -9,6 +9,7 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import Adasum, Average, ReduceOp, Sum
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.prepared import PreparedAllreduce
 from horovod.engine.runtime import runtime
 from tests.ranks import RankPool, run_ranks
@@ -17,9 +18,9 @@ from tests.ranks import RankPool, run_ranks
 def _prepared(
     tensors: list[torch.Tensor], name: str, op: ReduceOp = Sum, prescale: float = 1.0
 ) -> PreparedAllreduce | None:
-    request = runtime.allreduce(
-        tensors, tensors, name, op, prescale=prescale, background=False, labels=("a",)
-    )
+    reduction = Reduction(op, prescale)
+    collective = Collective(Kind.ALLREDUCE, name, reduction=reduction, labels=("a",))
+    request = runtime.submit(collective, tensors, tensors, background=False)
     request.wait()
     return runtime.prepare(request)
 
@@ -87,7 +88,9 @@ def _something_in_the_way() -> tuple[bool, list[float]]:
     assert prepared is not None
     earlier, later = torch.ones(1), torch.full((1,), 2.0)
     with runtime.channel(0).driving:  # so that nobody runs it meanwhile
-        request = runtime.allreduce([earlier], [earlier], "earlier", Sum, background=False)
+        request = runtime.submit(
+            Collective(Kind.ALLREDUCE, "earlier"), [earlier], [earlier], background=False
+        )
         refused = not prepared.allreduce_inline([later])
     second = prepared.start([later], background=False)
     return refused, [float(each.wait()[0]) for each in (second, request)]
@@ -155,7 +158,8 @@ def _mismatched() -> str:
                 pass  # the background thread of an earlier request may not have let go yet
         else:
             other = [torch.ones(2)]
-            runtime.allreduce(other, other, "tree", Sum, background=False, labels=("b",)).wait()
+            collective = Collective(Kind.ALLREDUCE, "tree", labels=("b",))
+            runtime.submit(collective, other, other, background=False).wait()
     except HorovodInternalError as error:
         return str(error)
     return ""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.engine.request import Kind, Request
+from horovod.engine.collective import Collective, Kind
+from horovod.engine.request import Request
 from horovod.engine.request_queue import RequestQueue
 
 
 def _request(name: str) -> Request:
-    return Request(None, Kind.BARRIER, name, b"8 bytes.")
+    return Request(None, Collective(Kind.BARRIER, name), name, b"8 bytes.")
 
 
 def _filled(*names: str) -> RequestQueue:

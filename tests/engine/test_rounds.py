@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.executor import Executor
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
@@ -32,7 +33,7 @@ class Case(NamedTuple):
     op: str
     wire: str | None
     prescale: float
-    alone: bool
+    is_exclusive: bool
 
 
 cases = st.builds(
@@ -42,7 +43,7 @@ cases = st.builds(
     op=st.sampled_from(["SUM", "AVERAGE", "MAX"]),
     wire=st.sampled_from([None, "bfloat16"]),
     prescale=st.sampled_from([1.0, 2.0]),
-    alone=st.booleans(),
+    is_exclusive=st.booleans(),
 )
 
 
@@ -62,15 +63,11 @@ def submit(name: str, case: Case) -> Request:
     rank = runtime.topology.rank
     tensors = [values(rank, place, count, case.dtype) for place, count in enumerate(case.counts)]
     wire = case.wire if case.dtype == "float32" else None
-    return runtime.allreduce(
-        tensors,
-        tensors,
-        name,
-        ReduceOp[case.op],
-        prescale=case.prescale,
-        background=False,
-        wire=None if wire is None else getattr(torch, wire),
-        alone=case.alone,
+    wire_type = None if wire is None else getattr(torch, wire)
+    reduction = Reduction(ReduceOp[case.op], case.prescale, 1.0, wire_type)
+    collective = Collective(Kind.ALLREDUCE, name, reduction=reduction)
+    return runtime.submit(
+        collective, tensors, tensors, background=False, is_exclusive=case.is_exclusive
     )
 
 
@@ -104,7 +101,7 @@ def test_batches_that_follow_each_other_are_right(tcp_pool: RankPool, chosen: li
             assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
 
 
-FLOATS = Case([LARGE], "float32", "SUM", None, 1.0, alone=True)
+FLOATS = Case([LARGE], "float32", "SUM", None, 1.0, is_exclusive=True)
 
 
 def completions_when_begun(dtypes: list[str]) -> list[list[bool]]:

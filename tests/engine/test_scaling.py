@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.collective import Reduction
 from horovod.engine.scaling import finish_, identity_like, scale_, sum_and_scale
 
 
@@ -21,13 +22,13 @@ def test_integers_scale_in_double_precision_and_truncate(values, factor):
 @given(st.lists(st.integers(-(2**40), 2**40), min_size=1), st.integers(1, 200))
 def test_integer_average_is_exact_division_toward_zero(values, size):
     tensor = torch.tensor(values, dtype=torch.int64)
-    finish_(tensor, ReduceOp.AVERAGE, 1.0, size)
+    finish_(tensor, Reduction(ReduceOp.AVERAGE), size)
     assert tensor.tolist() == [abs(value) // size * (1 if value >= 0 else -1) for value in values]
 
 
 def test_an_average_is_a_scaled_sum():
-    assert sum_and_scale(ReduceOp.AVERAGE, 3.0, 4) == (ReduceOp.SUM, 0.75)
-    assert sum_and_scale(ReduceOp.MAX, 3.0, 4) == (ReduceOp.MAX, 3.0)
+    assert sum_and_scale(Reduction(ReduceOp.AVERAGE, 1.0, 3.0), 4) == (ReduceOp.SUM, 0.75)
+    assert sum_and_scale(Reduction(ReduceOp.MAX, 1.0, 3.0), 4) == (ReduceOp.MAX, 3.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.uint8, torch.bool])

@@ -75,17 +75,18 @@ def _requests(function: Any) -> list[list[int]]:
     from horovod.engine.runtime import runtime
 
     seen = []
-    submit = runtime.allreduce
+    submit = runtime.submit
 
-    def note(tensors: Any, *arguments: Any, **named: Any) -> Any:
-        seen.append([tensor.numel() for tensor in tensors])
-        return submit(tensors, *arguments, **named)
+    def note(collective: Any, tensors: Any = (), *arguments: Any, **named: Any) -> Any:
+        if collective.kind == "allreduce":
+            seen.append([tensor.numel() for tensor in tensors])
+        return submit(collective, tensors, *arguments, **named)
 
-    runtime.allreduce = note  # type: ignore[method-assign]
+    runtime.submit = note  # type: ignore[method-assign]
     try:
         function()
     finally:
-        del runtime.allreduce
+        del runtime.submit
     return seen
 
 

@@ -8,13 +8,15 @@ import torch
 import horovod.torch as hvd
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.capture import GraphCapture, cannot_capture, is_on, shown_to
-from horovod.engine.request import Kind, Request
+from horovod.engine.collective import Collective, Kind, Reduction
+from horovod.engine.request import Request
 from horovod.torch.graphs import GraphedStep
 
 
 def request(kind: Kind = Kind.ALLREDUCE, op: ReduceOp = ReduceOp.SUM) -> Request:
     tensors = [torch.ones(3)]
-    return Request(None, kind, f"{kind.value}.loss", b"", tensors, tensors, op)
+    collective = Collective(kind, "loss", reduction=Reduction(op))
+    return Request(None, collective, f"{kind.value}.loss", b"", tensors, tensors)
 
 
 def capture() -> GraphCapture:

@@ -8,7 +8,8 @@ import torch
 from torch.profiler import profile
 
 import horovod.torch as hvd
-from horovod.engine.request import Kind, Request
+from horovod.engine.collective import Collective, Kind
+from horovod.engine.request import Request
 from horovod.observe.statistics.ranges import describe
 from tests.ranks import RankPool, check_times, start_ranks
 
@@ -52,7 +53,8 @@ def test_operations_are_ranges_with_names_and_bytes(pool2: RankPool):
 
 def test_fused_requests_share_a_range():
     requests = [
-        Request(None, Kind.ALLREDUCE, f"allreduce.{name}", b"", [torch.ones(1)]) for name in "abc"
+        Request(None, Collective(Kind.ALLREDUCE, name), f"allreduce.{name}", b"", [torch.ones(1)])
+        for name in "abc"
     ]
     assert describe(requests, 12) == "HorovodAllreduce: a and 2 more, 12 bytes"
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from horovod.observe.dashboard.events import EventLog
-from horovod.observe.dashboard.rank import Rank, describe_crowded, find_crowded, rounded
+from horovod.observe.dashboard.rank import Rank, rounded
 from horovod.observe.dashboard.reports import Report, Waiting, text
 from horovod.observe.dashboard.series import MetricSeries, RankHistory, StepSeries
 from horovod.observe.dashboard.stragglers import (
@@ -23,6 +23,7 @@ from horovod.observe.dashboard.stragglers import (
     find_stragglers,
     usual_step,
 )
+from horovod.observe.reports.crowding import describe_crowded, find_crowded
 from horovod.runner.slots.worker_env import CROWDED_ADVICE
 
 _MOST_STALLS = 8
@@ -183,7 +184,10 @@ class Board:
     def update(self, now: float) -> None:
         """Find stragglers and stalls, and give versions to what has changed."""
         self._updated = now
-        crowded = find_crowded(self.ranks.values())
+        crowded = find_crowded(
+            {number: rank.host for number, rank in self.ranks.items()},
+            {number: rank.report.cores for number, rank in self.ranks.items() if rank.report},
+        )
         self.crowded = describe_crowded(crowded, len(self._hosts()))
         stalls: list[dict[str, Any]] = []
         self.awaited = {}

@@ -3,7 +3,7 @@ const charts = (() => {
   // Draws the page's charts. `page.js` says what is in them; nothing here knows the job.
 
   const SVG = "http://www.w3.org/2000/svg";
-  const PARTS = ["compute", "wait", "reduce"];
+  const PARTS = ["compute", "wait", "reduction"];
   const SPIKE = 20; // times as long as usual: a step that is marked even if its second looks well
 
   function draw(tag, properties, ...children) {

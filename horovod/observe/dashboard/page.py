@@ -1,4 +1,4 @@
-"""Make the page as one HTML file: page.html with page.css, charts.js and page.js inside.
+"""Make the page as one HTML file: page.html with the style sheet, charts.js and page.js inside.
 
 The file loads nothing from elsewhere. `server` sends it; `dashboard` writes it with the data of an
 ended job inside. A browser runs only the script and the style whose hashes the policy names, so
@@ -14,14 +14,16 @@ import json
 from importlib import resources
 from typing import Any
 
-_FILES = ("page.html", "page.css", "charts.js", "page.js")
+from horovod.observe.reports.styles import style_sheet
+
+_FILES = ("page.html", "charts.js", "page.js")
 
 
 @functools.cache
 def _sources() -> tuple[str, str, str]:
     folder = resources.files(__package__)
-    html, css, charts, js = (folder.joinpath(name).read_text("utf-8") for name in _FILES)
-    return html, css, charts + js
+    html, charts, js = (folder.joinpath(name).read_text("utf-8") for name in _FILES)
+    return html, style_sheet(), charts + js
 
 
 def policy() -> str:

@@ -15,8 +15,9 @@ from horovod.common.store import MemoryStore
 from horovod.observe.dashboard.board import Board
 from horovod.observe.dashboard.processes import ProcessStates
 from horovod.observe.dashboard.reports import KEY_PREFIX, parse_key, parse_report
-from horovod.observe.dashboard.stragglers import BACKWARD, COMPUTE, LINK, SILENT, STOPPED
+from horovod.observe.dashboard.stragglers import SILENT, STOPPED
 from horovod.observe.dashboard.watching import INTERVAL
+from horovod.observe.reports.slow_ranks import BACKWARD, COMPUTE, LINK
 from horovod.runner.output.report import format_ranks
 from horovod.runner.output.watcher import JobWatcher
 

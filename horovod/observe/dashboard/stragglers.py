@@ -3,7 +3,8 @@
 These are pure functions. `board` calls `find_stragglers` at every update and hands the result to
 `Verdicts`, which shows a finding only once it has lasted. In synchronous training all ranks have
 the same step time: the slow one is the one that does *not* wait. So ranks are compared by the parts
-of their steps. The median of a rank's last steps counts, because one long step says nothing.
+of their last steps, by the rules that the report on a timeline has, too
+(`horovod.observe.reports.slow_ranks`).
 """
 
 from __future__ import annotations
@@ -13,24 +14,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from horovod.observe.dashboard.reports import ReportedStep
+from horovod.observe.reports.slow_ranks import (
+    BACKWARD,
+    COMPUTE,
+    CROWDED,
+    LINK,
+    LIVE,
+    WHERE_TO_LOOK,
+    cause_of,
+    find_slow_ranks,
+)
 
 STOPPED, SILENT, AWAITED = "stopped", "silent", "awaited"
-BACKWARD, COMPUTE, LINK = "backward", "compute", "link"
 REASONS = (STOPPED, SILENT, AWAITED, BACKWARD, COMPUTE, LINK)
 
-WINDOW = 20
-"""The number of steps of a rank of which the median is taken."""
+WINDOW = 24
+"""The number of steps of a rank by which it is judged."""
 
 FEWEST_STEPS = 3
-_LEAST_SECONDS = 0.002
-"""Timers and schedulers cause differences up to this one."""
 
-LASTING_STEPS = 10
+LASTING_STEPS = 6
 LASTING_REPORTS = 3
 """A finding about steps must last for this many steps, and for the time of this many reports,
 before it is shown, and must be gone for as long before it is removed."""
 
-MOST_STEPS_UNTIL_NAMED = WINDOW // 2 + 1 + LASTING_STEPS
+MOST_STEPS_UNTIL_NAMED = WINDOW + LASTING_STEPS
 """Steps after which a rank that has become slow is named, if reports come as fast as steps."""
 
 SILENT_INTERVALS = 5.0
@@ -41,38 +49,22 @@ AWAITED_SECONDS = 2.0
 _AWAITED_STEPS = 5.0
 """A rank is late when others wait for it for these seconds, and for the time of these steps."""
 
+_CROWDED_PATIENCE = 3.0
+"""How many times longer a rank may take on a host where ranks outnumber cores."""
+
 ADVICE = {
     STOPPED: "Let it go on: kill -CONT with its process number on its host, or leave the debugger.",
     SILENT: "Look whether its host answers, and what else runs there (top, dmesg).",
     AWAITED: "Look at its stack and its last output lines: a validation or a checkpoint of its "
     "own, data that comes slowly, a collective that only some ranks call.",
-    BACKWARD: "Look at its cores or GPU (other programs, clock, temperature, OMP_NUM_THREADS) and "
-    "the sizes of its batches.",
-    COMPUTE: "Look at its data loading first (loader workers, slow disk, longer samples), then at "
-    "forward.",
-    LINK: "Look at its network: another interface (--network-interfaces), other traffic, cables; "
-    "compression=hvd.Compression.bf16 halves the bytes.",
+    **{kind: f"{where}." for kind, where in WHERE_TO_LOOK.items()},
 }
 """What a person may try, by kind of finding."""
 
 
 @dataclass(frozen=True)
-class _Sensitivity:
-    """How large a difference must be to mean something about a rank."""
-
-    slower: float  # the rank takes at least this many times as long as others
-    share: float  # the difference is at least this share of a step
-    patience: float  # a factor for all times to wait for a rank
-
-
-_OWN_CORE = _Sensitivity(1.25, 0.1, 1.0)
-_CROWDED = _Sensitivity(2.0, 0.3, 3.0)
-"""If ranks outnumber cores they take turns: a rank that waits for its turn is not slow."""
-
-
-@dataclass(frozen=True)
 class TypicalStep:
-    """Medians of the last steps of a rank, in seconds."""
+    """Medians of the last steps of a rank, in seconds, and the times that ranks are judged by."""
 
     total: float
     compute: float
@@ -80,19 +72,25 @@ class TypicalStep:
     wait: float
     reduce: float
     exposed: float
+    computes: tuple[float, ...]
+    reduces: tuple[float, ...]
 
     @classmethod
     def of(cls, steps: Sequence[ReportedStep]) -> TypicalStep | None:
         """Return the medians; None if there are too few steps."""
         if len(steps) < FEWEST_STEPS:
             return None
+        computes = tuple(step.compute for step in steps)
+        reduces = tuple(step.reduce for step in steps)
         return cls(
             statistics.median([step.total for step in steps]),
-            statistics.median([step.compute for step in steps]),
+            statistics.median(computes),
             statistics.median([step.backward for step in steps]),
             statistics.median([step.wait for step in steps]),
-            statistics.median([step.reduce for step in steps]),
+            statistics.median(reduces),
             statistics.median([step.exposed for step in steps]),
+            computes,
+            reduces,
         )
 
 
@@ -109,8 +107,9 @@ class RankView:
     is_crowded: bool = False  # the ranks of its host outnumber the cores
 
     @property
-    def sensitivity(self) -> _Sensitivity:
-        return _CROWDED if self.is_crowded else _OWN_CORE
+    def patience(self) -> float:
+        """A factor for all times to wait for the rank."""
+        return _CROWDED_PATIENCE if self.is_crowded else 1.0
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def usual_step(ranks: Iterable[RankView]) -> float:
 
 def awaited_seconds(view: RankView, step: float) -> float:
     """Return the seconds after which a wait for a rank is shown; ``step`` is a usual step's."""
-    return max(AWAITED_SECONDS * view.sensitivity.patience, _AWAITED_STEPS * step)
+    return max(AWAITED_SECONDS * view.patience, _AWAITED_STEPS * step)
 
 
 class Verdicts:
@@ -230,7 +229,7 @@ def _is_not_running(view: RankView, interval: float) -> Straggler | None:
     if view.process_state in ("T", "t"):
         how = "by a debugger" if view.process_state == "t" else "by a signal (state T)"
         return Straggler(STOPPED, f"stopped {how}{others}")
-    patience = max(SILENT_SECONDS, SILENT_INTERVALS * interval) * view.sensitivity.patience
+    patience = max(SILENT_SECONDS, SILENT_INTERVALS * interval) * view.patience
     if view.silent <= patience:
         return None
     guess = {
@@ -244,40 +243,45 @@ def _is_not_running(view: RankView, interval: float) -> Straggler | None:
 def _slow_steps(
     steps: Mapping[int, TypicalStep], ranks: Mapping[int, RankView]
 ) -> dict[int, Straggler]:
+    """Return the ranks that compute, or reduce, longer than the others."""
+    is_crowded = any(ranks[rank].is_crowded for rank in steps)
+    step = statistics.median([each.total for each in steps.values()])
+    least_gap = (CROWDED if is_crowded else LIVE).least_gap(step)
+    # Reports come at different times, so the ranks' last steps need not be the same ones. What is
+    # always slow shows in any of them.
+    common = min(len(each.computes) for each in steps.values())
     found: dict[int, Straggler] = {}
-    usual_compute = statistics.median_low([step.compute for step in steps.values()])
-    usual_backward = statistics.median_low([step.backward for step in steps.values()])
-    usual_reduce = statistics.median_low([step.reduce for step in steps.values()])
-    hosts = {ranks[rank].host for rank in steps}
-    slow_links = set()
-    for rank, step in steps.items():
-        limits = ranks[rank].sensitivity
-        excess = step.compute - usual_compute
-        if _is_slow(step.compute, usual_compute, step.total, limits):
-            in_backward = step.backward - usual_backward > excess / 2
-            where = "late in backward" if in_backward else "late before backward (input, forward)"
-            kind = BACKWARD if in_backward else COMPUTE
+    slow = find_slow_ranks({r: each.computes[-common:] for r, each in steps.items()}, least_gap)
+    if slow is not None:
+        others = [each for rank, each in steps.items() if rank not in slow.ranks]
+        usual = statistics.median([each.compute for each in others])
+        usual_backward = statistics.median([each.backward for each in others])
+        for rank in slow.ranks:
+            own = steps[rank]
+            kind = cause_of(own.compute - usual, own.backward - usual_backward)
             found[rank] = Straggler(
                 kind,
-                f"{where}: computes {seconds_text(step.compute)} a step, others "
-                f"{seconds_text(usual_compute)}",
+                f"{_LATE[kind]}: computes {seconds_text(own.compute)} a step, others "
+                f"{seconds_text(usual)}",
             )
-        elif len(hosts) > 1 and _is_slow(step.reduce, usual_reduce, step.total, limits):
-            slow_links.add(rank)  # inside one host there is no link that could be slow
-    for rank in slow_links:
+    if len({ranks[rank].host for rank in steps}) == 1:
+        return found  # inside one host there is no link that could be slow
+    slow = find_slow_ranks({r: each.reduces[-common:] for r, each in steps.items()}, least_gap)
+    links = set() if slow is None else set(slow.ranks) - found.keys()
+    usual = statistics.median([each.reduce for r, each in steps.items() if r not in links])
+    for rank in links:
         host = ranks[rank].host
         peers = {other for other in steps if ranks[other].host == host}
-        whose = f" of {host}" if slow_links >= peers else ""
+        whose = f" of {host}" if links >= peers else ""
         found[rank] = Straggler(
             LINK,
             f"slow link{whose}: reduces for {seconds_text(steps[rank].reduce)} a step, others "
-            f"{seconds_text(usual_reduce)}",
+            f"{seconds_text(usual)}",
         )
     return found
 
 
-def _is_slow(own: float, usual: float, step: float, limits: _Sensitivity) -> bool:
-    return own > limits.slower * usual and own - usual > max(_LEAST_SECONDS, limits.share * step)
+_LATE = {BACKWARD: "late in backward", COMPUTE: "late before backward (input, forward)"}
 
 
 def _others_wait(view: RankView) -> str:

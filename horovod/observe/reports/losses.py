@@ -17,10 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from horovod.observe.reports.slow_ranks import SlowRanks, find_slow_ranks
+from horovod.observe.reports.slow_ranks import RECORDED, SlowRanks, find_slow_ranks
 from horovod.observe.reports.splitting import StepSplit
-
-LEAST_EXCESS = 0.05  # of a step, by which a rank must compute longer to be called slow
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def find_losses(usual: Sequence[StepSplit]) -> Losses | None:
     longest = fmean(max(times.values()) for times in computes)
     undisturbed = fmean(max(times.values()) for times in own)
     by_rank = {rank: [times[rank] for times in own] for rank in own[0]}
-    slow = find_slow_ranks(by_rank, LEAST_EXCESS * step)
+    slow = find_slow_ranks(by_rank, RECORDED.least_gap(step))
     others = set(by_rank) - set(slow.ranks if slow is not None else ())
     rest = [[times[rank] for rank in others] for times in own]
     starved_exchanging = fmean(_starved_exchanging(each) for each in steps)

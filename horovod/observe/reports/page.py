@@ -16,7 +16,7 @@ from horovod.observe.reports.analysis import Analysis
 from horovod.observe.reports.faults import Advice
 from horovod.observe.reports.splitting import PARTS
 from horovod.observe.reports.step_chart import WORDS, long_steps, step_chart
-from horovod.observe.reports.styles import CSS
+from horovod.observe.reports.styles import style_sheet
 
 MOST_ROWS = 20
 
@@ -28,8 +28,8 @@ def page(analysis: Analysis, advice: Sequence[Advice]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>Horovod timeline report</title><style>{CSS}</style></head>\n"
-        f"<body><main>{body}</main></body></html>\n"
+        f"<title>Horovod timeline report</title><style>{style_sheet()}</style></head>\n"
+        f"<body class=report><main>{body}</main></body></html>\n"
     )
 
 
@@ -72,22 +72,22 @@ def _tiles(analysis: Analysis) -> str:
         f"<div><b>{escape(value)}</b><span>{escape(name)}</span><small>{escape(more)}</small></div>"
         for value, name, more in tiles
     )
-    return f"<section class=tiles>{cells}</section>"
+    return f"<section class='panel tiles'>{cells}</section>"
 
 
 def _advice(analysis: Analysis, advice: Sequence[Advice]) -> str:
     """Return the section that says what to try first."""
     if not advice:
         told = "Nothing: no part of the run besides compute is worth it." if analysis.steps else "-"
-        return f"<section><h2>What to try first</h2><p>{told}</p></section>"
+        return f"<section class=panel><h2>What to try first</h2><p>{told}</p></section>"
     cards = "".join(
         f"<li><h3>{escape(each.subject)}<em>{time_of(each.cost)}, "
         f"{percent(each.cost, analysis.run_time)} of the run</em></h3>"
-        f"<p class=number>{escape(_sentence(each.number))}</p>"
+        f"<p class=measured>{escape(_sentence(each.number))}</p>"
         f"<p>{escape(_sentence(each.action))}</p></li>"
         for each in advice
     )
-    return f"<section><h2>What to try first</h2><ol class=advice>{cards}</ol></section>"
+    return f"<section class=panel><h2>What to try first</h2><ol class=advice>{cards}</ol></section>"
 
 
 def _sentence(text: str) -> str:
@@ -108,7 +108,7 @@ def _ranks(analysis: Analysis) -> str:
         cells = "".join(f"<td>{100 * analysis.share(rank, part):.1f} %</td>" for part in PARTS)
         rows.append(
             f"<tr><th>rank {rank}<small>{escape(analysis.hosts[rank])}</small></th>"
-            f"<td class=bar><div>{parts}</div></td>"
+            f"<td class=share><div>{parts}</div></td>"
             f"<td>{milliseconds(analysis.mean(rank, 'duration'))}</td>{cells}</tr>"
         )
     head = "".join(f"<th>{part}</th>" for part in PARTS)
@@ -116,7 +116,7 @@ def _ranks(analysis: Analysis) -> str:
         f"<li><i class={part}></i><b>{part}</b> {WORDS[part]}</li>" for part in PARTS
     )
     return (
-        f"<section><h2>Where a step goes</h2><ul class=explained>{explained}</ul>"
+        f"<section class=panel><h2>Where a step goes</h2><ul class=explained>{explained}</ul>"
         f"<div class=scroll><table class=ranks><thead><tr><th>rank</th><th></th><th>step</th>{head}"
         f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
     )
@@ -124,7 +124,7 @@ def _ranks(analysis: Analysis) -> str:
 
 def _bar(kind: str, share: float) -> str:
     """Return a cell of a table with a bar."""
-    return f"<td class=bar><div><i class={kind} style='width:{100 * share:.1f}%'></i></div></td>"
+    return f"<td class=share><div><i class={kind} style='width:{100 * share:.1f}%'></i></div></td>"
 
 
 def _slowest(analysis: Analysis) -> str:
@@ -146,9 +146,9 @@ def _slowest(analysis: Analysis) -> str:
         told += " No rank was late more often than chance explains, by an amount that matters."
     told = f"<p>{told}</p>" if told else ""
     if not rows:
-        return f"<section><h2>The slowest rank of a step</h2>{told}</section>"
+        return f"<section class=panel><h2>The slowest rank of a step</h2>{told}</section>"
     return (
-        f"<section><h2>The slowest rank of a step</h2>{told}<div class=scroll><table>"
+        f"<section class=panel><h2>The slowest rank of a step</h2>{told}<div class=scroll><table>"
         f"<thead><tr><th>rank</th><th></th><th>steps</th><th>late by, median</th><th>at most</th>"
         f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
     )
@@ -164,9 +164,9 @@ def _overlap(analysis: Analysis) -> str:
         mark = f"<b style='left:{100 * possible:.1f}%' title='possible'></b>"
         told = f"Backward is long enough to hide {100 * possible:.0f} % of them (the mark)."
     return (
-        f"<section><h2>Overlap</h2><p>{100 * achieved:.0f} % of the reductions were hidden behind "
-        f"compute. {told}</p>"
-        f"<div class=gauge><i style='width:{100 * achieved:.1f}%'></i>{mark}</div>"
+        f"<section class=panel><h2>Overlap</h2><p>{100 * achieved:.0f} % of the reductions were "
+        f"hidden behind compute. {told}</p>"
+        f"<div class=gauge><i class=reduction style='width:{100 * achieved:.1f}%'></i>{mark}</div>"
         f"<p class=quiet>{analysis.collectives_per_step:.1f} collectives in "
         f"{analysis.operations_per_step:.1f} operations, and {size_of(analysis.bytes_per_step)} in "
         f"a step, over {escape(', '.join(analysis.transports) or 'nothing')}.</p></section>"
@@ -187,15 +187,15 @@ def _awaited(analysis: Analysis) -> str:
             "" if row.last_rank is None else f"rank {row.last_rank} ({100 * row.last_share:.0f} %)"
         )
         rows.append(
-            f"<tr><th class=name>{escape(row.name)}{tensors}</th>"
+            f"<tr><th class=long-name>{escape(row.name)}{tensors}</th>"
             f"{_bar('wait', row.spread / most)}<td>{milliseconds(row.spread)}</td>"
             f"<td>{size_of(row.nbytes)}</td><td>{row.count}</td><td>{last}</td></tr>"
         )
     if not rows:
         return ""
     return (
-        "<section><h2>Waited for longest</h2><p>From the first rank that submitted it to the last, "
-        "on average.</p><div class=scroll><table class=awaited><thead>"
+        "<section class=panel><h2>Waited for longest</h2><p>From the first rank that submitted it "
+        "to the last, on average.</p><div class=scroll><table class=awaited><thead>"
         "<tr><th>collective</th><th></th><th>first to last</th><th>size</th><th>times</th>"
         "<th>most often last</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div></section>"
@@ -211,4 +211,4 @@ def _notes(analysis: Analysis) -> str:
         "collectives; what remains is about the time of a message between them.",
     ]
     items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return f"<section class=quiet><h2>Notes</h2><ul>{items}</ul></section>"
+    return f"<section class='panel quiet'><h2>Notes</h2><ul>{items}</ul></section>"

@@ -9,9 +9,11 @@ from typing import NamedTuple
 from horovod.observe.reports.amounts import milliseconds as _ms
 from horovod.observe.reports.amounts import ordinal, ranks_named
 from horovod.observe.reports.analysis import Analysis
+from horovod.observe.reports.crowding import count_ranks_and_cores
 from horovod.observe.reports.faults import Advice, Fault
 from horovod.observe.reports.long_steps import Where
 from horovod.observe.reports.losses import Losses
+from horovod.observe.reports.slow_ranks import COMPUTE, WHERE_TO_LOOK, cause_of
 from horovod.observe.reports.splitting import StepSplit
 
 FEWEST_LONG_STEPS = 2  # a single one may have any reason, and gets a note only
@@ -123,17 +125,12 @@ def _where_slow(analysis: Analysis, ranks: Sequence[int]) -> str:
     rests = ""
     if blocked is not None and blocked.excess > excess / 2:
         rests = f", and for {_ms(blocked.excess)} of that it does not run: it waits for something"
-    if before.excess >= backward.excess:
-        return (
-            f"It takes {_ms(before.own)} until the first gradient, on the others "
-            f"{_ms(before.others)}{rests}. Look at data loading there first (loader workers, slow "
-            f"disk, longer samples), then at forward"
-        )
-    return (
-        f"Backward takes {_ms(backward.own)}, on the others {_ms(backward.others)}{rests}. Look at "
-        f"the cores or the GPU there (other programs, clock, temperature, OMP_NUM_THREADS) and at "
-        f"the sizes of batches"
-    )
+    cause = cause_of(before.excess + backward.excess, backward.excess)
+    told = f"Backward takes {_ms(backward.own)}, on the others {_ms(backward.others)}"
+    if cause == COMPUTE:
+        told = f"It takes {_ms(before.own)} until the first gradient, on the others "
+        told += _ms(before.others)
+    return f"{told}{rests}. {WHERE_TO_LOOK[cause]}"
 
 
 class _Comparison(NamedTuple):
@@ -171,7 +168,8 @@ def _advise_on_cores(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
     if cost <= 0:
         return
     starved = {rank: _mean(analysis.all_steps, rank, "starved") for rank in analysis.ranks}
-    host, ranks, cores = _most_crowded(analysis)
+    loads = count_ranks_and_cores(analysis.hosts, analysis.cores)
+    host, ranks, cores = max(loads, key=lambda each: each.ranks / each.cores, default=("", 0, 0))
     most = max(starved, key=lambda rank: starved[rank])
     number = (
         f"ranks are ready to run and have no core for {_ms(median(starved.values()))} of a step "
@@ -196,18 +194,6 @@ def _advise_on_cores(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
         "horovodrun --cpu-bind core gives every rank cores of its own"
     )
     yield Advice(Fault.CORES, "cores are busy with something else", number, action, cost)
-
-
-def _most_crowded(analysis: Analysis) -> tuple[str, int, int]:
-    """Return name, ranks and cores of the host that has the most ranks for its cores."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank in analysis.cores:
-        ranks_of.setdefault(analysis.hosts[rank], []).append(rank)
-    crowds = [
-        (host, len(ranks), len(frozenset().union(*(analysis.cores[rank] for rank in ranks))))
-        for host, ranks in ranks_of.items()
-    ]
-    return max(crowds, key=lambda each: each[1] / each[2], default=("", 0, 0))
 
 
 def _advise_on_turns(analysis: Analysis, losses: Losses) -> Iterator[Advice]:

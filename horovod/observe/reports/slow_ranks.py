@@ -1,4 +1,4 @@
-"""Which ranks are slow in all steps, and not only by chance. Pure functions of measured times.
+"""The rules of who is slow and why, for the live page and for reports. Pure functions.
 
 In synchronous training all ranks have the same step time, so ranks are compared by how long each
 computes in a step. In every step some rank is the last: that one of two ranks was the last in 41 of
@@ -9,7 +9,8 @@ computes in a step. In every step some rank is the last: that one of two ranks w
   compared, which a few long steps do not move,
 - and they do so in most stretches of the time, not only while something else ran on their cores.
 
-Used by `horovod.observe.reports.losses`.
+`losses` applies them to a recording, `horovod.observe.dashboard.stragglers` to the last steps of a
+running job. Links are compared in the same way, by how long each rank reduces.
 """
 
 from __future__ import annotations
@@ -23,6 +24,34 @@ from statistics import fmean, median
 CHANCE = 1e-3  # the largest probability with which chance may explain what counts as a finding
 _STRETCHES = 4  # into which the steps are cut; the ranks must be slow in all but one of them
 _FEWEST_STEPS = 4  # in a stretch
+
+BACKWARD, COMPUTE, LINK = "backward", "compute", "link"
+WHERE_TO_LOOK = {
+    BACKWARD: "Look at the cores or the GPU there (other programs, clock, temperature, "
+    "OMP_NUM_THREADS) and at the sizes of batches",
+    COMPUTE: "Look at data loading there first (loader workers, slow disk, longer samples), then "
+    "at forward",
+    LINK: "Look at the network there: another interface (--network-interfaces), other traffic, "
+    "cables; compression=hvd.Compression.bf16 halves the bytes",
+}
+"""What a person may try, by the part of a step in which a rank is slow."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The least difference between slow ranks and others that means something."""
+
+    share: float  # of a step
+    seconds: float = 0.0  # differences up to this one come from timers and schedulers
+
+    def least_gap(self, step: float) -> float:
+        """Return the least gap that counts, given the seconds of a step."""
+        return max(self.seconds, self.share * step)
+
+
+RECORDED = Sensitivity(0.05)  # a recording tells how long a rank had no core, and that is taken off
+LIVE = Sensitivity(0.10, 0.002)
+CROWDED = Sensitivity(0.30, 0.002)  # ranks outnumber cores: one that waits for its turn is not slow
 
 
 @dataclass(frozen=True)
@@ -46,11 +75,12 @@ def find_slow_ranks(times: Mapping[int, Sequence[float]], least_gap: float) -> S
     Returns:
         The slow ranks, at most half of all; None if no rank is slow.
     """
-    steps = list(zip(*times.values(), strict=True))
-    if len(times) < 2 or not steps:
+    num_steps = min((len(values) for values in times.values()), default=0)
+    if len(times) < 2 or not num_steps:
         return None
-    order = sorted(times, key=lambda rank: median(times[rank]))
-    medians = [median(times[rank]) for rank in order]
+    middles = {rank: median(values) for rank, values in times.items()}
+    order = sorted(times, key=middles.__getitem__)
+    medians = [middles[rank] for rank in order]
     gaps = [later - earlier for earlier, later in pairwise(medians)]
     half = len(order) - len(order) // 2
     # The slow ranks begin after the widest gap in the upper half.
@@ -61,17 +91,22 @@ def find_slow_ranks(times: Mapping[int, Sequence[float]], least_gap: float) -> S
         own - other for own, other in zip(times[slow[0]], times[others[-1]], strict=True)
     ]
     gap = median(gaps_of_steps)
-    ahead = [max(times[rank][step] for rank in others) for step in range(len(steps))]
-    last = [max(times[rank][step] for rank in slow) for step in range(len(steps))]
-    times_last = sum(own > other for own, other in zip(last, ahead, strict=True))
     if gap < least_gap or not _is_lasting(gaps_of_steps, gap):
         return None
+    ahead = [max(values) for values in zip(*(times[rank] for rank in others), strict=True)]
+    last = [max(values) for values in zip(*(times[rank] for rank in slow), strict=True)]
+    times_last = sum(own > other for own, other in zip(last, ahead, strict=True))
     # Times the number of ranks, because chance could have picked any of them.
-    if len(order) * chance_of(times_last, len(steps), len(slow) / len(order)) > CHANCE:
+    if len(order) * chance_of(times_last, num_steps, len(slow) / len(order)) > CHANCE:
         return None
     cost = fmean(max(0.0, own - other) for own, other in zip(last, ahead, strict=True))
     excess = median(medians[first:]) - median(medians[:first])
-    return SlowRanks(tuple(sorted(slow)), times_last, len(steps), excess, cost)
+    return SlowRanks(tuple(sorted(slow)), times_last, num_steps, excess, cost)
+
+
+def cause_of(excess: float, excess_in_backward: float) -> str:
+    """Return where a slow rank loses most of its excess time: BACKWARD, or COMPUTE before it."""
+    return BACKWARD if excess_in_backward > excess / 2 else COMPUTE
 
 
 def chance_of(times: int, tries: int, probability: float) -> float:

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from horovod.observe.reports.amounts import milliseconds, ordinal, percent, time_of
 from horovod.observe.reports.analysis import Analysis
-from horovod.observe.reports.long_steps import LongStep, Where
+from horovod.observe.reports.long_steps import LongStep
 from horovod.observe.reports.splitting import PARTS, StepSplit
 
 MOST_COLUMNS = 160  # of more steps, several share a column
@@ -57,7 +57,7 @@ def step_chart(analysis: Analysis) -> str:
     below = " Below: the steps in which a rank was last." if last else ""
     cut = " Long steps go beyond the chart and are marked below it." if long else ""
     return (
-        f"<section><h2>Step by step</h2><p>Mean of the ranks.{cut}{below}</p>"
+        f"<section class=panel><h2>Step by step</h2><p>Mean of the ranks.{cut}{below}</p>"
         f"{_legend(has_long=bool(long))}"
         f"<svg viewBox='0 0 {WIDE:.0f} {tall:.0f}' role=img "
         f"aria-label='step time, split'>{''.join(drawn)}</svg></section>"
@@ -79,7 +79,8 @@ def long_steps(analysis: Analysis) -> str:
     more = len(long.steps) - MOST_ROWS
     rest = f"<p class=quiet>and {more} more</p>" if more > 0 else ""
     return (
-        f"<section><h2>Long steps</h2><p>{escape(told)}</p><div class=scroll><table><thead><tr>"
+        f"<section class=panel><h2>Long steps</h2><p>{escape(told)}</p>"
+        f"<div class=scroll><table><thead><tr>"
         f"<th>step</th><th></th><th>time</th><th>more than usual</th><th>what was long</th></tr>"
         f"</thead><tbody>{rows}</tbody></table></div>{rest}</section>"
     )
@@ -88,14 +89,11 @@ def long_steps(analysis: Analysis) -> str:
 def _long_row(each: LongStep, analysis: Analysis) -> str:
     """Return the row of a long step."""
     share = each.step.duration / max(one.step.duration for one in analysis.long_steps.steps)
-    what = each.where.value
-    if each.where in (Where.ONE_RANK, Where.CORES):
-        what = f"{what} (rank {each.last})"
     return (
         f"<tr><th>{each.step.number}</th>"
-        f"<td class=bar><div><i class=long style='width:{100 * share:.1f}%'></i></div></td>"
+        f"<td class=share><div><i class=long style='width:{100 * share:.1f}%'></i></div></td>"
         f"<td>{milliseconds(each.step.duration)}</td><td>{milliseconds(each.excess)}</td>"
-        f"<td>{escape(what)}</td></tr>"
+        f"<td>{escape(each.reason)}</td></tr>"
     )
 
 

@@ -26,7 +26,7 @@ from itertools import pairwise
 from statistics import median
 
 from horovod.observe.timeline.matching import by_key
-from horovod.observe.timeline.recording import Collective, Phase, Recording, TimeSpan
+from horovod.observe.timeline.recording import Phase, RecordedCollective, Recording, TimeSpan
 
 MOST_STRETCHES = 50
 LEAST_COMPARISONS = 20  # in a stretch, if there is more than one
@@ -155,7 +155,9 @@ def move_times(recording: Recording, onto: Callable[[float], float]) -> Recordin
     )
 
 
-def _move_collective(each: Collective, onto: Callable[[float], float]) -> Collective:
+def _move_collective(
+    each: RecordedCollective, onto: Callable[[float], float]
+) -> RecordedCollective:
     """Return a collective with its times on another clock."""
 
     def maybe(time: float | None) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from horovod.observe.timeline.recording import Collective, Key, Recording
+from horovod.observe.timeline.recording import Key, RecordedCollective, Recording
 
 
 @dataclass
@@ -14,7 +14,7 @@ class Match:
     """One collective on all ranks that recorded it, on one clock."""
 
     name: str
-    parts: dict[int, Collective]  # by rank
+    parts: dict[int, RecordedCollective]  # by rank
     ready: dict[int, float]  # when each rank submitted it, also ranks without a file
 
     @property
@@ -50,12 +50,12 @@ class Match:
         return min(part.agreed for part in self.parts.values() if part.agreed is not None)
 
 
-def by_key(recordings: Sequence[Recording]) -> dict[tuple[Key, int], dict[int, Collective]]:
+def by_key(recordings: Sequence[Recording]) -> dict[tuple[Key, int], dict[int, RecordedCollective]]:
     """Return the agreed collectives of each rank, by key and occurrence of that key.
 
     A key may occur several times, because the ids of process sets are used again.
     """
-    collectives: dict[tuple[Key, int], dict[int, Collective]] = {}
+    collectives: dict[tuple[Key, int], dict[int, RecordedCollective]] = {}
     for recording in recordings:
         seen: dict[Key, int] = {}
         for each in recording.collectives:

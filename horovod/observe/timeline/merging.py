@@ -18,7 +18,7 @@ from horovod.observe.timeline.clocks import align
 from horovod.observe.timeline.files import Event
 from horovod.observe.timeline.format import BACKWARD, NEGOTIATE, STEP, WAIT
 from horovod.observe.timeline.matching import Match, match
-from horovod.observe.timeline.recording import Collective, Recording, read_recordings
+from horovod.observe.timeline.recording import RecordedCollective, Recording, read_recordings
 
 ROWS_OF_A_RANK = 1000  # its threads are numbered from rank * this
 MOST_NAMES = 20  # of a bucket's tensors that the arguments of a slice list
@@ -116,7 +116,7 @@ def program_slices(recording: Recording) -> list[TraceSlice]:
 
 
 def collective_slice(
-    collective: Collective, recording: Recording, match_of: dict[int, Match]
+    collective: RecordedCollective, recording: Recording, match_of: dict[int, Match]
 ) -> TraceSlice:
     """Return the slice of a collective, with its negotiation, execution and phases inside."""
     about = {key: value for key, value in collective.about.items() if key != "names"}
@@ -154,7 +154,7 @@ def _inside(
     return TraceSlice(name, began, min(max(began, ended), outer.ended), about)
 
 
-def _readiness(collective: Collective, match_of: dict[int, Match]) -> dict[str, Any]:
+def _readiness(collective: RecordedCollective, match_of: dict[int, Match]) -> dict[str, Any]:
     """Return when each rank submitted a collective, which explains a long negotiation."""
     each = match_of.get(id(collective))
     if each is None or each.last_rank is None:

@@ -28,7 +28,7 @@ class Phase:
 
 
 @dataclass
-class Collective:
+class RecordedCollective:
     """One collective, as one rank saw it."""
 
     name: str  # e.g. "allreduce.loss"
@@ -88,7 +88,7 @@ class Recording:
     version: int = 1
     cores: frozenset[int] = frozenset()  # on which the rank may run; empty where unknown
     fusion_threshold: int | None = None  # bytes
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[RecordedCollective] = field(default_factory=list)
     waits: list[TimeSpan] = field(default_factory=list)
     steps: dict[str, list[TimeSpan]] = field(default_factory=dict)  # by the name of the optimizer
     backwards: dict[str, list[TimeSpan]] = field(default_factory=dict)
@@ -161,9 +161,9 @@ class _Reader:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self._open: dict[str, Collective] = {}  # by row
-        self._last: dict[str, Collective] = {}  # by row
-        self._numbered: dict[tuple[str, int], Collective] = {}
+        self._open: dict[str, RecordedCollective] = {}  # by row
+        self._last: dict[str, RecordedCollective] = {}  # by row
+        self._numbered: dict[tuple[str, int], RecordedCollective] = {}
         self._phases: dict[str, list[Phase | None]] = {}  # what is open in each row
 
     def take(self, event: Event, row: str) -> None:
@@ -199,9 +199,9 @@ class _Reader:
         if current is not None:
             current.phases.append(part)
 
-    def _new(self, row: str, kind: str, time: float) -> Collective:
+    def _new(self, row: str, kind: str, time: float) -> RecordedCollective:
         """Add a collective that was submitted at `time`."""
-        collective = Collective(row, kind, (0, -1, row), time)
+        collective = RecordedCollective(row, kind, (0, -1, row), time)
         self._open[row] = self._last[row] = collective
         self.recording.collectives.append(collective)
         if row in self.recording.tensors:
@@ -299,7 +299,7 @@ def _cores(value: Any) -> frozenset[int]:
     return frozenset(core for core in value if isinstance(core, int))
 
 
-def _number_by_occurrence(collectives: Iterable[Collective]) -> None:
+def _number_by_occurrence(collectives: Iterable[RecordedCollective]) -> None:
     """Number collectives in files without numbers: the k-th of a name is the same on all ranks."""
     seen: dict[str, int] = {}
     for each in collectives:

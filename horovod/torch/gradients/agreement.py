@@ -13,6 +13,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -164,6 +165,19 @@ class StepSamples:
         may wait for a device. Returns None before, and while a rank has joined, for it could not
         know what is made of it.
         """
+        found = self._agree(shown, lambda values: -min(values))
+        return None if found is None else [-value for value in found]
+
+    def typical(self, shown: Callable[[], Sequence[float]]) -> list[float] | None:
+        """Do as `least` does, but return each number's median of the steps, of the slowest rank."""
+        return self._agree(shown, median)
+
+    def _agree(
+        self,
+        shown: Callable[[], Sequence[float]],
+        summary: Callable[[Sequence[float]], float],
+    ) -> list[float] | None:
+        """Add a step; after enough, return the greatest of the ranks' summaries of each number."""
         if self._joins != self._set.num_joins:  # those that joined early made fewer steps
             self._joins = self._set.num_joins
             self._steps.clear()
@@ -171,10 +185,10 @@ class StepSamples:
         if len(self._steps) < self._num_steps:
             return None
         samples = [shown() for shown in self._steps]
-        mine = [-min(values) for values in zip(*samples, strict=True)]
+        mine = [summary(values) for values in zip(*samples, strict=True)]
         self._steps.clear()
         found, present = greatest(mine, self._process_set)
-        return [-value for value in found] if all(present) else None
+        return list(found) if all(present) else None
 
 
 def order_of(arrivals: Sequence[int], num_params: int) -> Iterator[int]:

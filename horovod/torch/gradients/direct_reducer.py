@@ -17,7 +17,8 @@ from math import inf
 import torch
 
 from horovod.engine import capture
-from horovod.engine.lane import Lane, LanePlan
+from horovod.engine.collective import LanePlan
+from horovod.engine.lane import Lane
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.observe.statistics.lane_timing import LaneTiming

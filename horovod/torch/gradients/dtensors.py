@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from horovod.common.reduce_op import Adasum
-from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.ops.broadcast import broadcast_async_
@@ -119,31 +117,6 @@ def with_local_shards(
         return [(name, shards.get(param, param)) for name, param in members]
 
     return replaced(named), groups and [replaced(group) for group in groups]
-
-
-def check_dtensors(named: Sequence[Named], arguments: dict[str, Any]) -> None:
-    """Refuse what a DistributedOptimizer cannot do with parameters that are DTensors."""
-    first = next((name for name, param in named if is_dtensor(param)), None)
-    if first is None:
-        return
-    what = f"parameter {first!r} is a DTensor"
-    for name, param in named:
-        if is_dtensor(param) and any(place.is_partial() for place in param.placements):  # type: ignore[attr-defined]
-            raise ValueError(f"parameter {name!r} is a DTensor of sums that are not added up yet")
-    if arguments["op"] == Adasum:
-        raise ValueError(f"{what}, and op=Adasum combines whole models only: use op=Average")
-    if arguments["shard_state"]:
-        raise ValueError(
-            f"{what}, whose optimizer state is a part of the whole already: leave shard_state out"
-        )
-    if arguments["overlap_forward"] is not None:
-        raise ValueError(f"{what}, which is gathered unseen: leave overlap_forward out")
-    if runtime.config.elastic:
-        raise ValueError(f"{what}: in an elastic job a lost rank would take its part with it")
-    if runtime.config.check_nan:
-        raise ValueError(
-            f"{what}, and HOROVOD_CHECK_NAN cannot tell the ranks that hold other parts: unset it"
-        )
 
 
 # -- broadcasting ------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def make_plan(
         autotune=agreed.autotune,
         grouped=is_grouped,
         hooked=submitter.hook is not None,
-        delayed=submitter.alone,
+        delayed=submitter.is_exclusive,
     )
     in_order = [params[index] for index in agreed.order]
     uses_lane = is_complete and agreed.direct

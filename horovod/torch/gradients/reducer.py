@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from math import inf
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.topology import Topology
@@ -179,10 +178,10 @@ class GradientReducer(Reducer):
             raise failure
         if self._trial is not None:
             # A rank without gradients in this step has nothing to show, but counts the step, too.
-            least = self._trial.least(_nothing_shown if timing is None else timing.measure)
-            if least is not None:
+            times = self._trial.typical(_nothing_shown if timing is None else timing.measure)
+            if times is not None:
                 self._trial = None
-                direct.hold_back(*least)
+                direct.hold_back(*times)
         self._tune()
 
     def can_delay(self) -> bool:
@@ -369,5 +368,5 @@ class _OwnedLane:
 
 
 def _nothing_shown() -> tuple[float, float]:
-    """Return what counts for nothing where the least of some times is looked for."""
-    return inf, inf
+    """Return what counts for nothing where the longest times of all ranks are looked for."""
+    return 0.0, 0.0

@@ -12,9 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from horovod.common.optimizer_arguments import predivide_factors
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.arguments import set_id, set_size
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.engine.scaling import sum_and_scale
@@ -37,22 +39,21 @@ class BucketSubmitter:
         *,
         compression: type[Compressor],
         op: ReduceOp,
-        predivide: float,
+        gradient_predivide_factor: float,
         sparse_as_dense: bool,
         process_set: ProcessSet,
         hook: CommunicationHook | None = None,
-        alone: bool = False,
+        is_exclusive: bool = False,
     ) -> None:
-        # In host memory the transport does it, where the bytes leave the host.
-        self._wire = wire_type(compression, params)
+        # In host memory the transport compresses, where the bytes leave the host.
+        wire = wire_type(compression, params)
         self._wanted = compression
-        self._compression = compression if self._wire is None else NoneCompressor
-        self._op = op
-        self._prescale, self._postscale = 1.0 / predivide, predivide
+        self._compression = compression if wire is None else NoneCompressor
+        self._reduction = Reduction(op, *predivide_factors(gradient_predivide_factor, op), wire)
         self._sparse_as_dense = sparse_as_dense
         self.process_set = process_set
         self.hook = hook
-        self.alone = alone  # whether somebody waits for one bucket after the other
+        self.is_exclusive = is_exclusive  # whether somebody waits for one bucket after the other
         # What the ranks have agreed on: the optimizer's name, and whose gradients are sparse.
         self.name = ""
         self.sparse_dims: Mapping[Parameter, int] = {}
@@ -61,12 +62,15 @@ class BucketSubmitter:
         """How gradients are reduced on a lane; None where they cannot: see `direct_reducer`."""
         wire = NARROW.get(self._wanted)
         known = wire is not None or self._wanted is NoneCompressor
-        if self.hook is not None or self._op not in (ReduceOp.SUM, ReduceOp.AVERAGE) or not known:
+        reduction = self._reduction
+        is_sum = reduction.op in (ReduceOp.SUM, ReduceOp.AVERAGE)
+        if self.hook is not None or not is_sum or not known:
             return None
-        _, scale = sum_and_scale(self._op, self._postscale, set_size(self.process_set))
-        if self._prescale == 1.0:  # in one kernel, and half precisions do not overflow in the sum
+        _, scale = sum_and_scale(reduction, set_size(self.process_set))
+        if reduction.prescale_factor == 1.0:
+            # In one kernel, and half precisions do not overflow in the sum.
             return LaneTerms(scale, 1.0, wire)
-        return LaneTerms(self._prescale, scale, wire)
+        return LaneTerms(reduction.prescale_factor, scale, wire)
 
     def find_sparse(self, params: Iterable[Parameter]) -> list[int]:
         """The sparse dimensions of all gradients that are there; 0 for a dense one."""
@@ -102,7 +106,7 @@ class BucketSubmitter:
         for place, same_device in enumerate(tensors.values()):
             request = self._allreduce(bucket, _name(bucket, place), same_device, background)
             if len(tensors) == 1 and self._is_repeatable(bucket, same_device):
-                bucket.prepared = runtime.prepare(request, set_id(self.process_set))
+                bucket.prepared = runtime.prepare(request)
 
     def start_early(self, bucket: Bucket) -> None:
         """Start to reduce the part of the bucket that does not wait for the step; `start` the rest.
@@ -157,18 +161,14 @@ class BucketSubmitter:
     def _allreduce(
         self, bucket: Bucket, name: str, tensors: list[torch.Tensor], background: bool
     ) -> Request:
-        request = runtime.allreduce(
+        collective = Collective(Kind.ALLREDUCE, name, set_id(self.process_set), self._reduction)
+        request = runtime.submit(
+            collective,
             tensors,
             tensors,
-            name,
-            self._op,
-            prescale=self._prescale,
-            postscale=self._postscale,
-            process_set_id=set_id(self.process_set),
             background=background,
             deferred=True,
-            wire=self._wire,
-            alone=self.alone,
+            is_exclusive=self.is_exclusive,
         )
         bucket.requests.append(request)
         return request
@@ -197,10 +197,8 @@ class BucketSubmitter:
                 [name for name, _ in members],
                 [memory_shape(param) for _, param in members],
                 same_device,
-                self._op,
+                self._reduction,
                 self.process_set,
-                self._prescale,
-                self._postscale,
                 bucket.requests,
             )
             finishers.append(hook.start(handed))
@@ -211,7 +209,9 @@ class BucketSubmitter:
         gradient, decompress = param.grad, self._compression.decompress
         values, context = self._compression.compress(gradient._values())
         sent = sparse_tensor(gradient._indices(), values, gradient.shape)
-        result = sparse_allreduce_async(sent, f"{self.name}.{name}", self._op, self.process_set)
+        result = sparse_allreduce_async(
+            sent, f"{self.name}.{name}", self._reduction.op, self.process_set
+        )
 
         def finish() -> None:
             reduced = result()

@@ -17,6 +17,7 @@ import torch
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.engine.arguments import set_id, set_size
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch.compression import NoneCompressor, is_eight_bit
@@ -30,7 +31,7 @@ class GradientBucket:
     `gradients` are flat tensors, which are to hold the result in the end; gradients of parameters
     that this rank did not use are zeros. `names` are the parameters' names and `shapes` their
     dimensions, outermost in memory first, so that ``gradient.view(shape)`` is the parameter's
-    order. `op` is the optimizer's, Average or Sum; `scale`, made of `prescale` and `postscale`, is
+    order. `op` is the optimizer's, Average or Sum; `scale` is
     what turns a sum into its result. `rank` and `num_ranks` count within `process_set`, the
     optimizer's. `name` is the bucket's own, and `requests` is where its collectives are noted.
 
@@ -44,10 +45,8 @@ class GradientBucket:
         names: Sequence[str],
         shapes: Sequence[Sequence[int]],
         gradients: Sequence[Tensor],
-        op: ReduceOp,
+        reduction: Reduction,
         process_set: ProcessSet,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         requests: list[Request] | None = None,
     ) -> None:
         rank = process_set.rank()
@@ -56,11 +55,11 @@ class GradientBucket:
         self.names = list(names)
         self.shapes = [torch.Size(shape) for shape in shapes]
         self.gradients = list(gradients)
-        self.op = op
+        self.op = reduction.op
         self.rank = rank
         self.num_ranks = set_size(process_set)
-        self.scale = 1.0 / self.num_ranks if op is Average else 1.0
-        self._prescale, self._postscale = prescale, postscale
+        self.scale = 1.0 / self.num_ranks if self.op is Average else 1.0
+        self._reduction = reduction._replace(wire=None)
         self._set_id = set_id(process_set)
         self._requests = [] if requests is None else requests  # all that were ever started
 
@@ -70,17 +69,8 @@ class GradientBucket:
         `label` tells several of these in one bucket apart. Returns a function that waits.
         """
         reduced = list(tensors)
-        name = self.name + label
-        request = runtime.allreduce(
-            reduced,
-            reduced,
-            name,
-            self.op,
-            prescale=self._prescale,
-            postscale=self._postscale,
-            process_set_id=self._set_id,
-            deferred=True,
-        )
+        collective = Collective(Kind.ALLREDUCE, self.name + label, self._set_id, self._reduction)
+        request = runtime.submit(collective, reduced, reduced, deferred=True)
         return self._waiting(request, lambda _: reduced)
 
     def allgather(self, tensors: Sequence[Tensor], label: str = "") -> Callable[[], list[Tensor]]:
@@ -88,7 +78,8 @@ class GradientBucket:
 
         `label` tells several of these in one bucket apart. Returns a function that waits for them.
         """
-        request = runtime.allgather(list(tensors), self.name + label, process_set_id=self._set_id)
+        collective = Collective(Kind.ALLGATHER, self.name + label, self._set_id)
+        request = runtime.submit(collective, list(tensors))
         return self._waiting(request, _used_here)
 
     def alltoall(
@@ -100,9 +91,10 @@ class GradientBucket:
         `splits` has a number for each rank; `label` tells several of these in one bucket apart.
         Returns a function that waits for it.
         """
-        request = runtime.alltoall(
-            tensor, list(splits), self.name + label, process_set_id=self._set_id
+        collective = Collective(
+            Kind.ALLTOALL, self.name + label, self._set_id, splits=tuple(splits)
         )
+        request = runtime.submit(collective, [tensor])
         return self._waiting(request, lambda result: _used_here(result[:1])[0])
 
     def _waiting(self, request: Request, of: Callable[[Any], Any]) -> Callable[[], Any]:

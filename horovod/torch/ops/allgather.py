@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
 from horovod.engine.arguments import check_group, movement_input, set_id
+from horovod.engine.collective import Collective, Kind
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch.ops import handles, operators
@@ -194,9 +195,8 @@ def start_allgather(
 ) -> Request:
     """Enqueue an allgather of a group; without `background` the caller waits at once."""
     sources = [movement_input(tensor) for tensor in tensors]
-    return runtime.allgather(
-        sources, name, process_set_id=set_id(process_set), background=background
-    )
+    collective = Collective(Kind.ALLGATHER, name, set_id(process_set))
+    return runtime.submit(collective, sources, background=background)
 
 
 def _first_rows(rows: list[int], name: str | None, process_set: ProcessSet) -> list[int]:

@@ -13,9 +13,10 @@ import torch
 from torch.compiler import is_compiling
 
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.common.reduce_op import Adasum, Average, ReduceOp
+from horovod.common.reduce_op import Average, ReduceOp
 from horovod.common.util import resolve_reduce_op
-from horovod.engine.arguments import check_writable, reduction_input, set_id, write_back
+from horovod.engine.arguments import check_writable, reduction_inputs, set_id, write_back
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch.compression import Compression, Compressor, eight_bit_type
@@ -59,16 +60,15 @@ def allreduce(
         >>> loss = hvd.allreduce(loss.detach(), name="loss")
         >>> total = hvd.allreduce(count, op=hvd.Sum, name="count")
     """
-    op = resolve_reduce_op(op, average)
+    reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
     result: Tensor
     wire = eight_bit_type(compression, [tensor])
     if wire is not None:
-        factors = prescale_factor, postscale_factor
-        request = start([tensor], name, op, *factors, process_set, background=False, wire=wire)
-        (result,) = request.wait()
+        reduction = reduction._replace(wire=wire)
+        (result,) = start([tensor], name, reduction, process_set, background=False).wait()
         return result
     compressed, context = compression.compress(tensor)
-    reduced = _allreduce(compressed, name, op, prescale_factor, postscale_factor, process_set)
+    reduced = _allreduce(compressed, name, reduction, process_set)
     result = compression.decompress(reduced, context)
     return result
 
@@ -92,8 +92,8 @@ def allreduce_async(
         >>> handle = hvd.allreduce_async(tensor, name="loss")
         >>> result = hvd.synchronize(handle)
     """
-    op = resolve_reduce_op(op, average)
-    request = start([tensor], name, op, prescale_factor, postscale_factor, process_set)
+    reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
+    request = start([tensor], name, reduction, process_set)
     return handles.hand_out(request, handles.first)
 
 
@@ -112,9 +112,8 @@ def allreduce_(
     are those of `allreduce`, and so are the errors.
     """
     if is_compiling():
-        op = resolve_reduce_op(op, average)
-        factors = prescale_factor, postscale_factor
-        operators.allreduce_([tensor], name, op, *factors, process_set)
+        reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
+        operators.allreduce_([tensor], name, reduction, process_set)
         return tensor
     # A tensor like the last one of this name goes the shortest way.
     prepared = runtime.prepared.get(name)
@@ -128,26 +127,14 @@ def allreduce_(
         )
     ):
         return tensor
-    op = resolve_reduce_op(op, average)
-    buffer = reduction_input(tensor, op, prescale_factor != 1.0 or postscale_factor != 1.0)
-    if buffer is not tensor:
+    reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
+    buffers = reduction_inputs([tensor], reduction)
+    if buffers[0] is not tensor:
         check_writable(tensor)
-    if op is Adasum:
-        _check_adasum(process_set)
-    buffers = [buffer]
-    number = set_id(process_set)
-    runtime.allreduce(
-        buffers,
-        buffers,
-        name,
-        op,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set_id=number,
-        background=False,
-    ).wait()
-    if buffer is not tensor:
-        write_back(tensor, buffer)
+    collective = Collective(Kind.ALLREDUCE, name, set_id(process_set), reduction)
+    runtime.submit(collective, buffers, buffers, background=False).wait()
+    if buffers[0] is not tensor:
+        write_back(tensor, buffers[0])
     return tensor
 
 
@@ -166,10 +153,8 @@ def allreduce_async_(
     `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
     are those of `allreduce`. Leave the tensor alone until it is synchronised.
     """
-    op = resolve_reduce_op(op, average)
-    request, finish = start_in_place(
-        [tensor], name, op, prescale_factor, postscale_factor, process_set
-    )
+    reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
+    request, finish = start_in_place([tensor], name, reduction, process_set)
     return handles.hand_out(request, lambda result: finish(result)[0])
 
 
@@ -189,14 +174,14 @@ class HorovodAllreduce(torch.autograd.Function):
         postscale_factor: float,
         process_set: ProcessSet,
     ) -> Tensor:
-        op = resolve_reduce_op(op, average)
-        factors = prescale_factor, postscale_factor
-        return reduce_into_new([tensor], name, op, *factors, process_set)[0]
+        reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
+        return reduce_into_new([tensor], name, reduction, process_set)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, average, name, op, *others = inputs
-        ctx.arguments = backward_name(name), resolve_reduce_op(op, average), *others
+        _, average, name, op, *factors, process_set = inputs
+        reduction = Reduction(resolve_reduce_op(op, average), *factors)
+        ctx.arguments = backward_name(name), reduction, process_set
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -213,78 +198,43 @@ class HorovodAllreduce(torch.autograd.Function):
 
 
 def reduce_into_new(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: ReduceOp,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
+    tensors: Sequence[Tensor], name: str | None, reduction: Reduction, process_set: ProcessSet
 ) -> Sequence[Tensor]:
     """Reduce tensors as one operation into new ones, and wait for them."""
-    arguments = name, op, prescale_factor, postscale_factor, process_set
     if is_compiling():
-        return operators.allreduce(tensors, *arguments)
-    reduced: Sequence[Tensor] = start(tensors, *arguments, background=False).wait()
+        return operators.allreduce(tensors, name, reduction, process_set)
+    reduced: Sequence[Tensor] = start(tensors, name, reduction, process_set, False).wait()
     return reduced
 
 
 def start(
     tensors: Sequence[Tensor],
     name: str | None,
-    op: ReduceOp,
-    prescale_factor: float,
-    postscale_factor: float,
+    reduction: Reduction,
     process_set: ProcessSet,
     background: bool = True,
-    wire: torch.dtype | None = None,
 ) -> Request:
     """Enqueue an allreduce into new tensors; without `background` the caller waits at once."""
-    scaled = prescale_factor != 1.0 or postscale_factor != 1.0
-    sources = [reduction_input(tensor, op, scaled) for tensor in tensors]
-    if op is Adasum:
-        _check_adasum(process_set)
-    process_set_id = set_id(process_set)
+    sources = reduction_inputs(tensors, reduction)
+    collective = Collective(Kind.ALLREDUCE, name, set_id(process_set), reduction)
     outputs = [torch.empty_like(source) for source in sources]
-    return runtime.allreduce(
-        sources,
-        outputs,
-        name,
-        op,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set_id=process_set_id,
-        background=background,
-        wire=wire,
-    )
+    return runtime.submit(collective, sources, outputs, background=background)
 
 
 def start_in_place(
     tensors: Sequence[Tensor],
     name: str | None,
-    op: ReduceOp,
-    prescale_factor: float,
-    postscale_factor: float,
+    reduction: Reduction,
     process_set: ProcessSet,
     background: bool = True,
 ) -> tuple[Request, Callable[[Any], tuple[Tensor, ...]]]:
     """Enqueue an allreduce in place; also what turns its result into the caller's tensors."""
-    scaled = prescale_factor != 1.0 or postscale_factor != 1.0
-    buffers = [reduction_input(tensor, op, scaled) for tensor in tensors]
+    buffers = reduction_inputs(tensors, reduction)
     copies = [pair for pair in zip(tensors, buffers, strict=True) if pair[0] is not pair[1]]
     for tensor, _ in copies:
         check_writable(tensor)
-    if op is Adasum:
-        _check_adasum(process_set)
-    request = runtime.allreduce(
-        buffers,
-        buffers,
-        name,
-        op,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set_id=set_id(process_set),
-        background=background,
-    )
+    collective = Collective(Kind.ALLREDUCE, name, set_id(process_set), reduction)
+    request = runtime.submit(collective, buffers, buffers, background=background)
 
     def finish(_: Any) -> tuple[Tensor, ...]:
         for tensor, buffer in copies:
@@ -295,25 +245,15 @@ def start_in_place(
 
 
 def _allreduce(
-    tensor: Tensor,
-    name: str | None,
-    op: ReduceOp,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
+    tensor: Tensor, name: str | None, reduction: Reduction, process_set: ProcessSet
 ) -> Tensor:
-    """Blocking and differentiable; autograd takes part only where a gradient is asked for."""
+    """Reduce and wait; autograd takes part only where a gradient is asked for."""
     reduced: Tensor
     if needs_gradient(tensor):
+        op, prescale_factor, postscale_factor, _ = reduction
         reduced = HorovodAllreduce.apply(  # type: ignore[no-untyped-call]
             tensor, None, name, op, prescale_factor, postscale_factor, process_set
         )
     else:
-        arguments = name, op, prescale_factor, postscale_factor, process_set
-        (reduced,) = reduce_into_new([tensor], *arguments)
+        (reduced,) = reduce_into_new([tensor], name, reduction, process_set)
     return reduced
-
-
-def _check_adasum(process_set: ProcessSet) -> None:
-    if process_set is not global_process_set:
-        raise NotImplementedError("Adasum works on the global process set only")

@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.arguments import check_splits, movement_input, set_id
+from horovod.engine.collective import Collective, Kind
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch.ops import handles, operators
@@ -129,10 +130,9 @@ def _start(
     Without `background` the caller waits at once.
     """
     source = movement_input(tensor)
-    rows = (None if splits is None else check_splits(splits)) or None
-    request = runtime.alltoall(
-        source, rows, name, process_set_id=set_id(process_set), background=background
-    )
+    rows = None if splits is None else check_splits(splits)
+    collective = Collective(Kind.ALLTOALL, name, set_id(process_set), splits=rows)
+    request = runtime.submit(collective, [source], background=background)
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
 
     def finish(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:

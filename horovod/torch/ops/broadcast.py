@@ -14,6 +14,8 @@ from torch.compiler import is_compiling
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
 from horovod.engine.arguments import check_writable, movement_input, set_id, write_back
+from horovod.engine.collective import Collective, Kind
+from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch.ops import handles, operators
 from horovod.torch.ops.allreduce import allreduce
@@ -63,7 +65,7 @@ def broadcast_async(
     """
     source = movement_input(tensor)
     output = torch.empty_like(source)
-    request = runtime.broadcast(source, output, root_rank, name, process_set_id=set_id(process_set))
+    request = _start(source, output, root_rank, name, process_set)
     return handles.hand_out(request, lambda _: output)
 
 
@@ -83,9 +85,7 @@ def broadcast_(
     buffer = movement_input(tensor)
     if buffer is not tensor:
         check_writable(tensor)
-    runtime.broadcast(
-        buffer, buffer, root_rank, name, process_set_id=set_id(process_set), background=False
-    ).wait()
+    _start(buffer, buffer, root_rank, name, process_set, background=False).wait()
     if buffer is not tensor:
         write_back(tensor, buffer)
     return tensor
@@ -105,7 +105,7 @@ def broadcast_async_(
     buffer = movement_input(tensor)
     if buffer is not tensor:
         check_writable(tensor)
-    request = runtime.broadcast(buffer, buffer, root_rank, name, process_set_id=set_id(process_set))
+    request = _start(buffer, buffer, root_rank, name, process_set)
 
     def finish(_: Any) -> Tensor:
         if buffer is not tensor:
@@ -149,7 +149,18 @@ def _broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: Pr
         return operators.broadcast(tensor, root_rank, name, process_set)
     source = movement_input(tensor)
     output = torch.empty_like(source)
-    runtime.broadcast(
-        source, output, root_rank, name, process_set_id=set_id(process_set), background=False
-    ).wait()
+    _start(source, output, root_rank, name, process_set, background=False).wait()
     return output
+
+
+def _start(
+    source: Tensor,
+    output: Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    background: bool = True,
+) -> Request:
+    """Enqueue a broadcast; without `background` the caller waits at once."""
+    collective = Collective(Kind.BROADCAST, name, set_id(process_set), root_rank=root_rank)
+    return runtime.submit(collective, [source], [output], background=background)

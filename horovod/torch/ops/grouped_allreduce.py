@@ -16,6 +16,7 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.util import resolve_reduce_op
 from horovod.engine.arguments import check_group
+from horovod.engine.collective import Reduction
 from horovod.torch.compression import Compression, Compressor, eight_bit_type
 from horovod.torch.ops import handles, operators
 from horovod.torch.ops.allreduce import reduce_into_new, start, start_in_place
@@ -59,22 +60,15 @@ def grouped_allreduce(
     Examples:
         >>> mean_loss, mean_accuracy = hvd.grouped_allreduce([loss, accuracy], name="metrics")
     """
-    op = resolve_reduce_op(op, average)
+    reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
     tensors = check_group(tensors)
     wire = eight_bit_type(compression, tensors)
     if wire is not None:
-        factors = prescale_factor, postscale_factor
-        request = start(tensors, name, op, *factors, process_set, background=False, wire=wire)
-        return list(request.wait())
+        reduction = reduction._replace(wire=wire)
+        return list(start(tensors, name, reduction, process_set, background=False).wait())
     compressed = [compression.compress(tensor) for tensor in tensors]
-    reduced = _grouped_allreduce(
-        [tensor for tensor, _ in compressed],
-        name,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-    )
+    sent = [tensor for tensor, _ in compressed]
+    reduced = _grouped_allreduce(sent, name, reduction, process_set)
     return [
         compression.decompress(tensor, context)
         for tensor, (_, context) in zip(reduced, compressed, strict=True)
@@ -96,8 +90,8 @@ def grouped_allreduce_async(
     `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
     are those of `grouped_allreduce`. `synchronize` gives a tuple of the results.
     """
-    op = resolve_reduce_op(op, average)
-    request = start(check_group(tensors), name, op, prescale_factor, postscale_factor, process_set)
+    reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
+    request = start(check_group(tensors), name, reduction, process_set)
     return handles.hand_out(request, tuple)
 
 
@@ -115,13 +109,12 @@ def grouped_allreduce_(
     `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
     are those of `grouped_allreduce`, and so are the errors.
     """
-    op = resolve_reduce_op(op, average)
+    reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
     tensors = check_group(tensors)
-    arguments = name, op, prescale_factor, postscale_factor, process_set
     if is_compiling():
-        operators.allreduce_(tensors, *arguments)
+        operators.allreduce_(tensors, name, reduction, process_set)
         return tuple(tensors)
-    request, finish = start_in_place(tensors, *arguments, background=False)
+    request, finish = start_in_place(tensors, name, reduction, process_set, background=False)
     return finish(request.wait())
 
 
@@ -140,10 +133,8 @@ def grouped_allreduce_async_(
     `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
     are those of `grouped_allreduce`. Leave the tensors alone until they are synchronised.
     """
-    op = resolve_reduce_op(op, average)
-    request, finish = start_in_place(
-        check_group(tensors), name, op, prescale_factor, postscale_factor, process_set
-    )
+    reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
+    request, finish = start_in_place(check_group(tensors), name, reduction, process_set)
     return handles.hand_out(request, finish)
 
 
@@ -160,15 +151,14 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
         process_set: ProcessSet,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        op = resolve_reduce_op(op, average)
-        factors = prescale_factor, postscale_factor
-        return tuple(reduce_into_new(tensors, name, op, *factors, process_set))
+        reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
+        return tuple(reduce_into_new(tensors, name, reduction, process_set))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         average, name, op, prescale_factor, postscale_factor, process_set, *tensors = inputs
-        op = resolve_reduce_op(op, average)
-        ctx.arguments = backward_name(name), op, prescale_factor, postscale_factor, process_set
+        reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
+        ctx.arguments = backward_name(name), reduction, process_set
         ctx.differentiable = [is_differentiable(tensor) for tensor in tensors]
 
     @staticmethod
@@ -184,19 +174,14 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
 
 
 def _grouped_allreduce(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: ReduceOp,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
+    tensors: Sequence[Tensor], name: str | None, reduction: Reduction, process_set: ProcessSet
 ) -> Sequence[Tensor]:
     reduced: Sequence[Tensor]
     if needs_gradient(*tensors):
+        op, prescale_factor, postscale_factor, _ = reduction
         reduced = HorovodGroupedAllreduce.apply(  # type: ignore[no-untyped-call]
             None, name, op, prescale_factor, postscale_factor, process_set, *tensors
         )
     else:
-        arguments = name, op, prescale_factor, postscale_factor, process_set
-        reduced = reduce_into_new(tensors, *arguments)
+        reduced = reduce_into_new(tensors, name, reduction, process_set)
     return reduced

@@ -8,19 +8,20 @@ fake form may not look at the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from horovod.common.reduce_op import Adasum, Average, ReduceOp
+from horovod.common.reduce_op import Average, ReduceOp
 from horovod.engine.arguments import (
     check_splits,
     check_writable,
     movement_input,
-    reduction_input,
+    reduction_inputs,
     write_back,
 )
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 from horovod.engine.submission import check_scattered
 
@@ -73,25 +74,13 @@ def _allreduce(
     postscale_factor: float,
     process_set: int,
 ) -> None:
-    chosen = ReduceOp(op)
+    reduction = Reduction(ReduceOp(op), prescale_factor, postscale_factor)
     if len(tensors) == 1 and tensors[0].nbytes <= _SMALL and name in runtime.prepared:
         (output,) = outputs
         output.copy_(tensors[0])
-        if _reduce_again(output, name, chosen, prescale_factor, postscale_factor, process_set):
+        if _reduce_again(output, name, reduction, process_set):
             return
-    scaled = prescale_factor != 1.0 or postscale_factor != 1.0
-    sources = [reduction_input(tensor, chosen, scaled) for tensor in tensors]
-    _check_adasum(chosen, process_set)
-    runtime.allreduce(
-        sources,
-        outputs,
-        name,
-        chosen,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set_id=process_set,
-        background=False,
-    ).wait()
+    _reduce(reduction_inputs(tensors, reduction), outputs, name, reduction, process_set)
 
 
 def _allreduce_in_place(
@@ -103,41 +92,44 @@ def _allreduce_in_place(
     postscale_factor: float,
     process_set: int,
 ) -> None:
-    chosen = ReduceOp(op)
-    factors = prescale_factor, postscale_factor
-    if len(tensors) == 1 and _reduce_again(tensors[0], name, chosen, *factors, process_set):
+    reduction = Reduction(ReduceOp(op), prescale_factor, postscale_factor)
+    if len(tensors) == 1 and _reduce_again(tensors[0], name, reduction, process_set):
         return
-    scaled = prescale_factor != 1.0 or postscale_factor != 1.0
-    buffers = [reduction_input(tensor, chosen, scaled) for tensor in tensors]
+    buffers = reduction_inputs(tensors, reduction)
     for tensor, buffer in zip(tensors, buffers, strict=True):
         if buffer is not tensor:
             check_writable(tensor)
-    _allreduce(buffers, buffers, order, name, op, *factors, process_set)
+    _reduce(buffers, buffers, name, reduction, process_set)
     for tensor, buffer in zip(tensors, buffers, strict=True):
         if buffer is not tensor:
             write_back(tensor, buffer)
 
 
-def _reduce_again(
-    tensor: Tensor,
+def _reduce(
+    sources: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     name: str | None,
-    op: ReduceOp,
-    prescale_factor: float,
-    postscale_factor: float,
+    reduction: Reduction,
     process_set: int,
-) -> bool:
+) -> None:
+    collective = Collective(Kind.ALLREDUCE, name, process_set, reduction)
+    runtime.submit(collective, sources, outputs, background=False).wait()
+
+
+def _reduce_again(tensor: Tensor, name: str | None, reduction: Reduction, process_set: int) -> bool:
     """Reduce a tensor in place the shortest way, if one like it went before under this name."""
     prepared = runtime.prepared.get(name)
-    if prepared is None or prescale_factor != 1.0:
+    if prepared is None or reduction.prescale_factor != 1.0:
         return False
-    return prepared.reduce(tensor, op, postscale_factor, process_set)
+    return prepared.reduce(tensor, reduction.op, reduction.postscale_factor, process_set)
 
 
 def _allgather_rows(
     tensor: Tensor, order: Tensor, ranks: int, name: str | None, process_set: int
 ) -> Tensor:
     mine = torch.tensor([movement_input(tensor).shape[0]])
-    (rows,) = runtime.allgather([mine], name, process_set_id=process_set, background=False).wait()
+    collective = Collective(Kind.ALLGATHER, name, process_set)
+    (rows,) = runtime.submit(collective, [mine], background=False).wait()
     return _not_an_alias(rows, mine)
 
 
@@ -148,8 +140,8 @@ def _total_rows(rows: Tensor) -> int:
 def _allgather(
     tensor: Tensor, output: Tensor, order: Tensor, name: str | None, process_set: int
 ) -> None:
-    source = movement_input(tensor)
-    request = runtime.allgather([source], name, process_set_id=process_set, background=False)
+    collective = Collective(Kind.ALLGATHER, name, process_set)
+    request = runtime.submit(collective, [movement_input(tensor)], background=False)
     output.copy_(request.wait()[0])
 
 
@@ -172,10 +164,8 @@ def _broadcast(
     name: str | None,
     process_set: int,
 ) -> None:
-    source = movement_input(tensor)
-    runtime.broadcast(
-        source, output, root_rank, name, process_set_id=process_set, background=False
-    ).wait()
+    collective = Collective(Kind.BROADCAST, name, process_set, root_rank=root_rank)
+    runtime.submit(collective, [movement_input(tensor)], [output], background=False).wait()
 
 
 def _broadcast_in_place(
@@ -201,13 +191,12 @@ def _alltoall_rows(
         share, left = divmod(tensor.shape[0], ranks)
         if left:
             raise ValueError(f"{tensor.shape[0]} rows cannot be divided equally by {ranks} ranks")
-        sent = [share] * ranks
+        sent = (share,) * ranks
     else:
         sent = check_splits(splits)
     mine = torch.tensor(sent, dtype=torch.int32)
-    counts, _ = runtime.alltoall(
-        mine, None, name, process_set_id=process_set, background=False
-    ).wait()
+    collective = Collective(Kind.ALLTOALL, name, process_set)
+    counts, _ = runtime.submit(collective, [mine], background=False).wait()
     return _not_an_alias(counts.to("cpu" if splits is None else splits.device), mine)
 
 
@@ -219,10 +208,18 @@ def _alltoall(
     name: str | None,
     process_set: int,
 ) -> None:
-    source = movement_input(tensor)
-    rows = (None if splits is None else check_splits(splits)) or None
-    request = runtime.alltoall(source, rows, name, process_set_id=process_set, background=False)
-    output.copy_(request.wait()[0])
+    rows = None if splits is None else check_splits(splits)
+    output.copy_(_exchange(tensor, rows, name, process_set))
+
+
+def _exchange(
+    tensor: Tensor, splits: tuple[int, ...] | None, name: str | None, process_set: int
+) -> Tensor:
+    collective = Collective(Kind.ALLTOALL, name, process_set, splits=splits)
+    received: Tensor = runtime.submit(
+        collective, [movement_input(tensor)], background=False
+    ).wait()[0]
+    return received
 
 
 def _alltoall_gradient(
@@ -233,10 +230,7 @@ def _alltoall_gradient(
     name: str | None,
     process_set: int,
 ) -> None:
-    source, splits = movement_input(gradient), check_splits(received)
-    returned, _ = runtime.alltoall(
-        source, splits, name, process_set_id=process_set, background=False
-    ).wait()
+    returned = _exchange(gradient, check_splits(received), name, process_set)
     output[: returned.shape[0]] = returned
     output[returned.shape[0] :] = 0  # rows that were sent to nobody
 
@@ -251,29 +245,17 @@ def _reducescatter(
     postscale_factor: float,
     process_set: int,
 ) -> None:
-    chosen = ReduceOp(op)
-    check_scattered(chosen)
-    scaled = prescale_factor != 1.0 or postscale_factor != 1.0
-    reduced = runtime.reducescatter(
-        [reduction_input(tensor, chosen, scaled) for tensor in tensors],
-        name,
-        chosen,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set_id=process_set,
-        background=False,
-    ).wait()
+    reduction = Reduction(ReduceOp(op), prescale_factor, postscale_factor)
+    check_scattered(reduction.op)
+    collective = Collective(Kind.REDUCESCATTER, name, process_set, reduction)
+    sources = reduction_inputs(tensors, reduction)
+    reduced = runtime.submit(collective, sources, background=False).wait()
     for output, mine in zip(outputs, reduced, strict=True):
         output.copy_(mine)
 
 
 def _barrier(order: Tensor, process_set: int) -> None:
     runtime.barrier(process_set, background=False).wait()
-
-
-def _check_adasum(op: ReduceOp, process_set: int) -> None:
-    if op is Adasum and process_set != 0:
-        raise NotImplementedError("Adasum works on the global process set only")
 
 
 def _not_an_alias(result: Tensor, source: Tensor) -> Tensor:

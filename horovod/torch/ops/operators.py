@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import torch
 
 from horovod.common.process_sets import ProcessSet
-from horovod.common.reduce_op import ReduceOp
 from horovod.engine.arguments import unregistered
+from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
 from horovod.torch.ops.operator_kernels import rows_name
 
@@ -35,39 +35,26 @@ _order = torch.zeros(0)  # what all operators claim to change; see above
 def allreduce(
     tensors: Sequence[Tensor],
     name: str | None,
-    op: ReduceOp,
-    prescale_factor: float,
-    postscale_factor: float,
+    reduction: Reduction,
     process_set: ProcessSet,
 ) -> list[Tensor]:
     """Reduce tensors as one operation into new ones."""
     outputs = [_like(tensor) for tensor in tensors]
-    torch.ops.horovod.allreduce(
-        tensors,
-        outputs,
-        _order,
-        name,
-        int(op),
-        prescale_factor,
-        postscale_factor,
-        _number(process_set),
-    )
+    op, *factors, _ = reduction
+    number = _number(process_set)
+    torch.ops.horovod.allreduce(tensors, outputs, _order, name, int(op), *factors, number)
     return outputs
 
 
 def allreduce_(
     tensors: Sequence[Tensor],
     name: str | None,
-    op: ReduceOp,
-    prescale_factor: float,
-    postscale_factor: float,
+    reduction: Reduction,
     process_set: ProcessSet,
 ) -> None:
     """Reduce tensors as one operation in place."""
-    number = _number(process_set)
-    torch.ops.horovod.allreduce_(
-        tensors, _order, name, int(op), prescale_factor, postscale_factor, number
-    )
+    op, *factors, _ = reduction
+    torch.ops.horovod.allreduce_(tensors, _order, name, int(op), *factors, _number(process_set))
 
 
 def allgather(tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
@@ -126,10 +113,8 @@ def alltoall_gradient(
 def reducescatter(
     tensors: Sequence[Tensor],
     name: str | None,
-    op: ReduceOp,
+    reduction: Reduction,
     process_set: ProcessSet,
-    prescale_factor: float,
-    postscale_factor: float,
 ) -> list[Tensor]:
     """Reduce tensors as one operation, and return this rank's rows of each."""
     number = _number(process_set)
@@ -140,7 +125,7 @@ def reducescatter(
         if group.rank < tensor.shape[0] % group.size:  # the first ranks get what is left over
             rows += 1
         outputs.append(tensor.new_empty((rows, *tensor.shape[1:])))
-    factors = prescale_factor, postscale_factor
+    op, *factors, _ = reduction
     torch.ops.horovod.reducescatter(tensors, outputs, _order, name, int(op), *factors, number)
     return outputs
 

@@ -16,7 +16,8 @@ from torch.compiler import is_compiling
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.common.util import resolve_reduce_op
-from horovod.engine.arguments import check_group, reduction_input, set_id, set_size
+from horovod.engine.arguments import check_group, reduction_inputs, set_id, set_size
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.engine.submission import check_scattered
@@ -81,7 +82,8 @@ def reducescatter_async(
     `name`, `op`, `process_set`, `prescale_factor` and `postscale_factor` are those of
     `reducescatter`.
     """
-    request = _start([tensor], name, op, process_set, prescale_factor, postscale_factor)
+    reduction = Reduction(resolve_reduce_op(op, None), prescale_factor, postscale_factor)
+    request = _start([tensor], name, reduction, process_set)
     return handles.hand_out(request, handles.first)
 
 
@@ -139,7 +141,8 @@ def grouped_reducescatter_async(
     `name`, `op`, `process_set`, `prescale_factor` and `postscale_factor` are those of
     `grouped_reducescatter`.
     """
-    request = _start(check_group(tensors), name, op, process_set, prescale_factor, postscale_factor)
+    reduction = Reduction(resolve_reduce_op(op, None), prescale_factor, postscale_factor)
+    request = _start(check_group(tensors), name, reduction, process_set)
     return handles.hand_out(request, tuple)
 
 
@@ -217,10 +220,10 @@ def _scatter(
     postscale_factor: float,
 ) -> Sequence[Tensor]:
     """Reduce tensors as one operation, and wait for this rank's rows of each."""
-    arguments = process_set, prescale_factor, postscale_factor
+    reduction = Reduction(resolve_reduce_op(op, None), prescale_factor, postscale_factor)
     if is_compiling():
-        return operators.reducescatter(tensors, name, resolve_reduce_op(op, None), *arguments)
-    reduced: Sequence[Tensor] = _start(tensors, name, op, *arguments, background=False).wait()
+        return operators.reducescatter(tensors, name, reduction, process_set)
+    reduced: Sequence[Tensor] = _start(tensors, name, reduction, process_set, False).wait()
     return reduced
 
 
@@ -235,23 +238,12 @@ def _gradient_factor(
 def _start(
     tensors: Sequence[Tensor],
     name: str | None,
-    op: ReduceOp,
+    reduction: Reduction,
     process_set: ProcessSet,
-    prescale_factor: float,
-    postscale_factor: float,
     background: bool = True,
 ) -> Request:
     """Enqueue a reducescatter of a group; without `background` the caller waits at once."""
-    op = resolve_reduce_op(op, None)
-    check_scattered(op)  # before the tensors, for which it may not even be defined
-    scaled = prescale_factor != 1.0 or postscale_factor != 1.0
-    sources = [reduction_input(tensor, op, scaled) for tensor in tensors]
-    return runtime.reducescatter(
-        sources,
-        name,
-        op,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set_id=set_id(process_set),
-        background=background,
-    )
+    check_scattered(reduction.op)  # before the tensors, for which it may not even be defined
+    sources = reduction_inputs(tensors, reduction)
+    collective = Collective(Kind.REDUCESCATTER, name, set_id(process_set), reduction)
+    return runtime.submit(collective, sources, background=background)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from horovod.common.reduce_op import Adasum, Max
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.reducer import Reducer
@@ -55,9 +56,10 @@ class AdasumOptimizer(ReducingOptimizer):
             alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
             for tensor, _ in sent:
                 alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-            for place, tensors in enumerate(alike.values()):
-                name = f"AdasumOptimizer.{place}"
-                runtime.allreduce(tensors, tensors, name, Adasum, background=False).wait()
+            for index, tensors in enumerate(alike.values()):
+                name, reduction = f"AdasumOptimizer.{index}", Reduction(Adasum)
+                collective = Collective(Kind.ALLREDUCE, name, reduction=reduction)
+                runtime.submit(collective, tensors, tensors, background=False).wait()
             for param, start, (tensor, context) in zip(params, starts, sent, strict=True):
                 param.copy_(start + self._compression.decompress(tensor, context))
         runtime.statistics.end_step(buckets=len(alike))

@@ -24,6 +24,7 @@ from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.reducer import GradientReducer
 from horovod.torch.ops.untraced import untraced
 from horovod.torch.optimizers.delayed_update import DelayedUpdates, Options
+from horovod.torch.optimizers.options import OptimizerOptions
 from horovod.torch.optimizers.pending import is_pending, lock
 from horovod.torch.optimizers.reducing import GradientCountdown, ReducingOptimizer
 from horovod.torch.optimizers.sliced_update import Slice
@@ -39,11 +40,12 @@ class DelayingOptimizer(ReducingOptimizer):
     _updates: DelayedUpdates | None = None
 
     def _configure(
-        self, arguments: dict[str, Any], named: list[Named], groups: list[list[Named]] | None
+        self, options: OptimizerOptions, named: list[Named], groups: list[list[Named]] | None
     ) -> None:
         self._finish_updates()
-        super()._configure(arguments, named, groups)
-        model: torch.nn.Module = arguments["overlap_forward"]
+        super()._configure(options, named, groups)
+        model = options.overlap_forward
+        assert model is not None
         # A class of the user's own may have a reason; such a parameter is updated in step().
         self._in_model = {param for param in model.parameters() if type(param) is Parameter}
         self._updates = DelayedUpdates(self._step_on) if self._reducer is not None else None

@@ -9,6 +9,7 @@ import torch
 from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Average
 from horovod.engine.arguments import set_id
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 from horovod.torch.compression import Compressor, NoneCompressor, is_eight_bit, wire_type_of
 from horovod.torch.gradients.buckets import Named
@@ -39,7 +40,8 @@ class Exchanger:
     def require_all(self, name: str, background: bool) -> Wait:
         """Begin to make sure that no rank has joined, for nobody can stand in for it."""
         number = set_id(self._process_set)
-        return runtime.require_all(name, _ALL_MUST_STEP, number, background).wait
+        collective = Collective(Kind.REQUIRE_ALL, name, number, reason=_ALL_MUST_STEP)
+        return runtime.submit(collective, background=background).wait
 
     def start(self, name: str, members: Sequence[Named], flat: Tensor, background: bool) -> Wait:
         """Begin to average `flat`, the outer gradients of `members` end to end, in place.
@@ -76,15 +78,9 @@ class Exchanger:
         wire: torch.dtype | None = None,
     ) -> Wait:
         """Begin to average tensors of one device in place, which travel between hosts as `wire`."""
-        return runtime.allreduce(
-            tensors,
-            tensors,
-            name,
-            Average,
-            process_set_id=set_id(self._process_set),
-            background=background,
-            wire=wire,
-        ).wait
+        reduction = Reduction(Average, wire=wire)
+        collective = Collective(Kind.ALLREDUCE, name, set_id(self._process_set), reduction)
+        return runtime.submit(collective, tensors, tensors, background=background).wait
 
     def _start_hook(
         self, hook: CommunicationHook, name: str, members: Sequence[Named], flat: Tensor
@@ -95,7 +91,7 @@ class Exchanger:
                 [name for name, _ in members],
                 [param.shape for _, param in members],
                 torch.split(flat, [param.numel() for _, param in members]),
-                Average,
+                Reduction(Average),
                 self._process_set,
             )
         )

@@ -29,7 +29,8 @@ from horovod.torch.ops.untraced import untraced
 from horovod.torch.optimizers.checks import takes_part
 from horovod.torch.optimizers.exchanger import Exchanger
 from horovod.torch.optimizers.fragments import Fragment, make_fragments
-from horovod.torch.optimizers.local_steps import HOST, LocalSteps, set_of_this_host
+from horovod.torch.optimizers.local_steps import HOST, set_of_this_host
+from horovod.torch.optimizers.options import OptimizerOptions
 from horovod.torch.optimizers.outer import AVERAGING
 from horovod.torch.optimizers.reducing import ReducingOptimizer
 
@@ -47,17 +48,17 @@ class LocalStepsOptimizer(ReducingOptimizer):
     _num_steps = 0  # taken so far, those of the warm-up included
 
     def _configure(
-        self, arguments: dict[str, Any], named: list[Named], groups: list[list[Named]] | None
+        self, options: OptimizerOptions, named: list[Named], groups: list[list[Named]] | None
     ) -> None:
         before = self._shown_progress() if self._fragments else self._progress
-        self._chosen: LocalSteps = arguments["local_steps"]
+        self._chosen = options.local_steps
         within = self._chosen.within
         self._within = set_of_this_host() if within == HOST else within
         self._name = ""
         self._agreed_in: Topology | None = None  # the job whose ranks have agreed on the name
         chosen = self._chosen
         self._fragments = make_fragments(named, chosen.fragments, chosen.steps)
-        super()._configure(arguments, named, groups)
+        super()._configure(options, named, groups)
         self._exchanger: Exchanger | None = None
         if takes_part(self.process_set):
             hook = self._communication_hook

@@ -7,7 +7,7 @@ Made by `horovod.torch.optimizer`, checked by all ranks together
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
@@ -21,7 +21,10 @@ from horovod.torch.gradients.dtensors import is_dtensor
 from horovod.torch.ops.objects import allgather_object
 from horovod.torch.optimizers.outer import AVERAGING, OuterSGD
 
-HOST = "host"  # for `within`: the ranks of a host are a cluster
+if TYPE_CHECKING:  # it contains a `LocalSteps`
+    from horovod.torch.optimizers.options import OptimizerOptions
+
+HOST: Final = "host"  # for `within`: the ranks of a host are a cluster
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,9 @@ class LocalSteps:
         return {name: str(value) for name, value in shown.items()}
 
 
-def check_local_steps(arguments: dict[str, Any], named: list[Named]) -> None:
+def check_local_steps(options: OptimizerOptions, named: list[Named]) -> None:
     """Refuse local steps that make no sense, or do not go with another argument."""
-    chosen: LocalSteps = arguments["local_steps"]
+    chosen = options.local_steps
     if chosen.local_steps is None:
         for field in fields(chosen):
             if getattr(chosen, field.name) != field.default:
@@ -73,7 +76,7 @@ def check_local_steps(arguments: dict[str, Any], named: list[Named]) -> None:
         return
     _check_numbers(chosen)
     _check_kinds(chosen)
-    _check_other_arguments(chosen, arguments)
+    _check_other_arguments(chosen, options)
     for name, param in named:
         if is_dtensor(param):
             raise ValueError(
@@ -145,22 +148,22 @@ def _check_kinds(chosen: LocalSteps) -> None:
             )
 
 
-def _check_other_arguments(chosen: LocalSteps, arguments: dict[str, Any]) -> None:
-    if chosen.within == HOST and arguments["process_set"] is not global_process_set:
+def _check_other_arguments(chosen: LocalSteps, options: OptimizerOptions) -> None:
+    if chosen.within == HOST and options.process_set is not global_process_set:
         raise ValueError('within="host" works with all ranks: leave process_set out')
-    if arguments["op"] != Average:
+    if options.op != Average:
         raise ValueError("local_steps averages models: leave op at hvd.Average")
-    if arguments["shard_state"]:
+    if options.shard_state:
         raise ValueError(
             "local_steps does not go with shard_state, with which no rank can step alone: leave "
             "one of them out"
         )
-    if arguments["overlap_forward"] is not None:
+    if options.overlap_forward is not None:
         raise ValueError(
             "local_steps does not go with overlap_forward, which hides the time of gradients that "
             "are not sent here: leave overlap_forward out, and use delay"
         )
-    if arguments["communication_hook"] is not None and (chosen.warmup_steps or chosen.within):
+    if options.communication_hook is not None and (chosen.warmup_steps or chosen.within):
         raise ValueError(
             "a communication_hook sends either gradients or what local steps exchange: leave it "
             "out, or warmup_steps and within"

@@ -15,31 +15,28 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from horovod.common import process_sets
+from horovod.common.optimizer_arguments import check_passes
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.common.reduce_op import ReduceOp
 from horovod.engine import capture
 from horovod.engine.runtime import runtime
-from horovod.torch.compression import Compressor, NoneCompressor, is_eight_bit, wire_type
+from horovod.torch.compression import NoneCompressor, is_eight_bit, wire_type
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.dtensors import with_local_shards
 from horovod.torch.gradients.reducer import GradientReducer, Reducer
 from horovod.torch.gradients.submission import BucketSubmitter
-from horovod.torch.hooks.base import CommunicationHook, eight_bit_hook
+from horovod.torch.hooks.base import eight_bit_hook
 from horovod.torch.ops.allreduce import allreduce
 from horovod.torch.ops.untraced import untraced
-from horovod.torch.optimizers.checks import (
-    check_arguments,
-    check_passes,
-    default_names,
-    takes_part,
-)
+from horovod.torch.optimizers.checks import check_options, default_names, takes_part
 from horovod.torch.optimizers.finite_check import FiniteCheck
 from horovod.torch.optimizers.grad_scaler import reduce_before_unscaling
+from horovod.torch.optimizers.options import OptimizerOptions
 from horovod.torch.optimizers.wrapping import new_optimizer, notify_scheduler, share_groups
 
 Parameter = torch.nn.Parameter
@@ -66,16 +63,16 @@ class ReducingOptimizer(torch.optim.Optimizer):
     _delays = False  # whether parameters are updated when they are next used, not in step()
 
     def _configure(
-        self, arguments: dict[str, Any], named: list[Named], groups: list[list[Named]] | None
+        self, options: OptimizerOptions, named: list[Named], groups: list[list[Named]] | None
     ) -> None:
-        self._arguments = {**arguments, "named_parameters": None}  # the names are kept below
-        self.backward_passes_per_step: int = arguments["backward_passes_per_step"]
-        self.op: ReduceOp = arguments["op"]
-        self.gradient_predivide_factor: float = arguments["gradient_predivide_factor"]
-        self.sparse_as_dense: bool = arguments["sparse_as_dense"]
-        self.process_set: ProcessSet = arguments["process_set"]
-        self._compression: type[Compressor] = arguments["compression"]
-        self._communication_hook: CommunicationHook | None = arguments["communication_hook"]
+        self._options = replace(options, named_parameters=None)  # the names are kept below
+        self.backward_passes_per_step = options.backward_passes_per_step
+        self.op = options.op
+        self.gradient_predivide_factor = options.gradient_predivide_factor
+        self.sparse_as_dense = options.sparse_as_dense
+        self.process_set = options.process_set
+        self._compression = options.compression
+        self._communication_hook = options.communication_hook
         if self._communication_hook is not None:
             self._communication_hook.serve(self)
         elif is_eight_bit(self._compression) and wire_type(self._compression, named) is None:
@@ -120,11 +117,11 @@ class ReducingOptimizer(torch.optim.Optimizer):
             named,
             compression=self._compression,
             op=self.op,
-            predivide=self.gradient_predivide_factor,
+            gradient_predivide_factor=self.gradient_predivide_factor,
             sparse_as_dense=self.sparse_as_dense,
             process_set=self._together,
             hook=self._communication_hook,
-            alone=self._delays,
+            is_exclusive=self._delays,
         )
         return GradientReducer(named, groups, submitter)
 
@@ -171,7 +168,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         """Accumulate gradients over `passes` backward passes from now on."""
         check_passes(passes)
         self.backward_passes_per_step = passes
-        self._arguments["backward_passes_per_step"] = passes
+        self._options = replace(self._options, backward_passes_per_step=passes)
         self._reset_passes()
 
     def _reset_passes(self) -> None:
@@ -317,21 +314,21 @@ class ReducingOptimizer(torch.optim.Optimizer):
         except Exception as error:  # the other ranks must hear of it
             problem = error
         named = _pairs(self._parameter_names) + default_names(self.param_groups, first=count)
-        arguments = {**self._arguments, "named_parameters": named}
+        options = replace(self._options, named_parameters=named)
         try:
-            checked = check_arguments(self, arguments, problem)
+            checked = check_options(self, options, problem)
         except BaseException:
             del self.param_groups[count:]
             raise
         self._remove_hooks()
-        self._configure(arguments, *checked)
+        self._configure(options, *checked)
 
     def _restart(self) -> None:
         """Begin anew among other ranks than before; gradients from before count for nothing."""
         self._remove_hooks()
         super().zero_grad(set_to_none=True)
-        arguments = {**self._arguments, "named_parameters": _pairs(self._parameter_names)}
-        self._configure(arguments, *check_arguments(self, arguments, agree=False))
+        options = replace(self._options, named_parameters=_pairs(self._parameter_names))
+        self._configure(options, *check_options(self, options, agree=False))
 
     def load_state_dict(self, state_dict: Any) -> None:
         if self._reducer is not None:
@@ -346,14 +343,11 @@ class ReducingOptimizer(torch.optim.Optimizer):
     def __reduce__(self) -> Any:
         """For pickle and deepcopy."""
         mixin, base = type(self).__bases__
-        chosen = self.process_set
-        arguments = {
-            **self._arguments,
-            "named_parameters": _pairs(self._parameter_names),
-            "process_set": 0 if chosen is global_process_set else chosen.process_set_id,
-        }
+        options = {**vars(self._options), "named_parameters": _pairs(self._parameter_names)}
+        chosen = options.pop("process_set")  # which another process has, too, and not a copy of
+        number = 0 if chosen is global_process_set else chosen.process_set_id
         own = {key: self.__dict__[key] for key in self._kept}
-        return _rebuild, (base, mixin, own, arguments)
+        return _rebuild, (base, mixin, own, options, number)
 
 
 _optimizers: weakref.WeakSet[ReducingOptimizer] = weakref.WeakSet()
@@ -366,15 +360,19 @@ def restart_optimizers() -> None:
 
 
 def _rebuild(
-    base: Any, mixin: type[ReducingOptimizer], state: Any, arguments: dict[str, Any]
+    base: Any,
+    mixin: type[ReducingOptimizer],
+    state: Any,
+    options: dict[str, Any],
+    process_set_id: int | None,
 ) -> Any:
     """Unpickle. All ranks need not do so together, so nothing is checked among them."""
     base.__new__(base)._patch_step_function()  # as if one had been made here before: step hooks run
     optimizer = new_optimizer(base, mixin)
     optimizer.__setstate__(state)
     optimizer._original = _no_original
-    arguments = {**arguments, "process_set": _process_set(arguments["process_set"])}
-    optimizer._configure(arguments, *check_arguments(optimizer, arguments, agree=False))
+    chosen = OptimizerOptions(**options, process_set=_process_set(process_set_id))
+    optimizer._configure(chosen, *check_options(optimizer, chosen, agree=False))
     return optimizer
 
 

@@ -36,11 +36,13 @@ import torch
 
 from horovod.common.process_sets import global_process_set
 from horovod.engine.arguments import set_id
+from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.layouts import in_memory_order
 from horovod.torch.ops.objects import broadcast_object
 from horovod.torch.ops.untraced import untraced
+from horovod.torch.optimizers.options import OptimizerOptions
 from horovod.torch.optimizers.reducing import ReducingOptimizer
 from horovod.torch.optimizers.shards import Shards
 from horovod.torch.optimizers.update_kinds import UpdateKind, kind_of
@@ -63,9 +65,9 @@ class ShardedOptimizer(ReducingOptimizer):
     _cut_for: tuple[int | None, int | None] | None = None  # rank and size in the process set
 
     def _configure(
-        self, arguments: dict[str, Any], named: list[Named], groups: list[list[Named]] | None
+        self, options: OptimizerOptions, named: list[Named], groups: list[list[Named]] | None
     ) -> None:
-        super()._configure(arguments, named, groups)
+        super()._configure(options, named, groups)
         # The state of all parameters, while this rank happens to know it: after loading or
         # consolidating it, until the next step.
         self._complete: State | None = None
@@ -99,7 +101,8 @@ class ShardedOptimizer(ReducingOptimizer):
                 loss = evaluate()
         # Raises if a rank has joined, on all ranks and before anything is changed.
         name, number = f"{self._name}.step", set_id(self.process_set)
-        runtime.require_all(name, _ALL_MUST_STEP, number, background=False).wait()
+        collective = Collective(Kind.REQUIRE_ALL, name, number, reason=_ALL_MUST_STEP)
+        runtime.submit(collective, background=False).wait()
         self._step_on_slices()
         return loss
 
@@ -193,7 +196,7 @@ class ShardedOptimizer(ReducingOptimizer):
         payloads = [b""] * shards.size
         payloads[ranks.index(to)] = _packed(mine)
         parts = self._exchange(payloads)
-        if ranks[shards.place] == to:
+        if ranks[shards.rank] == to:
             self._complete = self._assembled([pickle.loads(part) for part in parts])
 
     def _assembled(self, parts: Sequence[Mapping[int, Mapping[str, Any]]]) -> State:
@@ -276,12 +279,12 @@ class ShardedOptimizer(ReducingOptimizer):
         sliced = {places[param]: entries for param, entries in self._slices_of_state().items()}
         if has_all:
             payloads = [b""] * shards.size
-            if shards.place == root_rank:
+            if shards.rank == root_rank:
                 payloads = [_packed(part) for part in self._parts(places)]
             sliced = pickle.loads(self._exchange(payloads)[root_rank])
         super().load_state_dict({"state": sliced, "param_groups": groups})
         self._keep(self.state)
-        if shards.place != root_rank:
+        if shards.rank != root_rank:
             self._complete = None
 
     def _parts(self, places: Mapping[torch.Tensor, int]) -> list[dict[int, dict[str, Any]]]:
@@ -302,20 +305,16 @@ class ShardedOptimizer(ReducingOptimizer):
     def _exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
         """Send everybody its payload; those that the ranks sent to us."""
         sent = torch.frombuffer(bytearray().join(payloads) or bytearray(1), dtype=torch.uint8)
-        sizes = [len(payload) for payload in payloads]
-        received, counts = runtime.alltoall(
-            sent[: sum(sizes)],
-            sizes,
-            "ShardedOptimizer.state",
-            process_set_id=set_id(self.process_set),
-            background=False,
-        ).wait()
+        sizes = tuple(len(payload) for payload in payloads)
+        number = set_id(self.process_set)
+        collective = Collective(Kind.ALLTOALL, "ShardedOptimizer.state", number, splits=sizes)
+        received, counts = runtime.submit(collective, [sent[: sum(sizes)]], background=False).wait()
         return [part.numpy().tobytes() for part in received.split(counts)]
 
     def __reduce__(self) -> Any:
-        rebuild, (base, mixin, state, arguments) = super().__reduce__()
+        rebuild, (base, mixin, state, *rest) = super().__reduce__()
         state = {**state, "state": self._slices_of_state(), "_cut_for": self._cut_for}
-        return rebuild, (base, mixin, state, arguments)
+        return rebuild, (base, mixin, state, *rest)
 
 
 def _members(groups: Sequence[Mapping[str, Any]]) -> list[Any]:

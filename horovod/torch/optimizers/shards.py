@@ -17,12 +17,13 @@ import torch
 
 from horovod.common.process_sets import ProcessSet
 from horovod.engine.arguments import set_id
+from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 from horovod.torch.gradients.layouts import in_memory_order
 
 # Elements, counted from the parameter's first, at whose multiples a parameter may be cut. Kernels
 # work on whole vectors and do the rest element by element, rounding differently at times; so an
-# element must stay in the place that it has in the uncut parameter.
+# element must keep the position that it has in the uncut parameter.
 GRAIN = 64
 PACK_BELOW = 32 * 1024  # bytes from which a slice is better sent from where it is
 
@@ -104,10 +105,10 @@ class Shards:
     def __init__(
         self, groups: Sequence[dict[str, Any]], process_set: ProcessSet, whole: bool = False
     ) -> None:
-        place, ranks = process_set.rank(), process_set.ranks
-        assert place is not None
+        rank, ranks = process_set.rank(), process_set.ranks
+        assert rank is not None
         assert ranks is not None
-        self.place, self.size = place, len(ranks)
+        self.rank, self.size = rank, len(ranks)
         self._ranks = ranks
         self._process_set = process_set
         # Each group by itself, and each type in it, so that adding a group moves nothing and all
@@ -120,7 +121,7 @@ class Shards:
                 alike.setdefault((param.dtype, param.device), []).append(param)
             for params in alike.values():
                 self.slices += deal_out(params, loads) if whole else cut(params, self.size)
-        self.mine = {piece.param: piece for piece in self.slices if piece.owner == place}
+        self.mine = {piece.param: piece for piece in self.slices if piece.owner == rank}
         self._params = list(dict.fromkeys(piece.param for piece in self.slices))
         self._addresses: list[int] = []
         self.views: dict[Parameter, torch.Tensor] = {}  # of this rank's slices: updates go there
@@ -153,26 +154,17 @@ class Shards:
     def share(self, name: str) -> None:
         """Give everybody's slices to all. Large ones are sent and received in place."""
         number = set_id(self._process_set)
-        requests = [
-            runtime.broadcast(
-                memory,
-                memory,
-                self._ranks[owner],
-                f"{name}.{place}",
-                process_set_id=number,
-                background=False,
-            )
-            for place, (memory, owner) in enumerate(self._large)
-        ]
+        requests = []
+        for index, (memory, owner) in enumerate(self._large):
+            root_rank = self._ranks[owner]
+            sent = Collective(Kind.BROADCAST, f"{name}.{index}", number, root_rank=root_rank)
+            requests.append(runtime.submit(sent, [memory], [memory], background=False))
         gathered = []
-        for place, (device, by_owner) in enumerate(self._small.items()):
-            mine = by_owner[self.place]
+        for index, (device, by_owner) in enumerate(self._small.items()):
+            mine = by_owner[self.rank]
             packed = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device)
-            gathered.append(
-                runtime.allgather(
-                    [packed], f"{name}.small.{place}", process_set_id=number, background=False
-                )
-            )
+            collective = Collective(Kind.ALLGATHER, f"{name}.small.{index}", number)
+            gathered.append(runtime.submit(collective, [packed], background=False))
         for request in requests:
             request.wait()
         for request, by_owner in zip(gathered, self._small.values(), strict=True):

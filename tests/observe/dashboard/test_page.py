@@ -1,33 +1,27 @@
-"""The page's files: its colours are those of the timeline's report."""
+"""The page's files: one style sheet, of which every colour has a light and a dark form."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from horovod.observe.dashboard import page
-from horovod.observe.reports.styles import CSS
+from horovod.observe.reports.styles import style_sheet
 
-SAME = {
-    "page": "paper",
-    "panel": "card",
-    "text": "ink",
-    "faint": "quiet",
-    "line": "line",
-    "compute": "compute",
-    "wait": "wait",
-    "reduce": "reduction",
-    "bad": "late",
-}
+SOURCES = [Path(page.__file__).with_name(name) for name in ("page.html", "page.js", "charts.js")]
 
 
-def colours(css: str) -> list[dict[str, str]]:
-    """The variables of both schemes, light first."""
-    light, dark = re.findall(r":root \{(.*?)\}", css, re.DOTALL)[:2]
-    return [dict(re.findall(r"--([\w-]+): (#\w+)", block)) for block in (light, dark)]
+def test_every_colour_is_there_in_light_and_dark():
+    light, dark = re.findall(r":root \{(.*?)\}", style_sheet(), re.DOTALL)
+    named = [set(re.findall(r"--([\w-]+): #", block)) for block in (light, dark)]
+    assert named[0] == named[1]
+    used = set(re.findall(r"var\(--([\w-]+)\)", style_sheet()))
+    assert used <= named[0] | {"mono", "part"}
+    assert named[0] <= used, "a colour that nothing has"
 
 
-def test_what_a_step_is_made_of_has_the_colours_of_the_report():
-    for ours, theirs in zip(colours(page._sources()[1]), colours(CSS), strict=True):
-        assert {name: ours[name] for name in SAME} == {
-            name: theirs[other] for name, other in SAME.items()
-        }
+def test_colours_are_named_in_the_style_sheet_alone():
+    rest = style_sheet()[style_sheet().index("* { box-sizing") :]
+    report = Path(page.__file__).parents[1] / "reports"
+    for text in [rest, *(p.read_text() for p in [*SOURCES, *report.glob("*.py")])]:
+        assert re.findall(r"#[0-9a-f]{6}\b", text) == []

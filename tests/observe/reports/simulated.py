@@ -23,7 +23,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from horovod.observe.timeline.recording import Collective, Phase, Recording, TimeSpan
+from horovod.observe.timeline.recording import Phase, RecordedCollective, Recording, TimeSpan
 
 BUCKET = "allreduce.DistributedOptimizer.0.bucket 1 of 1 (b to a)"
 OPTIMIZER = "DistributedOptimizer.0"
@@ -177,7 +177,7 @@ class SimulatedJob:
                 key, mine = (-1, number, name), ready[rank]
                 phases = [Phase(label, mine, done)]
             about = {"bytes": nbytes, "count": self.operations, "names": ["b", "a"]}
-            each = Collective(name, "ALLREDUCE", key, ready[rank], mine, mine, done, phases)
+            each = RecordedCollective(name, "ALLREDUCE", key, ready[rank], mine, mine, done, phases)
             each.about = about
             made.collectives.append(each)
             self._ends[rank] = done

@@ -16,8 +16,8 @@ from tests.observe.timeline.made import MadeJob, even, with_slow_rank
 from tests.observe.timeline.trace_rules import check
 
 
-def command(*arguments: str, module: str = "horovod.timeline") -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-W", "error", "-m", module, *arguments]
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-W", "error", "-m", "horovod.timeline", *arguments]
     return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -29,15 +29,6 @@ def test_merge(tmp_path):
     assert "2 rank(s)" in done.stdout
     assert "perfetto" in done.stdout
     check(json.loads(out.read_text()))
-
-
-def test_merge_by_its_earlier_name(tmp_path):
-    pytest.importorskip("torch")
-    paths = even(3).write(tmp_path)
-    out = tmp_path / "all.json"
-    done = command("merge", str(out), *paths, module="horovod.observe.timeline.recorder")
-    assert done.returncode == 0, done.stderr
-    assert out.exists()
 
 
 def test_report(tmp_path, capsys):

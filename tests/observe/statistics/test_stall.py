@@ -16,8 +16,10 @@ from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.store import MemoryStore
 from horovod.engine.channel import Channel
-from horovod.engine.executor import Executor, Trace
-from horovod.engine.request import Kind, Request
+from horovod.engine.collective import Collective, Kind
+from horovod.engine.executor import Executor
+from horovod.engine.request import Request
+from horovod.observe.observer import Observer, Trace
 from horovod.observe.statistics import stall
 from horovod.observe.statistics.stall import Reports, StallInspector, _reports, describe
 from horovod.transport.base import Group
@@ -127,14 +129,14 @@ WARN_AFTER = 60.0
 def channel_of(rank: int, size: int, store: MemoryStore) -> Channel:
     """The queue of one rank of a job whose other ranks are not there."""
     alone = SingleTransport(Group(0, 1, (rank,), store, Config()))
-    executor = Executor(alone, lambda device: alone, Trace())
+    executor = Executor(alone, lambda device: alone, Observer(1, alone.group, Trace()))
     ranks = tuple(range(10, 10 + size))  # of the world: messages must not name those of the set
     group = Group(rank, size, ranks, store, Config())
     return Channel(1, group, executor, on_loss=lambda ranks: None)
 
 
 def submit(channel: Channel, name: str, seconds_ago: float) -> Request:
-    request = Request(channel, Kind.BARRIER, name, b"8 bytes.")
+    request = Request(channel, Collective(Kind.BARRIER, name), name, b"8 bytes.")
     request.submitted -= seconds_ago
     return channel.submit(request, background=False)
 
