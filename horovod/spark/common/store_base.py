@@ -17,7 +17,7 @@ class Store(ABC):
     """
 
     storage_options: dict[str, Any] | None = None  # what fsspec needs to open the paths
-    _find_class: ClassVar[Callable[[str], type[Store]]]  # `store`, whose classes derive, sets it
+    _find_class: ClassVar[Callable[[str], Callable[..., Store]]]  # `store` sets it
 
     @abstractmethod
     def is_parquet_dataset(self, path: str) -> bool:
