@@ -18,7 +18,6 @@ from typing import Any
 
 import cloudpickle
 
-import horovod
 from horovod.common.addresses import LOOPBACK
 from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.store import MemoryStore
@@ -44,7 +43,7 @@ from horovod.runner.options.arguments import make_options
 from horovod.runner.output.report import LaunchError, Outcome
 from horovod.runner.slots.hosts import is_local
 
-_PACKAGE_PARENT = str(Path(horovod.__file__).resolve().parent.parent)
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 
 
 def run(

@@ -156,13 +156,6 @@ def _used_here(results: Sequence[Tensor]) -> list[Tensor]:
     return list(results)
 
 
-def eight_bit_hook(compression: Any) -> CommunicationHook:
-    """Return what does on devices what an 8-bit compressor means."""
-    from horovod.torch.hooks.eightbit import EightBit  # which derives from what is here
-
-    return EightBit(error_feedback=False, numbers=compression.name)
-
-
 def check_hook(optimizer: object, hook: Any, compression: Any, op: ReduceOp) -> None:
     """Refuse a hook that the optimizer cannot have, or not with its other arguments."""
     if hook is None:

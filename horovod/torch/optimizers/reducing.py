@@ -30,7 +30,7 @@ from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.dtensors import with_local_shards
 from horovod.torch.gradients.reducer import GradientReducer, Reducer
 from horovod.torch.gradients.submission import BucketSubmitter
-from horovod.torch.hooks.base import eight_bit_hook
+from horovod.torch.hooks.eightbit import eight_bit_hook
 from horovod.torch.ops.allreduce import allreduce
 from horovod.torch.ops.untraced import untraced
 from horovod.torch.optimizers.checks import check_options, default_names, takes_part
