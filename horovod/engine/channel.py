@@ -170,8 +170,12 @@ class Channel:
 
     def _background_round(self) -> None:
         """Run a round that the program does not wait for, unless it says so (`drive`)."""
-        with self.driving, self.observer.in_background():
-            self._guarded_round()
+        with self.driving:
+            before = self.observer.begin_background()
+            try:
+                self._guarded_round()
+            finally:
+                self.observer.end_background(before)
         self.waiters.tell()
 
     def _guarded_round(self) -> None:
