@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-find_class: Callable[[], Any]
+find_class: Callable[[], Any] | None = None
 """Returns `HorovodBasics`; `horovod` sets it when it is imported."""
 
 
 def __getattr__(name: str) -> Any:
     if name != "HorovodBasics":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    assert find_class is not None, "importing this module has imported `horovod`"
     return find_class()
