@@ -42,8 +42,8 @@ class InlineReduction:
 
     @property
     def source(self) -> str:
-        place, line = caller(self.frame)
-        return f"{place}:{line}"
+        path, line = caller(self.frame)
+        return f"{path}:{line}"
 
 
 class Channel:
@@ -96,7 +96,7 @@ class Channel:
         return self.submit(request, background=False).wait()
 
     def transport_on(self, device: torch.device) -> DeviceTransport | None:
-        """The transport of a device that has been used before, if it is the device's own."""
+        """Return the transport of a device that has been used before, if it is the device's own."""
         return self._executor.transport_on(device)
 
     def check_devices(self) -> None:
@@ -124,7 +124,7 @@ class Channel:
             self._executor.close_lane(lane.name)
 
     def pending(self) -> list[Request | InlineReduction]:
-        """What has been submitted and has not run, oldest first."""
+        """Return what has been submitted and has not run, oldest first."""
         inline = self.inline
         queued = self.queue.copy()
         return [InlineReduction(*inline), *queued] if inline is not None else [*queued]
@@ -184,14 +184,14 @@ class Channel:
                 raise
 
     def wait_beside(self, request: Request, seconds: float) -> None:
-        """Wait while another thread runs rounds, until `request` is finished, for so long."""
+        """Wait while another thread runs rounds, at most `seconds`, until `request` is finished."""
         with self.observer.waiting(request):
             self.waiters.wait_for(lambda: request.finished, seconds)
 
     # -- ending ----------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> HorovodInternalError:
-        """A round failed: so does everything else, here and on the other ranks."""
+        """Fail everything else, here and on the other ranks, because a round failed."""
         if isinstance(error, HorovodInternalError):
             failure = error
         else:

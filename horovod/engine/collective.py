@@ -69,7 +69,7 @@ class LanePlan:
         return cls(dtypes, tuple(count for _, count in forms))
 
     def describe(self) -> list[Any]:
-        """The plan as JSON takes it; `LanePlan(*described)` is the plan again."""
+        """Return the plan as JSON takes it; `LanePlan(*described)` is the plan again."""
         return [list(self.dtypes), list(self.counts)]
 
 

@@ -34,7 +34,7 @@ class Submission(ABC):
 
     @abstractmethod
     def channel(self, set_id: int) -> Channel:
-        """The operations of a set that this rank belongs to."""
+        """Return the operations of a set that this rank belongs to."""
 
     def submit(
         self,
@@ -171,7 +171,7 @@ def _checked(collective: Collective, tensors: Sequence[torch.Tensor], group: Gro
 
 
 def _is_plain_on_device(request: Request) -> bool:
-    """Whether it is one tensor on a device, to be reduced in place."""
+    """Return whether it is one tensor on a device, to be reduced in place."""
     tensors = request.tensors
     return (
         len(tensors) == 1

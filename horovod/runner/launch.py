@@ -52,6 +52,10 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         from horovod.runner import check_build as build  # rarely needed, so not at every start
 
         return console.answer(build.check_build(verbose=options.verbose))
+    if options.plan:
+        from horovod.runner.plan import describe, planned_job
+
+        return console.answer(describe(planned_job(options)))
     if options.completion:
         return console.answer(completion_script(make_parser(), options.completion))
     if options.join is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from horovod.common.local_steps import OuterSGD
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp
 from horovod.engine.runtime import runtime
@@ -19,7 +20,6 @@ from horovod.torch.hooks.base import CommunicationHook
 from horovod.torch.optimizers.checks import check_options
 from horovod.torch.optimizers.local_steps import LocalSteps
 from horovod.torch.optimizers.options import OptimizerOptions
-from horovod.torch.optimizers.outer import OuterSGD
 from horovod.torch.optimizers.wrapping import new_optimizer
 
 if TYPE_CHECKING:

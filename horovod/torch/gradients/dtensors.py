@@ -35,7 +35,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """The memory that this rank has of a DTensor."""
+    """Return the memory that this rank has of a DTensor."""
     with torch.no_grad():
         local: Tensor = tensor.to_local()
     return local
@@ -49,9 +49,9 @@ def part_of(tensor: Any) -> Part | None:
     if not is_dtensor(tensor):
         return None
     mesh = tensor.device_mesh
-    places = mesh.get_coordinate()
+    coordinates = mesh.get_coordinate()
     return tuple(
-        (str(placement), mesh.size(dim), places[dim])
+        (str(placement), mesh.size(dim), coordinates[dim])
         for dim, placement in enumerate(tensor.placements)
         if not placement.is_replicate()
     )
@@ -67,7 +67,7 @@ class LocalShard(torch.nn.Parameter):
 
     @staticmethod
     def of(param: Any) -> LocalShard:
-        """The part that this rank has of `param`, with the same memory."""
+        """Return the part that this rank has of `param`, with the same memory."""
         shard = LocalShard(local_part(param).detach(), param.requires_grad)
         shard._whole = param
         return shard
@@ -132,7 +132,7 @@ class Holding:
 
 
 def find_sources(name: str, holdings: Sequence[Holding], root_rank: int) -> dict[Part, int]:
-    """The ranks of the root's mesh that send a part, for the parts that another rank needs.
+    """Return the ranks of the root's mesh that send a part, for the parts that another rank needs.
 
     `holdings` has what each rank holds of the DTensor called `name`.
     """

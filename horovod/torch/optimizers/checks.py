@@ -34,7 +34,7 @@ _NOT_COMPARED = (
 
 
 def takes_part(process_set: Any) -> bool:
-    """Whether there is anybody to reduce gradients with.
+    """Return whether there is anybody to reduce gradients with.
 
     An unregistered set is an error here and now: who else is in it, and could be told, is unknown.
     """
@@ -100,7 +100,7 @@ def _comparable(value: Any) -> Any:
 
 
 def default_names(groups: list[dict[str, Any]], first: int = 0) -> list[Named]:
-    """The parameters of the groups from number `first` on, named by their position."""
+    """Return the parameters of the groups from number `first` on, named by their position."""
     return [
         (f"allreduce.noname.{number}.{index}", param)
         for number, group in enumerate(groups)
@@ -110,7 +110,7 @@ def default_names(groups: list[dict[str, Any]], first: int = 0) -> list[Named]:
 
 
 def _named(named: Any, groups: list[dict[str, Any]]) -> list[Named]:
-    """The optimizer's parameters with their names, in the order of the names."""
+    """Return the optimizer's parameters with their names, in the order of the names."""
     own = default_names(groups)
     if named is None:
         return list({param: (name, param) for name, param in reversed(own)}.values())[::-1]

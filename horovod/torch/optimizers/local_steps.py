@@ -6,12 +6,13 @@ Made by `horovod.torch.optimizer`, checked by all ranks together
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
 from horovod.common.host import host_name
+from horovod.common.local_steps import LocalSchedule, check_count
 from horovod.common.process_sets import ProcessSet, global_process_set, shared_process_set
 from horovod.common.reduce_op import Average
 from horovod.engine.arguments import set_id
@@ -19,7 +20,6 @@ from horovod.engine.runtime import runtime
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.dtensors import is_dtensor
 from horovod.torch.ops.objects import allgather_object
-from horovod.torch.optimizers.outer import AVERAGING, OuterSGD
 
 if TYPE_CHECKING:  # it contains a `LocalSteps`
     from horovod.torch.optimizers.options import OptimizerOptions
@@ -28,29 +28,14 @@ HOST: Final = "host"  # for `within`: the ranks of a host are a cluster
 
 
 @dataclass(frozen=True)
-class LocalSteps:
+class LocalSteps(LocalSchedule):
     """Arguments of DistributedOptimizer that say when and how local steps are synchronised."""
 
-    local_steps: int | None = None
-    outer: OuterSGD | None = None
-    warmup_steps: int = 0
-    average_state: bool = False
     average_buffers: torch.nn.Module | None = None
     fragments: int = 1
     delay: int = 0
     alpha: float | None = None
     within: ProcessSet | Literal["host"] | None = None
-
-    @property
-    def steps(self) -> int:
-        """Local steps between two synchronisations of a fragment."""
-        assert self.local_steps is not None
-        return self.local_steps
-
-    @property
-    def outer_sgd(self) -> OuterSGD:
-        """The outer optimizer; averaging of parameters where none was given."""
-        return AVERAGING if self.outer is None else self.outer
 
     @property
     def local_share(self) -> float:
@@ -59,20 +44,17 @@ class LocalSteps:
 
     def settings(self) -> dict[str, str]:
         """What must be equal on all ranks, by the names of the arguments."""
-        shown = {field.name: getattr(self, field.name) for field in fields(self)}
-        shown["average_buffers"] = self.average_buffers is not None
+        shown = super().settings()
+        shown["average_buffers"] = str(self.average_buffers is not None)
         if isinstance(self.within, ProcessSet):
             shown["within"] = "a process set"  # each rank has one of its own
-        return {name: str(value) for name, value in shown.items()}
+        return shown
 
 
 def check_local_steps(options: OptimizerOptions, named: list[Named]) -> None:
     """Refuse local steps that make no sense, or do not go with another argument."""
     chosen = options.local_steps
-    if chosen.local_steps is None:
-        for field in fields(chosen):
-            if getattr(chosen, field.name) != field.default:
-                raise ValueError(f"{field.name} needs local_steps: say how many there are to be")
+    if not chosen.check():
         return
     _check_numbers(chosen)
     _check_kinds(chosen)
@@ -95,10 +77,8 @@ def check_local_steps(options: OptimizerOptions, named: list[Named]) -> None:
 
 
 def _check_numbers(chosen: LocalSteps) -> None:
-    for name, least in (("local_steps", 1), ("warmup_steps", 0), ("fragments", 1), ("delay", 0)):
-        value: Any = getattr(chosen, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be a number of at least {least}, not {value!r}")
+    check_count("fragments", chosen.fragments, 1)
+    check_count("delay", chosen.delay, 0)
     if chosen.fragments > chosen.steps:
         raise ValueError(
             f"fragments={chosen.fragments} must not exceed local_steps={chosen.steps}: in each "
@@ -118,13 +98,8 @@ def _check_numbers(chosen: LocalSteps) -> None:
 
 
 def _check_kinds(chosen: LocalSteps) -> None:
-    outer: Any = chosen.outer
     model: Any = chosen.average_buffers
     within: Any = chosen.within
-    if outer is not None:
-        if not isinstance(outer, OuterSGD):
-            raise ValueError(f"outer must be a hvd.OuterSGD object or None, not {outer!r}")
-        outer.check()
     if model is not None and not isinstance(model, torch.nn.Module):
         raise ValueError(
             f"average_buffers must be the model, a torch.nn.Module, not {type(model).__name__}"

@@ -51,13 +51,13 @@ class GradientCountdown:
     __slots__ = ("hook", "index", "passes_left")
 
     def __init__(self, index: int, passes: int) -> None:
-        self.index = index  # the parameter's place among all
+        self.index = index  # the parameter's index among all
         self.passes_left = passes  # backward passes until the gradient is complete
         self.hook: Any = None  # none yet while the parameter is frozen
 
 
 class ReducingOptimizer(torch.optim.Optimizer):
-    """What the new class adds to the optimizer's own, from which it derives too."""
+    """Adds to the optimizer's own class what reduces gradients; the new class derives from both."""
 
     _kept: tuple[str, ...] = ("param_groups", "state", "defaults")  # attributes that copies get
     _delays = False  # whether parameters are updated when they are next used, not in step()
@@ -90,12 +90,12 @@ class ReducingOptimizer(torch.optim.Optimizer):
         _optimizers.add(self)
 
     def _gradient_set(self) -> ProcessSet | None:
-        """The ranks to reduce gradients with; None if they stay this rank's own."""
+        """Return the ranks to reduce gradients with; None if they stay this rank's own."""
         return self.process_set if takes_part(self.process_set) else None
 
     def _attach(self, named: list[Named]) -> None:
         """Begin to notice gradients, if there is somebody to reduce them with."""
-        self._watches: list[GradientCountdown] = []
+        self._countdowns: list[GradientCountdown] = []
         self._reducer: Reducer | None = None
         together = self._together = self._gradient_set()
         check = FiniteCheck(self._parameter_names, together) if runtime.config.check_nan else None
@@ -103,7 +103,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         if together is not None:
             self._reducer = self._make_reducer(*with_local_shards(named, self._groups))
             passes = self.backward_passes_per_step
-            self._watches = [GradientCountdown(index, passes) for index in range(len(named))]
+            self._countdowns = [GradientCountdown(index, passes) for index in range(len(named))]
             self._register_hooks()
 
     def _reattach(self) -> None:
@@ -128,29 +128,31 @@ class ReducingOptimizer(torch.optim.Optimizer):
     def _register_hooks(self) -> None:
         """Notice gradients as they arrive, of parameters that require them now."""
         this = weakref.ref(self)
-        for param, watch in zip(self._parameter_names, self._watches, strict=True):
-            if watch.hook is None and param.requires_grad:
+        for param, countdown in zip(self._parameter_names, self._countdowns, strict=True):
+            if countdown.hook is None and param.requires_grad:
 
                 @untraced
-                def on_gradient(param: torch.Tensor, watch: GradientCountdown = watch) -> None:
+                def on_gradient(
+                    param: torch.Tensor, countdown: GradientCountdown = countdown
+                ) -> None:
                     optimizer = this()
                     if optimizer is not None:
-                        optimizer._on_gradient(param, watch)
+                        optimizer._on_gradient(param, countdown)
 
-                watch.hook = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+                countdown.hook = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _remove_hooks(self) -> None:
-        for watch in self._watches:
-            if watch.hook is not None:
-                watch.hook.remove()
-        self._watches = []
+        for countdown in self._countdowns:
+            if countdown.hook is not None:
+                countdown.hook.remove()
+        self._countdowns = []
         if self._reducer is not None:
             self._reducer.close()
 
-    def _on_gradient(self, param: Any, watch: GradientCountdown) -> None:
-        if self._reducer is None or (self._accumulating and watch.passes_left > 0):
+    def _on_gradient(self, param: Any, countdown: GradientCountdown) -> None:
+        if self._reducer is None or (self._accumulating and countdown.passes_left > 0):
             return
-        left = watch.passes_left = watch.passes_left - 1
+        left = countdown.passes_left = countdown.passes_left - 1
         if left < 0:
             raise AssertionError(
                 f"the gradient of {self._parameter_names[param]!r} was computed more often than "
@@ -161,7 +163,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         if left == 0:
             if self._finite_check is not None:
                 self._finite_check.look(param)
-            self._reducer.arrived(watch.index)
+            self._reducer.arrived(countdown.index)
 
     @untraced
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -172,8 +174,8 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._reset_passes()
 
     def _reset_passes(self) -> None:
-        for watch in self._watches:
-            watch.passes_left = self.backward_passes_per_step
+        for countdown in self._countdowns:
+            countdown.passes_left = self.backward_passes_per_step
 
     @untraced
     def synchronize(self) -> None:
@@ -252,7 +254,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch need not: it hooks the base's step
 
     def _check_gradients(self) -> None:
-        """The last thing before the step: refuse what is not finite, if that was asked for."""
+        """Refuse gradients that are not finite, if HOROVOD_CHECK_NAN asks for that."""
         # A scaler has looked at them itself, and means to meet infinities now and then. A step
         # with gradients that were not synchronized is this rank's own affair.
         check = self._synchronized and not self._seen_by_scaler
@@ -261,7 +263,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
             self._finite_check.raise_if_found()
 
     def _prepare_for_scaler(self) -> None:
-        """torch.amp.GradScaler is about to look at the gradients."""
+        """Reduce the gradients, because torch.amp.GradScaler is about to look at them."""
         if self._reducer is not None and not self._synchronized:
             self.synchronize()
         self._seen_by_scaler = True
@@ -269,7 +271,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
             self._finite_check.forget()
 
     def _share_found(self, found: dict[torch.device, torch.Tensor]) -> Any:
-        """What it found: the same on all ranks, for so were the gradients."""
+        """Return the scaler's finding, which is the same on all ranks, as the gradients were."""
         return found
 
     def _synchronizing(self, closure: Any) -> Any:
@@ -354,7 +356,7 @@ _optimizers: weakref.WeakSet[ReducingOptimizer] = weakref.WeakSet()
 
 
 def restart_optimizers() -> None:
-    """The ranks have changed, in elastic training: all optimizers of this process begin anew."""
+    """Let all optimizers of this process begin anew: the ranks of an elastic job changed."""
     for optimizer in list(_optimizers):
         optimizer._restart()
 
