@@ -32,6 +32,7 @@ from benchmarks.scaling_report import (  # noqa: E402
     efficiency_table,
     limits,
     limits_table,
+    plans_table,
     training_check,
     write_csv,
     write_plot,
@@ -252,6 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{assumptions()}\n")
     for link in links:
         print(f"{efficiency_table(results.efficiencies, link)}\n")
+        print(f"{plans_table(link, layouts[-1].hosts)}\n")
     print(f"{limits_table(results.parts, layouts[-1], links[0])}\n")
     write_files(
         "scaling",

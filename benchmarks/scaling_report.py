@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
 
+from benchmarks.promises import aligned
 from benchmarks.scaling_costs import LOOPBACK, Layout, Link, Machine, allreduce
 from benchmarks.scaling_limits import Part, job_parts, step_parts
 from benchmarks.scaling_measure import Training
 from benchmarks.scaling_steps import NETWORKS, WAYS, Setting, efficiency, evenly, step
+from horovod.runner import plan
 
 HEADER = ["section", "name", "way", "link", "hosts", "ranks", "bytes", "predicted", "measured"]
 STUDY = Layout(128, 4)  # the hosts of Horovod's published study, 512 GPUs
@@ -160,6 +162,19 @@ def by_kind(checks: Iterable[Check]) -> Iterator[tuple[str, list[Check]]]:
         kind = "allreduce" if check.title.startswith("allreduce") else "training steps"
         kinds.setdefault(kind, []).append(check)
     return iter(kinds.items())
+
+
+def plans_table(link: Link, hosts: int) -> str:
+    """What each way of sending less would make of the speed, by the model of horovodrun --plan."""
+    rows = [[f"Sending less, {link.title}, {hosts} hosts", *(way.title for way in plan.WAYS)]]
+    for network in NETWORKS.values():
+        parameters = sum(piece.nbytes for piece in network.pieces()) / 4
+        pipe = plan.Link(link.latency, link.bandwidth)
+        job = plan.PlannedJob(parameters, network.compute, hosts, pipe)
+        chosen = plan.recommend(job)
+        speeds = [f"{100 * way.speed(job):.0f} %{' *' * (way is chosen)}" for way in plan.WAYS]
+        rows.append([network.title, *speeds])
+    return "\n".join([*aligned(rows), "* recommended by horovodrun --plan"])
 
 
 def efficiency_table(found: Sequence[Efficiency], link: Link) -> str:

@@ -194,6 +194,11 @@ def be_deterministic(device: torch.device) -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the first product is computed
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # ranks train as people do
+    # The fast kernels of attention add up gradients in any order: DDP's losses, too, differ from
+    # those of its own second run by 0.0002 in 12 steps of GPT.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def main(plan: dict[str, Any]) -> None:

@@ -307,6 +307,7 @@ def test_the_model_predicts_from_given_constants(tmp_path: Path):
     found = run_program(*given, "--gbit", "10", "--hosts", "4")
     assert found.returncode == 0, found.stderr
     assert "Efficiency, 10 Gbit/s, 20 us" in found.stdout
+    assert "recommended by horovodrun --plan" in found.stdout
     assert "GROWS WITH THE SQUARE OF RANKS" in found.stdout
     with (tmp_path / "scaling.csv").open() as file:
         sections = {row["section"] for row in csv.DictReader(file)}

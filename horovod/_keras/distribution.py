@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from horovod.common.local_steps import LocalSchedule
 from horovod.common.optimizer_arguments import check_groups, check_passes, predivide_factors
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
@@ -28,6 +29,9 @@ class Distribution:
     groups: int | Sequence[Sequence[Any]] | None = None
     process_set: ProcessSet = global_process_set
     scale_local_gradients: bool = True
+    schedule: LocalSchedule = dataclasses.field(default_factory=LocalSchedule)
+    # Whether the ranks step with their own gradients; `horovod._keras.local_steps` sets it.
+    is_local: bool = dataclasses.field(init=False, default=False)
     # Takes gradients and their variables, and returns the reduced gradients. It depends on the
     # backend, so `horovod._keras.optimizer` sets it when the optimizer is known.
     reduce: Any = dataclasses.field(init=False, default=None)
@@ -39,6 +43,14 @@ class Distribution:
         predivide_factors(self.gradient_predivide_factor, self.op)
         check_passes(self.backward_passes_per_step)
         self.groups = check_groups(self.groups)
+        if self.schedule.check():
+            if self.op is not Average:
+                raise ValueError("local_steps averages models: leave op at hvd.Average")
+            if self.backward_passes_per_step != 1:
+                raise ValueError(
+                    "local_steps does not go with backward_passes_per_step: pass "
+                    "gradient_accumulation_steps to the optimizer itself"
+                )
 
     @property
     def pass_divisor(self) -> int:

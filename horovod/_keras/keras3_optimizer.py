@@ -72,8 +72,8 @@ class Keras3Optimizer:
         self._hvd.register_local(var)
 
     def _hvd_delegates(self) -> bool:
-        """Return whether somebody else reduces, or the gradients are reduced already."""
-        return self._hvd_handed_over or self._hvd_has_reduced
+        """Return whether nobody or somebody else reduces, or the gradients are reduced already."""
+        return self._hvd_handed_over or self._hvd_has_reduced or self._hvd.is_local
 
     @contextlib.contextmanager
     def _hvd_set(self, flag: str) -> Iterator[None]:

@@ -76,6 +76,8 @@ class TfKerasOptimizer:
     def _hvd_reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], done: Sequence[Done]
     ) -> list[Any]:
+        if self._hvd.is_local:
+            return list(gradients)
         if self._hvd.backward_passes_per_step == 1:
             return list(self._hvd.reduce.reduce_unmarked(gradients, variables, done))
         if Done.ADDED_UP in done:

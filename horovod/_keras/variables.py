@@ -37,12 +37,11 @@ def broadcast_model(model: Any, root_rank: int, local_variables: Sequence[Any] =
         for variable in [*model.weights, *optimizer_variables(optimizer)]
         if variable_key(variable) not in left_out
     ]
-    keras = keras_of(model)
-    values = _read(variables, keras, is_tf_keras(model))
+    values = read_values(variables, model)
     with raise_errors_of(backend_of(model)):
         _check_same(variables, values, root_rank)
         received = _broadcast(values, root_rank)
-    _write(variables, received, keras, is_tf_keras(model))
+    write_values(variables, received, model)
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
@@ -78,17 +77,20 @@ def raise_errors_of(backend: str) -> Iterator[None]:
         raise eager_error(error, was_initialised) from error
 
 
-def _read(variables: Sequence[Any], keras: Any, legacy: bool) -> list[Any]:
-    if legacy:
+def read_values(variables: Sequence[Any], model: Any) -> list[Any]:
+    """Return copies of the values of a model's variables, as arrays."""
+    keras = keras_of(model)
+    if is_tf_keras(model):
         values = keras.backend.batch_get_value(list(variables))  # also from a v1 session
     else:
         values = [keras.ops.convert_to_numpy(variable) for variable in variables]
     return [np.array(value, order="C") for value in values]
 
 
-def _write(variables: Sequence[Any], values: Sequence[Any], keras: Any, legacy: bool) -> None:
-    if legacy:
-        keras.backend.batch_set_value(list(zip(variables, values, strict=True)))
+def write_values(variables: Sequence[Any], values: Sequence[Any], model: Any) -> None:
+    """Give variables of a model these values, which are in the same order."""
+    if is_tf_keras(model):
+        keras_of(model).backend.batch_set_value(list(zip(variables, values, strict=True)))
         return
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)

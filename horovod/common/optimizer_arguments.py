@@ -37,8 +37,11 @@ def predivide_factors(gradient_predivide_factor: float, op: ReduceOp) -> tuple[f
     return 1.0 / factor, factor
 
 
-def check_groups(groups: Any) -> int | list[list[Any]] | None:
-    """Return `groups` as None, a positive number or a list of lists; ValueError if it is not."""
+def check_groups(groups: Any, members: str = "variables") -> int | list[list[Any]] | None:
+    """Return `groups` as None, a positive number or a list of lists; ValueError if it is not.
+
+    `members` is what the error calls the members of a group.
+    """
     if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
         return groups
     if isinstance(groups, list) and all(isinstance(group, (list, tuple)) for group in groups):
@@ -46,5 +49,5 @@ def check_groups(groups: Any) -> int | list[list[Any]] | None:
     if groups is None:
         return None
     raise ValueError(
-        f"groups must be a positive number or a list of lists of variables, not {groups!r}"
+        f"groups must be a positive number or a list of lists of {members}, not {groups!r}"
     )

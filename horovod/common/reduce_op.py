@@ -15,6 +15,8 @@ class ReduceOp(IntEnum):
     MAX = 4
     PRODUCT = 5
 
+    __hash__ = int.__hash__  # an Enum's own is written in Python, and operators are parts of keys
+
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM

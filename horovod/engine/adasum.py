@@ -133,5 +133,5 @@ def add_products(sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def coefficient(dot: float, norm: float) -> float:
-    """How much of a vector of squared norm `norm` enters its combination with another."""
+    """Return how much of a vector of squared norm `norm` enters its combination with another."""
     return 1.0 if norm < SMALLEST_NORM else 1.0 - dot / (2.0 * norm)

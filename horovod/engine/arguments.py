@@ -60,7 +60,7 @@ def reduction_inputs(tensors: Sequence[torch.Tensor], reduction: Reduction) -> l
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether the values in memory are still to be conjugated or negated."""
+    """Return whether the values in memory are still to be conjugated or negated."""
     # is_conj() lets go of the interpreter lock, which costs most where other threads work.
     return tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
 
@@ -114,7 +114,7 @@ def _not_a_dense_tensor(tensor: Any) -> str | None:
 
 
 def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy without lazy conjugation or negation."""
+    """Return a contiguous copy without lazy conjugation or negation."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor.detach())
 
@@ -135,7 +135,7 @@ def write_back(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
 
 
 def check_group(tensors: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
-    """A group of tensors for one grouped operation."""
+    """Return a group of tensors for one grouped operation."""
     if isinstance(tensors, torch.Tensor):
         raise ValueError("a grouped operation takes a list of tensors, not one tensor")
     tensors = list(tensors)
@@ -159,14 +159,14 @@ def check_splits(splits: Any) -> tuple[int, ...]:
 
 
 def set_id(process_set: ProcessSet) -> int:
-    """The id of a registered process set."""
+    """Return the id of a registered process set."""
     if process_set.process_set_id is None:
         raise unregistered(process_set)
     return process_set.process_set_id
 
 
 def set_size(process_set: ProcessSet) -> int:
-    """The number of ranks of a registered process set."""
+    """Return the number of ranks of a registered process set."""
     size = process_set.size()
     if size is None:
         raise unregistered(process_set)
@@ -174,7 +174,7 @@ def set_size(process_set: ProcessSet) -> int:
 
 
 def unregistered(process_set: ProcessSet) -> ValueError:
-    """The error where a set is not registered, which may mean that nothing is."""
+    """Return the error where a set is not registered, which may mean that nothing is."""
     if not runtime.is_initialized():
         return ValueError(NOT_INITIALISED)
     if runtime.is_elastic() and process_set.ranks:

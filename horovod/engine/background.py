@@ -89,6 +89,6 @@ class BackgroundThread:
                 return
 
     def _is_enough(self) -> bool:
-        """Whether what is there would only be held up by waiting for more."""
+        """Return whether what is there would only be held up by waiting for more."""
         requests = self._queue.copy()
         return sum(tensor.nbytes for each in requests for tensor in each.tensors) >= _ENOUGH

@@ -24,7 +24,7 @@ class Stats:
     """The numbers of this process: `hvd.stats()`, and the script's own: `hvd.stats.log(...)`."""
 
     def __call__(self) -> dict[str, Any]:
-        """What this rank has done since `init`, as a plain dict: see docs/stats.md.
+        """Return what this rank has done since `init`, as a plain dict: see docs/stats.md.
 
         Seconds, bytes and counts are running totals. Costs some tens of microseconds.
 
@@ -133,13 +133,13 @@ class HorovodBasics:
         runtime.shutdown()
 
     def is_initialized(self) -> bool:
-        """Whether Horovod runs in this process: after `init` and before `shutdown`."""
+        """Return whether Horovod runs in this process: after `init` and before `shutdown`."""
         return runtime.is_initialized()
 
     # -- who am I --------------------------------------------------------------------------
 
     def size(self) -> int:
-        """The number of processes of the job. ValueError before `init`."""
+        """Return the number of processes of the job. ValueError before `init`."""
         return runtime.topology.size
 
     def rank(self) -> int:
@@ -147,7 +147,7 @@ class HorovodBasics:
         return runtime.topology.rank
 
     def local_size(self) -> int:
-        """The number of processes on this host. ValueError before `init`."""
+        """Return the number of processes on this host. ValueError before `init`."""
         return runtime.topology.local_size
 
     def local_rank(self) -> int:
@@ -165,17 +165,17 @@ class HorovodBasics:
         return runtime.topology.cross_rank
 
     def is_homogeneous(self) -> bool:
-        """Whether every host runs the same number of processes. ValueError before `init`."""
+        """Return whether every host runs the same number of processes. ValueError before `init`."""
         return runtime.is_homogeneous()
 
     # -- what is available -----------------------------------------------------------------
 
     def mpi_built(self) -> bool:
-        """Whether mpi4py and an MPI library are installed."""
+        """Return whether mpi4py and an MPI library are installed."""
         return util.mpi_built()
 
     def mpi_enabled(self) -> bool:
-        """Whether MPI started the job, and can be used, or carries CPU tensors."""
+        """Return whether MPI started the job, and can be used, or carries CPU tensors."""
         if not runtime.is_initialized():
             return False
         config = runtime.config
@@ -184,7 +184,7 @@ class HorovodBasics:
         return config.controller is None and runtime.is_mpi_job and self.mpi_built()
 
     def mpi_threads_supported(self) -> bool:
-        """Whether several threads may call MPI at once; initialises MPI if need be.
+        """Return whether several threads may call MPI at once; initialises MPI if need be.
 
         ValueError where MPI is not used.
         """
@@ -200,7 +200,7 @@ class HorovodBasics:
         return True
 
     def gloo_enabled(self) -> bool:
-        """Whether the job runs without MPI."""
+        """Return whether the job runs without MPI."""
         return not self.mpi_enabled()
 
     def nccl_built(self) -> int:
@@ -219,11 +219,11 @@ class HorovodBasics:
         return util.ccl_built()
 
     def cuda_built(self) -> bool:
-        """Whether PyTorch was built for CUDA."""
+        """Return whether PyTorch was built for CUDA."""
         return torch.version.cuda is not None
 
     def rocm_built(self) -> bool:
-        """Whether PyTorch was built for ROCm."""
+        """Return whether PyTorch was built for ROCm."""
         return torch.version.hip is not None
 
     # -- numbers ---------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Batch:
 
 
 def plan(requests: Sequence[Request], threshold: int, fuse_groups: bool) -> list[Batch]:
-    """The batches for `requests`, in the order they will run."""
+    """Return the batches for `requests`, in the order they will run."""
     if len(requests) == 1 and (len(requests[0].tensors) <= 1 or requests[0].nbytes <= threshold):
         return [_whole(requests[0])]
     batches: list[Batch] = []

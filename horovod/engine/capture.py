@@ -136,7 +136,7 @@ active: GraphCapture | None = None  # the graph that is to see what the program 
 
 
 def is_on() -> bool:
-    """Whether what the program does is being captured, and not done."""
+    """Return whether what the program does is being captured, and not done."""
     return active is not None and active.is_on
 
 
@@ -154,7 +154,7 @@ def shown_to(capture: GraphCapture, is_on: bool) -> Iterator[None]:
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether what the current stream is given for this tensor becomes part of a graph."""
+    """Return whether what the current stream is given for this tensor becomes part of a graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,7 +33,8 @@ _MOMENT = 0.05  # seconds between looks at a request that another thread fails
 _LONGEST_GOODBYE = 5.0  # seconds that shutting down waits for a round in progress
 
 
-class InlineReduction(NamedTuple):
+@dataclass
+class InlineReduction:
     """What the stall inspector sees of an inline reduction."""
 
     name: str
@@ -41,8 +43,8 @@ class InlineReduction(NamedTuple):
 
     @property
     def source(self) -> str:
-        place, line = caller(self.frame)
-        return f"{place}:{line}"
+        path, line = caller(self.frame)
+        return f"{path}:{line}"
 
 
 class Channel:
@@ -95,7 +97,7 @@ class Channel:
         return self.submit(request, background=False).wait()
 
     def transport_on(self, device: torch.device) -> DeviceTransport | None:
-        """The transport of a device that has been used before, if it is the device's own."""
+        """Return the transport of a device that has been used before, if it is the device's own."""
         return self._executor.transport_on(device)
 
     def check_devices(self) -> None:
@@ -123,7 +125,7 @@ class Channel:
             self._executor.close_lane(lane.name)
 
     def pending(self) -> list[Request | InlineReduction]:
-        """What has been submitted and has not run, oldest first."""
+        """Return what has been submitted and has not run, oldest first."""
         inline = self.inline
         queued = self.queue.copy()
         return [InlineReduction(*inline), *queued] if inline is not None else [*queued]
@@ -173,8 +175,12 @@ class Channel:
 
     def _background_round(self) -> None:
         """Run a round that the program does not wait for, unless it says so (`drive`)."""
-        with self.driving, self.observer.in_background():
-            self._guarded_round()
+        with self.driving:
+            before = self.observer.begin_background()
+            try:
+                self._guarded_round()
+            finally:
+                self.observer.end_background(before)
         self.waiters.tell()
 
     def _guarded_round(self) -> None:
@@ -187,14 +193,14 @@ class Channel:
                 raise
 
     def wait_beside(self, request: Request, seconds: float) -> None:
-        """Wait while another thread runs rounds, until `request` is finished, for so long."""
+        """Wait while another thread runs rounds, at most `seconds`, until `request` is finished."""
         with self.observer.waiting(request):
             self.waiters.wait_for(lambda: request.finished, seconds)
 
     # -- ending ----------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> HorovodInternalError:
-        """A round failed: so does everything else, here and on the other ranks."""
+        """Fail everything else, here and on the other ranks, because a round failed."""
         if isinstance(error, HorovodInternalError):
             failure = error
         else:

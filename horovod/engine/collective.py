@@ -35,6 +35,8 @@ class Kind(str, Enum):
     LANE = "lane"  # open one: see `horovod.engine.lane`,
     CONFIRM = "gradients"  # and compare what a step has begun on it
 
+    __hash__ = str.__hash__  # an Enum's own is written in Python, and records are keys
+
 
 # First dimensions may differ between ranks.
 _RAGGED = (Kind.ALLGATHER, Kind.ALLTOALL)
@@ -67,7 +69,7 @@ class LanePlan:
         return cls(dtypes, tuple(count for _, count in forms))
 
     def describe(self) -> list[Any]:
-        """The plan as JSON takes it; `LanePlan(*described)` is the plan again."""
+        """Return the plan as JSON takes it; `LanePlan(*described)` is the plan again."""
         return [list(self.dtypes), list(self.counts)]
 
 

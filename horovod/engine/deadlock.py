@@ -28,7 +28,7 @@ _OTHERS = (
 
 
 def is_stuck(queue: Sequence[Request]) -> bool:
-    """Whether the only thread that can submit anything waits for a request in the queue."""
+    """Return whether the only thread that can submit anything waits for a request in the queue."""
     if not any(request.waiting for request in queue):
         return False
     threads = [thread for thread in threading.enumerate() if _may_submit(thread)]
@@ -47,7 +47,7 @@ def _may_submit(thread: threading.Thread) -> bool:
 def describe_deadlock(waiting: Sequence[Mapping[str, Mapping[str, Any]]], group: Group) -> str:
     """Who waits for what, from which line, and what to do; `waiting` is what each rank waits for.
 
-    Ranks that wait for the same in the same place are named together.
+    Ranks that wait for the same at the same source line are named together.
     """
     alike: dict[tuple[str, str, str], list[int]] = {}
     for rank, entries in enumerate(waiting):

@@ -87,12 +87,12 @@ class Executor:
             transport.close()
 
     def transport_on(self, device: torch.device) -> DeviceTransport | None:
-        """The transport of a device that has been used before, if it is the device's own."""
+        """Return the transport of a device that has been used before, if it is the device's own."""
         transport = self._device_transports.get(device)
         return transport if isinstance(transport, DeviceTransport) else None
 
     def media(self, tensor: torch.Tensor) -> tuple[str, ...]:
-        """What carries such tensors, once one has been reduced."""
+        """Return what carries such tensors, once one has been reduced."""
         if tensor.is_cpu:
             return self.transport.media
         transport = self._device_transports.get(tensor.device)
@@ -268,7 +268,7 @@ class Executor:
         return results
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Everybody's list of (equally many) integers."""
+        """Return everybody's list of (equally many) integers."""
         source = torch.tensor(numbers, dtype=torch.int64)
         output = torch.empty(len(numbers) * self.size, dtype=torch.int64)
         self.transport.allgather(source, output, [len(numbers)] * self.size)

@@ -54,7 +54,7 @@ def keep_heap() -> bool:
 
 
 def is_tuned(environ: Mapping[str, str]) -> bool:
-    """Whether the user has told glibc how to manage its heap."""
+    """Return whether the user has told glibc how to manage its heap."""
     return any(name in environ for name in _VARIABLES) or "glibc.malloc" in environ.get(
         "GLIBC_TUNABLES", ""
     )
@@ -77,10 +77,10 @@ def join_pages() -> int:
     in_use, whole = pages.raw, b"\1" * (_HUGE_PAGE // small)
     joined, deadline = 0, time.monotonic() + _LONGEST_JOINING
     # What training uses was allocated last, after the data perhaps.
-    for place in range(end - _HUGE_PAGE, start - 1, -_HUGE_PAGE):
-        first = (place - start) // small
+    for address in range(end - _HUGE_PAGE, start - 1, -_HUGE_PAGE):
+        first = (address - start) // small
         if in_use[first : first + len(whole)] == whole:
-            page = ctypes.c_void_p(place), ctypes.c_size_t(_HUGE_PAGE)
+            page = ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE)
             joined += libc.madvise(*page, _MADV_COLLAPSE) == 0
         if time.monotonic() > deadline:
             break
@@ -88,7 +88,7 @@ def join_pages() -> int:
 
 
 def _heap() -> tuple[int, int]:
-    """Where glibc's heap begins and ends: addresses, or nothing but zeros."""
+    """Return where glibc's heap begins and ends: addresses, or nothing but zeros."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             if line.endswith("[heap]\n"):

@@ -1,4 +1,4 @@
-"""Finding this process's place: who it is among the ranks, and who is on which host.
+"""Finding out which rank this process is, and which ranks are on which host.
 
 Called by the runtime when it starts a job.
 """
@@ -20,7 +20,7 @@ from horovod.transport import select
 
 
 def meet(comm: Any, config: Config) -> tuple[Topology, Store, bool]:
-    """Our place in the job, the store that all its ranks share, and whether somebody who knows
+    """Our rank in the job, the store that all its ranks share, and whether somebody who knows
     all hosts told the cross rank."""
     if comm is not None and not isinstance(comm, Iterable):
         if not hasattr(comm, "Get_rank"):
@@ -42,7 +42,7 @@ def meet(comm: Any, config: Config) -> tuple[Topology, Store, bool]:
 
 
 def _chosen(topology: Topology, ranks: list[int], store: Store) -> Topology:
-    """The topology among some of the launched ranks: local places come from who is where."""
+    """Return the topology among some of the launched ranks: local ranks follow from hosts."""
     prefix = PrefixStore(store, f"chosen{ranks}/")
     prefix.set(f"{topology.rank}", host_identity().encode())
     identities = [prefix.get(f"{rank}", 60).decode() for rank in ranks]
@@ -55,7 +55,7 @@ def _chosen(topology: Topology, ranks: list[int], store: Store) -> Topology:
 
 
 def with_cross(topology: Topology, identities: Sequence[str]) -> Topology:
-    """The cross rank from who is where, if that is how the launcher counts local ranks."""
+    """Return the cross rank from who is where, if that is how the launcher counts local ranks."""
     hosts = select.by_host(identities)
     (here,) = [host for host in hosts if topology.rank in host]
     if (here.index(topology.rank), len(here)) != (topology.local_rank, topology.local_size):

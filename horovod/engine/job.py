@@ -1,6 +1,6 @@
 """What exists between `init` and `shutdown`: the job's ranks, its process sets and their channels.
 
-Made by the runtime once this process knows its place.
+Made by the runtime once this process knows its rank.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Job:
     # -- numbers ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """What `hvd.stats()` returns."""
+        """Return what `hvd.stats()` returns."""
         statistics, totals, topology = self.statistics, self.statistics.totals(), self.topology
         recent = statistics.recent()
         return {
@@ -229,7 +229,7 @@ class Job:
 
 
 def _core_of_background(config: Config, topology: Topology) -> int | None:
-    """The core that HOROVOD_THREAD_AFFINITY gives to this rank's background threads."""
+    """Return the core that HOROVOD_THREAD_AFFINITY gives to this rank's background threads."""
     if not config.thread_affinity:
         return None
     cores = [int(core) for core in config.thread_affinity.split(",")]

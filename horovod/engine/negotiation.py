@@ -116,7 +116,7 @@ def _deadlock(queue: Sequence[Request], group: Group, transport: Transport) -> N
 
 
 def gather_json(value: Any, transport: Transport) -> list[Any]:
-    """Everybody's value."""
+    """Return everybody's value."""
     text, size = json.dumps(value).encode(), transport.size
     lengths = torch.empty(size, dtype=torch.int64)
     transport.allgather(torch.tensor([len(text)]), lengths, [1] * size)
@@ -127,7 +127,7 @@ def gather_json(value: Any, transport: Transport) -> list[Any]:
 
 
 def _compare(queues: Sequence[Queue], joined: set[int]) -> dict[str, Finding]:
-    """A finding for every name that needs action, in execution order."""
+    """Return a finding for every name that needs action, in execution order."""
     ranks = range(len(queues))
     guide = min((rank for rank in ranks if rank not in joined), default=0)
     names = dict(queues[guide])  # its order; then what only joined ranks still have
@@ -199,12 +199,12 @@ def _kind(name: str) -> str:
 
 
 def _label(name: str) -> str:
-    """The user's part of a name on the wire."""
+    """Return the user's part of a name on the wire."""
     return name.partition(".")[2]
 
 
 def _stand_in(name: str, entry: Entry) -> Request:
-    """A request of a rank that has joined: it contributes what changes nothing."""
+    """Return a request of a rank that has joined: it contributes what changes nothing."""
     if entry["plan"] is not None:  # on a lane of the same name
         dtypes, counts = entry["plan"]
         plan = LanePlan(tuple(dtypes), tuple(counts))
@@ -248,7 +248,7 @@ def _missed(entries: Mapping[int, Entry], group: Group) -> str:
 
 
 def _mismatch(name: str, entries: Mapping[int, Entry], group: Group) -> str:
-    """Which field differs, and who has which value from which line of their code."""
+    """Return which field differs, and who has which value from which line of their code."""
     what, values = "request", {rank: str(entry) for rank, entry in entries.items()}
     if len({_labelled(entry) for entry in entries.values()}) > 1:
         what, values = "tree", _differing_labels(entries)

@@ -19,7 +19,7 @@ _UNPICKLABLE = -1  # sent in place of an object's size, so that nobody waits for
 
 
 def broadcast_object(obj: Any, root_rank: int, name: str, process_set_id: int) -> Any:
-    """The root's object on every rank; the root gets back the very object it passed."""
+    """Return the root's object on every rank; the root gets back the very object it passed."""
     runtime.group(process_set_id)  # says so where there is none
     is_root = runtime.topology.rank == root_rank
     payload = failure = None
@@ -40,7 +40,7 @@ def broadcast_object(obj: Any, root_rank: int, name: str, process_set_id: int) -
 
 
 def allgather_object(obj: Any, name: str, process_set_id: int) -> list[Any]:
-    """Every rank's object, in the order of ranks."""
+    """Return every rank's object, in the order of ranks."""
     payload, failure = _pickled(obj)
     size = torch.tensor([_UNPICKLABLE if payload is None else len(payload)])
     sizes = _allgather(size, f"{name}.sz", process_set_id).tolist()
@@ -67,7 +67,7 @@ def _allgather(tensor: torch.Tensor, name: str, process_set_id: int) -> torch.Te
 
 
 def _pickled(obj: Any) -> tuple[bytearray | None, Exception | None]:
-    """The object as writable bytes, or why it cannot be."""
+    """Return the object as writable bytes, or why it cannot be."""
     import cloudpickle  # here, because importing it takes longer than the rest of this module
 
     buffer = io.BytesIO()

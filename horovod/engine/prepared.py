@@ -141,7 +141,7 @@ class PreparedAllreduce:
         return self.channel.submit(request, background)
 
     def _request(self, vector: Sequence[torch.Tensor], waiting: bool = True) -> Request:
-        """An ordinary request for the same."""
+        """Return an ordinary request for the same."""
         tensors = vector
         if len(vector) == 1:  # the only one that comes flat
             tensors = [vector[0].view(self.shapes[0])]

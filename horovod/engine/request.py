@@ -40,7 +40,7 @@ class RoundDriver(Protocol):
         """Run rounds in this thread until `request` is finished."""
 
     def wait_beside(self, request: Request, seconds: float) -> None:
-        """Wait while another thread runs rounds, until `request` is finished, for so long."""
+        """Wait while another thread runs rounds, at most `seconds`, until `request` is finished."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -97,11 +97,11 @@ class Request:
             self.event.record(self.stream)
 
     def done(self) -> bool:
-        """Whether the result, or the failure, is there."""
+        """Return whether the result, or the failure, is there."""
         return self.finished
 
     def wait(self) -> Any:
-        """The result, waiting for it; raises what went wrong."""
+        """Return the result, waiting for it; raises what went wrong."""
         if not self.finished:
             self.waiting = True
             assert self.driver is not None
@@ -115,10 +115,10 @@ class Request:
         return self.result
 
     def wait_beside(self, seconds: float) -> None:
-        """Wait for the background thread to finish this, and for none that follow; for so long.
+        """Wait for the background thread to finish this, and for none that follow.
 
-        `wait` would work together with that thread, and so come back only when all that it has
-        begun is done.
+        Returns after `seconds` at the latest. `wait` would work together with that thread, and so
+        come back only when all that it has begun is done.
         """
         assert self.driver is not None
         self.driver.wait_beside(self, seconds)
@@ -171,7 +171,7 @@ class Request:
 
 
 def bytes_on_wire(nbytes: int, dtype: torch.dtype, wire: torch.dtype | None) -> int:
-    """What is left of tensors that travel between hosts as `wire`."""
+    """Return what is left of tensors that travel between hosts as `wire`."""
     if wire is None:
         return nbytes
     count = nbytes // dtype.itemsize

@@ -25,7 +25,7 @@ class RequestQueue:
         self._lock = threading.Lock()  # held for moments
 
     def auto_name(self, kind: Kind) -> str:
-        """A name for an unnamed request: ranks that submit alike count alike."""
+        """Return a name for an unnamed request: ranks that submit alike count alike."""
         with self._lock:
             return f"noname.{next(self._unnamed[kind])}"
 

@@ -72,7 +72,7 @@ class Rounds:
             self.settle()
 
     def _run_one(self, request: Request) -> None:
-        """The same for one tensor in host memory, with as few steps as Python allows."""
+        """Run a request of one tensor in host memory, with as few steps as Python allows."""
         transport, observer, output = self._transport, self._observer, request.outputs[0]
         if request.tensors[0] is not output:
             output.copy_(request.tensors[0])

@@ -67,7 +67,7 @@ class Runtime(Submission):
     # -- life ------------------------------------------------------------------------------
 
     def init(self, comm: Any = None) -> None:
-        """Find our place among the ranks, meet them, and connect. Does nothing if running."""
+        """Find out our rank, meet the other ranks, and connect. Does nothing if running."""
         if self._job is not None:
             return
         check_not_inherited()
@@ -87,7 +87,7 @@ class Runtime(Submission):
         member.on_break = self.abort
         patience = config.elastic_timeout + config.start_timeout
         member.form(lambda: self._start(None, config), patience)
-        # As upstream does in elastic jobs: programs look there for their place.
+        # As upstream does in elastic jobs: programs look there for their rank.
         for name, value in dataclasses.asdict(self.topology).items():
             os.environ[f"HOROVOD_{name.upper()}"] = str(value)
 
@@ -183,11 +183,11 @@ class Runtime(Submission):
         return self._known_job().config
 
     def is_elastic(self) -> bool:
-        """Whether the ranks of this job may change."""
+        """Return whether the ranks of this job may change."""
         return self._job is not None and isinstance(self._job.connection, Generation)
 
     def is_homogeneous(self) -> bool:
-        """Whether every host runs the same number of ranks."""
+        """Return whether every host runs the same number of ranks."""
         return len({len(ranks) for ranks in select.by_host(self._known_job().identities)}) == 1
 
     def _known_job(self) -> Job:
@@ -211,7 +211,7 @@ class Runtime(Submission):
     # -- process sets ----------------------------------------------------------------------
 
     def channel(self, set_id: int) -> Channel:
-        """The operations of a set that this rank belongs to. Not for bindings: see below."""
+        """Return the operations of a set that this rank belongs to. Not for bindings: see below."""
         job = self._job
         if job is None:
             raise HorovodInternalError(self._why_not())
@@ -249,7 +249,7 @@ class Runtime(Submission):
         return self.channel(set_id).failure
 
     def crosses_hosts(self, set_id: int) -> bool:
-        """Whether reducing in the set means waiting for a network."""
+        """Return whether reducing in the set means waiting for a network."""
         return self.channel(set_id).transport.crosses_hosts
 
     def tuned_set(self, set_id: int) -> TunedSet:
@@ -309,7 +309,7 @@ class Runtime(Submission):
     # -- numbers ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """The numbers of this rank: see docs/stats.md."""
+        """Return the numbers of this rank: see docs/stats.md."""
         job = self._running()
         self.statistics.sample_devices()
         return job.stats()

@@ -18,7 +18,7 @@ def sum_and_scale(reduction: Reduction, size: int) -> tuple[ReduceOp, float]:
 
 
 def is_inexact(tensor: torch.Tensor) -> bool:
-    """Whether its elements are rounded, so that transports may scale them."""
+    """Return whether its elements are rounded, so that transports may scale them."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -47,7 +47,7 @@ def finish_(tensor: torch.Tensor, reduction: Reduction, size: int) -> None:
 
 
 def identity_like(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
-    """What a joined rank contributes: the value that changes nothing."""
+    """Return what a joined rank contributes: the value that changes nothing."""
     if op is ReduceOp.PRODUCT:
         return 1
     if op in (ReduceOp.MIN, ReduceOp.MAX):

@@ -20,7 +20,7 @@ _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PRO
 
 
 def complaint(version: str) -> str | None:
-    """What is to be said about a version of torch, if anything."""
+    """Return what is to be said about a version of torch, if anything."""
     release = Version(version).release[:2]
     if Version(OLDEST).release <= release <= Version(NEWEST).release:
         return None

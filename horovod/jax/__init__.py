@@ -10,6 +10,7 @@ from horovod.jax import versions as _versions  # first: says if JAX is missing o
 _versions.check()
 
 from horovod.common.exceptions import HorovodInternalError  # noqa: E402
+from horovod.common.local_steps import OuterSGD  # noqa: E402
 from horovod.common.reduce_op import Adasum, Max, Min, Product  # noqa: E402
 from horovod.engine import shared_api as _shared_api  # noqa: E402
 from horovod.engine.shared_api import *  # noqa: E402, F403
@@ -53,6 +54,7 @@ __all__ = [
     "HorovodInternalError",
     "Max",
     "Min",
+    "OuterSGD",
     "Product",
     "allgather",
     "allgather_async",

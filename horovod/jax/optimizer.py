@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from horovod.common.local_steps import LocalSchedule, OuterSGD
 from horovod.common.optimizer_arguments import check_passes, predivide_factors
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp, Sum
@@ -38,6 +39,10 @@ def DistributedOptimizer(
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False,
     process_set: ProcessSet = global_process_set,
+    local_steps: int | None = None,
+    outer: OuterSGD | None = None,
+    warmup_steps: int = 0,
+    average_state: bool = False,
 ) -> Any:
     """Wrap an optax optimizer so that it works on the gradients of all ranks.
 
@@ -61,6 +66,16 @@ def DistributedOptimizer(
             number. The default is False.
         process_set: Ranks to reduce with. By default all ranks; a rank outside the set keeps its
             own gradients.
+        local_steps: Number of steps that each rank takes with its own gradients before the ranks
+            synchronise their parameters, for links that are slow. The returned optimizer then has
+            two more methods: `end_step(params, opt_state)`, to call after each step, and
+            `synchronize_parameters(params, opt_state)`, for the end. By default there are none.
+        outer: Outer optimizer, such as `hvd.OuterSGD(lr=0.7, momentum=0.9)`, which takes a step
+            with how far the ranks have moved (DiLoCo). By default parameters are averaged (local
+            SGD).
+        warmup_steps: Number of ordinary steps before the first local one. The default is 0.
+        average_state: Whether a synchronisation averages the state of `optimizer` too. By default
+            every rank keeps its own.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`, to use in place of `optimizer`.
@@ -81,8 +96,21 @@ def DistributedOptimizer(
         )
     passes = backward_passes_per_step
     check_passes(passes)
+    schedule = LocalSchedule(local_steps, outer, warmup_steps, average_state)
+    is_local = schedule.check()
+    if is_local and passes != 1:
+        raise ValueError(
+            "local_steps does not go with backward_passes_per_step: wrap optimizer in "
+            "optax.MultiSteps to accumulate gradients"
+        )
+    if is_local and op is not Average:
+        raise ValueError("local_steps averages models: leave op at hvd.Average")
     reduce = _reduction(name, compression, op, gradient_predivide_factor, process_set)
     inner = optax.with_extra_args_support(optimizer)
+    if is_local:
+        from horovod.jax.local_steps import make_optimizer  # needs optax
+
+        return make_optimizer(inner, schedule, reduce, name, compression, process_set)
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
         return inner.update(reduce(gradients), state, params, **extra)

@@ -11,12 +11,14 @@ from horovod._keras.callbacks import (
     LearningRateWarmupCallbackBase,
     MetricAverageCallbackBase,
 )
+from horovod._keras.local_steps import LocalStepsCallbackBase
 
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
+    "LocalStepsCallback",
     "MetricAverageCallback",
 ]
 
@@ -37,6 +39,10 @@ class LearningRateScheduleCallback(LearningRateScheduleCallbackBase, keras.callb
 
 class LearningRateWarmupCallback(LearningRateWarmupCallbackBase, keras.callbacks.Callback):
     __doc__ = LearningRateWarmupCallbackBase.__doc__
+
+
+class LocalStepsCallback(LocalStepsCallbackBase, keras.callbacks.Callback):
+    __doc__ = LocalStepsCallbackBase.__doc__
 
 
 class BestModelCheckpoint(BestModelCheckpointBase, keras.callbacks.ModelCheckpoint):

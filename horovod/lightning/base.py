@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 import horovod.torch as hvd
+from horovod.common.local_steps import OuterSGD
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
 from horovod.lightning import devices
@@ -18,7 +19,6 @@ from horovod.lightning.optimizers import Optimizers
 from horovod.lightning.options import Options
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.hooks.base import CommunicationHook
-from horovod.torch.optimizers.outer import OuterSGD
 
 # Precision plugins of strategies that spread one model over several devices.
 _FOREIGN_PRECISION = ("FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision")

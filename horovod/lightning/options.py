@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 
 import horovod.torch as hvd
+from horovod.common.local_steps import OuterSGD
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.hooks.base import CommunicationHook
-from horovod.torch.optimizers.outer import OuterSGD
 from horovod.torch.optimizers.reducing import ReducingOptimizer
 
 

@@ -34,12 +34,13 @@ class Trace:
     timeline: Timeline | None = None
     members: dict[str, Sequence[str]] = field(default_factory=dict)  # of requests that are groups
     shares_arrivals: bool = False  # whether ranks tell each other when they submitted; all or none
-    watched: bool = False  # one of both: then nothing takes the shortest way
+    has_ranges: bool = False  # whether a tool or the log wants every operation
+    watched: bool = False  # one of these: then nothing takes the shortest way
 
     def record(self, timeline: Timeline | None) -> None:
         """Record into this one from now on."""
         self.timeline = timeline
-        self.watched = timeline is not None or self.shares_arrivals
+        self.watched = timeline is not None or self.shares_arrivals or self.has_ranges
 
 
 class Observer:
@@ -64,6 +65,8 @@ class Observer:
         self._set_id = set_id
         self._ranks = group.global_ranks
         self._ranges = Ranges(group.config)
+        trace.has_ranges = self._ranges.always
+        trace.record(trace.timeline)
 
     def close(self) -> None:
         """Stop counting; what was counted stays in the totals."""
@@ -73,7 +76,7 @@ class Observer:
 
     def is_watching(self) -> bool:
         """Return whether every single operation is wanted: then none takes the shortest way."""
-        return self.trace.watched or self._ranges.always or profiler_records()
+        return self.trace.watched or profiler_records()
 
     # -- threads of the program --------------------------------------------------------------
 
@@ -106,18 +109,22 @@ class Observer:
 
     # -- a round -----------------------------------------------------------------------------
 
-    @contextmanager
-    def in_background(self) -> Iterator[None]:
-        """Surround a round that no thread of the program waits for, as far as is known."""
+    def begin_background(self) -> float:
+        """Note the beginning of a round that, as far as is known, nobody waits for.
+
+        Returns:
+            What `end_background` needs: the seconds counted before the round.
+        """
         counters = self.counters
         if counters is None:
-            yield
-            return
-        before = counters.wait + counters.reduce
+            return 0.0
         counters.background_since = time.monotonic()
-        try:
-            yield
-        finally:
+        return counters.wait + counters.reduce
+
+    def end_background(self, before: float) -> None:
+        """Note the end of that round."""
+        counters = self.counters
+        if counters is not None:
             counters.background += counters.wait + counters.reduce - before
             counters.background_since = 0.0
 
@@ -183,14 +190,9 @@ class Observer:
         reduces: bool = False,
         on_wire: int = 0,
     ) -> None:
-        """Count the time since then as moving and reducing these bytes.
+        """Count the time since then as moving these bytes, which `media` carried.
 
-        Args:
-            since: When it began, by `time.monotonic`.
-            nbytes: The bytes of the tensors.
-            media: What carried them.
-            reduces: Whether they were reduced, and not only moved.
-            on_wire: What was left of them on a network.
+        `reduces` says whether they were reduced as well, `on_wire` what was left on a network.
         """
         counters = self.counters
         if counters is not None:
@@ -201,14 +203,9 @@ class Observer:
     def reduced_inline(
         self, began: float, met: float, nbytes: int, saved: int, on_device: bool
     ) -> None:
-        """Count an allreduce that took the shortest way, in one call.
+        """Count, in one call, an allreduce that took the shortest way; all ranks `met` in it.
 
-        Args:
-            began: When this rank was there, by `time.monotonic`.
-            met: When all ranks were.
-            nbytes: The bytes of the tensors.
-            saved: How many of them compression has kept off the network.
-            on_device: Whether a device's library has reduced them.
+        Compression has kept `saved` bytes off the network. `on_device`: a device's library did it.
         """
         counters = self.counters
         if counters is None:

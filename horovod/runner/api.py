@@ -21,17 +21,16 @@ from horovod.runner.elastic.discovery import HostDiscovery, HostManager, NoMoreH
 from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.job_state import Limits
 from horovod.runner.elastic.mailbox import Mailbox
-from horovod.runner.elastic.status import Status
 from horovod.runner.functions.function_call import (
     CALL,
     SEARCH_PATH,
     Failure,
+    RemoteError,
     pickled,
     put,
     search_path,
     take,
 )
-from horovod.runner.functions.remote_error import RemoteError
 from horovod.runner.functions.run_function import (
     collect_results,
     raise_failures,
@@ -44,7 +43,7 @@ from horovod.runner.options.parser import DEFAULT_WORKER_FAILURES
 from horovod.runner.output.console import Colour, Console
 from horovod.runner.output.progress import list_some
 from horovod.runner.output.report import LaunchError, Outcome
-from horovod.runner.output.watcher import JobWatcher
+from horovod.runner.output.watcher import JobWatcher, Status
 from horovod.runner.slots.hosts import Host, plan_slots
 from horovod.runner.slots.worker_env import (
     KEY,

@@ -52,6 +52,10 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         from horovod.runner import check_build as build  # rarely needed, so not at every start
 
         return console.answer(build.check_build(verbose=options.verbose))
+    if options.plan:
+        from horovod.runner.plan import describe, planned_job
+
+        return console.answer(describe(planned_job(options)))
     if options.completion:
         return console.answer(completion_script(make_parser(), options.completion))
     if options.join is not None:
@@ -83,7 +87,7 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         if controller != controllers.GLOO:
             return _run_elsewhere(controller, options, console)
         if options.dry_run:
-            from horovod.runner.jobs.dry_run import describe_plan
+            from horovod.runner.jobs.request import describe_plan
 
             if options.host_discovery_script:
                 raise LaunchError(

@@ -242,7 +242,7 @@ def _check_output(options: argparse.Namespace) -> None:
 
 
 def _describe(controller: str, options: argparse.Namespace, env: Mapping[str, str]) -> str:
-    from horovod.runner.jobs.dry_run import describe_plan
+    from horovod.runner.jobs.request import describe_plan
 
     lines = []
     for size in options.scaling:

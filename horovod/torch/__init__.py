@@ -6,6 +6,7 @@ import importlib
 import typing
 
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.local_steps import OuterSGD
 from horovod.engine.shared_api import *  # noqa: F403
 from horovod.lightning import registration as _lightning
 from horovod.torch import mpi_ops as _mpi_ops
@@ -18,7 +19,6 @@ from horovod.torch.functions import (
 )
 from horovod.torch.mpi_ops import *  # noqa: F403
 from horovod.torch.optimizer import DistributedOptimizer
-from horovod.torch.optimizers.outer import OuterSGD
 from horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -43,7 +43,7 @@ if typing.TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> typing.Any:
-    """What few scripts use, imported when one first asks for it."""
+    """Return what few scripts use, imported when one first asks for it."""
     if name in ("elastic", "hooks"):
         return importlib.import_module(f"horovod.torch.{name}")
     if name == "graphed":

@@ -106,14 +106,14 @@ def wire_type(
 
 
 def wire_type_of(compression: type[Compressor], tensor: torch.Tensor) -> torch.dtype | None:
-    """The same for a single tensor."""
+    """Return the same for a single tensor."""
     return _ON_THE_WIRE.get(compression) if tensor.is_cpu and tensor.dtype in _WIDE else None
 
 
 def eight_bit_type(
     compression: type[Compressor], tensors: Sequence[torch.Tensor]
 ) -> torch.dtype | None:
-    """The 8-bit type in which an allreduce of `tensors` travels; None for other compressors.
+    """Return the 8-bit type in which an allreduce of `tensors` travels; None for other compressors.
 
     Raises:
         ValueError: These tensors cannot be sent in 8 bits.
@@ -127,7 +127,7 @@ def eight_bit_type(
 
 
 def is_eight_bit(compression: object) -> bool:
-    """Whether this is a compressor that sends 8 bits."""
+    """Return whether this is a compressor that sends 8 bits."""
     return isinstance(compression, type) and issubclass(compression, EightBitCompressor)
 
 

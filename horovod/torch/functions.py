@@ -2,7 +2,7 @@
 
 For an optimizer the root describes its state (which parameter has which entries, with the shape and
 type of every tensor) and the others build the same. A root that has none yet makes what its first
-step would (`horovod.torch.optimizers.fresh_state`). Objects are sent by
+step would (`horovod.torch.fresh_state`). Objects are sent by
 `horovod.torch.ops.objects`.
 """
 
@@ -18,12 +18,12 @@ import torch
 
 from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
+from horovod.torch import fresh_state
 from horovod.torch.gradients.dtensors import broadcast_dtensors, is_dtensor
 from horovod.torch.ops.broadcast import broadcast_async_
 from horovod.torch.ops.handles import synchronize
 from horovod.torch.ops.objects import allgather_object, broadcast_object
 from horovod.torch.ops.untraced import breaks_graph
-from horovod.torch.optimizers import fresh_state
 
 __all__ = [
     "allgather_object",
@@ -142,7 +142,7 @@ def broadcast_optimizer_state(
 
 
 def broadcast_nested(value: Any, root_rank: int, name: str, device: torch.device) -> Any:
-    """The root's dicts and lists of tensors and plain values on every rank. Collective.
+    """Return the root's dicts and lists of tensors and plain values on every rank. Collective.
 
     Tensors that the root has on a device are made on `device` elsewhere.
     """
@@ -174,7 +174,7 @@ def _describe(
     optimizer: torch.optim.Optimizer, parameters: list[Tensor], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     """The root's state and options with forms in place of tensors, which go into `tensors`."""
-    places = {parameter: place for place, parameter in enumerate(parameters)}
+    indices = {parameter: index for index, parameter in enumerate(parameters)}
     occurrences: Counter[str] = Counter()
 
     def describe(name: str, value: Any, device: torch.device) -> Any:
@@ -188,11 +188,11 @@ def _describe(
         return _replace(value, Tensor, form_of)
 
     state = {
-        places[parameter]: {
+        indices[parameter]: {
             name: describe(str(name), value, parameter.device) for name, value in entries.items()
         }
         for parameter, entries in optimizer.state.items()
-        if parameter in places
+        if parameter in indices
     }
     groups = [
         {
@@ -206,7 +206,7 @@ def _describe(
 
 
 def _shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
-    """The shapes of the parameters, by group: what ranks must have in common."""
+    """Return the shapes of the parameters, by group: what ranks must have in common."""
     return [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
 
 
@@ -249,8 +249,8 @@ def _rebuild(
             elif form.is_part and parameter is not None and form.shape == parameter.shape:
                 tensor = torch.zeros_like(parameter, dtype=form.dtype, requires_grad=False)
             else:
-                place = device if form.beside_parameter else torch.device("cpu")
-                tensor = torch.zeros(form.shape, dtype=form.dtype, device=place)
+                target = device if form.beside_parameter else torch.device("cpu")
+                tensor = torch.zeros(form.shape, dtype=form.dtype, device=target)
             tensors[form.name] = tensor
             return tensor
 
@@ -258,8 +258,8 @@ def _rebuild(
 
     old_state = dict(optimizer.state)
     optimizer.state.clear()
-    for place, entries in description["state"].items():
-        parameter = parameters[place]
+    for index, entries in description["state"].items():
+        parameter = parameters[index]
         old = old_state.get(parameter, {})
         optimizer.state[parameter] = {
             name: rebuild(value, old.get(name), parameter.device, parameter)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from horovod.common.local_steps import OuterSGD
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp
 from horovod.engine.runtime import runtime
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.hooks.base import CommunicationHook
-from horovod.torch.optimizers.checks import check_arguments
+from horovod.torch.optimizers.checks import check_options
 from horovod.torch.optimizers.local_steps import LocalSteps
-from horovod.torch.optimizers.outer import OuterSGD
+from horovod.torch.optimizers.options import OptimizerOptions
 from horovod.torch.optimizers.wrapping import new_optimizer
 
 if TYPE_CHECKING:
@@ -111,19 +113,19 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
         groups = groups if groups is not None else num_groups
-    arguments = {
-        "named_parameters": named_parameters,
-        "compression": compression,
-        "backward_passes_per_step": backward_passes_per_step,
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "groups": groups,
-        "sparse_as_dense": sparse_as_dense,
-        "process_set": process_set,
-        "shard_state": shard_state,
-        "communication_hook": communication_hook,
-        "overlap_forward": overlap_forward,
-        "local_steps": LocalSteps(
+    options = OptimizerOptions(
+        named_parameters=named_parameters,
+        compression=compression,
+        backward_passes_per_step=backward_passes_per_step,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        shard_state=shard_state,
+        communication_hook=communication_hook,
+        overlap_forward=overlap_forward,
+        local_steps=LocalSteps(
             local_steps=local_steps,
             outer=outer,
             warmup_steps=warmup_steps,
@@ -134,34 +136,34 @@ def DistributedOptimizer(
             alpha=alpha,
             within=within,
         ),
-    }
+    )
     problem = None
     if isinstance(optimizer, ReducingOptimizer):
         problem = ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
-    checked = check_arguments(optimizer, arguments, problem)
-    wrapped = new_optimizer(type(optimizer), _mixin(arguments))
+    checked = check_options(optimizer, options, problem)
+    wrapped = new_optimizer(type(optimizer), _mixin(options))
     # A scheduler made before wraps the old object's step(), which must not shadow ours.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
     wrapped._original = weakref.ref(optimizer)
-    wrapped._configure({**arguments, "op": ReduceOp(op)}, *checked)
+    wrapped._configure(replace(options, op=ReduceOp(op)), *checked)
     return wrapped
 
 
-def _mixin(arguments: dict[str, Any]) -> type[ReducingOptimizer]:
-    """The class that has what these arguments ask for."""
-    if arguments["local_steps"].local_steps is not None:
+def _mixin(options: OptimizerOptions) -> type[ReducingOptimizer]:
+    """Return the class that does what these options ask for."""
+    if options.local_steps.local_steps is not None:
         from horovod.torch.optimizers.local import LocalStepsOptimizer  # few need it
 
         return LocalStepsOptimizer
-    if arguments["op"] == Adasum and runtime.topology.size > 1:
+    if options.op == Adasum and runtime.topology.size > 1:
         from horovod.torch.optimizers.adasum import AdasumOptimizer  # few need it
 
         return AdasumOptimizer
-    if arguments["shard_state"]:
+    if options.shard_state:
         from horovod.torch.optimizers.sharded import ShardedOptimizer
 
         return ShardedOptimizer
-    if arguments["overlap_forward"] is not None:
+    if options.overlap_forward is not None:
         from horovod.torch.optimizers.delaying import DelayingOptimizer
 
         return DelayingOptimizer

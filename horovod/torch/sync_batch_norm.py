@@ -140,7 +140,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def _convert(cls, module: Any, process_set: ProcessSet, converted: dict[int, Any]) -> Any:
-        if id(module) not in converted:  # a layer may be at several places in a model
+        if id(module) not in converted:  # a model may use a layer several times
             if isinstance(module, _BatchNorm):
                 converted[id(module)] = cls._from(module, process_set)
             else:

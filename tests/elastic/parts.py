@@ -20,9 +20,9 @@ from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.job_state import JobState, Limits, Process
 from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.policy import Proposal
-from horovod.runner.elastic.status import Status
 from horovod.runner.output.console import Console
 from horovod.runner.output.report import LaunchError
+from horovod.runner.output.watcher import Status
 
 
 def moment(state: JobState | None = None, **facts: Any) -> JobState:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import horovod.torch as hvd
+from tests.effort import examples
 from tests.elastic.job import ElasticJob
 from tests.elastic.training import this_worker
 from tests.ranks import tell
@@ -66,3 +67,56 @@ def test_survivors_keep_their_local_steps_and_a_new_worker_begins_at_the_last_sy
         assert result["begun"][-1] == (7, anchor + 4 * speed)
         assert [step for step, _ in result["seen"]] == [*range(1, 8), *range(8, STEPS + 1)]
     assert w0["weight"] == w2["weight"] == w3["weight"]
+
+
+def _train_under_fire(last: int) -> dict[str, Any]:
+    """Train with workers that come and stand still, up to number `last`, which stays."""
+    hvd.init()
+    number = int(this_worker()[1:])
+    torch.manual_seed(number)
+    model = torch.nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        model.named_parameters(),
+        local_steps=EVERY,
+        outer=hvd.OuterSGD(),
+    )
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    seen: list[int] = []
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        # A worker that stands still holds the others up before they have taken EVERY + 1 steps.
+        while state.step < (EVERY + 1) * (last + 1):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+            state.step += 1
+            seen.append(state.step)
+            if 3 <= number < last and len(seen) == 2:
+                tell("halt")  # between two synchronisations
+                signal.pause()
+        optimizer.synchronize_parameters()
+
+    loop(state)
+    weights = torch.cat([param.detach().view(-1) for param in model.parameters()])
+    return {"seen": seen, "weights": weights.tolist()}
+
+
+def test_one_of_four_is_killed_again_and_again():
+    """20 times in a long run: the others lose no step, and all end with the same model."""
+    last = 3 + examples(20)
+    with ElasticJob(_train_under_fire, last) as job:
+        job.start(4)
+        for victim in range(3, last):
+            assert job.heard(victim) == "halt"
+            job.kill(victim)
+            job.lose(victim)
+            job.start(1, kind="added")
+        outcomes = job.wait(ranks=[0, 1, 2, last])
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.describe()
+    results = [outcome.result for outcome in outcomes]
+    for result in results[:3]:
+        assert result["seen"] == list(range(1, (EVERY + 1) * (last + 1) + 1))
+    assert all(result["weights"] == results[0]["weights"] for result in results)

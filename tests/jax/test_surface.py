@@ -11,7 +11,6 @@ import horovod.torch as hvd_torch
 
 # What changes a tensor in place, or is of torch alone.
 MISSING = {
-    "OuterSGD",  # of local steps
     "SyncBatchNorm",  # of flax: in horovod.jax.linen and horovod.jax.nnx
     "allreduce_",
     "allreduce_async_",

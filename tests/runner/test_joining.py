@@ -14,8 +14,8 @@ import pytest
 from horovod.common.wire import encode_key, new_key
 from horovod.runner.agents.link_server import JoinServer, gather
 from horovod.runner.agents.relay import connect
+from horovod.runner.jobs.join import job_secret
 from horovod.runner.options.arguments import parse_args
-from horovod.runner.options.secret import job_secret
 from horovod.runner.slots.hosts import Host
 from tests.ports import reserved_port
 from tests.runner.horovodrun import HANG, command, environment, run_python

@@ -37,10 +37,9 @@ from horovod.runner.util.lsf import LSFUtils
 import horovod.torch as hvd
 from horovod.common.util import env
 from horovod.runner import _HorovodArgs, gloo_run, js_run, launch, mpi_run
-from horovod.runner._upstream.refused import REFUSED
-from horovod.runner._upstream.table import OLD_MODULES, OldModule, page
+from horovod.runner._upstream.table import OLD_MODULES, REFUSED, OldModule, page
 from horovod.runner.elastic.discovery import FixedHosts, HostManager, HostUpdateResult
-from horovod.runner.functions.remote_error import FAILED
+from horovod.runner.functions.function_call import FAILED
 from horovod.runner.options.arguments import make_options
 
 PAGE = Path(__file__).parents[2] / "docs" / "old_names.md"

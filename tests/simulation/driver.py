@@ -23,9 +23,9 @@ from horovod.runner.agents.supervise import FAILURE_GRACE
 from horovod.runner.elastic.discovery import HostDiscovery, HostManager
 from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.job_state import Limits
-from horovod.runner.elastic.status import Status
 from horovod.runner.output.console import Console
 from horovod.runner.output.report import LaunchError, exit_status
+from horovod.runner.output.watcher import Status
 
 _START_SECONDS = 30.0
 

@@ -184,19 +184,8 @@ def _numbers(stats: dict[Any, Any]) -> dict[str, float]:
 
 
 def _cores(value: Any) -> frozenset[int]:
-    """Return the numbers in a list such as ``0-3,8``; none if it is not such a list."""
-    found: set[int] = set()
-    if not isinstance(value, str) or len(value) > 16 * _LONGEST:
-        return frozenset()
-    for part in value.split(","):
-        first, _, last = part.partition("-")
-        last = last or first
-        if not all(end.isascii() and end.isdecimal() and len(end) < 8 for end in (first, last)):
-            return frozenset()
-        if int(last) >= _MOST_CORES:
-            return frozenset()
-        found.update(range(int(first), int(last) + 1))
-    return frozenset(found)
+    cores = _items(value, _MOST_CORES)
+    return frozenset(core for core in cores if type(core) is int and 0 <= core < _MOST_CORES)
 
 
 def _items(value: Any, most: int) -> list[Any]:

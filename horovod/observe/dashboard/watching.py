@@ -129,8 +129,6 @@ def open_watcher(
     """
     if config.dashboard is None:
         return JobWatcher()
-    from horovod.observe.dashboard.watching import link, listen, parse_address
-
     try:
         wanted = parse_address(config.dashboard)
     except ValueError as error:

@@ -22,12 +22,6 @@ def size_of(nbytes: float | None) -> str:
     return f"{nbytes / 1024:.1f} KiB" if nbytes >= 1024 else f"{nbytes:.0f} B"
 
 
-def shortened(names: Sequence[str], most: int = 3) -> str:
-    """Return the first `most` names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def time_of(time: float) -> str:
     """Return a time in microseconds as seconds, or as milliseconds if it is short."""
     if time < 1e6:

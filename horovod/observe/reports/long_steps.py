@@ -40,6 +40,12 @@ class LongStep:
     where: Where
     last: int  # the rank that computed longest
 
+    @property
+    def reason(self) -> str:
+        """What was long, and on which rank if it was one."""
+        whose = f" (rank {self.last})" if self.where in (Where.ONE_RANK, Where.CORES) else ""
+        return f"{self.where.value}{whose}"
+
 
 @dataclass(frozen=True)
 class LongSteps:

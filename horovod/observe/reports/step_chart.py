@@ -10,7 +10,7 @@ from statistics import fmean
 
 from horovod.observe.reports.amounts import milliseconds, ordinal, percent, time_of
 from horovod.observe.reports.analysis import Analysis
-from horovod.observe.reports.long_steps import LongStep, Where
+from horovod.observe.reports.long_steps import LongStep
 from horovod.observe.reports.splitting import PARTS, StepSplit
 
 MOST_COLUMNS = 160  # of more steps, several share a column
@@ -89,14 +89,11 @@ def long_steps(analysis: Analysis) -> str:
 def _long_row(each: LongStep, analysis: Analysis) -> str:
     """Return the row of a long step."""
     share = each.step.duration / max(one.step.duration for one in analysis.long_steps.steps)
-    what = each.where.value
-    if each.where in (Where.ONE_RANK, Where.CORES):
-        what = f"{what} (rank {each.last})"
     return (
         f"<tr><th>{each.step.number}</th>"
         f"<td class=share><div><i class=long style='width:{100 * share:.1f}%'></i></div></td>"
         f"<td>{milliseconds(each.step.duration)}</td><td>{milliseconds(each.excess)}</td>"
-        f"<td>{escape(what)}</td></tr>"
+        f"<td>{escape(each.reason)}</td></tr>"
     )
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from horovod.observe.reports.advice import verdict
-from horovod.observe.reports.amounts import milliseconds, percent, shortened, size_of, time_of
+from horovod.observe.reports.amounts import milliseconds, percent, size_of, time_of
 from horovod.observe.reports.analysis import Analysis
 from horovod.observe.reports.faults import Advice
-from horovod.observe.reports.long_steps import Where
 from horovod.observe.reports.splitting import PARTS
+from horovod.observe.timeline.recorder import shortened
 
 WIDTH = 100
 MOST_ROWS = 10
@@ -76,11 +76,7 @@ def _long_steps(analysis: Analysis) -> Iterator[str]:
         f"usual ones, {percent(lost, analysis.run_time)} of the run"
     )
     for each in long.steps[:MOST_ROWS]:
-        whose = f" (rank {each.last})" if each.where in (Where.ONE_RANK, Where.CORES) else ""
-        yield (
-            f"  step {each.step.number}: {milliseconds(each.step.duration)}, "
-            f"{each.where.value}{whose}"
-        )
+        yield f"  step {each.step.number}: {milliseconds(each.step.duration)}, {each.reason}"
     if len(long.steps) > MOST_ROWS:
         yield f"  and {len(long.steps) - MOST_ROWS} more"
 

@@ -86,6 +86,9 @@ class Timing(Protocol):
     def seconds(self) -> tuple[float, float]:
         """Return how long it took, and how much of that was hidden behind computing."""
 
+    def backward(self) -> float:
+        """Return how long a backward pass took, from the first gradient on."""
+
 
 class DeviceTiming:
     """Marks of a device around work. `ask` is where the program's own work needs the result."""
@@ -118,18 +121,7 @@ class DeviceTiming:
         return took, min(took, max(0.0, self._started.seconds_until(self._asked)))
 
     def backward(self) -> float:
-        """Return how long it took: for work that is a backward pass."""
         return self.seconds()[0]
-
-
-class BackwardTiming(Protocol):
-    """The times of a step's backward pass on a device."""
-
-    def is_over(self) -> bool:
-        """Whether the device has done all of it."""
-
-    def backward(self) -> float:
-        """Return how long it took from the first gradient on."""
 
 
 class Totals(NamedTuple):

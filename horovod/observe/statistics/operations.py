@@ -1,6 +1,6 @@
-"""An engine's operation and channel, as those see them who only look.
+"""An operation and a channel of the engine, as observers see them.
 
-The engine's own classes fit these protocols; what is here does not import the engine.
+The engine's own classes fit these protocols, so that observers need not import the engine.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from horovod.transport.base import Group
 class PendingOperation(Protocol):
     """What has been submitted and has not run."""
 
-    @property
-    def name(self) -> str:
-        """The operation's name on the wire."""
-
-    @property
-    def submitted(self) -> float:
-        """When it was submitted, by `time.monotonic`."""
+    name: str
+    submitted: float  # by `time.monotonic`
 
     @property
     def source(self) -> str:
@@ -32,35 +27,25 @@ class PendingOperation(Protocol):
 
 
 class Operation(PendingOperation, Protocol):
-    """An operation with its tensors."""
+    """An operation with what this rank contributes."""
 
-    @property
-    def label(self) -> str:
-        """The kind as the timeline calls it."""
-
-    @property
-    def signature(self) -> bytes:
-        """What ranks compare; empty on a rank that has joined, and stands in for others."""
+    tensors: Sequence[torch.Tensor]
+    signature: bytes  # empty on a rank that has joined, and stands in for others
 
     @property
     def kind(self) -> Enum:
         """What it does; the value is a word such as "allreduce"."""
 
     @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """What this rank contributes."""
+    def label(self) -> str:
+        """The kind as the timeline calls it."""
 
 
 class ObservedChannel(Protocol):
     """One process set's operations."""
 
-    @property
-    def set_id(self) -> int:
-        """The number of the process set."""
-
-    @property
-    def group(self) -> Group:
-        """Its ranks."""
+    set_id: int
+    group: Group
 
     def pending(self) -> Sequence[PendingOperation]:
         """Return what has been submitted and has not run, oldest first."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from horovod.observe.statistics.counters import MOST_TIMINGS, BackwardTiming, Counters, Totals
+from horovod.observe.statistics.counters import MOST_TIMINGS, Counters, Timing, Totals
 from horovod.observe.statistics.metrics import check_name, check_number, check_step
 
 MOST_NAMES = 100  # metrics of a process
@@ -67,7 +67,7 @@ class Statistics:
         self._last = Totals()  # at the end of the last step
         self._last_end = 0.0  # when that was; 0: nothing is known of the step that goes on
         self._backward = 0.0  # seconds of the step that goes on
-        self._device_backward: deque[BackwardTiming] = deque(maxlen=MOST_TIMINGS)
+        self._device_backward: deque[Timing] = deque(maxlen=MOST_TIMINGS)
         self.metrics: dict[str, deque[tuple[int, float]]] = {}
 
     def after_fork_in_child(self) -> None:
@@ -108,9 +108,7 @@ class Statistics:
         """The next step begins among other ranks: what was before it does not belong to it."""
         self._last_end = self._backward = 0.0
 
-    def add_backward(
-        self, seconds: float, buckets: int, on_device: BackwardTiming | None = None
-    ) -> None:
+    def add_backward(self, seconds: float, buckets: int, on_device: Timing | None = None) -> None:
         """Gradients came for so many seconds until now; they are reduced in so many buckets.
 
         A device computes them later, and takes the time `on_device`.

@@ -29,6 +29,7 @@ from horovod.common.topology import Topology
 from horovod.observe.statistics.gpu_use import GpuUse
 from horovod.observe.statistics.operations import ObservedChannel, PendingOperation
 from horovod.observe.statistics.process import MOST_STEPS, MOST_VALUES, Statistics, Step
+from horovod.observe.timeline.thread_times import allowed_cores
 
 logger = get_logger(__name__)
 
@@ -51,21 +52,13 @@ def report_key(generation: int, rank: int) -> str:
 class ReportedJob(Protocol):
     """The engine's job, as a report describes it."""
 
-    @property
-    def topology(self) -> Topology:
-        """Who this rank is."""
+    topology: Topology
+    statistics: Statistics
+    connection: Store
 
     @property
     def generation(self) -> int:
         """That of an elastic job; 0 in others."""
-
-    @property
-    def connection(self) -> Store:
-        """The job's store."""
-
-    @property
-    def statistics(self) -> Statistics:
-        """The numbers of this process."""
 
     @property
     def channels(self) -> Mapping[int, ObservedChannel]:
@@ -161,7 +154,7 @@ class Reporter:
             "pid": os.getpid(),
             "time": now,
             "state": state,
-            "cores": _usable_cores(),
+            "cores": allowed_cores() or [],
             "steps_before": self._steps_before,
             "stats": {key: finite(value) for key, value in stats.items()},
             "steps": [[step.number, step.end + to_epoch, *step[2:]] for step in steps],
@@ -261,24 +254,6 @@ def chosen_steps(steps: list[Step]) -> list[Step]:
     if longest is not None and longest.number < last[0].number:
         last[0] = longest
     return last
-
-
-def _usable_cores() -> str:
-    """The cores that this process may use, as ``0-3,8``; empty where the system does not tell.
-
-    Their numbers and not only their count: ranks of a host may be bound to different cores.
-    """
-    try:
-        cores = sorted(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        return ""
-    ranges: list[list[int]] = []
-    for core in cores:
-        if ranges and ranges[-1][1] == core - 1:
-            ranges[-1][1] = core
-        else:
-            ranges.append([core, core])
-    return ",".join(f"{low}-{high}" if low < high else f"{low}" for low, high in ranges)
 
 
 def finite(value: Any) -> Any:

@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from horovod.runner._upstream.refused import REFUSED, refuse
+from horovod.runner._upstream.table import REFUSED, refuse
 from horovod.runner.elastic.discovery import HostUpdateResult
 from horovod.runner.elastic.termination import RESET_LIMIT_EXCEEDED_MESSAGE
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from horovod.common.util import gloo_built, mpi_built
-from horovod.runner._upstream.refused import REFUSED, refuse
 from horovod.runner._upstream.settings import (
     BaseSettings,
     ElasticSettings,
@@ -25,8 +24,9 @@ from horovod.runner._upstream.settings import (
     as_elastic_arguments,
     options_of,
 )
+from horovod.runner._upstream.table import REFUSED, refuse
 from horovod.runner.check_build import check_build as build_report
-from horovod.runner.functions.remote_error import with_known_sentence
+from horovod.runner.functions.function_call import with_known_sentence
 from horovod.runner.jobs import controllers
 from horovod.runner.jobs.mpi_launch import Mpi, find_mpi
 from horovod.runner.jobs.request import make_request

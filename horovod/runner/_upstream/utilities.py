@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO, TypeVar
 
 from horovod.common.logging import get_logger
-from horovod.runner.agents.processes import find_descendants, signal_all, signal_groups
+from horovod.runner.agents.local_host import find_descendants, signal_all, signal_groups
 from horovod.runner.output.console import Source
 from horovod.runner.output.lines import LineSplitter
 

@@ -18,7 +18,7 @@ Commands come on stdin, one JSON object a line; end of file stands for a lost la
 - ``{"start": [{"id", "argv", "env", "cwd", "bind", "input"}, ...], "env": {...}, "own": [...]}``:
   start workers. The second ``env`` is common to all, the names in ``own`` are taken from this
   host's environment (null: all of it), ``bind`` is null or ``[kind, index, count]`` (see
-  `host_facts.share_of_cores`). An empty program name stands for the Python that runs the agent.
+  `local_host.share_of_cores`). An empty program name stands for the Python that runs the agent.
   With ``input`` a worker's stdin is what "input" commands bring. This command may come repeatedly.
 - ``{"stop": grace}``: SIGTERM to all workers and SIGKILL to everything after ``grace`` seconds (0:
   at once). With ``"ids": [...]`` only these workers and what they started. With ``"interrupt":
@@ -46,14 +46,15 @@ import signal
 import sys
 import time
 
-from horovod.runner.agents.agent_streams import LauncherOutput, WorkerInput
+from horovod.runner.agents.agent_streams import STDERR, STDOUT, LauncherOutput, WorkerInput
 from horovod.runner.agents.bootstrap import load_modules
-from horovod.runner.agents.frames import STDERR, STDOUT
-from horovod.runner.agents.host_facts import host_facts, numa_nodes, share_of_cores
-from horovod.runner.agents.processes import (
+from horovod.runner.agents.local_host import (
     become_subreaper,
     find_descendants,
     find_program,
+    host_facts,
+    numa_nodes,
+    share_of_cores,
     signal_all,
     signal_groups,
 )

@@ -2,7 +2,7 @@
 
 A `LinkChannel` is one end of such a connection; it is authenticated and never blocks. `relay` has
 one on the host. In the launcher `link_server` makes a `ChannelLink` around it, which is the
-`agent_link.AgentLink` through which `host_agent` speaks. The protocol is `horovod.common.wire`'s.
+`starters.AgentLink` through which `host_agent` speaks. The protocol is `horovod.common.wire`'s.
 The launcher sends these messages:
 
 - ``{"agent": length}``: start an agent; its source, ``length`` bytes, follows as input
@@ -98,7 +98,7 @@ _KEPT_ERRORS = 8000
 
 
 class ChannelLink:
-    """The launcher's end of such a connection, as an `agent_link.AgentLink`."""
+    """The launcher's end of such a connection, as an `starters.AgentLink`."""
 
     remote = True
     own_variables: Sequence[str] | None = None

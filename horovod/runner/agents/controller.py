@@ -26,7 +26,7 @@ from horovod.common.store import MemoryStore
 from horovod.common.wire import new_key
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.host_set import Host, HostSet
-from horovod.runner.agents.processes import signal_groups
+from horovod.runner.agents.local_host import signal_groups
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
 from horovod.runner.output.console import Console

@@ -18,15 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod.runner.agents.agent_link import NO_INPUT, AgentLink, ProcessLink
+from horovod.runner.agents.agent_streams import EVENT, STREAMS, FrameReader
 from horovod.runner.agents.bootstrap import Packed, pack_modules
-from horovod.runner.agents.frames import EVENT, STREAMS, FrameReader
-from horovod.runner.agents.starters import Starter
+from horovod.runner.agents.starters import NO_INPUT, AgentLink, ProcessLink, Starter
 from horovod.runner.output.report import LaunchError
 from horovod.runner.slots.hosts import is_local
 
 _KEPT_ERRORS = 8000
-_AGENT_MODULES = ("bootstrap", "frames", "processes", "host_facts", "agent_streams", "agent")
+_AGENT_MODULES = ("bootstrap", "local_host", "agent_streams", "agent")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class WorkerSpec:
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: str
-    bind: tuple[str, int, int] | None = None  # kind, index, count: `host_facts.share_of_cores`
+    bind: tuple[str, int, int] | None = None  # kind, index, count: `local_host.share_of_cores`
     input: bool = False  # whether `feed` brings its stdin; otherwise it has none
 
 

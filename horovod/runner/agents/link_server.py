@@ -8,7 +8,7 @@ belongs to the job that takes it. `JoinServer` and `horovod.spark.task_link` der
 Hosts that come by themselves: ``horovodrun --listen`` waits for ``horovodrun --join`` on them.
 
 `run_job` opens a `JoinServer`. A job with fixed ranks calls `gather` and starts when all its hosts
-are there; an elastic job takes them as they come (`horovod.runner.elastic.job`). A host
+are there; an elastic job takes them as they come (`join.JoinedHosts`). A host
 proves that it knows the job's secret before anything that it says is read.
 """
 

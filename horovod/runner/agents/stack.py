@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 
-from horovod.runner.agents.processes import find_descendants, find_program
+from horovod.runner.agents.local_host import find_descendants, find_program
 
 TYPE_CHECKING = False  # as in typing, whose import would delay the agent
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from horovod.common.decisions import LATEST, Decision, decision_key
 from horovod.common.store import Store
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.job_state import JobState, name_of, names
-from horovod.runner.elastic.status import join_words
+from horovod.runner.output.watcher import join_words
 
 _KEPT_GENERATIONS = 3
 

@@ -32,8 +32,8 @@ from horovod.runner.elastic.job_state import (
 )
 from horovod.runner.elastic.liveness import Liveness
 from horovod.runner.elastic.mailbox import Inbox
-from horovod.runner.elastic.status import Status, count_of
 from horovod.runner.output.report import LaunchError, exit_status
+from horovod.runner.output.watcher import Status, count_of
 
 __all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver"]
 

@@ -13,7 +13,7 @@ from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.host_set import HostSet
 from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.job_state import JobState, Process
-from horovod.runner.elastic.status import Status, count_of
+from horovod.runner.output.watcher import Status, count_of
 
 _FENCE_SECONDS = 60.0
 """Seconds within which workers on a lost host end themselves, because they cannot reach us."""

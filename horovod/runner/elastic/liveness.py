@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from horovod.common.decisions import Decision
 from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.job_state import JobState, Limits, Process
-from horovod.runner.elastic.status import join_words
+from horovod.runner.output.watcher import join_words
 
 _ABSENCE_SECONDS = 5.0
 """Seconds that workers whose generation broke wait for each other before a decision calls all."""

@@ -21,8 +21,8 @@ from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import HostManager, HostPoller, NoMoreHosts
 from horovod.runner.elastic.job_state import JobState, Process, number_of
 from horovod.runner.elastic.liveness import Liveness
-from horovod.runner.elastic.status import Status, count_of
 from horovod.runner.output.console import Console
+from horovod.runner.output.watcher import Status, count_of
 
 
 class Mailbox:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from horovod.common.decisions import DRIVER_LOST
 from horovod.runner.elastic.job_state import JobState, Limits, WorkerFailure
-from horovod.runner.elastic.status import count_of
 from horovod.runner.output.report import Outcome, first_to_fail
+from horovod.runner.output.watcher import count_of
 
 RESET_LIMIT_EXCEEDED_MESSAGE = (
     "the number of resets during elastic job exceeded limit: {} (--reset-limit)"

@@ -18,7 +18,6 @@ from typing import Any
 
 import cloudpickle
 
-import horovod
 from horovod.common.addresses import LOOPBACK
 from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.store import MemoryStore
@@ -28,13 +27,15 @@ from horovod.runner.functions.function_call import (
     CALL,
     SEARCH_PATH,
     Failure,
+    RemoteError,
+    as_runtime_error,
     failures,
     put,
     result_name,
     search_path,
     take,
+    with_known_sentence,
 )
-from horovod.runner.functions.remote_error import RemoteError, as_runtime_error, with_known_sentence
 from horovod.runner.jobs import controllers
 from horovod.runner.jobs.request import JobRequest, make_request
 from horovod.runner.jobs.run_job import run_job
@@ -42,7 +43,7 @@ from horovod.runner.options.arguments import make_options
 from horovod.runner.output.report import LaunchError, Outcome
 from horovod.runner.slots.hosts import is_local
 
-_PACKAGE_PARENT = str(Path(horovod.__file__).resolve().parent.parent)
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 
 
 def run(

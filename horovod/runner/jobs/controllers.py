@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from horovod.common.topology import Slot
-from horovod.runner.agents.host_facts import usable_cores
+from horovod.runner.agents.local_host import usable_cores
 from horovod.runner.jobs.request import JobRequest
 from horovod.runner.output.report import LaunchError
 from horovod.runner.slots.hosts import is_local

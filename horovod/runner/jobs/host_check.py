@@ -82,7 +82,7 @@ def _find_hosts(options: argparse.Namespace) -> dict[str, int | None]:
     """Return the hosts that a job could use, with their slots."""
     if options.host_discovery_script is None:
         return {host.name: host.slots for host in options.hosts}
-    from horovod.runner.elastic.job import make_discovery
+    from horovod.runner.jobs.run_job import make_discovery
 
     try:
         found = make_discovery(options).find_available_hosts_and_slots()

@@ -1,7 +1,13 @@
-"""Bring this machine into a job that waits for hosts: ``horovodrun --join``.
+"""Hosts that join a job by themselves: ``horovodrun --join`` on each, ``--listen`` in the launcher.
 
-`launch` calls `run_join`. The process stays until the job has ended, or does not need this host any
-more. If an elastic job releases it for a while, it joins again.
+`launch` calls `run_join`, which brings this machine into a job that waits for hosts. The process
+stays until the job has ended, or does not need this host any more. If an elastic job releases it
+for a while, it joins again. In the launcher `JoinedHosts` offers the hosts that have joined to an
+elastic job.
+
+Both sides get the secret with which hosts join from `job_secret`: from a file or from the
+environment. It is never an argument, because every user of a machine sees the arguments of all
+processes.
 """
 
 from __future__ import annotations
@@ -11,16 +17,19 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from horovod.common.wire import WireError
+from horovod.common.launcher_store import SECRET_KEY
+from horovod.common.wire import WireError, decode_key, encode_key, new_key
 from horovod.runner.agents.channel import LinkChannel
+from horovod.runner.agents.host_agent import HostAgent
+from horovod.runner.agents.link_server import JoinServer
 from horovod.runner.agents.relay import Relay, connect
-from horovod.runner.options.secret import job_secret
+from horovod.runner.elastic.discovery import HostDiscovery
 from horovod.runner.options.tunables import settings
 from horovod.runner.output.console import Console
 from horovod.runner.output.report import LaunchError
-from horovod.runner.slots.hosts import Host
+from horovod.runner.slots.hosts import Host, is_local
 from horovod.runner.slots.worker_env import KEY
 
 _PAUSE = 0.5  # seconds between attempts to connect to a launcher that has not started yet
@@ -99,3 +108,93 @@ def _take_signals(relay: Relay) -> list[int]:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
     return signals
+
+
+_FILE_PAUSE = 0.2  # seconds between looks at whether the file of the secret is there
+_MAX_BYTES = 4096
+
+
+class JoinedHosts(HostDiscovery):
+    """The hosts that have joined (``horovodrun --join``), and this machine if it takes part."""
+
+    def __init__(self, server: JoinServer, hosts: Sequence[Host]) -> None:
+        self._server = server
+        self._own = {host.name: host.slots or 1 for host in hosts if is_local(host.name)}
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        joined = {name: link.slots for name, link in self._server.waiting().items()}
+        return {**self._own, **joined}
+
+    def connect(self, name: str, goes_on: Callable[[], bool]) -> HostAgent:
+        """Start the agent of a host.
+
+        Args:
+            name: The host.
+            goes_on: Returns whether the job goes on; a host that is released may then join again.
+
+        Raises:
+            ConnectionResetError: If the host has gone.
+        """
+        if name in self._own:
+            return HostAgent(name)
+        link = self._server.waiting().get(name)
+        if link is None:
+            raise ConnectionResetError("horovodrun --join has ended there")
+        link.restarts = goes_on
+        return link.start_agent(name)
+
+
+def job_secret(
+    path: str | None, environ: Mapping[str, str], *, make: bool = False, patience: float = 0.0
+) -> bytes:
+    """Return the secret in a file, or in the environment if no file is named.
+
+    Args:
+        path: The file; None stands for the environment.
+        environ: The environment.
+        make: Whether to make a file that does not exist, readable by its owner alone.
+        patience: Seconds to wait for a file that does not exist, if it is not to be made.
+
+    Raises:
+        ValueError: If the secret is missing or wrong; the message never shows what is in the file.
+    """
+    if path is None:
+        if not environ.get(SECRET_KEY):
+            raise ValueError(
+                f"hosts join with a secret, and there is none: name a file with --secret-file, or "
+                f"set {SECRET_KEY} to the same base64 form of 32 random bytes everywhere"
+            )
+        return decode_key(environ[SECRET_KEY])
+    path = os.path.expanduser(path)
+    try:
+        if make and not os.path.exists(path):
+            return _make(path)
+        return _read(path, time.monotonic() + patience)
+    except OSError as error:
+        raise ValueError(f"argument --secret-file: {path!r}: {error.strerror}") from None
+
+
+def _make(path: str) -> bytes:
+    """Make a secret and its file, which appears with its whole content or not at all."""
+    key = new_key()
+    draft = f"{path}.{os.getpid()}"
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w") as file:
+        file.write(encode_key(key) + "\n")
+    os.replace(draft, path)
+    return key
+
+
+def _read(path: str, deadline: float) -> bytes:
+    while not os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(_FILE_PAUSE)
+    with open(path, encoding="ascii", errors="replace") as file:
+        status = os.fstat(file.fileno())
+        if status.st_mode & 0o077 or status.st_uid not in (os.getuid(), 0):
+            raise ValueError(
+                f"argument --secret-file: others may read or change {path!r}: chmod 600 {path}"
+            )
+        try:
+            return decode_key(file.read(_MAX_BYTES).strip())
+        except ValueError as error:
+            raise ValueError(f"argument --secret-file: {path!r}: {error}") from None

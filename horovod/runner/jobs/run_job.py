@@ -13,22 +13,27 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from horovod.common.store import MemoryStore
 from horovod.observe.dashboard.watching import open_watcher, title_of, watched_environment
-from horovod.runner.agents.agent_set import AgentSet
+from horovod.runner.agents.agent_set import AgentSet, WorkerRequest
 from horovod.runner.agents.channel import ChannelLink
 from horovod.runner.agents.controller import JobController
 from horovod.runner.agents.host_agent import HostAgent
+from horovod.runner.agents.starters import make_starter
 from horovod.runner.jobs.fixed_ranks import FixedRanks
 from horovod.runner.jobs.request import JobRequest, make_request
-from horovod.runner.options.secret import job_secret
-from horovod.runner.options.tunables import settings
+from horovod.runner.options.tunables import settings, settings_environment
 from horovod.runner.output.console import Console
 from horovod.runner.output.outputs import Outputs
 from horovod.runner.output.report import LaunchError, Outcome
-from horovod.runner.output.watcher import JobWatcher, Watchers
-from horovod.runner.slots.hosts import Host, is_local
+from horovod.runner.output.watcher import JobWatcher, Status, Watchers
+from horovod.runner.slots.hosts import Host, is_local, plan_slots
+
+if TYPE_CHECKING:
+    from horovod.runner.elastic.discovery import HostDiscovery
+    from horovod.runner.jobs.join import JoinedHosts
 
 
 def run_job(
@@ -65,8 +70,6 @@ def run_job(
     if options.listen is not None:
         return _run_joined(options, command, environ, store, console, watch)
     if options.elastic:
-        from horovod.runner.elastic.job import run_elastic_job
-
         if any(is_local(host.name) for host in options.hosts):
             find_command(command[0], environ.get("PATH"))
         with watch() as watcher:
@@ -88,9 +91,9 @@ def _run_joined(
     watch: Callable[[], JobWatcher],
 ) -> Outcome:
     """Run a job on hosts that join by themselves (``--listen``)."""
-    # Imported late, because most jobs need neither.
+    # Imported late, because most jobs need none of it.
     from horovod.runner.agents.link_server import JoinServer, gather
-    from horovod.runner.elastic.job import JoinedHosts, run_elastic_job
+    from horovod.runner.jobs.join import JoinedHosts, job_secret
 
     try:
         key = job_secret(options.secret_file, environ, make=True)
@@ -133,7 +136,7 @@ def _open_watchers(
     page = open_watcher(config, environ, store, title=title, say=console.say, elastic=elastic)
     if not options.progress:
         return page
-    from horovod.runner.jobs.status_line import StatusLine
+    from horovod.observe.dashboard.status_line import StatusLine
 
     return Watchers(StatusLine(store, environ, elastic), page)
 
@@ -214,3 +217,102 @@ def _other_python(command: str, path: str | None, tail: Sequence[str]) -> str:
         f"Note that {command!r} is {found}, while horovodrun belongs to {sys.executable}: activate "
         f"the environment that you installed Horovod into, or name its python.\n\n"
     )
+
+
+def run_elastic_job(
+    options: argparse.Namespace,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    store: MemoryStore,
+    console: Console,
+    watcher: JobWatcher,
+    joined: JoinedHosts | None = None,
+) -> Outcome:
+    """Run a command as an elastic job until its end.
+
+    Args:
+        options: The options of horovodrun.
+        command: The program that each worker runs, with its arguments.
+        env: The launcher's environment.
+        store: The job's store.
+        console: Where messages and the workers' output go.
+        watcher: What follows the job, such as the dashboard.
+        joined: Hosts that join by themselves; by default the options say which hosts there are.
+
+    Returns:
+        The outcome, which says what went wrong, if anything.
+    """
+    # Imported late, because most jobs are not elastic.
+    from horovod.runner.elastic.discovery import HostManager
+    from horovod.runner.elastic.driver import Driver
+    from horovod.runner.elastic.job_state import Limits
+
+    config = settings(options, env)
+    limits = Limits(
+        num_proc=options.num_proc,
+        min_np=options.min_num_proc,
+        max_np=options.max_num_proc,
+        reset_limit=options.reset_limit,
+        elastic_timeout=config.elastic_timeout,
+        start_timeout=config.start_timeout,
+        answer_timeout=config.elastic_answer_timeout,
+    )
+    request = WorkerRequest(
+        command=command,
+        env=watched_environment({**env, **settings_environment(options, env)}, watcher),
+        cwd=os.getcwd(),
+        starter=make_starter(options, env, config.start_timeout),
+        nics=options.network_interfaces or (),
+        start_timeout=config.start_timeout,
+        cpu_bind=options.cpu_bind,
+        verbose=options.verbose,
+    )
+    manager = HostManager(
+        joined or getattr(options, "discovery", None) or make_discovery(options),
+        options.blacklist_cooldown_range,
+        options.max_worker_failures,
+    )
+    outputs = Outputs(
+        console, options.output_ranks, watcher=watcher, directory=options.output_filename
+    )
+    with (
+        Status(console, options.status_file, watcher, every=options.verbose > 1) as status,
+        JobController(console, outputs, store=store, watcher=watcher) as job,
+    ):
+        connect = None
+        if joined is not None:
+            connect = lambda name: joined.connect(name, lambda: not job.is_ending)  # noqa: E731
+        hosts = AgentSet(request, job, connect)
+        outcome = job.run(hosts, Driver(job, hosts, limits, manager, status, options.verbose))
+    watcher.ended(outcome)
+    return outcome
+
+
+def make_discovery(options: argparse.Namespace) -> HostDiscovery:
+    """Return the source of hosts that the options name.
+
+    Raises:
+        LaunchError: If the hosts offer too few slots.
+    """
+    from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript
+
+    if options.host_discovery_script is not None:
+        return HostDiscoveryScript(options.host_discovery_script, options.slots_per_host)
+    wanted = max(options.num_proc, options.max_num_proc or 0)
+    unknown = [host for host in options.hosts if host.slots is None]
+    slots = {host.name: host.slots or options.slots_per_host or 0 for host in options.hosts}
+    if unknown and options.slots_per_host is None:
+        try:
+            planned = plan_slots(options.hosts, wanted)
+        except ValueError as error:
+            raise LaunchError(str(error), status=2) from None
+        for host in unknown:
+            slots[host.name] = sum(slot.hostname == host.name for slot in planned)
+    offered = sum(slots.values())
+    if offered < options.num_proc:
+        raise LaunchError(
+            f"the hosts offer {offered} slots, but the job needs {options.num_proc} to begin; give "
+            f"more slots (-H NAME:SLOTS) or a smaller -np",
+            status=2,
+        )
+    return FixedHosts(slots)

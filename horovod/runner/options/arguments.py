@@ -15,6 +15,8 @@ output    output_filename, output_ranks (list of int), attach (rank or None), pr
           prefix_timestamp, verbose (int: how often)
 scaling   scaling (sizes, ascending), strong, repeat (1 by default), scaling_output ("scaling" by
           default), scaling_published (path)
+plan      plan, model_size (parameters), step_time (seconds), link (seconds one way, bytes per
+          second): with plan only these, num_proc and hosts count, and nothing else is checked
 launcher  use_gloo, use_mpi, use_jsrun (at most one is True), mpi_args (text), binding_args (text),
           tcp_flag, cpu_bind ("none", "core" or "numa"; never None)
 elastic   elastic (whether this is an elastic job), min_num_proc (num_proc by default in an elastic
@@ -37,6 +39,7 @@ from collections.abc import Mapping, Sequence
 
 from horovod.runner.options.config_file import CONTROLLER, read_config_file
 from horovod.runner.options.parser import DEFAULT_WORKER_FAILURES, make_parser
+from horovod.runner.options.plan import check_plan
 from horovod.runner.options.syntax import fill_in_values
 from horovod.runner.options.tunables import (
     TUNABLES,
@@ -100,6 +103,9 @@ def _read(
     if options.command[:1] == ["--"]:
         del options.command[0]
     if options.version or options.check_build or options.completion:
+        return options
+    check_plan(options)
+    if options.plan:
         return options
     if options.join is not None:
         _check_join(options)

@@ -10,6 +10,7 @@ import argparse
 
 from horovod.runner.options import syntax, values
 from horovod.runner.options.completion import SHELLS
+from horovod.runner.options.plan import add_plan
 from horovod.runner.options.syntax import Deprecated, HelpFormatter, Parser, ShowText
 from horovod.runner.options.tunables import ELASTIC, LIBRARIES, SECTIONS, Tunable, help_text
 from horovod.runner.slots.hosts import parse_hosts
@@ -31,6 +32,7 @@ def make_parser() -> Parser:
     _add_hosts(parser.add_argument_group("hosts (default: the batch job's, else this machine)"))
     _add_output(parser.add_argument_group("output"))
     _add_scaling(parser.add_argument_group("scaling study"))
+    add_plan(parser.add_argument_group("plan for a slow link"))
     _add_launchers(parser.add_argument_group("launcher"))
     elastic = parser.add_argument_group(ELASTIC)
     _add_elastic(elastic)

@@ -224,3 +224,6 @@ class DBFSLocalStore(FilesystemStore):
     def get_checkpoint_filename(self) -> str:
         """Return the file name of checkpoints, by default `checkpoint.tf`."""
         return self._checkpoint_filename or "checkpoint.tf"
+
+
+Store._find_class = staticmethod(store_class)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from horovod.spark.common.remote_store import RemoteStore
 
@@ -17,6 +17,7 @@ class Store(ABC):
     """
 
     storage_options: dict[str, Any] | None = None  # what fsspec needs to open the paths
+    _find_class: ClassVar[Callable[[str], Callable[..., Store]]]  # `store` sets it
 
     @abstractmethod
     def is_parquet_dataset(self, path: str) -> bool:
@@ -210,7 +211,5 @@ class Store(ABC):
         Examples:
             >>> store = Store.create("s3://bucket/training", storage_options={"anon": False})
         """
-        from horovod.spark.common.store import store_class
-
         prefix_path = os.fspath(prefix_path)
-        return store_class(prefix_path)(prefix_path, *args, **kwargs)
+        return Store._find_class(prefix_path)(prefix_path, *args, **kwargs)

@@ -17,6 +17,7 @@ from horovod._keras import loading, old_compile
 from horovod._keras import optimizer as optimizer_module
 from horovod._keras.optimizer import PartialDistributedOptimizer
 from horovod._keras.values import Values
+from horovod.common.local_steps import LocalSchedule, OuterSGD
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine import shared_api as _shared_api
 from horovod.engine.shared_api import *  # noqa: F403
@@ -27,6 +28,7 @@ from horovod.tensorflow.keras import callbacks
 __all__ = [
     "Compression",
     "DistributedOptimizer",
+    "OuterSGD",
     "PartialDistributedOptimizer",
     "allgather",
     "allreduce",
@@ -76,6 +78,10 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    local_steps: int | None = None,
+    outer: OuterSGD | None = None,
+    warmup_steps: int = 0,
+    average_state: bool = False,
 ) -> Any:
     """Return an optimizer like `optimizer` that uses the gradients of all ranks.
 
@@ -105,6 +111,14 @@ def DistributedOptimizer(
         scale_local_gradients: Whether to divide the gradients of variables that were passed to
             `register_local_var`, and so stay on their rank, by the number of ranks; True by
             default.
+        local_steps: The number of steps that each rank takes with its own gradients before the
+            ranks synchronise their weights, for links that are slow; none by default. It needs
+            `hvd.callbacks.LocalStepsCallback()` in `fit`, without which steps stay ordinary ones.
+        outer: The outer optimizer, such as `hvd.OuterSGD(lr=0.7, momentum=0.9)`, which takes a step
+            with how far the ranks have moved (DiLoCo); None (the default) averages weights.
+        warmup_steps: The number of ordinary steps before the first local one; 0 by default.
+        average_state: Whether a synchronisation averages the optimizer's state too; False by
+            default.
 
     Returns:
         An optimizer of a class derived from that of `optimizer`.
@@ -130,6 +144,7 @@ def DistributedOptimizer(
         groups=groups,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
+        schedule=LocalSchedule(local_steps, outer, warmup_steps, average_state),
     )
 
 

@@ -11,12 +11,14 @@ from horovod._keras.callbacks import (
     LearningRateWarmupCallbackBase,
     MetricAverageCallbackBase,
 )
+from horovod._keras.local_steps import LocalStepsCallbackBase
 
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
+    "LocalStepsCallback",
     "MetricAverageCallback",
 ]
 
@@ -37,6 +39,10 @@ class LearningRateScheduleCallback(LearningRateScheduleCallbackBase, tf.keras.ca
 
 class LearningRateWarmupCallback(LearningRateWarmupCallbackBase, tf.keras.callbacks.Callback):
     __doc__ = LearningRateWarmupCallbackBase.__doc__
+
+
+class LocalStepsCallback(LocalStepsCallbackBase, tf.keras.callbacks.Callback):
+    __doc__ = LocalStepsCallbackBase.__doc__
 
 
 class BestModelCheckpoint(BestModelCheckpointBase, tf.keras.callbacks.ModelCheckpoint):

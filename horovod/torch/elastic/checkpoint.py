@@ -139,7 +139,7 @@ class CheckpointWriter:
 
 
 def newest_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]] | None:
-    """The newest file that can be read, and its content; files that cannot are skipped."""
+    """Return the newest file that can be read, and its content; files that cannot are skipped."""
     folder = Path(directory)
     for number in _numbers(folder):
         path = _path(folder, number)
@@ -163,7 +163,7 @@ def newest_number(directory: str | os.PathLike[str]) -> int:
 
 
 def _numbers(directory: Path) -> list[int]:
-    """The numbers of the checkpoints in `directory`, newest first."""
+    """Return the numbers of the checkpoints in `directory`, newest first."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:

@@ -90,7 +90,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self._own()[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and what of it is processed."""
+        """Return the epoch, and what of it is processed."""
         return {
             "epoch": self.epoch,
             "processed_num": self.processed_num,
@@ -129,8 +129,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def _own(self) -> list[int]:
         remaining, count = self.remaining_indices, len(self.remaining_indices)
-        places = range(self.rank, self.total_size, self.num_replicas)
-        return [remaining[place % count] for place in places]
+        positions = range(self.rank, self.total_size, self.num_replicas)
+        return [remaining[place % count] for place in positions]
 
     def __iter__(self) -> Iterator[int]:
         return _SampleIterator(self)
@@ -142,7 +142,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 class _SampleIterator(Iterator[int]):
     """This rank's samples, and how many of them have been drawn.
 
-    torchdata's StatefulDataLoader saves that, and so finds the place again at which it was, whether
+    torchdata's StatefulDataLoader saves that, and so finds its position again, whether
     or not the script has recorded its batches, and with any number of ranks.
     """
 

@@ -230,7 +230,7 @@ class TorchState(ObjectState):
         return [value for value in values if isinstance(value, LocalStepsOptimizer)]
 
     def _num_syncs(self) -> int:
-        """How many synchronisations of models this rank has seen; -1: it has not begun."""
+        """Return how many synchronisations of models this rank has seen; -1: it has not begun."""
         numbers = [optimizer._num_syncs() for optimizer in self._local_optimizers()]
         return -1 if min(numbers) < 0 else sum(numbers)
 
@@ -285,7 +285,7 @@ class TorchState(ObjectState):
             self._writer.submit(self._version, self._content(), saved)
 
     def _content(self) -> dict[str, Any]:
-        """The last commit as it goes to disk; `ValueError` if something in it cannot."""
+        """Return the last commit as it goes to disk; `ValueError` if something in it cannot."""
         problem = not_plain(self._saved_state, "state")
         values = {}
         for name, handler in self._handlers.items():

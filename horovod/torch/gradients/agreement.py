@@ -13,6 +13,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class Agreement:
     sparse_dims: tuple[int, ...]  # of each parameter's gradient; 0: it is dense
 
     def numbers(self) -> list[int]:
-        """The proposal, so that the greatest of each number counts."""
+        """Return the proposal, so that the greatest of each number counts."""
         return [
             -number if name in _LEAST else number
             for name, value in vars(self).items()
@@ -69,7 +70,7 @@ class Agreement:
         ]
 
     def outcome(self, numbers: Sequence[float]) -> Agreement:
-        """What it has become, of this and other proposals: their greatest numbers."""
+        """Return what it has become, of this and other proposals: their greatest numbers."""
         rest = iter(numbers)
         found: dict[str, Any] = {}
         for name, proposed in vars(self).items():
@@ -92,7 +93,7 @@ def _numbers(value: Any) -> Sequence[int]:
 def propose(
     overlap: bool, direct: bool, arrivals: Sequence[int], sparse_dims: Sequence[int]
 ) -> Agreement:
-    """What this rank proposes.
+    """Return what this rank proposes.
 
     `arrivals` are the parameters whose gradients have come, in order; `sparse_dims` has a number
     for every parameter.
@@ -115,7 +116,7 @@ def propose(
 
 
 def agree(proposal: Agreement, process_set: ProcessSet) -> tuple[Agreement, bool]:
-    """What the ranks make of their proposals, and whether all of them made one.
+    """Return what the ranks make of their proposals, and whether all of them made one.
 
     Not while a rank has joined: it could not know the outcome later.
     """
@@ -136,19 +137,24 @@ def agree(proposal: Agreement, process_set: ProcessSet) -> tuple[Agreement, bool
 def greatest(
     mine: Sequence[float], process_set: ProcessSet, name: str = "DistributedOptimizer.autotune"
 ) -> tuple[list[float], list[bool]]:
-    """The greatest of each of all ranks' numbers, and which ranks brought theirs.
+    """Return the greatest of each of all ranks' numbers, and which ranks brought theirs.
 
     Who has joined does not. Collective, in the same step on all ranks.
     """
-    place, size = process_set.rank(), set_size(process_set)
-    brought = [float(rank == place) for rank in range(size)]
+    own_rank, size = process_set.rank(), set_size(process_set)
+    brought = [float(rank == own_rank) for rank in range(size)]
     vector = torch.tensor([*mine, *brought], dtype=torch.float64)
     found = allreduce_(vector, name=name, op=Max, process_set=process_set).tolist()
     return found[: len(mine)], [value > 0 for value in found[len(mine) :]]
 
 
 class StepSamples:
-    """What steps show on this rank, for all ranks to look at together after so many of them."""
+    """Numbers that each step shows on this rank, which all ranks look at together after some steps.
+
+    Args:
+        num_steps: After how many steps.
+        process_set: The ranks.
+    """
 
     def __init__(self, num_steps: int, process_set: ProcessSet) -> None:
         self._num_steps = num_steps
@@ -157,13 +163,26 @@ class StepSamples:
         self._joins = self._set.num_joins
         self._steps: list[Callable[[], Sequence[float]]] = []
 
-    def least(self, shown: Callable[[], Sequence[float]]) -> list[float] | None:
+    def add_for_least(self, shown: Callable[[], Sequence[float]]) -> list[float] | None:
         """Add what a step has shown. After enough steps, return the least of each number.
 
         It is the least of all steps and ranks: collective then. `shown` is called only then, and
         may wait for a device. Returns None before, and while a rank has joined, for it could not
         know what is made of it.
         """
+        found = self._agree(shown, lambda values: -min(values))
+        return None if found is None else [-value for value in found]
+
+    def add_for_median(self, shown: Callable[[], Sequence[float]]) -> list[float] | None:
+        """Do the same, but return the median of the steps, on the slowest rank, of each number."""
+        return self._agree(shown, median)
+
+    def _agree(
+        self,
+        shown: Callable[[], Sequence[float]],
+        summary: Callable[[Sequence[float]], float],
+    ) -> list[float] | None:
+        """Add a step; after enough, return the greatest of the ranks' summaries of each number."""
         if self._joins != self._set.num_joins:  # those that joined early made fewer steps
             self._joins = self._set.num_joins
             self._steps.clear()
@@ -171,10 +190,10 @@ class StepSamples:
         if len(self._steps) < self._num_steps:
             return None
         samples = [shown() for shown in self._steps]
-        mine = [-min(values) for values in zip(*samples, strict=True)]
+        mine = [summary(values) for values in zip(*samples, strict=True)]
         self._steps.clear()
         found, present = greatest(mine, self._process_set)
-        return [-value for value in found] if all(present) else None
+        return list(found) if all(present) else None
 
 
 def order_of(arrivals: Sequence[int], num_params: int) -> Iterator[int]:
@@ -185,6 +204,6 @@ def order_of(arrivals: Sequence[int], num_params: int) -> Iterator[int]:
 
 
 def has_spare_core(topology: Topology) -> bool:
-    """Whether a thread beside backward has a core to run on."""
+    """Return whether a thread beside backward has a core to run on."""
     available = len(os.sched_getaffinity(0)) // topology.local_size
     return available > torch.get_num_threads()

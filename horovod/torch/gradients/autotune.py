@@ -60,7 +60,7 @@ class Setting:
 
 
 def for_overlap_alone(agreed: Agreement) -> Agreement:
-    """A short search, for nothing but whether to reduce beside backward."""
+    """Return a short search, for nothing but whether to reduce beside backward."""
     fixed = frozenset(TUNABLE) - {OVERLAP_KNOB}
     return replace(agreed, num_warmup=1, num_steps=5, most_samples=2, fixed=fixed)
 
@@ -77,7 +77,7 @@ def stages(
     agreed: Agreement,
     algorithms: Sequence[str],
 ) -> list[Stage]:
-    """What to try, knob by knob. `grouped`: the user says what the buckets are."""
+    """Return what to try, knob by knob. `grouped`: the user says what the buckets are."""
 
     def buckets(best: Setting) -> Iterator[Setting]:
         if OVERLAP_KNOB in agreed.fixed:
@@ -155,7 +155,7 @@ class StepTuner:
         self._default = default
         self._grouped = grouped
         self._agreed = agreed
-        self._process_set, self._place = process_set, process_set.rank()
+        self._process_set, self._own_rank = process_set, process_set.rank()
         self._tuned_set: TunedSet = runtime.tuned_set(set_id(process_set))
         self._joins = self._tuned_set.num_joins
         devices = [param.device for _, param in params if not param.is_cpu]
@@ -201,7 +201,7 @@ class StepTuner:
         default = Setting(self._default.overlap, self._default.bucket_bytes, *way)
         tried = stages(default, self._params, self._grouped, agreed, names)
         self._tuner = Tuner(default, tried, agreed.num_warmup, agreed.most_samples)
-        if self._place == 0 and config.autotune_log:
+        if self._own_rank == 0 and config.autotune_log:
             self._log = AutotuneLog(config.autotune_log)
         tuned_set.tune(*way)
         return default
@@ -214,7 +214,7 @@ class StepTuner:
         if tuner.settled:
             self._tuned_set.tuned = tuner.best.cycle_time, tuner.best.algorithm
             self._write(tuner.best, tuner.seconds, "best")
-            if self._place == 0:
+            if self._own_rank == 0:
                 logger.info("autotune: %s settled on %s", self._name, tuner.best)
         if tuner.current == before:
             return None

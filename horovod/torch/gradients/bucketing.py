@@ -85,11 +85,11 @@ class BucketPolicy:
     delayed: bool = False  # whether the next forward waits, for one bucket after the other
 
     def unmeasured(self) -> Bucketing:
-        """What to do for now, without time to measure anything."""
+        """Return what to do for now, without time to measure anything."""
         return Bucketing(self.overlap, first_bucket(self.num_bytes, self.limit, self.on_device))
 
     def at_first(self) -> Bucketing:
-        """What to do in the first steps."""
+        """Return what to do in the first steps."""
         first = self.unmeasured()
         if self.autotune:
             return first._replace(measurement=Measurement.EVERYTHING)
@@ -99,7 +99,7 @@ class BucketPolicy:
         return self._checked(first)
 
     def after_trial(self, seconds: float) -> Bucketing:
-        """What to do where the network takes so long to reduce all gradients at once."""
+        """Return what to do where the network takes so long to reduce all gradients at once."""
         wanted = self.delayed or OVERLAP_KNOB in self.fixed
         overlap = wanted or pays_beside_backward(self.num_bytes, seconds)
         size = network_bucket(self.num_bytes, self.limit, seconds)
@@ -117,7 +117,7 @@ class BucketPolicy:
 
 
 def can_overlap(on_device: bool, over_network: bool, wanted: bool | None) -> bool:
-    """Whether to reduce while backward goes on; `wanted` is what the user says."""
+    """Return whether to reduce while backward goes on; `wanted` is what the user says."""
     return on_device or over_network if wanted is None else wanted
 
 
@@ -175,7 +175,7 @@ def begun_early(sizes: Sequence[int], hidden: float) -> list[int]:
 
 
 def hides_more(num_bytes: int, hidden: float, idle: float, rate: float) -> float | None:
-    """How many bytes backward hides after all, if the network has nothing to do at its end.
+    """Return how many bytes backward hides after all, if the network has nothing to do at its end.
 
     It was given `hidden` bytes and had rested for `idle` seconds by then. Backward takes longer
     when a thread works beside it than it did in the trial. None: that was about right.
@@ -186,7 +186,7 @@ def hides_more(num_bytes: int, hidden: float, idle: float, rate: float) -> float
 
 
 def sent_last(size: int, rate: float) -> int:
-    """How many of the last `size` bytes that the next forward waits for go by themselves.
+    """Return how many of the last `size` bytes that the next forward waits for go by themselves.
 
     So that parameters are updated with the first of them while the network, which brings `rate`
     bytes a second, brings the last: no more than that takes.
@@ -219,7 +219,7 @@ def cut_for_device(
     limit: int,
     whole: bool = False,
 ) -> list[list[int]]:
-    """Which of the gradients of these sizes and kinds (types) make a bucket on a device.
+    """Return which of the gradients of these sizes and kinds (types) make a bucket on a device.
 
     Up to `most` bytes, all of one kind; the first is small, so that the library has something to do
     early, and so are the last, for which everybody waits: none has more than half of what is left,
@@ -251,6 +251,6 @@ def cut_for_device(
 
 
 def bucket_title(number: int, count: int, names: Sequence[str]) -> str:
-    """What people read of a bucket, in the timeline and in stall reports."""
+    """Return what people read of a bucket, in the timeline and in stall reports."""
     span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     return f"bucket {number} of {count} ({span})"

@@ -45,7 +45,7 @@ class Bucket:
         self.reset()
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether some of it is started in the step, although complete before."""
         return self.early < self.nbytes
 
@@ -56,7 +56,7 @@ class Bucket:
 
     @property
     def part_names(self) -> list[str]:
-        """Of the requests."""
+        """The requests' names, in the order of their submission."""
         names = [self.name]
         if 0 < self.early < self.nbytes:
             names.insert(0, f"{self.name}, first part")
@@ -65,7 +65,7 @@ class Bucket:
         return names
 
     def gradients(self) -> list[torch.Tensor] | None:
-        """All gradients, if they are there and can be reduced as they are."""
+        """Return all gradients, if they are there and can be reduced as they are."""
         dtype = self.dtype
         found = []
         for _, param in self.params:
@@ -106,11 +106,11 @@ class Bucket:
                 )
 
     def is_reduced(self) -> bool:
-        """Whether nobody would have to wait for the gradients."""
+        """Return whether nobody would have to wait for the gradients."""
         return all(request.done() for request in self.requests)
 
     def settle(self) -> Exception | None:
-        """Wait until the gradients are reduced. The first failure."""
+        """Wait until the gradients are reduced, and return the first failure, if there was one."""
         requests = [request.wait for request in self.requests]
         try:
             wait_for_all([*requests, self.check_unchanged, *self.finishers])

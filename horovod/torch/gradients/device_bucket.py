@@ -35,10 +35,10 @@ CHANGED = (
 )
 
 
-class LaneTerms(NamedTuple):
+class LaneReduction(NamedTuple):
     """How the gradients of an optimizer are reduced on a lane."""
 
-    prescale: float  # the factor that gradients are multiplied by before they are summed up
+    prescale_factor: float  # the factor that gradients are multiplied by before they are summed up
     scale: float  # the factor that sums are multiplied by
     wire: torch.dtype | None  # the narrower type in which gradients travel, if any
 
@@ -49,21 +49,21 @@ class DeviceBucket:
     Args:
         name: What people read, in the timeline and in errors.
         params: The parameters with their names, in the order in which they lie in the buffer.
-        terms: How they are reduced. A type on the wire counts only where it is narrower.
+        reduction: How they are reduced. A type on the wire counts only where it is narrower.
     """
 
-    def __init__(self, name: str, params: Sequence[Named], terms: LaneTerms) -> None:
+    def __init__(self, name: str, params: Sequence[Named], reduction: LaneReduction) -> None:
         self.name = name
         self.params = list(params)
         first = params[0][1]
         self.device, self.dtype = first.device, first.dtype
-        wire = terms.wire
+        wire = reduction.wire
         self.wire = None if wire is None or wire.itemsize >= first.dtype.itemsize else wire
         self.counts = [param.numel() for _, param in params]
         self.count = sum(self.counts)
         self.nbytes = self.count * first.dtype.itemsize
         self.begins_in_backward = False  # as soon as all of its gradients have arrived
-        self._prescale, self._scale = terms.prescale, terms.scale
+        self._prescale_factor, self._scale = reduction.prescale_factor, reduction.scale
         self._contiguous = all(param.is_contiguous() for _, param in params)
         self._offsets = [0, *accumulate(self.counts)]
         self.reset()
@@ -110,7 +110,7 @@ class DeviceBucket:
         buffer = self._make_buffer() if self._flat is None else self._flat
         view = self._views[position]
         # In one kernel, while the gradient is still in the device's cache.
-        torch.mul(gradient, self._prescale, out=view)
+        torch.mul(gradient, self._prescale_factor, out=view)
         param.grad = self._noted[position] = view
         self._version = buffer._version
 
@@ -132,8 +132,8 @@ class DeviceBucket:
         else:
             return self._complete(self._make_buffer())
         packed = self._flat.data
-        if self._prescale != 1.0:
-            packed.mul_(self._prescale)
+        if self._prescale_factor != 1.0:
+            packed.mul_(self._prescale_factor)
         return packed
 
     def _make_buffer(self) -> Tensor:
@@ -171,8 +171,8 @@ class DeviceBucket:
                 noted[position] = param.grad
         if targets:
             torch._foreach_copy_(targets, sources)
-            if self._prescale != 1.0:
-                torch._foreach_mul_(targets, self._prescale)
+            if self._prescale_factor != 1.0:
+                torch._foreach_mul_(targets, self._prescale_factor)
         if empty:
             torch._foreach_zero_(empty)
         self._note(buffer, noted)
@@ -184,9 +184,9 @@ class DeviceBucket:
 
     def _pack_narrow(self, params: Sequence[Tensor], gradients: list[Tensor | None]) -> Tensor:
         """Copy the gradients into a buffer of a narrower type; they get the result in the end."""
-        for place, param in enumerate(params):
-            if gradients[place] is None and param.requires_grad:
-                param.grad = gradients[place] = torch.zeros_like(param)
+        for index, param in enumerate(params):
+            if gradients[index] is None and param.requires_grad:
+                param.grad = gradients[index] = torch.zeros_like(param)
         buffer = torch.empty(self.count, dtype=self.wire, device=self.device)
         parts = self._parts(buffer)
         pairs = [(g.detach(), v) for g, v in zip(gradients, parts, strict=True) if g is not None]
@@ -198,7 +198,7 @@ class DeviceBucket:
         return buffer
 
     def _buffer_of(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """The flat tensor of which all gradients are views already, if there is one."""
+        """Return the flat tensor of which all gradients are views already, if there is one."""
         first = gradients[0]
         if self.wire is not None or first is None:
             return None
@@ -225,7 +225,7 @@ class DeviceBucket:
         )
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
-        """The parts of a flat tensor, shaped and laid out like the parameters."""
+        """Return the parts of a flat tensor, shaped and laid out like the parameters."""
         params = [param for _, param in self.params]
         if self._contiguous:
             unflatten: Any = torch._utils._unflatten_dense_tensors
@@ -290,7 +290,7 @@ class DeviceBucket:
         return None
 
     def is_reduced(self) -> bool:
-        """Whether the device has finished the reduction."""
+        """Return whether the device has finished the reduction."""
         return self.work is None or self.work.is_completed()
 
 

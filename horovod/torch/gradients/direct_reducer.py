@@ -24,7 +24,7 @@ from horovod.engine.runtime import runtime
 from horovod.observe.statistics.lane_timing import LaneTiming
 from horovod.torch.gradients.bucketing import begun_early, bucket_title, cut_for_device
 from horovod.torch.gradients.buckets import Named
-from horovod.torch.gradients.device_bucket import DeviceBucket, LaneTerms
+from horovod.torch.gradients.device_bucket import DeviceBucket, LaneReduction
 from horovod.torch.gradients.layouts import is_dense
 
 # Measuring costs the device some time: all of the first steps are measured, which are not like
@@ -39,7 +39,7 @@ class DirectReducer:
     Args:
         lane: Where they are reduced.
         buckets: In the order in which backward completes them.
-        index_of: The place of each parameter among all of the optimizer's.
+        index_of: The index of each parameter among all of the optimizer's.
         overlap: Whether buckets begin while backward goes on, or all after it.
         measures_all: Whether every step is measured, and not one now and then.
     """
@@ -99,7 +99,7 @@ class DirectReducer:
         self.hold(len(early), [*early, *held[::-1]])
 
     def arrived(self, index: int) -> None:
-        """The gradient of this parameter, by its place among all, is complete on this rank."""
+        """Note that the gradient of the parameter with this index is complete on this rank."""
         if self._is_first:
             self._is_first = False
             if self._is_measured():
@@ -111,7 +111,7 @@ class DirectReducer:
                 self._begin_next()
 
     def _is_measured(self) -> bool:
-        """Whether this step's times are measured."""
+        """Return whether this step's times are measured."""
         if capture.active is not None:  # moments in a graph cannot be told
             return False
         is_due = self._steps < _FIRST_STEPS or self._steps % _STEPS_BETWEEN == 0
@@ -151,13 +151,13 @@ class DirectReducer:
         return timing
 
     def _compare(self, timing: LaneTiming | None) -> None:
-        """A step's reductions have begun: have the ranks compare them, and count them."""
+        """Have the ranks compare the reductions that a step has begun, and count them."""
         self._confirmation = self.lane.confirm(self._plan)
         self._steps += 1
         self._count(timing)
 
     def replayed(self) -> None:
-        """A graph that holds a step of these reductions was handed to the device once more."""
+        """Count a replay of a graph that holds a step of these reductions."""
         self._compare(None)
         self.lane.mark()
         runtime.statistics.add_backward(0.0, len(self.buckets), self.last_timing)
@@ -209,7 +209,7 @@ class DirectReducer:
         self._end()
 
     def _end(self) -> None:
-        """The next gradient is the first of another step."""
+        """Be ready for the first gradient of another step."""
         self._timing = None
         self._is_first = True
         self._next = 0
@@ -247,7 +247,7 @@ def make_buckets(
     groups: Sequence[Sequence[Named]] | None,
     most: int,
     limit: int,
-    terms: LaneTerms,
+    reduction: LaneReduction,
 ) -> list[DeviceBucket]:
     """Cut the parameters of the optimizer `name` into buckets.
 
@@ -257,7 +257,7 @@ def make_buckets(
         groups: What the user wants to be reduced together; None: that is up to us.
         most: Bytes of a bucket.
         limit: Bytes that no bucket of ours has, unless one gradient does.
-        terms: The factors, and the narrower type in which gradients travel, if any.
+        reduction: The factors, and the narrower type in which gradients travel, if any.
     """
     found: list[list[Named]] = []
     for group in [params] if groups is None else groups:
@@ -271,5 +271,5 @@ def make_buckets(
     buckets = []
     for number, members in enumerate(found, 1):
         title = bucket_title(number, len(found), [member for member, _ in members])
-        buckets.append(DeviceBucket(f"{name}.{title}", members, terms))
+        buckets.append(DeviceBucket(f"{name}.{title}", members, reduction))
     return buckets

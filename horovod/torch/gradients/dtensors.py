@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from horovod.common.reduce_op import Adasum
-from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.ops.broadcast import broadcast_async_
@@ -37,7 +35,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """The memory that this rank has of a DTensor."""
+    """Return the memory that this rank has of a DTensor."""
     with torch.no_grad():
         local: Tensor = tensor.to_local()
     return local
@@ -51,9 +49,9 @@ def part_of(tensor: Any) -> Part | None:
     if not is_dtensor(tensor):
         return None
     mesh = tensor.device_mesh
-    places = mesh.get_coordinate()
+    coordinates = mesh.get_coordinate()
     return tuple(
-        (str(placement), mesh.size(dim), places[dim])
+        (str(placement), mesh.size(dim), coordinates[dim])
         for dim, placement in enumerate(tensor.placements)
         if not placement.is_replicate()
     )
@@ -69,7 +67,7 @@ class LocalShard(torch.nn.Parameter):
 
     @staticmethod
     def of(param: Any) -> LocalShard:
-        """The part that this rank has of `param`, with the same memory."""
+        """Return the part that this rank has of `param`, with the same memory."""
         shard = LocalShard(local_part(param).detach(), param.requires_grad)
         shard._whole = param
         return shard
@@ -121,31 +119,6 @@ def with_local_shards(
     return replaced(named), groups and [replaced(group) for group in groups]
 
 
-def check_dtensors(named: Sequence[Named], arguments: dict[str, Any]) -> None:
-    """Refuse what a DistributedOptimizer cannot do with parameters that are DTensors."""
-    first = next((name for name, param in named if is_dtensor(param)), None)
-    if first is None:
-        return
-    what = f"parameter {first!r} is a DTensor"
-    for name, param in named:
-        if is_dtensor(param) and any(place.is_partial() for place in param.placements):  # type: ignore[attr-defined]
-            raise ValueError(f"parameter {name!r} is a DTensor of sums that are not added up yet")
-    if arguments["op"] == Adasum:
-        raise ValueError(f"{what}, and op=Adasum combines whole models only: use op=Average")
-    if arguments["shard_state"]:
-        raise ValueError(
-            f"{what}, whose optimizer state is a part of the whole already: leave shard_state out"
-        )
-    if arguments["overlap_forward"] is not None:
-        raise ValueError(f"{what}, which is gathered unseen: leave overlap_forward out")
-    if runtime.config.elastic:
-        raise ValueError(f"{what}: in an elastic job a lost rank would take its part with it")
-    if runtime.config.check_nan:
-        raise ValueError(
-            f"{what}, and HOROVOD_CHECK_NAN cannot tell the ranks that hold other parts: unset it"
-        )
-
-
 # -- broadcasting ------------------------------------------------------------------------------
 
 
@@ -159,7 +132,7 @@ class Holding:
 
 
 def find_sources(name: str, holdings: Sequence[Holding], root_rank: int) -> dict[Part, int]:
-    """The ranks of the root's mesh that send a part, for the parts that another rank needs.
+    """Return the ranks of the root's mesh that send a part, for the parts that another rank needs.
 
     `holdings` has what each rank holds of the DTensor called `name`.
     """

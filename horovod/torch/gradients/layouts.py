@@ -16,7 +16,7 @@ _VECTOR = 64  # elements: no processor takes more at a time
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in some order."""
+    """Return whether the elements fill their memory without gaps or overlaps, in some order."""
     expected = 1
     for extent, stride in sorted(
         zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
@@ -30,7 +30,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def memory_shape(param: torch.Tensor) -> list[int]:
-    """The dimensions of a dense parameter, outermost in memory first."""
+    """Return the dimensions of a dense parameter, outermost in memory first."""
     strides = param.stride()
     order = sorted(range(param.dim()), key=lambda dim: -strides[dim])
     return [param.shape[dim] for dim in order]
@@ -55,7 +55,7 @@ def in_memory_order(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor."""
+    """Return the memory of a dense tensor."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 

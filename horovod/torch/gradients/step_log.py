@@ -34,11 +34,11 @@ class StepLog:
         self._recorder: StepRecorder | None = None
 
     def begin_backward(self, device: torch.device) -> None:
-        """The first gradient of a step is there, and on a device: measure by its clock."""
+        """Begin to measure a step's backward by the clock of its gradients' device."""
         self._backward = DeviceTiming(device)
 
     def end_backward(self, first_arrival: float, now: float, num_buckets: int) -> float:
-        """The gradients are wanted, so backward has ended.
+        """Count backward, which has ended because the gradients are wanted.
 
         Args:
             first_arrival: When the first gradient was there; 0 if there was none.

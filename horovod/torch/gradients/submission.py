@@ -22,7 +22,7 @@ from horovod.engine.runtime import runtime
 from horovod.engine.scaling import sum_and_scale
 from horovod.torch.compression import NARROW, Compressor, NoneCompressor, wire_type
 from horovod.torch.gradients.buckets import Bucket, Named, Part
-from horovod.torch.gradients.device_bucket import LaneTerms
+from horovod.torch.gradients.device_bucket import LaneReduction
 from horovod.torch.gradients.layouts import cut_at, flat, laid_out_like, memory_shape
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
 from horovod.torch.ops.sparse import sparse_allreduce_async, sparse_tensor
@@ -58,7 +58,7 @@ class BucketSubmitter:
         self.name = ""
         self.sparse_dims: Mapping[Parameter, int] = {}
 
-    def lane_terms(self) -> LaneTerms | None:
+    def lane_reduction(self) -> LaneReduction | None:
         """How gradients are reduced on a lane; None where they cannot: see `direct_reducer`."""
         wire = NARROW.get(self._wanted)
         known = wire is not None or self._wanted is NoneCompressor
@@ -69,11 +69,11 @@ class BucketSubmitter:
         _, scale = sum_and_scale(reduction, set_size(self.process_set))
         if reduction.prescale_factor == 1.0:
             # In one kernel, and half precisions do not overflow in the sum.
-            return LaneTerms(scale, 1.0, wire)
-        return LaneTerms(reduction.prescale_factor, scale, wire)
+            return LaneReduction(scale, 1.0, wire)
+        return LaneReduction(reduction.prescale_factor, scale, wire)
 
     def find_sparse(self, params: Iterable[Parameter]) -> list[int]:
-        """The sparse dimensions of all gradients that are there; 0 for a dense one."""
+        """Return the sparse dimensions of all gradients that are there; 0 for a dense one."""
         return [
             param.grad.sparse_dim()
             if param.grad is not None and param.grad.is_sparse
@@ -103,8 +103,8 @@ class BucketSubmitter:
             self._start_hook(self.hook, bucket, dense, tensors)
             return
         background = background or len(tensors) > 1
-        for place, same_device in enumerate(tensors.values()):
-            request = self._allreduce(bucket, _name(bucket, place), same_device, background)
+        for index, same_device in enumerate(tensors.values()):
+            request = self._allreduce(bucket, _name(bucket, index), same_device, background)
             if len(tensors) == 1 and self._is_repeatable(bucket, same_device):
                 bucket.prepared = runtime.prepare(request)
 
@@ -190,10 +190,10 @@ class BucketSubmitter:
         tensors: dict[torch.device, list[torch.Tensor]],
     ) -> None:
         finishers = []
-        for place, (device, same_device) in enumerate(tensors.items()):
+        for index, (device, same_device) in enumerate(tensors.items()):
             members = [(name, param) for name, param in dense if param.device == device]
             handed = GradientBucket(
-                _name(bucket, place),
+                _name(bucket, index),
                 [name for name, _ in members],
                 [memory_shape(param) for _, param in members],
                 same_device,
@@ -252,13 +252,13 @@ class BucketSubmitter:
         return compressed
 
 
-def _name(bucket: Bucket, place: int) -> str:
-    """Of the request for the gradients on one of several devices."""
-    return f"{bucket.name}.{place}" if place else bucket.name
+def _name(bucket: Bucket, index: int) -> str:
+    """Return the name of the request for the gradients on one of several devices."""
+    return f"{bucket.name}.{index}" if index else bucket.name
 
 
 def _nothing(param: Parameter, num_sparse: int | None) -> torch.Tensor:
-    """A gradient of zeros; without entries if the parameter's gradients are sparse."""
+    """Return a gradient of zeros; without entries if the parameter's gradients are sparse."""
     if num_sparse is None:
         return torch.zeros_like(param)
     return sparse_tensor(

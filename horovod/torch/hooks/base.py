@@ -31,8 +31,8 @@ class GradientBucket:
     `gradients` are flat tensors, which are to hold the result in the end; gradients of parameters
     that this rank did not use are zeros. `names` are the parameters' names and `shapes` their
     dimensions, outermost in memory first, so that ``gradient.view(shape)`` is the parameter's
-    order. `op` is the optimizer's, Average or Sum; `scale` is
-    what turns a sum into its result. `rank` and `num_ranks` count within `process_set`, the
+    order. `op` is the optimizer's, Average or Sum, and part of its `reduction`; `scale` is the
+    factor that turns a sum into the result. `rank` and `num_ranks` count within `process_set`, the
     optimizer's. `name` is the bucket's own, and `requests` is where its collectives are noted.
 
     Collectives start at once and return a function that waits for the result. All ranks must
@@ -116,7 +116,7 @@ class CommunicationHook(ABC):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank must load to go on as if nothing had happened."""
+        """Return what this rank must load to go on as if nothing had happened."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ class CommunicationHook(ABC):
         self._optimizer = weakref.ref(optimizer)
 
     def serves_another(self, optimizer: object) -> bool:
-        """Whether it belongs to an optimizer, and not to `optimizer`."""
+        """Return whether it belongs to an optimizer, and not to `optimizer`."""
         return self._optimizer is not None and self._optimizer() is not optimizer
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,13 +154,6 @@ def _used_here(results: Sequence[Tensor]) -> list[Tensor]:
             module = torch.get_device_module(tensor.device)
             tensor.record_stream(module.current_stream(tensor.device))
     return list(results)
-
-
-def eight_bit_hook(compression: Any) -> CommunicationHook:
-    """What does on devices what an 8-bit compressor means."""
-    from horovod.torch.hooks.eightbit import EightBit  # which derives from what is here
-
-    return EightBit(error_feedback=False, numbers=compression.name)
 
 
 def check_hook(optimizer: object, hook: Any, compression: Any, op: ReduceOp) -> None:

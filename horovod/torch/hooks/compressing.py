@@ -42,17 +42,17 @@ class CompressingHook(CommunicationHook):
 
     @abstractmethod
     def _compressed_traffic(self, shape: torch.Size, dtype: torch.dtype, num_ranks: int) -> float:
-        """The same for a parameter that is compressed, worthwhile or not."""
+        """Return the same for a parameter that is compressed, worthwhile or not."""
 
     def _divided(self, bucket: GradientBucket) -> tuple[list[tuple[str, Tensor]], list[Tensor]]:
-        """The bucket's gradients to compress, with their names, and the others."""
+        """Return the bucket's gradients to compress, with their names, and the others."""
         worthwhile = self._worthwhile(bucket)
         named = zip(bucket.names, bucket.gradients, strict=True)
         plain = [g for g, yes in zip(bucket.gradients, worthwhile, strict=True) if not yes]
         return list(itertools.compress(named, worthwhile)), plain
 
     def _worthwhile(self, bucket: GradientBucket) -> list[bool]:
-        """Which of the bucket's gradients to compress."""
+        """Return which of the bucket's gradients to compress."""
         return [
             self.traffic(shape, gradient.dtype, bucket.num_ranks)
             < allreduce_traffic(gradient.nbytes, bucket.num_ranks)
@@ -72,7 +72,7 @@ class FeedbackHook(CompressingHook):
         self._residuals: dict[str, Tensor] = {}  # by parameter; replaced, never changed
 
     def _corrected(self, name: str, gradient: Tensor) -> Tensor:
-        """A copy of the gradient together with what earlier ones still owe."""
+        """Return a copy of the gradient together with what earlier ones still owe."""
         corrected = gradient.to(precise(gradient.dtype), copy=True)
         residual = self._residuals.get(name)
         if residual is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -102,3 +103,8 @@ def _decoded(rows: Tensor, kind: torch.dtype) -> Tensor:
     blocks = torch.empty(len(rows), BLOCK, device=rows.device)
     decode(rows, blocks, kind)
     return blocks
+
+
+def eight_bit_hook(compression: Any) -> EightBit:
+    """Return the hook that does on devices what an 8-bit compressor means."""
+    return EightBit(error_feedback=False, numbers=compression.name)

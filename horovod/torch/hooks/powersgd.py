@@ -141,6 +141,6 @@ class PowerSGD(FeedbackHook):
 
 
 def _random_directions(name: str, num_rows: int, rank: int) -> Tensor:
-    """Where to begin: the same on all ranks, another for each parameter."""
+    """Return where to begin: the same on all ranks, another for each parameter."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
     return torch.randn(num_rows, rank, generator=torch.Generator().manual_seed(seed))

@@ -200,7 +200,7 @@ def start_allgather(
 
 
 def _first_rows(rows: list[int], name: str | None, process_set: ProcessSet) -> list[int]:
-    """Where this rank's rows begin in each gathered tensor."""
+    """Return where this rank's rows begin in each gathered tensor."""
     name = None if name is None else f"{name}.rows"
     table = allgather(torch.tensor([rows]), name=name, process_set=process_set)
     rank = process_set.rank()

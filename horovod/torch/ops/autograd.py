@@ -23,5 +23,5 @@ def is_differentiable(tensor: torch.Tensor) -> bool:
 
 
 def backward_name(name: str | None) -> str | None:
-    """The name of the collective that carries the gradient of the one called `name`."""
+    """Return the name of the collective that carries the gradient of the one called `name`."""
     return None if name is None else f"{name}.grad"

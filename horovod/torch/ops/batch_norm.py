@@ -153,7 +153,7 @@ def _input_gradient(
 
 
 def _differentiable_gradients(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
-    """The gradients with a graph behind them, for who asks for second derivatives.
+    """Return the gradients with a graph behind them, for who asks for second derivatives.
 
     Computes the layer once more from differentiable collectives and leaves the rest to autograd.
     """
@@ -169,12 +169,12 @@ def _differentiable_gradients(ctx: Any, gradient: Tensor) -> list[Tensor | None]
     if weight is not None:
         output = output * _by_channel(weight.to(count.dtype), input)
     found: list[Tensor | None] = [None, None]
-    wanted = [place for place in (0, 1) if ctx.needs_input_grad[place]]
+    wanted = [index for index in (0, 1) if ctx.needs_input_grad[index]]
     if wanted:
-        sources = [(input, weight)[place] for place in wanted]
+        sources = [(input, weight)[index] for index in wanted]
         gradients = torch.autograd.grad(output, sources, gradient, create_graph=True)
-        for place, result in zip(wanted, gradients, strict=True):
-            found[place] = result
+        for index, result in zip(wanted, gradients, strict=True):
+            found[index] = result
     return [*found, gradient.sum(dims) if ctx.needs_input_grad[2] else None]
 
 
@@ -191,5 +191,5 @@ def _by_channel(vector: Tensor, input: Tensor) -> Tensor:
 
 
 def _as(vector: Tensor | None, statistic: Tensor) -> Tensor | None:
-    """A parameter in the type of the statistics."""
+    """Return a parameter in the type of the statistics."""
     return None if vector is None else vector.to(statistic.dtype)

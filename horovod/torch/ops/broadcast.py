@@ -31,7 +31,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """The root's tensor as a new one on every rank. Differentiable.
+    """Return the root's tensor as a new one on every rank. Differentiable.
 
     Args:
         tensor: Of the same shape and type on all ranks; only the root's content counts.

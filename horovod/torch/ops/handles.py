@@ -18,7 +18,7 @@ _numbers = itertools.count(1)
 
 
 def hand_out(request: Request, finish: Callable[[Any], Any]) -> int:
-    """A number for `request`; `finish` turns its result into what `synchronize` returns."""
+    """Return a number for `request`; `finish` turns its result into what `synchronize` returns."""
     number = next(_numbers)
     _pending[number] = request, finish
     return number
@@ -26,7 +26,7 @@ def hand_out(request: Request, finish: Callable[[Any], Any]) -> int:
 
 @breaks_graph("use blocking collectives, such as hvd.allreduce")
 def poll(handle: int) -> bool:
-    """Whether ``synchronize(handle)`` would return at once.
+    """Return whether ``synchronize(handle)`` would return at once.
 
     Args:
         handle: What the collective returned when it was started.
@@ -64,7 +64,7 @@ def synchronize(handle: int) -> Any:
 
 
 def restart() -> None:
-    """The engine starts anew: old handles are void and numbers begin again."""
+    """Forget all handles and number new ones from 1, because the engine starts anew."""
     global _numbers
     _pending.clear()
     _numbers = itertools.count(1)

@@ -17,7 +17,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's object on every rank; what the others pass is ignored.
+    """Return the root's object on every rank; what the others pass is ignored.
 
     Args:
         obj: Anything that can be pickled. The root gets back the very object it passed.
@@ -38,7 +38,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's object, in the order of ranks.
+    """Return every rank's object, in the order of ranks.
 
     Args:
         obj: Anything that can be pickled.

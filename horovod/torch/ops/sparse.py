@@ -66,7 +66,7 @@ def sparse_allreduce_async(
 
 
 def sparse_tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A sparse tensor of indices that are known to be right.
+    """Return a sparse tensor of indices that are known to be right.
 
     Not by `torch.sparse_coo_tensor`: torch 2.11 warns there, even if told not to check them.
     """

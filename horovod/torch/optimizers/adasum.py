@@ -22,7 +22,7 @@ from horovod.torch.optimizers.wrapping import notify_scheduler
 
 
 class AdasumOptimizer(ReducingOptimizer):
-    """What the new class adds to the optimizer's own, from which it derives too."""
+    """Adds to the optimizer's own class what combines steps; the new class derives from both."""
 
     def _make_reducer(self, named: list[Named], groups: list[list[Named]] | None) -> Reducer:
         return Reducer()  # gradients stay, until `step` makes something of them

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from numbers import Integral
 from typing import Any
 
 import torch
 
-from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.common.reduce_op import Adasum, Average, ReduceOp
+from horovod.common.optimizer_arguments import check_groups
+from horovod.common.process_sets import ProcessSet
 from horovod.common.util import split_list
 from horovod.engine.arguments import set_size
 from horovod.engine.runtime import runtime
 from horovod.torch.gradients.buckets import Named
-from horovod.torch.gradients.dtensors import check_dtensors, part_of
-from horovod.torch.gradients.layouts import is_dense
-from horovod.torch.hooks.base import CommunicationHook, check_hook
+from horovod.torch.gradients.dtensors import part_of
+from horovod.torch.hooks.base import CommunicationHook
 from horovod.torch.ops.objects import allgather_object
 from horovod.torch.optimizers.local_steps import check_local_steps
-from horovod.torch.optimizers.update_kinds import UpdateKind, class_of, kind_of
+from horovod.torch.optimizers.options import OptimizerOptions, check_combinations, check_values
 
 # These are each rank's own business, or compared in another form.
 _NOT_COMPARED = (
@@ -36,7 +34,7 @@ _NOT_COMPARED = (
 
 
 def takes_part(process_set: Any) -> bool:
-    """Whether there is anybody to reduce gradients with.
+    """Return whether there is anybody to reduce gradients with.
 
     An unregistered set is an error here and now: who else is in it, and could be told, is unknown.
     """
@@ -46,51 +44,50 @@ def takes_part(process_set: Any) -> bool:
     return bool(process_set.included()) and (size > 1 or runtime.config.elastic)
 
 
-def check_arguments(
+def check_options(
     optimizer: Any,
-    arguments: dict[str, Any],
+    options: OptimizerOptions,
     problem: Exception | None = None,
     agree: bool = True,
 ) -> tuple[list[Named], list[list[Named]] | None]:
-    """The parameters with their names, and the groups.
+    """Check the options of an optimizer, on all ranks together.
 
-    `problem`: what this rank has found wrong before. With `agree`, if a rank has a problem or the
-    ranks differ, every rank raises.
+    Args:
+        optimizer: The optimizer that is wrapped.
+        options: What its user has asked for.
+        problem: What this rank has found wrong before.
+        agree: Whether every rank raises if a rank has a problem or the ranks differ. False checks
+            this rank alone.
+
+    Returns:
+        The parameters with their names, and the groups, if the user has given any.
     """
-    several = takes_part(arguments["process_set"])
+    several = takes_part(options.process_set)
     named: list[Named] = []
     groups: list[list[Named]] | None = None
     try:
         if problem is not None:
             raise problem
-        _check_values(optimizer, arguments)
-        named = _named(arguments["named_parameters"], optimizer.param_groups)
-        groups = _grouped(arguments["groups"], named)
-        check_local_steps(arguments, named)
-        check_dtensors(named, arguments)
-        if arguments["shard_state"]:
-            _check_shardable(optimizer, arguments, named)
-        if arguments["overlap_forward"] is not None:
-            _check_delayable(optimizer, arguments, named)
+        check_values(optimizer, options)
+        named = _named(options.named_parameters, optimizer.param_groups)
+        groups = _grouped(options.groups, named)
+        check_local_steps(options.local_steps, named)
+        check_combinations(optimizer, options, named)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
     if agree and several and not runtime.is_elastic():  # a rank that joins later comes alone
         settings = {
-            key: _comparable(value) for key, value in arguments.items() if key not in _NOT_COMPARED
+            name: _comparable(value)
+            for name, value in vars(options).items()
+            if name not in _NOT_COMPARED
         }
-        settings |= arguments["local_steps"].settings()
+        settings |= options.local_steps.settings()
         settings["HOROVOD_CHECK_NAN"] = runtime.config.check_nan
         settings["groups"] = groups and [[name for name, _ in group] for group in groups]
-        _check_alike(named, settings, problem, arguments["process_set"])
+        _check_alike(named, settings, problem, options.process_set)
     if problem is not None:
         raise problem
     return named, groups
-
-
-def check_passes(passes: Any) -> None:
-    """`backward_passes_per_step` must be a positive number."""
-    if not isinstance(passes, Integral) or passes <= 0:
-        raise ValueError(f"backward_passes_per_step must be positive, not {passes!r}")
 
 
 def _comparable(value: Any) -> Any:
@@ -102,114 +99,8 @@ def _comparable(value: Any) -> Any:
     return type(value).__qualname__
 
 
-def _check_values(optimizer: Any, arguments: dict[str, Any]) -> None:
-    """What each rank can tell by itself."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not a {kind}")
-    check_passes(arguments["backward_passes_per_step"])
-    if arguments["op"] not in list(ReduceOp):
-        raise ValueError(f"op must be hvd.Average, hvd.Sum or hvd.Adasum, not {arguments['op']!r}")
-    factor = arguments["gradient_predivide_factor"]
-    if not factor > 0:
-        raise ValueError(f"gradient_predivide_factor must be a positive number, not {factor!r}")
-    if factor != 1.0 and arguments["op"] != Average:
-        raise ValueError("gradient_predivide_factor needs op=Average")
-    compression = arguments["compression"]
-    if not callable(getattr(compression, "compress", None)):
-        raise ValueError(
-            f"compression must be a compressor such as hvd.Compression.fp16, not {compression!r}"
-        )
-    hook = arguments["communication_hook"]
-    check_hook(optimizer, hook, compression, ReduceOp(arguments["op"]))
-    if arguments["op"] == Adasum:
-        if arguments["process_set"] is not global_process_set:
-            raise NotImplementedError("op=Adasum works on the global process set only")
-        if isinstance(optimizer, torch.optim.LBFGS) and runtime.topology.size > 1:
-            raise ValueError(
-                "torch.optim.LBFGS evaluates the closure several times in a step, so op=Adasum, "
-                "which combines steps, does not work with it: use op=Average"
-            )
-
-
-def _check_shardable(optimizer: Any, arguments: dict[str, Any], named: list[Named]) -> None:
-    if arguments["op"] == Adasum:
-        raise ValueError(
-            "shard_state=True does not go with op=Adasum, for which every rank makes a step of "
-            "all parameters"
-        )
-    if runtime.config.elastic:
-        raise ValueError(
-            "shard_state=True does not work in elastic jobs: a lost rank would take its slice of "
-            "the optimizer state with it"
-        )
-    if kind_of(optimizer) is UpdateKind.UNKNOWN:
-        kind = class_of(optimizer).__name__
-        raise ValueError(
-            f"shard_state=True needs an optimizer that updates each element by itself, such as "
-            f"Adam, or each parameter by itself, such as Muon; {kind} does not, as far as is known "
-            f"here. If it does, set `{kind}.elementwise = True` or `{kind}.tensorwise = True`; "
-            f"otherwise use shard_state=False"
-        )
-    for name, param in named:
-        if not is_dense(param):
-            raise ValueError(
-                f"shard_state=True: the elements of parameter {name!r} have gaps or overlaps in "
-                f"memory (shape {list(param.shape)}, strides {param.stride()}); make it contiguous"
-            )
-
-
-def _check_delayable(optimizer: Any, arguments: dict[str, Any], named: list[Named]) -> None:
-    model = arguments["overlap_forward"]
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(
-            f"overlap_forward must be the model, a torch.nn.Module, not {type(model).__name__}"
-        )
-    if arguments["op"] == Adasum:
-        raise ValueError(
-            "overlap_forward does not go with op=Adasum, which combines whole steps: use "
-            "op=Average, or leave overlap_forward out"
-        )
-    for name in ("shard_state", "communication_hook"):
-        if arguments[name]:
-            raise ValueError(f"overlap_forward does not go with {name}: leave one of them out")
-    if kind_of(optimizer) is not UpdateKind.ELEMENTWISE:
-        kind = class_of(optimizer).__name__
-        raise ValueError(
-            f"overlap_forward needs an optimizer that updates each element by itself, such as "
-            f"SGD or Adam; {kind} does not, as far as is known here. If it does, set "
-            f"`{kind}.elementwise = True`"
-        )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError("overlap_forward does not go with an optimizer's differentiable=True")
-    for name, module in model.named_modules():
-        problem = _unseen(module)
-        if problem is not None:
-            raise ValueError(
-                f"overlap_forward: {f'module {name!r}' if name else 'the model'} is {problem}; "
-                f"leave overlap_forward out"
-            )
-    mine = {id(param) for param in model.parameters()}
-    if not any(id(param) in mine for _, param in named):
-        raise ValueError(
-            "overlap_forward: the optimizer has no parameter of this model; pass the model whose "
-            "parameters it was given"
-        )
-
-
-def _unseen(module: torch.nn.Module) -> str | None:
-    """What keeps us from noticing that this module uses a parameter."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "a TorchScript module, which uses parameters unseen"
-    if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-        return "compiled, and compiled code uses parameters unseen"
-    if isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-        return f"wrapped in {type(module).__name__}, which copies parameters unseen"
-    return None
-
-
 def default_names(groups: list[dict[str, Any]], first: int = 0) -> list[Named]:
-    """The parameters of the groups from number `first` on, named by their place."""
+    """Return the parameters of the groups from number `first` on, named by their position."""
     return [
         (f"allreduce.noname.{number}.{index}", param)
         for number, group in enumerate(groups)
@@ -219,7 +110,7 @@ def default_names(groups: list[dict[str, Any]], first: int = 0) -> list[Named]:
 
 
 def _named(named: Any, groups: list[dict[str, Any]]) -> list[Named]:
-    """The optimizer's parameters with their names, in the order of the names."""
+    """Return the optimizer's parameters with their names, in the order of the names."""
     own = default_names(groups)
     if named is None:
         return list({param: (name, param) for name, param in reversed(own)}.values())[::-1]
@@ -246,14 +137,11 @@ def _named(named: Any, groups: list[dict[str, Any]]) -> list[Named]:
 
 def _grouped(groups: Any, named: list[Named]) -> list[list[Named]] | None:
     """`groups` as lists of named parameters; those not listed are groups of their own."""
+    groups = check_groups(groups, members="parameters")
     if groups is None:
         return None
-    if isinstance(groups, int) and not isinstance(groups, bool):
-        if groups <= 0:
-            raise ValueError(f"groups must be a positive number or lists of tensors, not {groups}")
+    if isinstance(groups, int):
         return split_list(list(reversed(named)), groups)
-    if not isinstance(groups, list) or not all(isinstance(g, (list, tuple)) for g in groups):
-        raise ValueError("groups must be a positive number or a list of lists of parameters")
     entry_of = {id(param): (name, param) for name, param in named}
     result: list[list[Named]] = []
     for group in groups:

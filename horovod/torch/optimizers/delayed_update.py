@@ -125,7 +125,7 @@ class DelayedUpdates:
                 update.bucket.settle()
 
     def _reduced(self) -> list[Update]:
-        """Those for which nobody would have to wait."""
+        """Return those for which nobody would have to wait."""
         updates = dict.fromkeys(self._updates.values())
         return [update for update in updates if update.bucket.is_reduced()]
 
@@ -193,7 +193,7 @@ def _is_awaited(request: Request) -> bool:
 
 
 def _slices(bucket: Bucket) -> list[list[Slice]]:
-    """What each of several requests of a bucket brings, if gradients are final with that."""
+    """Return what each of several requests of a bucket brings, if gradients are final with that."""
     if len(bucket.spans) < 2 or bucket.finishers or bucket.gradients() is None:
         return []
     params = [SlicedParameter(param) for _, param in bucket.params]

@@ -24,6 +24,7 @@ from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.reducer import GradientReducer
 from horovod.torch.ops.untraced import untraced
 from horovod.torch.optimizers.delayed_update import DelayedUpdates, Options
+from horovod.torch.optimizers.options import OptimizerOptions
 from horovod.torch.optimizers.pending import is_pending, lock
 from horovod.torch.optimizers.reducing import GradientCountdown, ReducingOptimizer
 from horovod.torch.optimizers.sliced_update import Slice
@@ -33,17 +34,18 @@ Parameter = torch.nn.Parameter
 
 
 class DelayingOptimizer(ReducingOptimizer):
-    """What the new class adds to the optimizer's own, from which it derives too."""
+    """Adds to the optimizer's own class what updates parameters when they are next used."""
 
     _delays = True
     _updates: DelayedUpdates | None = None
 
     def _configure(
-        self, arguments: dict[str, Any], named: list[Named], groups: list[list[Named]] | None
+        self, options: OptimizerOptions, named: list[Named], groups: list[list[Named]] | None
     ) -> None:
         self._finish_updates()
-        super()._configure(arguments, named, groups)
-        model: torch.nn.Module = arguments["overlap_forward"]
+        super()._configure(options, named, groups)
+        model = options.overlap_forward
+        assert model is not None
         # A class of the user's own may have a reason; such a parameter is updated in step().
         self._in_model = {param for param in model.parameters() if type(param) is Parameter}
         self._updates = DelayedUpdates(self._step_on) if self._reducer is not None else None
@@ -124,7 +126,7 @@ class DelayingOptimizer(ReducingOptimizer):
                 changed = {key: v for key, v in after.items() if v is not own.get(key, group)}
                 group.update({key: v for key, v in changed.items() if key != "params"})
 
-    def _on_gradient(self, param: Any, watch: GradientCountdown) -> None:
+    def _on_gradient(self, param: Any, countdown: GradientCountdown) -> None:
         if is_pending(param):
             raise RuntimeError(
                 f"overlap_forward: a gradient of {self._parameter_names[param]!r} was computed "
@@ -132,7 +134,7 @@ class DelayingOptimizer(ReducingOptimizer):
                 f"cannot be seen from here (a scripted copy of the model, say), or because "
                 f"backward() ran again through a graph from before: leave overlap_forward out"
             )
-        super()._on_gradient(param, watch)
+        super()._on_gradient(param, countdown)
 
     # -- what sees results -----------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 from horovod.torch.compression import Compressor, NoneCompressor, is_eight_bit, wire_type_of
 from horovod.torch.gradients.buckets import Named
-from horovod.torch.hooks.base import CommunicationHook, GradientBucket, eight_bit_hook
+from horovod.torch.hooks.base import CommunicationHook, GradientBucket
+from horovod.torch.hooks.eightbit import eight_bit_hook
 
 Tensor = torch.Tensor
 Wait = Callable[[], object]

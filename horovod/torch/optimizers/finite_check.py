@@ -85,13 +85,13 @@ class FiniteCheck:
 
 def _exchanged(flags: Sequence[bool], together: ProcessSet) -> dict[int, list[bool]]:
     """The flags of the ranks; nothing if nobody has set one. Works while a rank has joined."""
-    ranks, place = together.ranks, together.rank()
+    ranks, own_rank = together.ranks, together.rank()
     assert ranks is not None
-    assert place is not None
+    assert own_rank is not None
     if not _maximum(torch.tensor([any(flags)], dtype=torch.uint8), "flag", together)[0]:
         return {}
     table = torch.zeros(len(ranks), len(flags), dtype=torch.uint8)
-    table[place] = torch.tensor(flags, dtype=torch.uint8)
+    table[own_rank] = torch.tensor(flags, dtype=torch.uint8)
     rows = _maximum(table, "table", together)
     return {rank: row.bool().tolist() for rank, row in zip(ranks, rows, strict=True)}
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from horovod.common.local_steps import OuterSGD
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.ops.broadcast import broadcast_
 from horovod.torch.optimizers.exchanger import Exchanger, Wait
 from horovod.torch.optimizers.local_steps import layers
-from horovod.torch.optimizers.outer import OuterSGD
 
 Tensor = torch.Tensor
 Content = dict[str, Any]  # of a fragment, in a checkpoint
@@ -216,7 +216,7 @@ def divide(named: list[Named], count: int) -> list[list[Named]]:
     parts = layers(named)
     numbers = [sum(param.numel() for _, param in part) for part in parts]
     for index in sorted(range(len(parts)), key=lambda index: -numbers[index]):
-        smallest = min(range(count), key=lambda place: (len(chosen[place]) > 0, sizes[place]))
+        smallest = min(range(count), key=lambda index: (len(chosen[index]) > 0, sizes[index]))
         chosen[smallest].append(index)
         sizes[smallest] += numbers[index]
     return [[member for index in sorted(own) for member in parts[index]] for own in chosen]

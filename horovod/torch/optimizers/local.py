@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from horovod.common.local_steps import AVERAGING, check_alike
 from horovod.common.process_sets import ProcessSet
 from horovod.common.topology import Topology
 from horovod.engine.arguments import set_size
@@ -29,8 +30,8 @@ from horovod.torch.ops.untraced import untraced
 from horovod.torch.optimizers.checks import takes_part
 from horovod.torch.optimizers.exchanger import Exchanger
 from horovod.torch.optimizers.fragments import Fragment, make_fragments
-from horovod.torch.optimizers.local_steps import HOST, LocalSteps, set_of_this_host
-from horovod.torch.optimizers.outer import AVERAGING
+from horovod.torch.optimizers.local_steps import HOST, set_of_this_host
+from horovod.torch.optimizers.options import OptimizerOptions
 from horovod.torch.optimizers.reducing import ReducingOptimizer
 
 _KEY = "local_steps"  # of what is ours in a state_dict
@@ -47,17 +48,17 @@ class LocalStepsOptimizer(ReducingOptimizer):
     _num_steps = 0  # taken so far, those of the warm-up included
 
     def _configure(
-        self, arguments: dict[str, Any], named: list[Named], groups: list[list[Named]] | None
+        self, options: OptimizerOptions, named: list[Named], groups: list[list[Named]] | None
     ) -> None:
         before = self._shown_progress() if self._fragments else self._progress
-        self._chosen: LocalSteps = arguments["local_steps"]
+        self._chosen = options.local_steps
         within = self._chosen.within
         self._within = set_of_this_host() if within == HOST else within
         self._name = ""
         self._agreed_in: Topology | None = None  # the job whose ranks have agreed on the name
         chosen = self._chosen
         self._fragments = make_fragments(named, chosen.fragments, chosen.steps)
-        super()._configure(arguments, named, groups)
+        super()._configure(options, named, groups)
         self._exchanger: Exchanger | None = None
         if takes_part(self.process_set):
             hook = self._communication_hook
@@ -183,7 +184,8 @@ class LocalStepsOptimizer(ReducingOptimizer):
             mine = (_num_named, self._chosen.settings(), anchored)
             everyone = allgather_object(mine, "local_steps.agreement", process_set)
             ranks = process_set.ranks or list(range(set_size(process_set)))
-            _check_alike(ranks, [settings for _, settings, _ in everyone])
+            # Those of elastic jobs come here unchecked.
+            check_alike(ranks, [settings for _, settings, _ in everyone])
             number = max(theirs for theirs, _, _ in everyone)
             _num_named = number + 1
             self._name = f"local_steps.{number}"
@@ -289,12 +291,3 @@ class LocalStepsOptimizer(ReducingOptimizer):
 def _is_averaged(entry: Any) -> bool:
     """Whether an entry of an optimizer's state is a tensor of averages, not a count of steps."""
     return isinstance(entry, torch.Tensor) and entry.dim() > 0 and entry.is_floating_point()
-
-
-def _check_alike(ranks: list[int], settings: list[dict[str, str]]) -> None:
-    """Refuse ranks that go by different numbers; those of elastic jobs come here unchecked."""
-    for name in settings[0]:
-        values = {rank: each[name] for rank, each in zip(ranks, settings, strict=True)}
-        if len(set(values.values())) > 1:
-            told = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
-            raise ValueError(f"{name} of DistributedOptimizer differs between ranks: {told}")

@@ -6,48 +6,32 @@ Made by `horovod.torch.optimizer`, checked by all ranks together
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import torch
 
 from horovod.common.host import host_name
-from horovod.common.process_sets import ProcessSet, global_process_set, shared_process_set
-from horovod.common.reduce_op import Average
+from horovod.common.local_steps import LocalSchedule, check_count
+from horovod.common.process_sets import ProcessSet, shared_process_set
 from horovod.engine.arguments import set_id
 from horovod.engine.runtime import runtime
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.dtensors import is_dtensor
 from horovod.torch.ops.objects import allgather_object
-from horovod.torch.optimizers.outer import AVERAGING, OuterSGD
 
-HOST = "host"  # for `within`: the ranks of a host are a cluster
+HOST: Final = "host"  # for `within`: the ranks of a host are a cluster
 
 
 @dataclass(frozen=True)
-class LocalSteps:
+class LocalSteps(LocalSchedule):
     """Arguments of DistributedOptimizer that say when and how local steps are synchronised."""
 
-    local_steps: int | None = None
-    outer: OuterSGD | None = None
-    warmup_steps: int = 0
-    average_state: bool = False
     average_buffers: torch.nn.Module | None = None
     fragments: int = 1
     delay: int = 0
     alpha: float | None = None
     within: ProcessSet | Literal["host"] | None = None
-
-    @property
-    def steps(self) -> int:
-        """Local steps between two synchronisations of a fragment."""
-        assert self.local_steps is not None
-        return self.local_steps
-
-    @property
-    def outer_sgd(self) -> OuterSGD:
-        """The outer optimizer; averaging of parameters where none was given."""
-        return AVERAGING if self.outer is None else self.outer
 
     @property
     def local_share(self) -> float:
@@ -56,24 +40,19 @@ class LocalSteps:
 
     def settings(self) -> dict[str, str]:
         """What must be equal on all ranks, by the names of the arguments."""
-        shown = {field.name: getattr(self, field.name) for field in fields(self)}
-        shown["average_buffers"] = self.average_buffers is not None
+        shown = super().settings()
+        shown["average_buffers"] = str(self.average_buffers is not None)
         if isinstance(self.within, ProcessSet):
             shown["within"] = "a process set"  # each rank has one of its own
-        return {name: str(value) for name, value in shown.items()}
+        return shown
 
 
-def check_local_steps(arguments: dict[str, Any], named: list[Named]) -> None:
-    """Refuse local steps that make no sense, or do not go with another argument."""
-    chosen: LocalSteps = arguments["local_steps"]
-    if chosen.local_steps is None:
-        for field in fields(chosen):
-            if getattr(chosen, field.name) != field.default:
-                raise ValueError(f"{field.name} needs local_steps: say how many there are to be")
+def check_local_steps(chosen: LocalSteps, named: list[Named]) -> None:
+    """Refuse local steps that make no sense, or not with these parameters."""
+    if not chosen.check():
         return
     _check_numbers(chosen)
     _check_kinds(chosen)
-    _check_other_arguments(chosen, arguments)
     for name, param in named:
         if is_dtensor(param):
             raise ValueError(
@@ -92,10 +71,8 @@ def check_local_steps(arguments: dict[str, Any], named: list[Named]) -> None:
 
 
 def _check_numbers(chosen: LocalSteps) -> None:
-    for name, least in (("local_steps", 1), ("warmup_steps", 0), ("fragments", 1), ("delay", 0)):
-        value: Any = getattr(chosen, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be a number of at least {least}, not {value!r}")
+    check_count("fragments", chosen.fragments, 1)
+    check_count("delay", chosen.delay, 0)
     if chosen.fragments > chosen.steps:
         raise ValueError(
             f"fragments={chosen.fragments} must not exceed local_steps={chosen.steps}: in each "
@@ -115,13 +92,8 @@ def _check_numbers(chosen: LocalSteps) -> None:
 
 
 def _check_kinds(chosen: LocalSteps) -> None:
-    outer: Any = chosen.outer
     model: Any = chosen.average_buffers
     within: Any = chosen.within
-    if outer is not None:
-        if not isinstance(outer, OuterSGD):
-            raise ValueError(f"outer must be a hvd.OuterSGD object or None, not {outer!r}")
-        outer.check()
     if model is not None and not isinstance(model, torch.nn.Module):
         raise ValueError(
             f"average_buffers must be the model, a torch.nn.Module, not {type(model).__name__}"
@@ -143,28 +115,6 @@ def _check_kinds(chosen: LocalSteps) -> None:
             raise ValueError(
                 f"within must be a set that this rank belongs to, and its ranks are {within.ranks}"
             )
-
-
-def _check_other_arguments(chosen: LocalSteps, arguments: dict[str, Any]) -> None:
-    if chosen.within == HOST and arguments["process_set"] is not global_process_set:
-        raise ValueError('within="host" works with all ranks: leave process_set out')
-    if arguments["op"] != Average:
-        raise ValueError("local_steps averages models: leave op at hvd.Average")
-    if arguments["shard_state"]:
-        raise ValueError(
-            "local_steps does not go with shard_state, with which no rank can step alone: leave "
-            "one of them out"
-        )
-    if arguments["overlap_forward"] is not None:
-        raise ValueError(
-            "local_steps does not go with overlap_forward, which hides the time of gradients that "
-            "are not sent here: leave overlap_forward out, and use delay"
-        )
-    if arguments["communication_hook"] is not None and (chosen.warmup_steps or chosen.within):
-        raise ValueError(
-            "a communication_hook sends either gradients or what local steps exchange: leave it "
-            "out, or warmup_steps and within"
-        )
 
 
 def set_of_this_host() -> ProcessSet:

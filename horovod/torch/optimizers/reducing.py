@@ -15,31 +15,28 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from horovod.common import process_sets
+from horovod.common.optimizer_arguments import check_passes
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.common.reduce_op import ReduceOp
 from horovod.engine import capture
 from horovod.engine.runtime import runtime
-from horovod.torch.compression import Compressor, NoneCompressor, is_eight_bit, wire_type
+from horovod.torch.compression import NoneCompressor, is_eight_bit, wire_type
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.dtensors import with_local_shards
 from horovod.torch.gradients.reducer import GradientReducer, Reducer
 from horovod.torch.gradients.submission import BucketSubmitter
-from horovod.torch.hooks.base import CommunicationHook, eight_bit_hook
+from horovod.torch.hooks.eightbit import eight_bit_hook
 from horovod.torch.ops.allreduce import allreduce
 from horovod.torch.ops.untraced import untraced
-from horovod.torch.optimizers.checks import (
-    check_arguments,
-    check_passes,
-    default_names,
-    takes_part,
-)
+from horovod.torch.optimizers.checks import check_options, default_names, takes_part
 from horovod.torch.optimizers.finite_check import FiniteCheck
 from horovod.torch.optimizers.grad_scaler import reduce_before_unscaling
+from horovod.torch.optimizers.options import OptimizerOptions
 from horovod.torch.optimizers.wrapping import new_optimizer, notify_scheduler, share_groups
 
 Parameter = torch.nn.Parameter
@@ -54,28 +51,28 @@ class GradientCountdown:
     __slots__ = ("hook", "index", "passes_left")
 
     def __init__(self, index: int, passes: int) -> None:
-        self.index = index  # the parameter's place among all
+        self.index = index  # the parameter's index among all
         self.passes_left = passes  # backward passes until the gradient is complete
         self.hook: Any = None  # none yet while the parameter is frozen
 
 
 class ReducingOptimizer(torch.optim.Optimizer):
-    """What the new class adds to the optimizer's own, from which it derives too."""
+    """Adds to the optimizer's own class what reduces gradients; the new class derives from both."""
 
     _kept: tuple[str, ...] = ("param_groups", "state", "defaults")  # attributes that copies get
     _delays = False  # whether parameters are updated when they are next used, not in step()
 
     def _configure(
-        self, arguments: dict[str, Any], named: list[Named], groups: list[list[Named]] | None
+        self, options: OptimizerOptions, named: list[Named], groups: list[list[Named]] | None
     ) -> None:
-        self._arguments = {**arguments, "named_parameters": None}  # the names are kept below
-        self.backward_passes_per_step: int = arguments["backward_passes_per_step"]
-        self.op: ReduceOp = arguments["op"]
-        self.gradient_predivide_factor: float = arguments["gradient_predivide_factor"]
-        self.sparse_as_dense: bool = arguments["sparse_as_dense"]
-        self.process_set: ProcessSet = arguments["process_set"]
-        self._compression: type[Compressor] = arguments["compression"]
-        self._communication_hook: CommunicationHook | None = arguments["communication_hook"]
+        self._options = replace(options, named_parameters=None)  # the names are kept below
+        self.backward_passes_per_step = options.backward_passes_per_step
+        self.op = options.op
+        self.gradient_predivide_factor = options.gradient_predivide_factor
+        self.sparse_as_dense = options.sparse_as_dense
+        self.process_set = options.process_set
+        self._compression = options.compression
+        self._communication_hook = options.communication_hook
         if self._communication_hook is not None:
             self._communication_hook.serve(self)
         elif is_eight_bit(self._compression) and wire_type(self._compression, named) is None:
@@ -93,12 +90,12 @@ class ReducingOptimizer(torch.optim.Optimizer):
         _optimizers.add(self)
 
     def _gradient_set(self) -> ProcessSet | None:
-        """The ranks to reduce gradients with; None if they stay this rank's own."""
+        """Return the ranks to reduce gradients with; None if they stay this rank's own."""
         return self.process_set if takes_part(self.process_set) else None
 
     def _attach(self, named: list[Named]) -> None:
         """Begin to notice gradients, if there is somebody to reduce them with."""
-        self._watches: list[GradientCountdown] = []
+        self._countdowns: list[GradientCountdown] = []
         self._reducer: Reducer | None = None
         together = self._together = self._gradient_set()
         check = FiniteCheck(self._parameter_names, together) if runtime.config.check_nan else None
@@ -106,7 +103,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         if together is not None:
             self._reducer = self._make_reducer(*with_local_shards(named, self._groups))
             passes = self.backward_passes_per_step
-            self._watches = [GradientCountdown(index, passes) for index in range(len(named))]
+            self._countdowns = [GradientCountdown(index, passes) for index in range(len(named))]
             self._register_hooks()
 
     def _reattach(self) -> None:
@@ -131,29 +128,31 @@ class ReducingOptimizer(torch.optim.Optimizer):
     def _register_hooks(self) -> None:
         """Notice gradients as they arrive, of parameters that require them now."""
         this = weakref.ref(self)
-        for param, watch in zip(self._parameter_names, self._watches, strict=True):
-            if watch.hook is None and param.requires_grad:
+        for param, countdown in zip(self._parameter_names, self._countdowns, strict=True):
+            if countdown.hook is None and param.requires_grad:
 
                 @untraced
-                def on_gradient(param: torch.Tensor, watch: GradientCountdown = watch) -> None:
+                def on_gradient(
+                    param: torch.Tensor, countdown: GradientCountdown = countdown
+                ) -> None:
                     optimizer = this()
                     if optimizer is not None:
-                        optimizer._on_gradient(param, watch)
+                        optimizer._on_gradient(param, countdown)
 
-                watch.hook = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+                countdown.hook = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _remove_hooks(self) -> None:
-        for watch in self._watches:
-            if watch.hook is not None:
-                watch.hook.remove()
-        self._watches = []
+        for countdown in self._countdowns:
+            if countdown.hook is not None:
+                countdown.hook.remove()
+        self._countdowns = []
         if self._reducer is not None:
             self._reducer.close()
 
-    def _on_gradient(self, param: Any, watch: GradientCountdown) -> None:
-        if self._reducer is None or (self._accumulating and watch.passes_left > 0):
+    def _on_gradient(self, param: Any, countdown: GradientCountdown) -> None:
+        if self._reducer is None or (self._accumulating and countdown.passes_left > 0):
             return
-        left = watch.passes_left = watch.passes_left - 1
+        left = countdown.passes_left = countdown.passes_left - 1
         if left < 0:
             raise AssertionError(
                 f"the gradient of {self._parameter_names[param]!r} was computed more often than "
@@ -164,19 +163,19 @@ class ReducingOptimizer(torch.optim.Optimizer):
         if left == 0:
             if self._finite_check is not None:
                 self._finite_check.look(param)
-            self._reducer.arrived(watch.index)
+            self._reducer.arrived(countdown.index)
 
     @untraced
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accumulate gradients over `passes` backward passes from now on."""
         check_passes(passes)
         self.backward_passes_per_step = passes
-        self._arguments["backward_passes_per_step"] = passes
+        self._options = replace(self._options, backward_passes_per_step=passes)
         self._reset_passes()
 
     def _reset_passes(self) -> None:
-        for watch in self._watches:
-            watch.passes_left = self.backward_passes_per_step
+        for countdown in self._countdowns:
+            countdown.passes_left = self.backward_passes_per_step
 
     @untraced
     def synchronize(self) -> None:
@@ -255,7 +254,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch need not: it hooks the base's step
 
     def _check_gradients(self) -> None:
-        """The last thing before the step: refuse what is not finite, if that was asked for."""
+        """Refuse gradients that are not finite, if HOROVOD_CHECK_NAN asks for that."""
         # A scaler has looked at them itself, and means to meet infinities now and then. A step
         # with gradients that were not synchronized is this rank's own affair.
         check = self._synchronized and not self._seen_by_scaler
@@ -264,7 +263,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
             self._finite_check.raise_if_found()
 
     def _prepare_for_scaler(self) -> None:
-        """torch.amp.GradScaler is about to look at the gradients."""
+        """Reduce the gradients, because torch.amp.GradScaler is about to look at them."""
         if self._reducer is not None and not self._synchronized:
             self.synchronize()
         self._seen_by_scaler = True
@@ -272,7 +271,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
             self._finite_check.forget()
 
     def _share_found(self, found: dict[torch.device, torch.Tensor]) -> Any:
-        """What it found: the same on all ranks, for so were the gradients."""
+        """Return the scaler's finding, which is the same on all ranks, as the gradients were."""
         return found
 
     def _synchronizing(self, closure: Any) -> Any:
@@ -317,21 +316,21 @@ class ReducingOptimizer(torch.optim.Optimizer):
         except Exception as error:  # the other ranks must hear of it
             problem = error
         named = _pairs(self._parameter_names) + default_names(self.param_groups, first=count)
-        arguments = {**self._arguments, "named_parameters": named}
+        options = replace(self._options, named_parameters=named)
         try:
-            checked = check_arguments(self, arguments, problem)
+            checked = check_options(self, options, problem)
         except BaseException:
             del self.param_groups[count:]
             raise
         self._remove_hooks()
-        self._configure(arguments, *checked)
+        self._configure(options, *checked)
 
     def _restart(self) -> None:
         """Begin anew among other ranks than before; gradients from before count for nothing."""
         self._remove_hooks()
         super().zero_grad(set_to_none=True)
-        arguments = {**self._arguments, "named_parameters": _pairs(self._parameter_names)}
-        self._configure(arguments, *check_arguments(self, arguments, agree=False))
+        options = replace(self._options, named_parameters=_pairs(self._parameter_names))
+        self._configure(options, *check_options(self, options, agree=False))
 
     def load_state_dict(self, state_dict: Any) -> None:
         if self._reducer is not None:
@@ -346,35 +345,36 @@ class ReducingOptimizer(torch.optim.Optimizer):
     def __reduce__(self) -> Any:
         """For pickle and deepcopy."""
         mixin, base = type(self).__bases__
-        chosen = self.process_set
-        arguments = {
-            **self._arguments,
-            "named_parameters": _pairs(self._parameter_names),
-            "process_set": 0 if chosen is global_process_set else chosen.process_set_id,
-        }
+        options = {**vars(self._options), "named_parameters": _pairs(self._parameter_names)}
+        chosen = options.pop("process_set")  # which another process has, too, and not a copy of
+        number = 0 if chosen is global_process_set else chosen.process_set_id
         own = {key: self.__dict__[key] for key in self._kept}
-        return _rebuild, (base, mixin, own, arguments)
+        return _rebuild, (base, mixin, own, options, number)
 
 
 _optimizers: weakref.WeakSet[ReducingOptimizer] = weakref.WeakSet()
 
 
 def restart_optimizers() -> None:
-    """The ranks have changed, in elastic training: all optimizers of this process begin anew."""
+    """Let all optimizers of this process begin anew: the ranks of an elastic job changed."""
     for optimizer in list(_optimizers):
         optimizer._restart()
 
 
 def _rebuild(
-    base: Any, mixin: type[ReducingOptimizer], state: Any, arguments: dict[str, Any]
+    base: Any,
+    mixin: type[ReducingOptimizer],
+    state: Any,
+    options: dict[str, Any],
+    process_set_id: int | None,
 ) -> Any:
     """Unpickle. All ranks need not do so together, so nothing is checked among them."""
     base.__new__(base)._patch_step_function()  # as if one had been made here before: step hooks run
     optimizer = new_optimizer(base, mixin)
     optimizer.__setstate__(state)
     optimizer._original = _no_original
-    arguments = {**arguments, "process_set": _process_set(arguments["process_set"])}
-    optimizer._configure(arguments, *check_arguments(optimizer, arguments, agree=False))
+    chosen = OptimizerOptions(**options, process_set=_process_set(process_set_id))
+    optimizer._configure(chosen, *check_options(optimizer, chosen, agree=False))
     return optimizer
 
 

@@ -42,6 +42,7 @@ from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.layouts import in_memory_order
 from horovod.torch.ops.objects import broadcast_object
 from horovod.torch.ops.untraced import untraced
+from horovod.torch.optimizers.options import OptimizerOptions
 from horovod.torch.optimizers.reducing import ReducingOptimizer
 from horovod.torch.optimizers.shards import Shards
 from horovod.torch.optimizers.update_kinds import UpdateKind, kind_of
@@ -58,32 +59,32 @@ _ALL_MUST_STEP = (
 
 
 class ShardedOptimizer(ReducingOptimizer):
-    """What the new class adds to the optimizer's own, from which it derives too."""
+    """Adds to the optimizer's own class what divides its state among the ranks."""
 
     _shards: Shards | None = None
     _cut_for: tuple[int | None, int | None] | None = None  # rank and size in the process set
 
     def _configure(
-        self, arguments: dict[str, Any], named: list[Named], groups: list[list[Named]] | None
+        self, options: OptimizerOptions, named: list[Named], groups: list[list[Named]] | None
     ) -> None:
-        super()._configure(arguments, named, groups)
+        super()._configure(options, named, groups)
         # The state of all parameters, while this rank happens to know it: after loading or
         # consolidating it, until the next step.
         self._complete: State | None = None
-        if self._cut_for not in (None, self._place()):
+        if self._cut_for not in (None, self._rank_and_size()):
             raise ValueError(
                 f"this sharded optimizer was pickled for rank and size {self._cut_for} and has "
-                f"the slices of that rank only; here these are {self._place()}. Take "
+                f"the slices of that rank only; here these are {self._rank_and_size()}. Take "
                 f"consolidate_state_dict() and state_dict() to move optimizer state"
             )
         if self._reducer is not None:
             state = self._slices_of_state()
-            self._cut_for = self._place()
+            self._cut_for = self._rank_and_size()
             whole = kind_of(self) is UpdateKind.TENSORWISE
             self._shards = Shards(self.param_groups, self.process_set, whole)
             self._keep(state)
 
-    def _place(self) -> tuple[int | None, int | None]:
+    def _rank_and_size(self) -> tuple[int | None, int | None]:
         """Rank and size in the process set."""
         included = self.process_set.included()
         return self.process_set.rank() if included else None, self.process_set.size()
@@ -110,10 +111,11 @@ class ShardedOptimizer(ReducingOptimizer):
         """A step as its hooks see it: before and after, parameters and groups are the user's."""
         shards, groups = self._shards, self.param_groups
         assert shards is not None
-        if self._cut_for != self._place():
+        if self._cut_for != self._rank_and_size():
             raise RuntimeError(
                 f"the slices of this optimizer were cut for rank and size {self._cut_for}, and now "
-                f"these are {self._place()}: make it anew and load a consolidated state_dict()"
+                f"these are {self._rank_and_size()}: make it anew and load a consolidated "
+                f"state_dict()"
             )
         self._refuse_sparse()
         self._complete = None
@@ -141,7 +143,7 @@ class ShardedOptimizer(ReducingOptimizer):
         return getattr(self._reducer, "name", "")
 
     def _gradient(self, param: Parameter) -> torch.Tensor | None:
-        """The gradient of this rank's slice."""
+        """Return the gradient of this rank's slice."""
         assert self._shards is not None
         gradient = param.grad
         if gradient is None:
@@ -164,7 +166,7 @@ class ShardedOptimizer(ReducingOptimizer):
     # -- state -----------------------------------------------------------------------------
 
     def _slices_of_state(self) -> State:
-        """The state that this rank has, by the parameters it belongs to."""
+        """Return the state that this rank has, by the parameters it belongs to."""
         if self._shards is None:
             return self.state
         views = self._shards.views.items()
@@ -190,8 +192,8 @@ class ShardedOptimizer(ReducingOptimizer):
         assert ranks is not None
         if to not in ranks:
             raise ValueError(f"to={to} is not a rank of the optimizer's process set, {ranks}")
-        places = self._places()
-        mine = {places[param]: entries for param, entries in self._slices_of_state().items()}
+        indices = self._indices()
+        mine = {indices[param]: entries for param, entries in self._slices_of_state().items()}
         payloads = [b""] * shards.size
         payloads[ranks.index(to)] = _packed(mine)
         parts = self._exchange(payloads)
@@ -199,13 +201,13 @@ class ShardedOptimizer(ReducingOptimizer):
             self._complete = self._assembled([pickle.loads(part) for part in parts])
 
     def _assembled(self, parts: Sequence[Mapping[int, Mapping[str, Any]]]) -> State:
-        """The state of whole parameters, of everybody's slices."""
+        """Return the state of whole parameters, of everybody's slices."""
         assert self._shards is not None
-        places = self._places()
+        indices = self._indices()
         complete: State = defaultdict(dict)
         for piece in self._shards.slices:
             param = piece.param
-            entries = parts[piece.owner].get(places[param])
+            entries = parts[piece.owner].get(indices[param])
             if entries is None:
                 continue
             if piece.is_whole:
@@ -246,9 +248,9 @@ class ShardedOptimizer(ReducingOptimizer):
         own = _members(self.param_groups)
         known = dict(zip(_members(state_dict["param_groups"]), own, strict=False))
         state = {known[key]: v for key, v in state_dict["state"].items() if key in known}
-        places = {param: key for key, param in known.items()}
+        indices = {param: key for key, param in known.items()}
         sliced = {
-            places[param]: {key: piece.of_state(value) for key, value in state[param].items()}
+            indices[param]: {key: piece.of_state(value) for key, value in state[param].items()}
             for param, piece in self._shards.mine.items()
             if param in state
         }
@@ -269,25 +271,25 @@ class ShardedOptimizer(ReducingOptimizer):
                 "broadcast_optimizer_state does not work for a sharded optimizer of some ranks "
                 "only: call load_state_dict() on all of them"
             )
-        places = self._places()
+        indices = self._indices()
         groups = [
-            {**group, "params": [places[param] for param in group["params"]]}
+            {**group, "params": [indices[param] for param in group["params"]]}
             for group in self.param_groups
         ]
         groups, has_all = broadcast_object((groups, self._complete is not None), root_rank)
-        sliced = {places[param]: entries for param, entries in self._slices_of_state().items()}
+        sliced = {indices[param]: entries for param, entries in self._slices_of_state().items()}
         if has_all:
             payloads = [b""] * shards.size
             if shards.rank == root_rank:
-                payloads = [_packed(part) for part in self._parts(places)]
+                payloads = [_packed(part) for part in self._parts(indices)]
             sliced = pickle.loads(self._exchange(payloads)[root_rank])
         super().load_state_dict({"state": sliced, "param_groups": groups})
         self._keep(self.state)
         if shards.rank != root_rank:
             self._complete = None
 
-    def _parts(self, places: Mapping[torch.Tensor, int]) -> list[dict[int, dict[str, Any]]]:
-        """Everybody's part of the complete state."""
+    def _parts(self, indices: Mapping[torch.Tensor, int]) -> list[dict[int, dict[str, Any]]]:
+        """Return everybody's part of the complete state."""
         assert self._shards is not None
         assert self._complete is not None
         parts: list[dict[int, dict[str, Any]]] = [{} for _ in range(self._shards.size)]
@@ -295,11 +297,11 @@ class ShardedOptimizer(ReducingOptimizer):
             entries = self._complete.get(piece.param)
             if entries is not None:
                 sliced = {key: piece.of_state(value) for key, value in entries.items()}
-                parts[piece.owner][places[piece.param]] = sliced
+                parts[piece.owner][indices[piece.param]] = sliced
         return parts
 
-    def _places(self) -> dict[torch.Tensor, int]:
-        return {param: place for place, param in enumerate(_members(self.param_groups))}
+    def _indices(self) -> dict[torch.Tensor, int]:
+        return {param: index for index, param in enumerate(_members(self.param_groups))}
 
     def _exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
         """Send everybody its payload; those that the ranks sent to us."""
@@ -311,9 +313,9 @@ class ShardedOptimizer(ReducingOptimizer):
         return [part.numpy().tobytes() for part in received.split(counts)]
 
     def __reduce__(self) -> Any:
-        rebuild, (base, mixin, state, arguments) = super().__reduce__()
+        rebuild, (base, mixin, state, *rest) = super().__reduce__()
         state = {**state, "state": self._slices_of_state(), "_cut_for": self._cut_for}
-        return rebuild, (base, mixin, state, arguments)
+        return rebuild, (base, mixin, state, *rest)
 
 
 def _members(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -323,8 +325,8 @@ def _members(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
 def _packed(state: Mapping[int, Mapping[str, Any]]) -> bytes:
     """State as bytes, its tensors in host memory and without memory that they do not show."""
     on_host = {
-        place: {key: _on_host(value) for key, value in entries.items()}
-        for place, entries in state.items()
+        index: {key: _on_host(value) for key, value in entries.items()}
+        for index, entries in state.items()
     }
     buffer = io.BytesIO()
     pickle.dump(on_host, buffer, protocol=pickle.HIGHEST_PROTOCOL)

@@ -50,18 +50,18 @@ class Slice:
         return in_memory_order(tensor, self.param)[self.start : self.stop]
 
     def of_state(self, value: Any) -> Any:
-        """The slice of an entry of optimizer state, which may be no matter of elements."""
+        """Return the slice of an entry of optimizer state, which may be no matter of elements."""
         if self.is_whole or not isinstance(value, torch.Tensor) or value.shape != self.param.shape:
             return value
         return self.of(value).clone()  # a view would keep the memory of the whole
 
     def bytes_of(self, param: torch.Tensor) -> torch.Tensor:
-        """The memory of the slice."""
+        """Return the memory of the slice."""
         return in_memory_order(param, param)[self.start : self.stop].view(torch.uint8)
 
 
 def cut(params: Sequence[Parameter], size: int) -> list[Slice]:
-    """The parameters, taken end to end, in `size` nearly equal parts."""
+    """Return the parameters, taken end to end, in `size` nearly equal parts."""
     edges = [0, *accumulate(param.numel() for param in params)]
     total = edges[-1]
     if total == 0:

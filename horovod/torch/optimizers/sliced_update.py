@@ -61,9 +61,9 @@ class SlicedParameter:
             if whole is None:
                 whole = torch.empty_like(self._whole, dtype=value.dtype)
             self._after[key] = whole
-        place = flat(whole)[start : start + value.numel()]
-        if place.data_ptr() != value.data_ptr():
-            place.copy_(value)
+        target = flat(whole)[start : start + value.numel()]
+        if target.data_ptr() != value.data_ptr():
+            target.copy_(value)
 
     def _state_before(self, states: States) -> State:
         if self._before is None:
@@ -74,7 +74,7 @@ class SlicedParameter:
         return self._before
 
     def _is_whole(self, value: Any) -> bool:
-        """Whether this has a number for every element of the parameter."""
+        """Return whether this has a number for every element of the parameter."""
         return isinstance(value, torch.Tensor) and value.shape == self._whole.shape
 
 

@@ -45,7 +45,7 @@ _KINDS = {
 
 
 def class_of(optimizer: Any) -> Any:
-    """The optimizer's class without what Horovod adds to it."""
+    """Return the optimizer's class without what Horovod adds to it."""
     return next(k for k in type(optimizer).__mro__ if not k.__module__.startswith("horovod."))
 
 

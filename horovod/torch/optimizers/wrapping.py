@@ -25,12 +25,12 @@ def share_groups(wrapped: Any) -> None:
 
 
 def step_of(base: type[torch.optim.Optimizer]) -> Any:
-    """The optimizer's step without torch's wrapper that calls step hooks."""
+    """Return the optimizer's step without torch's wrapper that calls step hooks."""
     step: Any = base.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def new_optimizer(base: type, mixin: type) -> Any:
-    """An empty instance of the class that derives from both."""
+    """Return an empty instance of the class that derives from both."""
     made: Any = type(base.__name__, (mixin, base), {})
     return made.__new__(made)

@@ -126,7 +126,7 @@ class SimulatedJob:
             "generation": self.generation,
             "time": self.now,
             "state": "training",
-            "cores": f"0-{self.cores - 1}",
+            "cores": list(range(self.cores)),
             "steps_before": self.steps_before.get(rank, 0),
             "stats": stats,
             "steps": steps,

@@ -75,7 +75,7 @@ def test_the_page_shows_ranks_charts_and_stragglers(chromium: Any):
         assert tab.page.locator(".cell.slow").get_attribute("data-rank") == "1"
         tab.shows("#events .what", "rank 1: late in backward")
         tab.page.locator(".cell").nth(1).click()
-        tab.shows("#chosen-try", "Look at its cores or GPU")
+        tab.shows("#chosen-try", "Look at the cores or the GPU there")
         job.job.slow = {}
         job.job.slow_link = {3: 0.1}
         job.settle()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import horovod
-from horovod.runner.functions.remote_error import FAILED, RemoteError, as_runtime_error
+from horovod.runner.functions.function_call import FAILED, RemoteError, as_runtime_error
 
 
 class WithAttributes(KeyError):

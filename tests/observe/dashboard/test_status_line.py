@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from horovod.common.store import MemoryStore
-from horovod.runner.jobs import status_line
-from horovod.runner.jobs.status_line import StatusLine, describe
+from horovod.observe.dashboard import status_line
+from horovod.observe.dashboard.status_line import StatusLine, describe
 from tests.observe.dashboard.simulated import SimulatedJob
 
 

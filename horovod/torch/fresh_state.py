@@ -96,7 +96,7 @@ def _take_from_a_trial(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _plain_class(optimizer: torch.optim.Optimizer) -> Any:
-    """The optimizer's class without what Horovod adds to it."""
+    """Return the optimizer's class without what Horovod adds to it."""
     ours = f"{__name__.rpartition('.')[0]}."
     return next(
         kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.runner.agents.frames import (
+from horovod.runner.agents.agent_streams import (
     EVENT,
     MARK,
     STDERR,

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.runner.agents.host_facts import numa_nodes, parse_cores, share_of_cores, usable_cores
+from horovod.runner.agents.local_host import numa_nodes, parse_cores, share_of_cores, usable_cores
 
 ALLOWED = st.sets(st.integers(0, 255), min_size=1)
 

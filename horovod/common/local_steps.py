@@ -1,0 +1,129 @@
+"""What all bindings share of local steps: when ranks synchronise, and the outer step that follows.
+
+Users ask for it with ``DistributedOptimizer(..., local_steps=H, outer=hvd.OuterSGD())``. How far
+the ranks have moved since the last synchronisation, on average and with its sign turned round, is a
+gradient: the *outer gradient*. `OuterSGD` is SGD with momentum on it (DiLoCo).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class OuterSGD:
+    """SGD on outer gradients: how far all ranks have moved, on average, in their local steps.
+
+    With ``lr=1`` and ``momentum=0`` a synchronisation averages the ranks' parameters.
+
+    Args:
+        lr: Learning rate of the outer step, 0.7 by default.
+        momentum: Momentum of the outer step, 0.9 by default; 0 keeps no momentum.
+        nesterov: Whether momentum is Nesterov's, as it is by default.
+
+    Examples:
+        >>> hvd.DistributedOptimizer(optimizer, local_steps=50, outer=hvd.OuterSGD(lr=0.7))
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def check(self) -> None:
+        """Raise ValueError for numbers with which nothing can be trained."""
+        lr: Any = self.lr
+        momentum: Any = self.momentum
+        if not isinstance(lr, (int, float)) or not 0 < lr < float("inf"):
+            raise ValueError(f"lr of hvd.OuterSGD must be a positive number, not {lr!r}")
+        if not isinstance(momentum, (int, float)) or not 0 <= momentum < 1:
+            raise ValueError(
+                f"momentum of hvd.OuterSGD must be at least 0 and less than 1, not {momentum!r}"
+            )
+
+    def update(self, anchor: Any, gradient: Any, momentum: Any) -> tuple[Any, Any]:
+        """Move `anchor` against `gradient`, the outer one.
+
+        Tensors of torch and arrays of numpy are changed in place, `gradient` too. Arrays of JAX
+        cannot be, so there the returned ones are new.
+
+        Args:
+            anchor: Where the ranks were after the last synchronisation.
+            gradient: The outer gradient.
+            momentum: What the outer step before left, zeros before the first. None where no
+                momentum is kept.
+
+        Returns:
+            The new anchor, and the new momentum or None.
+        """
+        if momentum is not None:
+            momentum *= self.momentum
+            momentum += gradient
+            if self.nesterov:
+                gradient += self.momentum * momentum
+            else:
+                gradient = momentum
+        anchor -= self.lr * gradient
+        return anchor, momentum
+
+
+AVERAGING = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
+
+
+@dataclass(frozen=True)
+class LocalSchedule:
+    """Arguments of DistributedOptimizer that say when and how local steps are synchronised."""
+
+    local_steps: int | None = None
+    outer: OuterSGD | None = None
+    warmup_steps: int = 0
+    average_state: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Local steps between two synchronisations."""
+        assert self.local_steps is not None
+        return self.local_steps
+
+    @property
+    def outer_sgd(self) -> OuterSGD:
+        """The outer optimizer; averaging of parameters where none was given."""
+        return AVERAGING if self.outer is None else self.outer
+
+    def settings(self) -> dict[str, str]:
+        """What must be equal on all ranks, by the names of the arguments."""
+        return {field.name: str(getattr(self, field.name)) for field in fields(self)}
+
+    def check(self) -> bool:
+        """Return whether there are local steps; ValueError if an argument makes no sense."""
+        if self.local_steps is None:
+            for field in fields(self):
+                if getattr(self, field.name) != field.default:
+                    raise ValueError(
+                        f"{field.name} needs local_steps: say how many there are to be"
+                    )
+            return False
+        check_count("local_steps", self.local_steps, 1)
+        check_count("warmup_steps", self.warmup_steps, 0)
+        outer: Any = self.outer
+        if outer is not None:
+            if not isinstance(outer, OuterSGD):
+                raise ValueError(f"outer must be a hvd.OuterSGD object or None, not {outer!r}")
+            outer.check()
+        return True
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raise ValueError if the argument `name` is not a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a number of at least {least}, not {value!r}")
+
+
+def check_alike(ranks: Sequence[int], settings: Sequence[dict[str, str]]) -> None:
+    """Raise ValueError if ranks have different `settings`, which are in the order of `ranks`."""
+    for name in settings[0]:
+        values = {rank: each[name] for rank, each in zip(ranks, settings, strict=True)}
+        if len(set(values.values())) > 1:
+            told = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
+            raise ValueError(f"{name} of DistributedOptimizer differs between ranks: {told}")

@@ -1,0 +1,163 @@
+"""Compute which way to train a link allows: ``horovodrun --plan``.
+
+`launch` prints `describe`, and benchmarks/scaling_model.py uses the same model. Only what no
+program can avoid is computed: bytes on the link and its latency. So the result is the best that can
+be expected, and what other programs send over the link makes it worse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+GOOD = 0.95  # of the speed without communication: what is recommended reaches it if anything does
+FORWARD = 1 / 3  # of a step, in which nothing is sent: backward takes twice as long
+FEW_HOSTS = 8  # up to which everybody exchanges parts with everybody at once
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects each host to all others: seconds one way, and bytes per second each way."""
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A training: parameters of the model, seconds of a step by itself, hosts, and their link."""
+
+    parameters: float
+    step: float
+    hosts: int
+    link: Link
+
+    def exchange(self, bits: int, part: float = 1.0) -> float:
+        """Return the seconds of one allreduce of a part of the model, with `bits` an element."""
+        if self.hosts == 1:
+            return 0.0
+        rounds = 1 if self.hosts <= FEW_HOSTS else math.ceil(math.log2(self.hosts))
+        return 2 * rounds * self.link.latency + part * self.sent(bits) / self.link.bandwidth
+
+    def sent(self, bits: int) -> float:
+        """Return the bytes that leave each host in an allreduce of the whole model."""
+        return 2 * (self.hosts - 1) / self.hosts * self.parameters * bits / 8
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: what is sent, how often, and whether it travels beside training."""
+
+    title: str
+    arguments: str  # of DistributedOptimizer
+    bits: int = 32  # of an element on the link
+    local_steps: int = 0  # 0: gradients, in every step
+    fragments: int = 1
+    delay: int = 0
+
+    def sent(self, job: PlannedJob) -> float:
+        """Return the bytes that leave each host, for each step."""
+        return job.sent(self.bits) / max(1, self.local_steps)
+
+    def wait(self, job: PlannedJob) -> float:
+        """Return the seconds that the longest step waits for the network."""
+        took = job.exchange(self.bits, 1 / self.fragments)
+        if not self.local_steps:
+            return max(0.0, took - (1 - FORWARD) * job.step)  # beside backward
+        return max(0.0, took - self.delay * job.step)
+
+    def speed(self, job: PlannedJob) -> float:
+        """Return the speed of training, relative to that without communication."""
+        waits = self.fragments / self.local_steps if self.local_steps else 1.0
+        return job.step / (job.step + waits * self.wait(job))
+
+
+_LOCAL = "local_steps=50, outer=hvd.OuterSGD()"
+_STREAMING = "local_steps=100, fragments=4, delay=10, outer=hvd.OuterSGD()"
+_FP8 = "compression=hvd.Compression.fp8"
+
+# In the order of how much they change training: the first that is fast enough is the best.
+WAYS = (
+    Way("every step", "none"),
+    Way("every step, bf16", "compression=hvd.Compression.bf16", 16),
+    Way("every step, fp8", _FP8, 8),
+    Way("local steps", _LOCAL, 32, 50),
+    Way("local steps, fp8", f"{_LOCAL}, {_FP8}", 8, 50),
+    Way("streaming", _STREAMING, 32, 100, 4, 10),
+    Way("streaming, fp8", f"{_STREAMING}, {_FP8}", 8, 100, 4, 10),
+)
+
+
+def planned_job(options: argparse.Namespace) -> PlannedJob:
+    """Return the job of ``horovodrun --plan``: without -H every process is on a host of its own."""
+    hosts = len(options.hosts) if options.hosts else options.num_proc
+    return PlannedJob(options.model_size, options.step_time, hosts, Link(*options.link))
+
+
+def recommend(job: PlannedJob) -> Way:
+    """Return the way that changes training least and is fast enough, or else the fastest."""
+    for way in WAYS:
+        if way.speed(job) >= GOOD:
+            return way
+    return max(WAYS, key=lambda way: way.speed(job))
+
+
+def table(job: PlannedJob) -> list[str]:
+    """Return lines that compare all ways."""
+    rows = [["", "sent per step and host", "speed", "longest wait"]]
+    for way in WAYS:
+        speed = f"{100 * way.speed(job):.0f} %"
+        rows.append([way.title, _bytes(way.sent(job)), speed, _seconds(way.wait(job))])
+    return _aligned(rows)
+
+
+def describe(job: PlannedJob) -> str:
+    """Return the text that ``horovodrun --plan`` prints."""
+    way, link = recommend(job), job.link
+    given = (
+        f"{job.parameters / 1e6:g} million parameters, {_seconds(job.step)} per step, {job.hosts} "
+        f"hosts, {link.bandwidth * 8 / 1e9:g} Gbit/s, {_seconds(link.latency)} one way"
+    )
+    if way is WAYS[0]:
+        advice = "Recommended: nothing of this. Average gradients in every step, as usual."
+    else:
+        advice = f"Recommended: hvd.DistributedOptimizer(..., {way.arguments})"
+    if way.speed(job) < GOOD:
+        advice += f"\nNothing here reaches {100 * GOOD:.0f} % on this link: this is the fastest."
+    if way.local_steps:
+        advice += (
+            f"\nBegin with a tenth of ordinary steps (warmup_steps=...), and compare the loss with "
+            f"that of\ntraining every step before you rely on it. Ranks differ for up to "
+            f"{way.local_steps} steps."
+        )
+    notes = (
+        "Speed is relative to training without communication, computed from the link alone: it is\n"
+        "the best that can be expected. See docs/slow_links.md."
+    )
+    return "\n".join([given, "", *table(job), "", advice, "", notes])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    first, *others = widths
+    return [
+        "   ".join(
+            [row[0].ljust(first), *(c.rjust(w) for c, w in zip(row[1:], others, strict=True))]
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def _seconds(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value:.3g} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
