@@ -39,7 +39,7 @@ ALLOWED = {
     # then waits for Lightning and imports nothing before.
     ("horovod.torch", "horovod.lightning.registration"),
     # An old name (docs/old_names.md), imported when somebody asks for it.
-    ("horovod.runner.elastic.driver", "horovod.runner._upstream.elastic"),
+    ("horovod.runner.elastic.driver", "horovod.runner._upstream.environment"),
     # For its type alone: the options contain the local steps, whose checks look at other options.
     ("horovod.torch.optimizers.local_steps", "horovod.torch.optimizers.options.OptimizerOptions"),
 }

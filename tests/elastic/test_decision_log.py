@@ -22,8 +22,8 @@ from horovod.common.decisions import (
     seen_key,
 )
 from horovod.common.store import MemoryStore
-from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.job_state import JobState, Process
+from horovod.runner.elastic.liveness import DecisionLog
 from horovod.runner.elastic.policy import Proposal
 
 

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from horovod.common.store import MemoryStore
 from horovod.common.topology import Slot
-from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.job_state import JobState, Limits, Process, number_of
+from horovod.runner.elastic.liveness import DecisionLog
 from horovod.runner.elastic.policy import SETTLE_SECONDS, expect_assignments, make_plan
 
 LIMITS = Limits(num_proc=1, min_np=1, elastic_timeout=1e9)

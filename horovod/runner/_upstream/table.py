@@ -194,7 +194,7 @@ OLD_MODULES = (
         "RendezvousServer KVStoreServer",
         "`horovod.common.store`",
     ),
-    _old("runner.elastic.constants", "elastic", "RESET_LIMIT_EXCEEDED_MESSAGE"),
+    _old("runner.elastic.constants", "environment", "RESET_LIMIT_EXCEEDED_MESSAGE"),
     _old(
         "runner.elastic.discovery",
         "",
@@ -206,16 +206,16 @@ OLD_MODULES = (
         "ElasticDriver Results DISCOVER_HOSTS_FREQUENCY_SECS",
         "`horovodrun --min-np`",
     ),
-    _old("runner.elastic.registration", "elastic", "WorkerStateRegistry READY SUCCESS FAILURE"),
+    _old("runner.elastic.registration", "environment", "WorkerStateRegistry READY SUCCESS FAILURE"),
     _old(
         "runner.elastic.rendezvous",
-        "elastic",
+        "environment",
         "create_rendezvous_handler GET_RANK_AND_SIZE PUT_WORKER_ADDRESSES",
     ),
     _old("runner.elastic.settings", "settings", "ElasticSettings", _HORUN),
     _old(
         "runner.elastic.worker",
-        "elastic",
+        "environment",
         "WorkerNotificationManager WorkerNotificationService WorkerNotificationClient "
         "HostsUpdatedRequest HostUpdateResult",
         "`hvd.elastic`",

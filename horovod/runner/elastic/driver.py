@@ -20,7 +20,6 @@ from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.host_set import HostSet
 from horovod.runner.agents.supervise import FAILURE_GRACE
 from horovod.runner.elastic import policy, termination
-from horovod.runner.elastic.decision_log import DecisionLog
 from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.job_state import (
@@ -30,7 +29,7 @@ from horovod.runner.elastic.job_state import (
     name_of,
     number_of,
 )
-from horovod.runner.elastic.liveness import Liveness
+from horovod.runner.elastic.liveness import DecisionLog, Liveness
 from horovod.runner.elastic.mailbox import Inbox
 from horovod.runner.output.report import LaunchError, exit_status
 from horovod.runner.output.watcher import Status, count_of
@@ -41,9 +40,9 @@ __all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver"]
 def __getattr__(name: str) -> Any:
     """Import names of Horovod 0.28.1 (docs/old_names.md) when a program asks for them."""
     if name in ("ElasticDriver", "Results"):
-        from horovod.runner._upstream import elastic
+        from horovod.runner._upstream import environment
 
-        return getattr(elastic, name)
+        return getattr(environment, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

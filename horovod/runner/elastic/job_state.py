@@ -1,6 +1,6 @@
 """Everything that the driver of an elastic job knows: workers, decisions, hosts, failures.
 
-`driver`, `mailbox`, `liveness` and `failures` note events here, and `decision_log` decisions.
+`driver`, `mailbox`, `liveness` and `failures` note events and decisions here.
 `policy` and `termination` decide by this state and the user's `Limits`, and by nothing else.
 Workers are numbered in the order in which they are started; their names in the store are "w0",
 "w1", ...
