@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from horovod.common import basics as _basics
+
 if TYPE_CHECKING:
     from horovod.common.inherited import clean_environment
     from horovod.runner.functions.run_function import run
@@ -24,3 +26,12 @@ def __getattr__(name: str) -> Any:
 
         return run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _find_basics() -> Any:
+    from horovod.engine.basics import HorovodBasics
+
+    return HorovodBasics
+
+
+_basics.find_class = _find_basics

@@ -38,8 +38,7 @@ ALLOWED = {
     # Importing horovod.torch makes its name known to Lightning, as users expect; `registration`
     # then waits for Lightning and imports nothing before.
     ("horovod.torch", "horovod.lightning.registration"),
-    # An old name (docs/old_names.md) of what is in the engine, imported when somebody asks for it.
-    ("horovod.common.basics", "horovod.engine.basics.HorovodBasics"),
+    # An old name (docs/old_names.md), imported when somebody asks for it.
     ("horovod.runner.elastic.driver", "horovod.runner._upstream.elastic"),
     # For its type alone: the options contain the local steps, whose checks look at other options.
     ("horovod.torch.optimizers.local_steps", "horovod.torch.optimizers.options.OptimizerOptions"),
@@ -162,6 +161,7 @@ def test_every_folder_of_the_runner_has_a_layer():
 @pytest.mark.parametrize("path", sorted((PACKAGE / "runner").rglob("*.py")), ids=_name)
 def test_imports_in_the_runner_point_down(path: Path):
     assert not _runner_violations(path, _name(path))
+    assert not [name for _, name in _imports(path, _name(path)) if "horovod.engine" in name]
 
 
 @pytest.mark.parametrize(

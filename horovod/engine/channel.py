@@ -29,6 +29,7 @@ from horovod.engine.waiters import Waiters
 from horovod.transport.base import Group
 from horovod.transport.process_group import DeviceTransport
 
+_MOMENT = 0.05  # seconds between looks at a request that another thread fails
 _LONGEST_GOODBYE = 5.0  # seconds that shutting down waits for a round in progress
 
 
@@ -166,12 +167,20 @@ class Channel:
                 self.driving.release()
                 if self.waiters.number:
                     self.waiters.tell()
+            if not request.finished and self.failure is not None:
+                # Another thread ends the channel and has taken the request from the queue. It fails
+                # the request once the other ranks are told, which may take seconds: do not spin.
+                self.wait_beside(request, _MOMENT)
         self.observer.waited_for(request, began)
 
     def _background_round(self) -> None:
         """Run a round that the program does not wait for, unless it says so (`drive`)."""
-        with self.driving, self.observer.in_background():
-            self._guarded_round()
+        with self.driving:
+            before = self.observer.begin_background()
+            try:
+                self._guarded_round()
+            finally:
+                self.observer.end_background(before)
         self.waiters.tell()
 
     def _guarded_round(self) -> None:

@@ -147,8 +147,7 @@ def _checked(collective: Collective, tensors: Sequence[torch.Tensor], group: Gro
         _check_one_device(tensors)
     kind = collective.kind
     if kind is Kind.ALLREDUCE:
-        if collective.reduction.op is ReduceOp.ADASUM:
-            check_adasum(collective.reduction, collective.process_set_id)
+        check_adasum(collective.reduction, all_ranks=collective.process_set_id == WORLD)
     elif kind is Kind.BROADCAST:
         if collective.root_rank not in group.global_ranks:
             raise ValueError(
@@ -182,9 +181,9 @@ def _is_plain_on_device(request: Request) -> bool:
     )
 
 
-def check_adasum(reduction: Reduction, process_set_id: int) -> None:
+def check_adasum(reduction: Reduction, *, all_ranks: bool) -> None:
     """Refuse Adasum of some of the ranks."""
-    if reduction.op is ReduceOp.ADASUM and process_set_id != WORLD:
+    if reduction.op is ReduceOp.ADASUM and not all_ranks:
         raise NotImplementedError("Adasum works on the global process set only")
 
 

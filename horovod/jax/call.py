@@ -70,7 +70,7 @@ class Call:
         if process_set is not global_process_set:
             ranks = tuple(process_set.ranks or ())
         call = cls(kind=kind, ranks=ranks, source_line=caller(sys._getframe(1)), **arguments)
-        check_adasum(call.reduction, call.set_id)
+        check_adasum(call.reduction, all_ranks=ranks is None)
         return call
 
     @property

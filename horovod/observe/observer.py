@@ -109,18 +109,22 @@ class Observer:
 
     # -- a round -----------------------------------------------------------------------------
 
-    @contextmanager
-    def in_background(self) -> Iterator[None]:
-        """Surround a round that no thread of the program waits for, as far as is known."""
+    def begin_background(self) -> float:
+        """Note the beginning of a round that, as far as is known, nobody waits for.
+
+        Returns:
+            What `end_background` needs: the seconds counted before the round.
+        """
         counters = self.counters
         if counters is None:
-            yield
-            return
-        before = counters.wait + counters.reduce
+            return 0.0
         counters.background_since = time.monotonic()
-        try:
-            yield
-        finally:
+        return counters.wait + counters.reduce
+
+    def end_background(self, before: float) -> None:
+        """Note the end of that round."""
+        counters = self.counters
+        if counters is not None:
             counters.background += counters.wait + counters.reduce - before
             counters.background_since = 0.0
 

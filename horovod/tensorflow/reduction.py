@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 import torch
 
+from horovod.common.process_sets import global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.common.util import resolve_reduce_op
 from horovod.engine.arguments import reduction_inputs
@@ -44,7 +45,7 @@ def reduce(call: Call, tensors: Sequence[tf.Tensor], reduction: Reduction) -> li
 
     By upstream's convention the gradients are reduced in the same way, for every operation.
     """
-    check_adasum(reduction, call.set_id)
+    check_adasum(reduction, all_ranks=call.process_set is global_process_set)
 
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
         inputs = reduction_inputs(sources, reduction)

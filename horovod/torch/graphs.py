@@ -7,9 +7,11 @@ is lost, or does something else, is said in `horovod.engine.capture`.
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any, Generic, TypeVar
 
@@ -140,6 +142,7 @@ class GraphedStep(Generic[R]):
         args, kwargs = tree_unflatten(self._inputs, form)
         graph = torch.cuda.CUDAGraph()
         with (
+            _no_garbage_collection(),
             shown_to(self._capture, is_on=True),
             torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
         ):
@@ -196,6 +199,23 @@ class GraphedStep(Generic[R]):
     def _open_lane(self, set_id: int) -> Lane | None:
         device = torch.device("cuda", torch.cuda.current_device())
         return runtime.open_lane(set_id, self._name, device)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect garbage now, and none inside the block.
+
+    The end of another graph or communicator, which the collector may find at any time, calls the
+    driver in ways that end a capture with an error.
+    """
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check_alike(number: int, captured: torch.Tensor, value: Any) -> None:

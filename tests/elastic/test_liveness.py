@@ -56,10 +56,21 @@ def test_after_a_change_of_hosts_workers_may_come_when_they_like(job: Parts, kin
     assert len(job.state.alive) == 3
 
 
-def test_a_timer_of_an_older_decision_ends_nobody(job: Parts):
+def test_later_decisions_give_a_worker_that_hangs_no_more_time(job: Parts):
     job.decide(0, 1, 2, kind="failure")
+    job.state.alive[0].entered, job.state.alive[1].entered = (1, 0), (2, 0)
+    job.run_timer(LIMITS.elastic_timeout)
+    assert list(job.state.alive) == [0, 1]
+
+
+def test_nobody_is_given_up_while_all_wait_for_others(job: Parts):
+    job.decide(0, 1, 2, kind="failure", min_np=4)
     job.run_timer(LIMITS.elastic_timeout)
     assert len(job.state.alive) == 3
+    job.decide(0, 1, 2, kind="failure")
+    job.state.alive[0].entered = job.state.alive[2].entered = (3, 0)
+    job.run_timer(LIMITS.elastic_timeout)
+    assert list(job.state.alive) == [0, 2]
 
 
 def test_workers_that_wait_for_more_are_not_expected_to_meet(job: Parts):

@@ -190,8 +190,10 @@ def test_the_state_is_handed_over_before_its_last_holder_goes():
     assert first is not None
     assert [worker.number for worker in first.members] == [0, 1]
     both = [member(0, "a"), member(1, "b", joined=2)]
-    meeting = running(*both, hosts={"b": 1}, number=2, is_formed=False)
+    meeting = running(*both, hosts={"b": 1}, number=2, is_formed=False, last_formed=1)
     assert make_plan(meeting, limits) == ElasticPlan()
+    again = moment(meeting, number=3)  # worker 1 has met nobody yet, in two decisions
+    assert make_plan(again, limits) == ElasticPlan()
     then = make_plan(moment(meeting, is_formed=True), limits).proposal
     assert then is not None
     assert [worker.number for worker in then.members] == [1]

@@ -212,12 +212,12 @@ def test_a_busy_writer_takes_the_newest_next(tmp_path: Path, monkeypatch: pytest
     assert begun.wait(200)
     for number in (1, 2, 3):
         writer.submit(number, {"values": number}, [snapshots[number]])
-    assert [snapshot.held for snapshot in snapshots] == [True, False, False, True]
+    assert [snapshot.is_held for snapshot in snapshots] == [True, False, False, True]
     assert not writer.flush(0.01)
     go_on.set()
     assert writer.flush(200)
     assert written == [0, 3]
-    assert not any(snapshot.held for snapshot in snapshots)
+    assert not any(snapshot.is_held for snapshot in snapshots)
 
 
 def test_a_full_disk_does_not_end_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -6,7 +6,6 @@ Exit status 1 if a promise was broken, or if a mutant survived.
 from __future__ import annotations
 
 import argparse
-import collections
 import multiprocessing
 import os
 import re
@@ -14,10 +13,12 @@ import sys
 import time
 from collections.abc import Iterator
 
-from tests.simulation.job import Plan, Result, shortest, simulate
-from tests.simulation.mutants import MUTANTS, Mutant
+import torch
 
-_YEAR = 365.25 * 24 * 3600
+from tests.simulation.coverage import Coverage
+from tests.simulation.job import shortest, simulate
+from tests.simulation.mutants import MUTANTS, Mutant
+from tests.simulation.plan import Plan, Result
 
 
 def _seeds(text: str) -> range:
@@ -30,22 +31,24 @@ def _seeds(text: str) -> range:
 
 
 def _run(seed: int) -> Result:
-    return _without_events(simulate(Plan.from_seed(seed)))
-
-
-def _hunt(task: tuple[Mutant, range]) -> tuple[Mutant, int | None, str]:
-    """Return the first seed at which a mutant breaks a promise."""
-    mutant, seeds = task
-    for seed in seeds:
-        problem = simulate(Plan.from_seed(seed), mutant.patches).problem
-        if problem:
-            return mutant, seed, problem
-    return mutant, None, ""
-
-
-def _without_events(result: Result) -> Result:
-    result.events = []  # they do not need to travel between processes
+    """Run a job, and leave out its events: they do not need to travel between processes."""
+    result = simulate(Plan.from_seed(seed))
+    result.events = []
     return result
+
+
+def _hunt(task: tuple[Mutant, range, float]) -> str:
+    """Say at which seed, after how many jobs and seconds, a mutant breaks a promise."""
+    mutant, seeds, limit = task
+    begun = time.process_time()
+    for number, seed in enumerate(seeds, 1):
+        problem = simulate(Plan.from_seed(seed), mutant.patches).problem
+        seconds = time.process_time() - begun
+        if problem:
+            return f"{mutant.name}: {number} jobs, {seconds:.0f} s, seed {seed}: {problem[:100]}"
+        if seconds > limit:
+            break
+    return f"{mutant.name}: SURVIVED {number} jobs, {seconds:.0f} s"
 
 
 def _results(seeds: range, processes: int) -> Iterator[Result]:
@@ -57,45 +60,34 @@ def _results(seeds: range, processes: int) -> Iterator[Result]:
 
 
 def _simulate(seeds: range, processes: int) -> int:
-    begun, virtual, broken = time.monotonic(), 0.0, []
-    kinds: collections.Counter[str] = collections.Counter()
-    endings: collections.Counter[str] = collections.Counter()
-    generations = 0
+    begun, broken, coverage = time.monotonic(), [], Coverage()
     for number, result in enumerate(_results(seeds, processes), 1):
-        virtual += result.seconds
-        generations += result.generations
-        kinds.update(fault.kind for fault in result.plan.faults)
-        endings[result.ending or ("ended well" if result.status == 0 else "failed")] += 1
+        coverage.add(result)
         if result.problem:
             broken.append(result.plan.seed)
-            print(f"\nseed {result.plan.seed}: {result.problem}", flush=True)
+            print(f"seed {result.plan.seed}: {result.problem[:1000]}", flush=True)
         if sys.stderr.isatty():
-            sys.stderr.write(f"\r{number} of {len(seeds)} jobs, {len(broken)} broken")
-    minutes = (time.monotonic() - begun) / 60
-    print(
-        f"\n{len(seeds)} jobs in {minutes:.1f} min ({len(seeds) / minutes:.0f} a minute), "
-        f"{virtual / _YEAR:.4f} virtual years, {generations} generations, "
-        f"{sum(kinds.values())} faults"
-    )
-    for kind, count in kinds.most_common():
-        print(f"  {count:6} {kind}")
-    for ending, count in endings.most_common():
-        print(f"  {count:6} jobs: {ending}")
+            days = coverage.seconds / 86400
+            sys.stderr.write(
+                f"\r{number} of {len(seeds)} jobs, {days:.1f} virtual days, {len(broken)} broken "
+            )
+    if sys.stderr.isatty():
+        sys.stderr.write("\n")
+    print("\n".join(coverage.report((time.monotonic() - begun) / 60)))
     if broken:
         print("\nthe shortest version of the first that broke a promise:\n")
         print(shortest(Plan.from_seed(min(broken))).story())
     return int(bool(broken))
 
 
-def _try_mutants(seeds: range, processes: int) -> int:
+def _try_mutants(seeds: range, processes: int, minutes: float, chosen: str) -> int:
+    tasks = [(mutant, seeds, 60 * minutes) for mutant in MUTANTS if chosen in mutant.name]
     survivors = 0
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        tasks = [(mutant, seeds) for mutant in MUTANTS]
-        for mutant, seed, problem in pool.imap(_hunt, tasks):
-            survivors += seed is None
-            found = "SURVIVED" if seed is None else f"seed {seed}: {problem[:90]}"
-            print(f"{mutant.name}: {found}", flush=True)
-    print(f"{len(MUTANTS) - survivors} of {len(MUTANTS)} mutants found")
+    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
+        for line in pool.imap(_hunt, tasks, chunksize=1):
+            survivors += ": SURVIVED" in line
+            print(line, flush=True)
+    print(f"{len(tasks) - survivors} of {len(tasks)} mutants found")
     return int(survivors > 0)
 
 
@@ -105,10 +97,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=_seeds, default=range(1000), help="17, or 0-999")
     parser.add_argument("--story", action="store_true", help="tell everything that happened")
     parser.add_argument("--mutants", action="store_true", help="try the mistakes of mutants.py")
+    parser.add_argument("--minutes", type=float, default=20.0, help="CPU time for each mutant")
+    parser.add_argument("--only", default="", help="a part of the names of mutants to try")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
+    torch.set_num_threads(1)
     if args.mutants:
-        return _try_mutants(args.seeds, args.processes)
+        return _try_mutants(args.seeds, args.processes, args.minutes, args.only)
     if args.story:
         for seed in args.seeds:
             print(simulate(Plan.from_seed(seed)).story(most=1 << 30))

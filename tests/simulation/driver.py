@@ -134,6 +134,9 @@ class Hosts(HostSet):
             WORKER_ID: f"w{worker}",
             "HOROVOD_ELASTIC": "1",
             "HOROVOD_HOSTNAME": name,
+            "HOROVOD_CPU_OPERATIONS": "gloo",  # TCP also inside of hosts
+            "HOROVOD_KEEP_HEAP": "0",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(simulated.plan.stall_shutdown),
             STORE_ADDRESS: address,
             STORE_PORT: str(port),
             SECRET_KEY: encode_key(self._endpoints.key),
@@ -174,8 +177,7 @@ class Events(Status):
     """The status of the job, which is part of the story."""
 
     def note(self, event: str, **details: Any) -> None:
-        facts = ", ".join(f"{name} {value}" for name, value in details.items())
-        simulated.note(f"{event}: {facts}")
+        simulated.take_event(event, details)
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     python -m tests.simulation --mutants          # make simulate-mutants
 
-Some bring back what users of Horovod 0.28.1 reported, others what this project had to mend. One
-that survives is a promise that nobody checks.
+Some bring back what users of Horovod 0.28.1 reported (its issue's number), others what this project
+had to mend. One that survives is a promise that nobody checks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ class Mutant(NamedTuple):
     """One mistake."""
 
     name: str
+    origin: str  # "upstream" and a number, "past" of this project, or "new"
     module: str
     before: str
     after: str
@@ -24,83 +25,300 @@ class Mutant(NamedTuple):
         return {self.module: ((self.before, self.after),)}
 
 
+_ELASTIC = "horovod.common.elastic"
+_GENERATION = "horovod.common.generation"
+_MEMBERSHIP = "horovod.common.membership"
+_NEGOTIATION = "horovod.engine.negotiation"
+_POLICY = "horovod.runner.elastic.policy"
+_RUNTIME = "horovod.engine.runtime"
+_STATE = "horovod.torch.elastic.state"
+_TERMINATION = "horovod.runner.elastic.termination"
+
 MUTANTS = (
+    # -- what users of Horovod 0.28.1 reported -----------------------------------------------
+    Mutant(
+        "below its minimum a job waits for as many new workers as the minimum",
+        "upstream 3494",
+        _POLICY,
+        "if len(keep) + len(since) < limits.min_np or",
+        "if len(since) < limits.min_np or",
+    ),
+    Mutant(
+        "the loss of a worker ends the job",
+        "upstream 3852",
+        _TERMINATION,
+        "    if are_all_lost(state):\n        ending",
+        "    if state.failures:\n        return Ending(failure=state.last_failure)\n"
+        "    if are_all_lost(state):\n        ending",
+    ),
+    Mutant(
+        "the sampler counts only the samples of one rank",
+        "upstream 3143",
+        "horovod.torch.elastic.sampler",
+        "self._record(batch_size * self.num_replicas)",
+        "self._record(batch_size)",
+    ),
+    Mutant(
+        "a sampler does not go back with its model",
+        "upstream 3399",
+        _STATE,
+        "        for handler in self._handlers.values():\n            handler.restore()",
+        "",
+    ),
+    Mutant(
+        "a sampler keeps its own count when the ranks change",
+        "upstream 3399",
+        _STATE,
+        "        self.value.load_state_dict(state)\n\n    def gather",
+        "\n    def gather",
+    ),
+    Mutant(
+        "process sets are not made again in the next generation",
+        "upstream 4021",
+        _RUNTIME,
+        "                self._open_wanted_sets(job)\n",
+        "",
+    ),
+    Mutant(
+        "process sets are made in generations that are too small for them",
+        "upstream 4021",
+        _RUNTIME,
+        "            if ranks[-1] < job.topology.size:\n",
+        "            if ranks:\n",
+    ),
+    Mutant(
+        "survivors end when a collective fails",
+        "upstream 3111, 3264",
+        _ELASTIC,
+        "                    if not job.can_recover(error):\n                        raise",
+        "                    raise",
+    ),
+    Mutant(
+        "survivors end if nothing was committed yet",
+        "upstream 2484",
+        _MEMBERSHIP,
+        "if times >= _MOST_FRUITLESS and",
+        "if times and",
+    ),
+    # -- what this project had to mend ---------------------------------------------------------
+    Mutant(
+        "a worker that lost the driver ends as if its script had failed",
+        "past",
+        _MEMBERSHIP,
+        "            raise SystemExit(DRIVER_LOST)",
+        "            raise SystemExit(1)",
+    ),
+    Mutant(
+        "a worker that was lost before it ran counts as one that cannot be started",
+        "past",
+        _TERMINATION,
+        "if all(exit.pid == 0 and exit.code > 0 for exit in exits):",
+        "if all(exit.pid == 0 for exit in exits):",
+    ),
+    Mutant(
+        "a job begins without hosts that have just connected",
+        "past",
+        _POLICY,
+        "hosts_to_come = not keep and (state.hosts_connecting or is_empty_host)",
+        "hosts_to_come = not keep and state.hosts_connecting",
+    ),
+    Mutant(
+        "those who have the state leave before others have it",
+        "past",
+        _POLICY,
+        "    if stay and (not holders or any(worker in stay for worker in holders)):",
+        "    if stay:",
+    ),
+    Mutant(
+        "workers of a decision that never formed count as having the state",
+        "past",
+        _POLICY,
+        "    if stay and (not holders or any(worker in stay for worker in holders)):",
+        "    if any(state.is_formed or worker.joined != state.number for worker in stay):",
+    ),
     Mutant(
         "a decision does not wake those who wait for it",
-        "horovod.common.membership",
+        "past",
+        _MEMBERSHIP,
         "            self._changed.notify_all()\n            if generation is None or not",
         "            if generation is None or not",
     ),
     Mutant(
         "the store does not wake its thread for a key that the launcher sets",
+        "past",
         "horovod.common.store_server",
         "            self._changed_keys.append(key)\n            self._wake()",
         "            self._changed_keys.append(key)",
     ),
     Mutant(
-        "training goes on with fewer workers than the minimum",
-        "horovod.common.membership",
-        "if slot is None or decision.too_few:",
-        "if slot is None:",
-    ),
-    Mutant(
-        "a commit is not counted",
-        "horovod.common.elastic",
-        "        self.save()\n        self._version += 1\n        verdict = self._agree()",
-        "        self.save()\n        verdict = self._agree()",
-    ),
-    Mutant(
-        "a commit takes no snapshot",
-        "horovod.common.elastic",
-        "        self.save()\n        self._version += 1\n        verdict = self._agree()",
-        "        self._version += 1\n        verdict = self._agree()",
-    ),
-    Mutant(
-        "a generation that broke is entered again",
-        "horovod.common.membership",
-        "                attempt += 1",
-        "                break",
-    ),
-    Mutant(
-        "the job ends when its discovery fails once",
-        "horovod.runner.elastic.mailbox",
-        "            elif not state.hosts_known:",
-        "            else:",
-    ),
-    Mutant(
-        "workers that are lost with their host are not noticed",
-        "horovod.runner.elastic.failures",
-        '                self._note(process, -signal.SIGKILL, "lost with its host")',
+        "whoever waits for the background thread is not woken",
+        "past",
+        "horovod.engine.waiters",
+        "                self._progress.notify_all()",
         "                pass",
     ),
     Mutant(
-        "a worker that was told to leave counts as failed",
-        "horovod.runner.elastic.driver",
-        "expected = process.is_dismissed or removed or (process.is_leaving and code == 0)",
-        "expected = process.is_dismissed or removed",
+        "requests are left waiting when their channel fails",
+        "past",
+        "horovod.engine.channel",
+        "        self._executor.abort(str(error))\n        for request in left:\n"
+        "            request.fail(error)",
+        "        self._executor.abort(str(error))",
     ),
     Mutant(
-        "a lost driver is not noticed by its workers",
-        "horovod.common.membership",
-        "                    self._lose_driver(error)\n",
-        "",
+        "ranks that have joined contribute ones",
+        "past",
+        _NEGOTIATION,
+        "        value = identity_like(dtype, reduction.op)",
+        "        value = 1",
     ),
     Mutant(
-        "who has left says nothing to those who meet",
-        "horovod.common.membership",
-        '            self.set(_OVER, b"")',
-        "            pass",
+        "nobody stands in for ranks that have joined",
+        "past",
+        _NEGOTIATION,
+        "        if not absent <= joined:",
+        "        if absent:",
     ),
     Mutant(
         "a broken connection to the store is used again",
+        "past",
         "horovod.common.store_client",
         "        stream.close()\n        self._local.stream = None",
         "        stream.close()",
     ),
     Mutant(
+        "a worker that was told to leave counts as failed",
+        "past",
+        "horovod.runner.elastic.driver",
+        "expected = process.is_dismissed or removed or (process.is_leaving and code == 0)",
+        "expected = process.is_dismissed or removed",
+    ),
+    # -- others ----------------------------------------------------------------------------------
+    Mutant(
+        "training goes on with fewer workers than the minimum",
+        "new",
+        _MEMBERSHIP,
+        "if slot is None or decision.too_few:",
+        "if slot is None:",
+    ),
+    Mutant(
+        "a commit is not counted",
+        "new",
+        _ELASTIC,
+        "        self.save()\n        self._version += 1\n        verdict = self._agree()",
+        "        self.save()\n        verdict = self._agree()",
+    ),
+    Mutant(
+        "a commit takes no snapshot",
+        "new",
+        _ELASTIC,
+        "        self.save()\n        self._version += 1\n        verdict = self._agree()",
+        "        self._version += 1\n        verdict = self._agree()",
+    ),
+    Mutant(
+        "nobody goes back to the last commit",
+        "new",
+        _ELASTIC,
+        "                    state.restore()\n                except HostsUpdated",
+        "                except HostsUpdated",
+    ),
+    Mutant(
+        "rank 0 gives its state to all, whoever has the newest",
+        "new",
+        "horovod.elastic.worker",
+        "        return (version << _RANK_BITS) - int(newest), version",
+        "        return 0, version",
+    ),
+    Mutant(
+        "a generation that broke is entered again",
+        "new",
+        _GENERATION,
+        "        attempt += 1",
+        "        break",
+    ),
+    Mutant(
+        "who has left says nothing to those who meet",
+        "new",
+        _GENERATION,
+        '            self.set(_OVER, b"")',
+        "            pass",
+    ),
+    Mutant(
+        "a decision without a worker does not break the generation",
+        "new",
+        _MEMBERSHIP,
+        "        self.on_break(generation.broken, generation)",
+        "",
+    ),
+    Mutant(
+        "a lost driver is not noticed by its workers",
+        "new",
+        _MEMBERSHIP,
+        "                    self._lose_driver(error)\n",
+        "",
+    ),
+    Mutant(
+        "the job ends when its discovery fails once",
+        "new",
+        "horovod.runner.elastic.mailbox",
+        "            elif not state.hosts_known:",
+        "            elif True:",
+    ),
+    Mutant(
+        "workers that are lost with their host are not noticed",
+        "new",
+        "horovod.runner.elastic.failures",
+        '                self._note(process, -signal.SIGKILL, "lost with its host")',
+        "                pass",
+    ),
+    Mutant(
+        "workers that do not hear a decision are not given up",
+        "new",
+        "horovod.runner.elastic.liveness",
+        "        late = self._state.unresponsive_workers(number)",
+        "        return",
+    ),
+    Mutant(
+        "workers whose program hangs are not given up",
+        "new",
+        "horovod.runner.elastic.liveness",
+        '        if decision.too_few or decision.kind not in ("failure", "start"):',
+        "        if True:",
+    ),
+    Mutant(
+        "every decision gives workers whose program hangs more time",
+        "past",
+        "horovod.runner.elastic.liveness",
+        "        if self._state.too_few:  # now nobody is expected to come",
+        "        if decision.number != self._state.number:\n            return\n"
+        "        if self._state.too_few:",
+    ),
+    Mutant(
+        "the stall inspector ends nothing",
+        "new",
+        "horovod.observe.statistics.stall",
+        "        fatal = 0 < self._shut_down_after < waited",
+        "        fatal = False",
+    ),
+    Mutant(
         "a wait in the store has no end",
-        "horovod.common.store_server",
+        "new",
+        "horovod.common.parked_requests",
         "        while self._deadlines and self._deadlines[0][0] <= now:",
         "        while False:",
+    ),
+    Mutant(
+        "every rank runs what was negotiated in its own order",
+        "new",
+        _NEGOTIATION,
+        "        return Negotiated(ready=[own[name] for name in findings])",
+        "        return Negotiated(ready=[each for each in queue if each.name in findings])",
+    ),
+    Mutant(
+        "ranks agree on what only some have submitted",
+        "new",
+        "horovod.transport.tcp",
+        "            return count_common_words(records)",
+        "            return len(words) // WORD",
     ),
 )

@@ -1,17 +1,21 @@
 """Links between simulated hosts, and what `socket` and `selectors` are inside of a process.
 
 A connection delivers bytes in order, late, and not at all while the link between its hosts is cut
-in that direction: then they wait, as TCP sends again. A process that ends closes its connections; a
-host that loses its power says nothing, and answers with a reset once it is up again.
+in that direction or the other host is down: then they wait, as TCP sends again. A process that ends
+closes its connections. A host that loses its power says nothing, and answers with a reset once it
+is up again. A kernel asks the other end of an idle connection whether it is still there, if the
+program wanted that (SO_KEEPALIVE).
 """
 
 from __future__ import annotations
 
 import errno
 import itertools
+import select as real_select
 import selectors as real_selectors
 import socket as real_socket
-from collections import deque
+import struct
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +25,10 @@ if TYPE_CHECKING:
     from tests.simulation.processes import Host, Process
 
 _FIN, _RST = b"\0FIN", b"\0RST"  # objects that are compared by identity
+_LOOPBACK = "127.0.0.1"
+_RESETS = struct.pack("ii", 1, 0)  # what SO_LINGER says where closing resets the connection
+_TCP_INFO = struct.Struct("=2xBB52xI")  # repetitions, questions, milliseconds since an answer
+_RDHUP = getattr(real_select, "POLLRDHUP", 0)
 
 
 class Network:
@@ -28,25 +36,55 @@ class Network:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.listeners: dict[tuple[str, int], Socket] = {}
-        self._cut: set[tuple[str, str]] = set()  # from one host to another
+        self.hosts: dict[str, Host] = {}  # by name and by address
+        self.listeners: dict[tuple[str, int], Socket] = {}  # by the host's name and the port
+        self._cut: Counter[tuple[str, str]] = Counter()  # from one host to another
+        self._cut_since: dict[tuple[str, str], float] = {}
         self._held: list[Callable[[], None]] = []  # deliveries that wait for a link
         self._slow: dict[str, float] = {}
         self._ports = itertools.count(30000)
         self._pids = itertools.count(100)
 
-    def cut(self, source: str, target: str) -> None:
-        self._cut.add((source, target))
+    def add_host(self, host: Host) -> str:
+        """Take a host into the network, and return its address."""
+        address = f"10.0.0.{len(self.hosts) // 2 + 1}"
+        self.hosts[host.name] = self.hosts[address] = host
+        return address
 
-    def heal(self) -> None:
-        """All links work again."""
-        self._cut.clear()
+    def cut(self, source: str, target: str) -> None:
+        """Let nothing pass from one host to another, until `heal`."""
+        self._cut[source, target] += 1
+        self._cut_since.setdefault((source, target), self.world.now)
+        for name in (source, target):
+            for process in self.hosts[name].processes:
+                process.ask_peers()
+
+    def heal(self, source: str, target: str) -> None:
+        """Take a cut back: if it was the only one, the link works again."""
+        self._cut[source, target] -= 1
+        if not self._cut[source, target]:
+            del self._cut_since[source, target]
+            self.send_again()
+
+    def send_again(self) -> None:
+        """Try once more to deliver everything that waits."""
         held, self._held = self._held, []
         for deliver in held:
             self.world.later(self.world.random.uniform(0.0, 1.0), deliver)
 
     def is_cut(self, source: Host, target: Host) -> bool:
-        return (source.name, target.name) in self._cut
+        return (source.name, target.name) in self._cut_since
+
+    def silent_since(self, host: Host, other: Host) -> float | None:
+        """Return since when a host has had no answer of another; None if it gets answers."""
+        since = [other.down_since] if other.is_down else []
+        pairs = (host.name, other.name), (other.name, host.name)
+        since += [self._cut_since[pair] for pair in pairs if pair in self._cut_since]
+        return min(since, default=None)
+
+    def resolve(self, name: str, asking: Host) -> Host:
+        """Return the host that has this name or address, as seen from a host."""
+        return asking if name == _LOOPBACK else self.hosts[name]
 
     def set_delay(self, host: str, seconds: float) -> None:
         self._slow[host] = seconds
@@ -83,16 +121,26 @@ class Socket:
         self._error: OSError | None = None
         self._timeout: float | None = None
         self._waiting: list[Task] = []
+        self.selectors: dict[Selector, None] = {}  # that it is registered with
         self._outbox: deque[bytes] = deque()
         self._is_sending = False
+        self._has_shut = False  # this end has said that nothing follows
+        self._options: dict[tuple[int, int], Any] = {}
 
     # -- what the code under test calls -----------------------------------------------------
 
     def fileno(self) -> int:
         return -1 if self.is_closed else self._fd
 
-    def setsockopt(self, *_: object) -> None:
-        """Options make no difference here."""
+    def setsockopt(self, level: int, option: int, value: Any) -> None:
+        self._options[level, option] = value
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        """Return the kernel's facts about a connection (TCP_INFO): whether the peer answers."""
+        since = self._silent_since()
+        is_silent = since is not None and self.process.world.now - since > 1.0
+        milliseconds = int(1000 * (self.process.world.now - (since or 0.0))) if is_silent else 0
+        return _TCP_INFO.pack(is_silent, is_silent, milliseconds)
 
     def settimeout(self, seconds: float | None) -> None:
         self._timeout = seconds
@@ -114,21 +162,34 @@ class Socket:
         found = self.backlog.popleft()
         return found, found.getpeername()
 
-    def recv(self, most: int) -> bytes:
+    def recv(self, most: int, flags: int = 0) -> bytes:
         self._check_open()
         self.process.world.pause()
-        self._wait_until(self.is_readable, "bytes")
-        if self._error is not None:
-            error, self._error = self._error, None
+        self._wait_until(self.is_readable, "bytes", flags)
+        if self._error is not None and not self._inbox:
+            error, self._error, self._at_end = self._error, None, True
             raise error
         data = bytes(self._inbox[:most])
         del self._inbox[:most]
         return data
 
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        return self.recvmsg_into([buffer], 0, flags)[0]
+
+    def recvmsg_into(self, buffers: list[Any], _: int, flags: int) -> tuple[int, Any, int, Any]:
+        views = [memoryview(each).cast("B") for each in buffers]
+        data = self.recv(sum(map(len, views)), flags)
+        taken = 0
+        for view in views:
+            piece = data[taken : taken + len(view)]
+            view[: len(piece)] = piece
+            taken += len(piece)
+        return taken, [], 0, None
+
     def send(self, data: bytes | memoryview) -> int:
         self._check_open()
         self.process.world.pause()
-        if self._error is not None or self.peer is None:
+        if self._error is not None or self.peer is None or self._has_shut:
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
         self._transmit(bytes(data))
         return len(data)
@@ -136,9 +197,13 @@ class Socket:
     def sendall(self, data: bytes | memoryview) -> None:
         self.send(data)
 
+    def sendmsg(self, buffers: list[Any], *_: Any) -> int:
+        return self.send(b"".join(bytes(memoryview(each).cast("B")) for each in buffers))
+
     def shutdown(self, how: int) -> None:
         self._check_open()
-        if how in (real_socket.SHUT_WR, real_socket.SHUT_RDWR):
+        if how in (real_socket.SHUT_WR, real_socket.SHUT_RDWR) and not self._has_shut:
+            self._has_shut = True
             self._transmit(_FIN)
         if how in (real_socket.SHUT_RD, real_socket.SHUT_RDWR):
             self._at_end = True
@@ -150,12 +215,25 @@ class Socket:
         self.is_closed = True
         self.process.descriptors.pop(self._fd, None)
         if self.backlog is not None:
-            self.process.host.network.listeners.pop(self.name, None)
+            self._forget_listener()
             for connection in self.backlog:
                 connection._transmit(_RST)
         elif self.peer is not None:
-            self._transmit(_RST if self._inbox else _FIN)
+            lingers = self._options.get((real_socket.SOL_SOCKET, real_socket.SO_LINGER))
+            resets = self._inbox or lingers == _RESETS
+            if resets or not self._has_shut:
+                self._transmit(_RST if resets else _FIN)
         self._wake()
+
+    def vanish(self) -> None:
+        """Be gone without a word, as the host has lost its power."""
+        self.is_closed = True
+        self._forget_listener()
+
+    def _forget_listener(self) -> None:
+        if self.backlog is not None:
+            key = self.process.host.name, self.name[1]
+            self.process.host.network.listeners.pop(key, None)
 
     def __enter__(self) -> Socket:
         return self
@@ -167,6 +245,50 @@ class Socket:
 
     def is_readable(self) -> bool:
         return bool(self._inbox or self._at_end or self._error or self.backlog or self.is_closed)
+
+    def events(self) -> int:
+        """Return what `poll` says about it."""
+        found = real_select.POLLIN if self.is_readable() else 0
+        if self.peer is not None:
+            found |= real_select.POLLOUT
+            found |= _RDHUP if self._at_end else 0
+            found |= real_select.POLLHUP if self._at_end and self._has_shut else 0
+        if self._error is not None:
+            found |= real_select.POLLERR | real_select.POLLHUP
+        return found
+
+    # -- whether the peer is still there ----------------------------------------------------
+
+    def _silent_since(self) -> float | None:
+        """Return since when the peer's kernel has not answered; None if it does."""
+        if self.peer is None or self._error is not None:
+            return None
+        host = self.process.host
+        return host.network.silent_since(host, self.peer.process.host)
+
+    def ask_peer(self) -> None:
+        """Ask the peer's kernel, from now on, whether it still knows this connection."""
+        if (real_socket.SOL_SOCKET, real_socket.SO_KEEPALIVE) in self._options:
+            idle, interval, count = (
+                self._options.get((real_socket.IPPROTO_TCP, option), default)
+                for option, default in (
+                    (real_socket.TCP_KEEPIDLE, 7200),
+                    (real_socket.TCP_KEEPINTVL, 75),
+                    (real_socket.TCP_KEEPCNT, 9),
+                )
+            )
+            patience = idle + interval * count
+            self.process.world.later(patience, lambda: self._hear_answer(patience))
+
+    def _hear_answer(self, patience: float) -> None:
+        since = self._silent_since()
+        if self.is_closed or self.peer is None or self._error is not None:
+            return
+        if since is not None and self.process.world.now - since >= patience:
+            self._error = TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+            self._wake()
+        elif since is None and self.peer.process.is_gone and not self._at_end:
+            self._receive(_RST)  # its host has started again, and knows nothing of us
 
     def watch(self, task: Task) -> None:
         """Wake this thread when something changes."""
@@ -180,17 +302,19 @@ class Socket:
         waiting, self._waiting = self._waiting, []
         for task in waiting:
             self.process.world.wake(task)
+        for selector in self.selectors:
+            selector.notice(self._fd)
 
     def _check_open(self) -> None:
         self.process.world.running()
         if self.is_closed:
             raise OSError(errno.EBADF, "Bad file descriptor")
 
-    def _wait_until(self, is_there: Callable[[], bool], what: str) -> None:
+    def _wait_until(self, is_there: Callable[[], bool], what: str, flags: int = 0) -> None:
         world = self.process.world
         deadline = None if self._timeout is None else world.now + self._timeout
         while not is_there():
-            if self._timeout == 0.0:
+            if self._timeout == 0.0 or flags & real_socket.MSG_DONTWAIT:
                 raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
             left = None if deadline is None else deadline - world.now
             if left is not None and left <= 0:
@@ -222,12 +346,11 @@ class Socket:
             self._outbox.clear()
             self._is_sending = False
             return
-        if host.network.is_cut(host, other):
+        if host.network.is_cut(host, other) or other.is_down:
             host.network.wait_for_link(self._deliver)
             return
         data = self._outbox.popleft()
-        if not other.is_down:
-            peer._receive(data)
+        peer._receive(data)
         if self._outbox:
             self._schedule()
         else:
@@ -236,10 +359,11 @@ class Socket:
     def _receive(self, data: bytes) -> None:
         if data is _RST:
             self._error = ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+        elif self.is_closed:
+            if data is not _FIN:
+                self._transmit(_RST)
         elif data is _FIN:
             self._at_end = True
-        elif self.is_closed:
-            self._transmit(_RST)
         else:
             self._inbox += data
         self._wake()
@@ -268,13 +392,13 @@ class SocketModule:
         listener = Socket(self._process)
         listener.name = address[0], address[1] or network.new_port()
         listener.backlog = deque()
-        network.listeners[listener.name] = listener
+        network.listeners[self._process.host.name, listener.name[1]] = listener
         return listener
 
     def create_connection(self, address: tuple[str, int], timeout: float | None = None) -> Socket:
         """Connect: refused where nobody listens, in vain where the way there or back is cut."""
         process, network = self._process, self._process.host.network
-        host, target = process.host, process.host.cluster[address[0]]
+        host, target = process.host, network.resolve(address[0], process.host)
         world = process.world
         deadline = None if timeout is None else world.now + timeout
         pause = 2 * network.delay(host, target)
@@ -287,7 +411,7 @@ class SocketModule:
             if not cut and not target.is_down:
                 break
             pause = 1.0  # the kernel tries again
-        listener = network.listeners.get(tuple(address))  # type: ignore[arg-type]
+        listener = network.listeners.get((target.name, address[1]))
         if listener is None or listener.backlog is None:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
         ours, theirs = Socket(process), Socket(listener.process)
@@ -300,59 +424,122 @@ class SocketModule:
 
 
 class Selector:
-    """`selectors.DefaultSelector`."""
+    """`selectors.DefaultSelector`. It looks only at sockets that may have become ready."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self._keys: dict[int, real_selectors.SelectorKey] = {}
+        self._candidates: dict[int, None] = {}  # in the order in which they changed
+        self._task: Task | None = None  # the thread that waits
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> None:
         fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
         self._keys[fd] = real_selectors.SelectorKey(fileobj, fd, events, data)
+        self._candidates[fd] = None
+        if fd in self._process.descriptors:
+            self._process.descriptors[fd].selectors[self] = None
 
     def modify(self, fileobj: Any, events: int, data: Any = None) -> None:
         self.register(fileobj, events, data)
 
     def unregister(self, fileobj: Any) -> None:
         fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
-        if fd in self._keys:
-            del self._keys[fd]
-        else:  # closed before: find it by the object
+        if fd not in self._keys:  # closed before: find it by the object
             found = [number for number, key in self._keys.items() if key.fileobj is fileobj]
             if not found:
                 raise KeyError(fileobj)
-            del self._keys[found[0]]
+            (fd,) = found
+        del self._keys[fd]
+        if fd in self._process.descriptors:
+            self._process.descriptors[fd].selectors.pop(self, None)
 
     def get_map(self) -> dict[int, real_selectors.SelectorKey]:
         return self._keys
 
+    def notice(self, fd: int) -> None:
+        """Something has happened on a socket."""
+        self._candidates[fd] = None
+        if self._task is not None:
+            self._process.world.wake(self._task)
+
     def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
-        world, descriptors = self._process.world, self._process.descriptors
+        world = self._process.world
         deadline = None if timeout is None else world.now + timeout
         world.pause()
         while True:
-            ready = []
-            for fd, key in self._keys.items():
-                found = descriptors.get(fd)
+            ready = self._find_ready()
+            left = None if deadline is None else deadline - world.now
+            if ready or (left is not None and left <= 0):
+                world.random.shuffle(ready)
+                return ready
+            self._task = world.running()
+            world.park("something to do", left)
+            self._task = None
+
+    def _find_ready(self) -> list[tuple[Any, int]]:
+        ready = []
+        for fd in list(self._candidates):
+            found, key = self._process.descriptors.get(fd), self._keys.get(fd)
+            events = 0
+            if found is not None and key is not None:
                 events = key.events & real_selectors.EVENT_WRITE
-                if found is not None and found.is_readable():
+                if found.is_readable():
                     events |= key.events & real_selectors.EVENT_READ
-                if found is not None and events:
-                    ready.append((key, events))
+            if events:
+                ready.append((key, events))
+            else:
+                del self._candidates[fd]
+        return ready
+
+    def close(self) -> None:
+        for fd in self._keys:
+            if fd in self._process.descriptors:
+                self._process.descriptors[fd].selectors.pop(self, None)
+        self._keys.clear()
+
+
+class Poll:
+    """`select.poll`."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._wanted: dict[int, int] = {}
+
+    def register(self, fileobj: Any, events: int) -> None:
+        self._wanted[fileobj if isinstance(fileobj, int) else fileobj.fileno()] = events
+
+    def unregister(self, fileobj: Any) -> None:
+        del self._wanted[fileobj if isinstance(fileobj, int) else fileobj.fileno()]
+
+    def poll(self, milliseconds: float | None = None) -> list[tuple[int, int]]:
+        world, descriptors = self._process.world, self._process.descriptors
+        always = real_select.POLLERR | real_select.POLLHUP
+        deadline = None if milliseconds is None else world.now + milliseconds / 1000
+        world.pause()
+        while True:
+            watched = [(fd, descriptors[fd]) for fd in self._wanted if fd in descriptors]
+            found = [(fd, sock.events() & (self._wanted[fd] | always)) for fd, sock in watched]
+            ready = [(fd, events) for fd, events in found if events]
             left = None if deadline is None else deadline - world.now
             if ready or (left is not None and left <= 0):
                 world.random.shuffle(ready)
                 return ready
             task = world.running()
-            watched = [descriptors[fd] for fd in self._keys if fd in descriptors]
-            for each in watched:
-                each.watch(task)
-            world.park("something to do", left)
-            for each in watched:
-                each.unwatch(task)
+            for _, sock in watched:
+                sock.watch(task)
+            world.park("something to happen on a connection", left)
+            for _, sock in watched:
+                sock.unwatch(task)
 
-    def close(self) -> None:
-        self._keys.clear()
+
+class SelectModule:
+    """`select`."""
+
+    def __init__(self, process: Process) -> None:
+        self.poll = lambda: Poll(process)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real_select, name)
 
 
 class SelectorsModule:

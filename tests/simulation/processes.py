@@ -1,57 +1,58 @@
-"""Simulated hosts and processes: each process has modules of Horovod of its own.
+"""Simulated hosts and processes, and the system modules that each process finds.
 
-A process runs a module of this project with everything that it imports. Modules of Horovod are
-executed anew for every process, since they keep state; those that neither use the system nor
-import one that does are shared. Python's modules for time, threads, connections, signals and
-random numbers are replaced by simulated ones.
+A process runs a module of this project with everything that it imports (`modules`). Python's
+modules for time, threads, connections, signals, random numbers and other processes are replaced by
+simulated ones, some of which are here.
 """
 
 from __future__ import annotations
 
-import ast
-import builtins
 import errno
-import functools
 import importlib
-import importlib.util
 import itertools
 import os as real_os
 import secrets as real_secrets
 import signal as real_signal
+import socket as real_socket
 import traceback
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from types import SimpleNamespace
 from typing import Any
 
 from greenlet import GreenletExit
 
-from tests.simulation.network import Network, SelectorsModule, Socket, SocketModule
+from tests.simulation.modules import Library
+from tests.simulation.network import (
+    Network,
+    SelectModule,
+    SelectorsModule,
+    Socket,
+    SocketModule,
+)
+from tests.simulation.threads import Threading, Time
 from tests.simulation.world import World
-
-_ROOT = Path(__file__).resolve().parents[2]
-_REPLACED = {"os", "secrets", "selectors", "signal", "simulated", "socket", "threading", "time"}
-_OURS = ("horovod", "tests")
 
 
 class Host:
     """A machine."""
 
-    def __init__(self, name: str, network: Network, cluster: dict[str, Host]) -> None:
+    def __init__(self, name: str, network: Network) -> None:
         random = network.world.random
         self.name = name
         self.network = network
-        self.cluster = cluster
+        self.address = network.add_host(self)
         self.is_down = False
+        self.down_since = 0.0
         self.boot_offset = random.uniform(0, 1e5)
         self.clock_offset = random.uniform(-5, 5)
         self.processes: list[Process] = []
         self.when_lost: list[Callable[[], None]] = []  # called when its power is gone
-        cluster[name] = self
 
     def lose_power(self) -> None:
         """End everything on it without a word."""
-        self.is_down = True
+        if self.is_down:
+            return
+        self.is_down, self.down_since = True, self.network.world.now
         for process in list(self.processes):
             process.crash(closes_connections=False)
         callbacks, self.when_lost = self.when_lost, []
@@ -60,6 +61,7 @@ class Host:
 
     def boot(self) -> None:
         self.is_down = False
+        self.network.send_again()
 
 
 class Process:
@@ -73,12 +75,8 @@ class Process:
         environ: Mapping[str, str],
         when_ended: Callable[[int], None] = lambda code: None,
         tools: Any = None,
-        patches: Mapping[str, tuple[tuple[str, str], ...]] | None = None,
     ) -> None:
-        """`program` is a module with a function `main`; `tools` is what it imports as `simulated`.
-
-        `patches` are texts to replace in the sources of modules, by the modules' names.
-        """
+        """`program` is a module with a function `main`, which finds `tools` as `simulated`."""
         self.host = host
         self.name = name
         self.world: World = host.network.world
@@ -90,12 +88,29 @@ class Process:
         self.descriptors: dict[int, Socket] = {}
         self.handlers: dict[int, Any] = {}
         self.wakeup_fd = -1
+        self.at_exit: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.tools = tools
+        self.variables: list[Any] = []  # of modules, while another process runs
         self._when_ended = when_ended
         self._fds = itertools.count(10)
-        self._modules = _Modules(self, patches or {})
+        self._threading = Threading(self)
+        self.system = {
+            "atexit": _AtExit(self),
+            "importlib": _ImportLib(self),
+            "os": _Os(self),
+            "psutil": _Psutil(self),
+            "secrets": _Secrets(self),
+            "select": SelectModule(self),
+            "selectors": SelectorsModule(self),
+            "signal": _Signal(self),
+            "simulated": tools,
+            "socket": SocketModule(self),
+            "threading": self._threading,
+            "time": Time(self),
+        }
         host.processes.append(self)
         self._main = self.world.spawn(self, lambda: self._run(program), "main")
+        self._threading.begin(self._main)
 
     def __str__(self) -> str:
         return f"{self.name} on {self.host.name}"
@@ -111,19 +126,27 @@ class Process:
         self.world.note(f"{self}: {what}: {text}")
 
     def _run(self, program: str) -> None:
-        code = 0
         try:
-            self._modules.load(program).main()
+            code = self._outcome(lambda: self.world.modules.load(program).main())
+            while self.at_exit:
+                function, arguments = self.at_exit.pop()
+                self._outcome(lambda: function(*arguments))  # noqa: B023 (called at once)
+        finally:
+            self._main.is_done = True
+        self.end(code)
+
+    def _outcome(self, function: Callable[[], Any]) -> int:
+        """Return the status with which a function ends the process."""
+        try:
+            function()
         except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
         except GreenletExit:
             raise
         except BaseException as error:
             self.report("failed", error)
-            code = 1
-        finally:
-            self._main.is_done = True
-        self.end(code)
+            return 1
+        return 0
 
     # -- the end ----------------------------------------------------------------------------
 
@@ -143,9 +166,19 @@ class Process:
         self.code = -real_signal.SIGKILL
         if closes_connections:
             self._close_all()
+        else:
+            for sock in self.descriptors.values():
+                sock.vanish()
+                if sock.peer is not None:
+                    sock.peer.ask_peer()
         self._vanish()
         if closes_connections:
             self._when_ended(self.code)
+
+    def ask_peers(self) -> None:
+        """Let the kernel ask whether the other ends of all connections are still there."""
+        for sock in self.descriptors.values():
+            sock.ask_peer()
 
     def _close_all(self) -> None:
         for sock in list(self.descriptors.values()):
@@ -156,11 +189,17 @@ class Process:
         self.host.processes.remove(self)
         self.world.forget(self)
 
+    def hang(self) -> None:
+        """Stop the main thread for good: the other threads go on."""
+        self._main.is_frozen = True
+
     def signal(self, number: int) -> None:
         """Deliver a signal."""
         if self.is_gone:
             return
         handler = self.handlers.get(number, real_signal.SIG_DFL)
+        if number == 0:
+            return  # somebody asks whether it runs
         if number == real_signal.SIGSTOP:
             self.is_stopped = True
         elif number == real_signal.SIGCONT:
@@ -169,139 +208,36 @@ class Process:
             self.crash()
             self.code = -number
         elif callable(handler):
-            handler(number, None)
+            self.world.act(self._main, lambda: handler(number, None))
             waker = self.descriptors.get(self.wakeup_fd)
             if waker is not None:
                 waker._transmit(bytes([number]))
 
 
-class _Modules:
-    """The modules of one process."""
+class _Environ(MutableMapping[str, str]):
+    """`os.environ`, also where a function has it as a default: that of whichever process runs."""
 
-    def __init__(
-        self, process: Process, patches: Mapping[str, tuple[tuple[str, str], ...]]
-    ) -> None:
-        from tests.simulation.threads import Threading, Time
+    def __init__(self, modules: Library) -> None:
+        self._modules = modules
 
-        self._patches = patches
-        self._loaded: dict[str, Any] = {}
-        self._replaced = {
-            "os": _Os(process),
-            "secrets": _Secrets(process),
-            "selectors": SelectorsModule(process),
-            "signal": _Signal(process),
-            "simulated": process.tools,
-            "socket": SocketModule(process),
-            "threading": Threading(process),
-            "time": Time(process),
-        }
-        self._builtins = {**vars(builtins), "__import__": self._import}
+    @property
+    def _values(self) -> dict[str, str]:
+        return self._modules.process.environ
 
-    def load(self, name: str) -> Any:
-        """Return this process's module of that name."""
-        if name in self._loaded:
-            return self._loaded[name]
-        parent, _, child = name.rpartition(".")
-        above = self.load(parent) if parent else None
-        if name == "horovod.common.logging":
-            module: Any = _Logging(self._replaced["simulated"])
-        elif not _uses_the_system(name) and not any(map(name.startswith, self._patches)):
-            module = importlib.import_module(name)
-        else:
-            if name.startswith("horovod"):
-                importlib.import_module(name)  # dataclasses look their module up by its name
-            module = ModuleType(name)
-            path, code = _compiled(name, self._patches.get(name, ()))
-            module.__file__ = str(path)
-            if path.name == "__init__.py":
-                module.__path__ = [str(path.parent)]
-            module.__package__ = name if path.name == "__init__.py" else parent
-            vars(module)["__builtins__"] = self._builtins
-            self._loaded[name] = module
-            exec(code, vars(module))
-        self._loaded[name] = module
-        if above is not None and not hasattr(above, child):
-            setattr(above, child, module)
-        return module
+    def __getitem__(self, name: str) -> str:
+        return self._values[name]
 
-    def _import(
-        self, name: str, globals_: Any = None, locals_: Any = None, names: Any = (), level: int = 0
-    ) -> Any:
-        """Do what an import statement of the code under test asks for."""
-        if level:
-            name = importlib.util.resolve_name("." * level + name, globals_["__package__"])
-        top = name.partition(".")[0]
-        if name in self._replaced:
-            return self._replaced[name]
-        if top not in _OURS:
-            return builtins.__import__(name, globals_, locals_, names, 0)
-        module = self.load(name)
-        if not names:
-            return self.load(top)
-        for each in names:
-            if not hasattr(module, each) and _path_of(f"{name}.{each}") is not None:
-                self.load(f"{name}.{each}")
-        return module
+    def __setitem__(self, name: str, value: str) -> None:
+        self._values[name] = value
 
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
 
-@functools.cache
-def _path_of(name: str) -> Path | None:
-    base = _ROOT.joinpath(*name.split("."))
-    for path in (base / "__init__.py", base.with_suffix(".py")):
-        if path.exists():
-            return path
-    return None
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._values))
 
-
-@functools.cache
-def _compiled(name: str, patches: tuple[tuple[str, str], ...]) -> tuple[Path, Any]:
-    path = _path_of(name)
-    if path is None:
-        raise ModuleNotFoundError(f"No module named {name!r}")
-    source = path.read_text(encoding="utf-8")
-    for before, after in patches:
-        if source.count(before) != 1:
-            raise ValueError(f"{before!r} is {source.count(before)} times in {name}, not once")
-        source = source.replace(before, after)
-    return path, compile(source, str(path), "exec")
-
-
-@functools.cache
-def _imports(name: str) -> frozenset[str]:
-    """Return what a module imports, wherever the statement is."""
-    path = _path_of(name)
-    if path is None:
-        return frozenset()
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                base = importlib.util.resolve_name("." * node.level + base, package)
-            found.add(base)
-            found |= {f"{base}.{alias.name}" for alias in node.names}
-    return frozenset(found)
-
-
-@functools.cache
-def _uses_the_system(name: str) -> bool:
-    """Return whether a module, or one that it imports, needs what is simulated."""
-    return _reaches_the_system(name, set())
-
-
-def _reaches_the_system(name: str, seen: set[str]) -> bool:
-    seen.add(name)
-    for imported in _imports(name):
-        top = imported.partition(".")[0]
-        if imported in _REPLACED or imported == "horovod.common.logging":
-            return True
-        is_ours = top in _OURS and imported not in seen and _path_of(imported) is not None
-        if is_ours and _reaches_the_system(imported, seen):
-            return True
-    return False
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 class _Os:
@@ -309,7 +245,10 @@ class _Os:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self.environ = process.environ
+
+    @property
+    def environ(self) -> _Environ:
+        return _Environ(self._process.world.modules)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(real_os, name)
@@ -332,6 +271,59 @@ class _Os:
 
     def register_at_fork(self, **_: Any) -> None:
         """Nobody forks."""
+
+
+class _AtExit:
+    """`atexit`."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def register(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._process.at_exit.append((function, arguments))
+
+    def unregister(self, function: Callable[..., Any]) -> None:
+        kept = [each for each in self._process.at_exit if each[0] != function]
+        self._process.at_exit[:] = kept
+
+
+class _ImportLib:
+    """`importlib`."""
+
+    def __init__(self, process: Process) -> None:
+        self._modules = process.world.modules
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib, name)
+
+    def import_module(self, name: str) -> Any:
+        if name == "torch._dynamo":  # seconds, for a compiler that nobody uses here
+            return None
+        is_ours = name.startswith("horovod")
+        return self._modules.load(name) if is_ours else importlib.import_module(name)
+
+
+class _Psutil:
+    """`psutil`, as far as it tells about networks and processes of the host."""
+
+    STATUS_ZOMBIE = "zombie"
+    Error = ProcessLookupError
+
+    def __init__(self, process: Process) -> None:
+        self._host = process.host
+
+    def net_if_stats(self) -> dict[str, Any]:
+        return {"eth0": SimpleNamespace(isup=True)}
+
+    def net_if_addrs(self) -> dict[str, Any]:
+        family = real_socket.AF_INET
+        mask = "255.255.255.0"
+        return {"eth0": [SimpleNamespace(family=family, address=self._host.address, netmask=mask)]}
+
+    def Process(self, pid: int) -> Any:
+        if all(process.pid != pid for process in self._host.processes):
+            raise ProcessLookupError(errno.ESRCH, "No such process")
+        return SimpleNamespace(status=lambda: "running")
 
 
 class _Secrets:
@@ -367,32 +359,3 @@ class _Signal:
     def set_wakeup_fd(self, fd: int) -> int:
         before, self._process.wakeup_fd = self._process.wakeup_fd, fd
         return before
-
-
-class _Logging(ModuleType):
-    """`horovod.common.logging`: lines are part of the story."""
-
-    def __init__(self, tools: Any) -> None:
-        super().__init__("horovod.common.logging")
-        self._tools = tools
-        self.LEVELS = {"warning": 30}
-
-    def get_logger(self, name: str = "") -> _Logger:
-        return _Logger(self._tools)
-
-    def log_once(self, logger: _Logger, level: int, key: object, text: str, *args: Any) -> None:
-        logger.log(level, text, *args)
-
-
-class _Logger:
-    def __init__(self, tools: Any) -> None:
-        self._tools = tools
-
-    def log(self, level: int, text: str, *args: Any, **_: Any) -> None:
-        self._tools.note(text % args if args else text)
-
-    def __getattr__(self, level: str) -> Any:
-        return lambda text, *args, **_: self.log(0, text, *args)
-
-    def isEnabledFor(self, level: int) -> bool:
-        return False

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import time as real_time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tests.simulation.processes import Process
 from tests.simulation.world import Task, World
+
+if TYPE_CHECKING:
+    from tests.simulation.processes import Process
 
 
 class Time:
@@ -211,9 +213,14 @@ class Thread:
         self._task: Task | None = None
         self._joining: list[Task] = []
 
+        self._number = process.world.next_number()
+
+    def __hash__(self) -> int:
+        return self._number  # addresses would make the order of sets differ between runs
+
     @property
-    def ident(self) -> int:
-        return id(self._task)
+    def ident(self) -> int | None:
+        return self._task and self._task.number
 
     def start(self) -> None:
         world = self._process.world
@@ -253,10 +260,12 @@ class Threading:
     """`threading`."""
 
     TIMEOUT_MAX = 1e9
+    _DummyThread = None  # no thread is foreign
 
     def __init__(self, process: Process) -> None:
         world = process.world
         self._world = world
+        self._process = process
         self._main = Thread(process, name="MainThread", daemon=False)
         self.Thread = lambda *args, **kwargs: Thread(process, *args[1:], **kwargs)
         self.Lock = lambda: Lock(world)
@@ -265,12 +274,20 @@ class Threading:
         self.Event = lambda: Event(world)
         self.local = lambda: Local(world)
 
+    def begin(self, main: Task) -> None:
+        """Take a task for the main thread."""
+        self._main._task = main
+        main.thread = self._main
+
     def current_thread(self) -> Thread:
-        task = self._world.current
-        return self._main if task is None or task.thread is None else task.thread
+        thread: Thread = self._world.running().thread
+        return thread
+
+    def enumerate(self) -> list[Thread]:
+        return self._world.threads_of(self._process)
 
     def main_thread(self) -> Thread:
         return self._main
 
     def get_ident(self) -> int:
-        return id(self._world.current)
+        return self._world.running().number

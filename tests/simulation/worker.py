@@ -1,153 +1,137 @@
-"""A worker of a simulated job: the real membership and training loop, with a small model.
+"""A worker of a simulated job: the engine over TCP, `TorchState`, `ElasticSampler` and the loop.
 
-The model is a chain of digests: a step makes of it a digest of itself, the step's number and the
-samples that the ranks contributed. So two ranks have the same model only if they took the same
-steps, and a step that was lost or taken twice shows. Collectives go through the job's store.
+The model is a chain of digests: a step makes of it a digest of itself, the step's number and what
+the ranks reduced. So two ranks have the same model only if they took the same steps on the same
+data. The state also carries the samples of the epoch that the model has seen; it goes back together
+with the model.
 """
 
 from __future__ import annotations
 
-import json
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
 
 import simulated  # what the simulation offers
+import torch
 
-from horovod.common.elastic import ObjectState, Verdict, run_fn
-from horovod.common.exceptions import HorovodInternalError
-from horovod.common.generation import Generation
-from horovod.common.membership import Membership, membership
-
-_SILENCE = 20.0  # seconds after which a peer counts as lost
-_MEETING = 60.0
-
-_member: Membership | None = None
-_exchanges = 0
-
-
-def member() -> Membership:
-    assert _member is not None
-    return _member
+from horovod.common.elastic import run_fn
+from horovod.common.membership import membership
+from horovod.common.reduce_op import Max, ReduceOp, Sum
+from horovod.elastic.worker import this_worker
+from horovod.engine.collective import WORLD, Collective, Kind, Reduction
+from horovod.engine.request import Request
+from horovod.engine.runtime import runtime
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.torch.elastic.state import TorchState
 
 
-def generation() -> Generation:
-    found = member().generation
-    if found is None:
-        raise HorovodInternalError("the generation is gone")
-    return found
-
-
-def exchange(value: Any) -> list[Any]:
-    """Collective: give all ranks everybody's value."""
-    global _exchanges
-    _exchanges += 1
-    here = generation()
-    topology = here.topology
-    try:
-        here.set(f"x/{_exchanges}/{topology.rank}", json.dumps(value).encode())
-        keys = [f"x/{_exchanges}/{rank}" for rank in range(topology.size)]
-        found = [json.loads(here.get(key, _SILENCE)) for key in keys]
-    except TimeoutError as error:
-        raise HorovodInternalError(f"a peer is silent: {error}") from error
-    except OSError as error:
-        raise HorovodInternalError(f"the store is gone: {error}") from error
-    simulated.collective(here.decision.number, here._prefix, _exchanges, found)
-    return found
-
-
-def init() -> None:
-    def meet() -> None:
-        global _exchanges
-        _exchanges = 0
-        here = generation()
-        here.set(f"here/{here.topology.rank}", b"")
-        for rank in range(here.topology.size):
-            here.get(f"here/{rank}", _MEETING)
-        here.mark_formed()
-        simulated.formed(here.decision.number, here.topology.rank, here.topology.size)
-
-    try:
-        member().form(meet, _MEETING)
-    except OSError as error:
-        raise HorovodInternalError(f"the store is gone: {error}") from error
-
-
-def reset() -> None:
-    if member().generation is not None:
-        generation().close()
-    init()
-
-
-class Job:
-    """What the training loop needs of the job."""
-
-    def agree(self, notified: bool) -> Verdict:
-        here, leaving = generation(), member().leaving
-        answers = exchange([member().newest.number, leaving])
-        here.made_progress = True
-        changed = max(number for number, _ in answers) > here.decision.number
-        if leaving and not (changed and all(leaves for _, leaves in answers)):
-            return Verdict.LEAVE
-        return Verdict.CHANGE if changed or any(leaves for _, leaves in answers) else Verdict.STAY
-
-    def newest_state(self, version: int) -> tuple[int, int]:
-        versions = exchange(version)
-        return versions.index(max(versions)), max(versions)
-
-    def leave(self) -> NoReturn:
-        member().leave()
-
-    def can_recover(self, error: HorovodInternalError) -> bool:
-        if member().generation is not None:
-            member().report_broken(generation(), error)
-        return member().can_recover()
-
-    @contextmanager
-    def taking_part(self) -> Iterator[None]:
-        def on_sigterm(*_: object) -> None:
-            member().leaving = True
-
-        signal.signal(signal.SIGTERM, on_sigterm)
-        yield
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def finish(self) -> None:
-        member().finish()
-
-
-class State(ObjectState):
+class State(TorchState):
     """A state that tells the simulation what was committed."""
 
     def on_commit(self) -> None:
+        super().on_commit()
         simulated.committed(self._version, self.step)
 
 
+def init() -> None:
+    """Enter a generation, and tell the simulation which."""
+    runtime.init()
+    member = membership()
+    assert member is not None
+    here = member.generation
+    if here is not None:
+        topology = here.topology
+        simulated.formed(here.decision.number, here._prefix, topology.rank, topology.size)
+
+
+def reset() -> None:
+    """Leave a generation for the next one."""
+    runtime.shutdown()
+    init()
+
+
+def reduce(name: str, value: float, op: ReduceOp = Sum, set_id: int = WORLD) -> Request:
+    """Begin an allreduce of one number, in the background or not."""
+    tensor = torch.tensor([value], dtype=torch.float64)
+    collective = Collective(Kind.ALLREDUCE, name, set_id, Reduction(op))
+    return runtime.submit(collective, [tensor], [tensor], background=simulated.flip())
+
+
+def find_set(state: State) -> int | None:
+    """Return the process set of the first two ranks: once made, later generations have it too."""
+    if not simulated.plan.uses_sets or runtime.topology.size < 2:
+        return None
+    known = {tuple(ranks): number for number, ranks in runtime.process_set_ids_and_ranks().items()}
+    if (0, 1) in known:
+        return known[0, 1]
+    if state.has_set:
+        simulated.breach("the process set of an earlier generation is gone")
+    state.has_set = True
+    return runtime.add_process_set([0, 1])
+
+
+def take_step(state: State, indices: list[int], set_id: int | None) -> None:
+    """Train on a batch: ranks submit what they reduce in any order."""
+    simulated.check_alike("before a step", [state.epoch, state.step, state.digest, state.seen])
+    begun = {}
+    for name in simulated.shuffled(["sum", "largest", "samples"]):
+        if name == "samples":
+            collective = Collective(Kind.ALLGATHER, name)
+            begun[name] = runtime.submit(collective, [torch.tensor(indices)])
+        else:
+            begun[name] = reduce(name, sum(indices), Sum if name == "sum" else Max)
+    in_set = None
+    if set_id is not None and runtime.topology.rank < 2:
+        in_set = reduce("in a set", 1.0 + runtime.topology.rank, set_id=set_id)
+    found = {name: begun[name].wait()[0].tolist() for name in sorted(begun)}
+    if in_set is not None and in_set.wait()[0].tolist() != [3.0]:
+        simulated.breach(f"the process set's sum is {in_set.wait()[0].tolist()}, not 3")
+    if found["sum"] != [float(sum(found["samples"]))]:
+        simulated.breach(f"the sum of {found['samples']} is {found['sum']}")
+    simulated.check_alike("after a step", [found, runtime.channel(WORLD).rounds.num_run])
+    state.digest = simulated.digest(state.digest, state.step, found["sum"])
+    state.seen = (*state.seen, *found["samples"])
+    state.most_ranks = max(state.most_ranks, runtime.topology.size)
+    state.step += 1
+
+
+def end_epoch(state: State) -> None:
+    """Check what was seen; then let ranks run out of data at different times."""
+    simulated.check_epoch(state.seen, state.most_ranks)
+    if simulated.plan.uses_join:
+        size, rank = runtime.topology.size, runtime.topology.rank
+        for number in range((rank + state.epoch) % 3):
+            (found,) = reduce(f"rest {number}", 1.0).wait()[0].tolist()
+            expected = sum((each + state.epoch) % 3 > number for each in range(size))
+            if found != expected:
+                simulated.breach(f"{expected} ranks had data left, and the sum is {found}")
+        simulated.check_alike("after a join", runtime.join().wait())
+
+
 def train(state: State) -> None:
+    """Train for all epochs, from wherever the state is."""
     simulated.begins(state._version, state.step)
     plan = simulated.plan
-    while state.step < plan.steps:
-        time.sleep(plan.pace * simulated.jitter())
-        ranks = exchange([generation().topology.rank, state.step, state.model])
-        simulated.check_alike(ranks)
-        state.model = simulated.digest(state.model, state.step)
-        state.step += 1
-        if state.step % plan.commit_every == 0:
-            state.commit()
+    set_id = find_set(state)
+    while state.epoch < plan.epochs:
+        for number in range(-(-len(state.sampler) // plan.batch)):
+            time.sleep(plan.pace * simulated.jitter())
+            indices = state.sampler.get_indices(number, plan.batch)
+            take_step(state, indices, set_id)
+            state.sampler.record_batch(number, len(indices))
+            if state.step % plan.commit_every == 0:
+                state.commit()
+        end_epoch(state)
+        state.epoch += 1
+        state.seen, state.most_ranks = (), 1
+        state.sampler.set_epoch(state.epoch)
+        state.commit()
 
 
 def main() -> None:
     """Train to the end."""
-    global _member
-    _member = membership()
     init()
-    state = State(
-        lambda value, root_rank=0: exchange(value)[root_rank],
-        lambda: generation().topology.rank,
-        step=0,
-        model="",
-    )
-    run_fn(train, reset, Job)(state)
-    simulated.finished(state.step, state.model)
+    sampler = ElasticSampler(range(simulated.plan.samples), seed=simulated.plan.seed)
+    state = State(sampler=sampler, epoch=0, step=0, digest="", seen=(), most_ranks=1, has_set=False)
+    run_fn(train, reset, this_worker)(state)
+    simulated.finished([state.epoch, state.step, state.digest])
+    runtime.shutdown()

@@ -17,10 +17,15 @@ from typing import TYPE_CHECKING, Any
 from greenlet import GreenletExit, getcurrent, greenlet
 
 if TYPE_CHECKING:
+    from tests.simulation.modules import Library
     from tests.simulation.processes import Process
 
 _SWITCH_SECONDS = 2e-6
 """How long a thread runs before it waits again, in virtual time: loops that spin do end."""
+
+
+_MOST_PAUSES = 200
+"""How often a thread may go on where another could run: one that spins does not stop the world."""
 
 
 class Task:
@@ -31,8 +36,10 @@ class Task:
     ) -> None:
         self.process = process
         self.name = name
+        self.number = world.next_number()
         self.thread: Any = None  # the object that the code under test knows it by
         self.is_done = False
+        self.is_frozen = False  # never runs again
         self.waiting_for = ""  # for the story of a job that hangs
         self._wake_number = 0  # a wake-up or a time limit of an earlier wait has no effect
         self._was_woken = False
@@ -42,7 +49,9 @@ class Task:
 class World:
     """Everything that happens, in one order, from one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, modules: Library) -> None:
+        self.modules = modules
+        modules.begin(self)
         self.random = random.Random(seed)
         self.now = 1000.0
         self.hub = getcurrent()
@@ -50,6 +59,7 @@ class World:
         self.events: list[tuple[float, str]] = []
         self.switches = 0
         self._preemption = self.random.choice([0.0, 0.02, 0.2])
+        self._pauses = 0  # since another thread ran
         self._runnable: list[Task] = []
         self._tasks: list[Task] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -60,6 +70,10 @@ class World:
     def note(self, text: str) -> None:
         """Add a line to the story."""
         self.events.append((self.now, text))
+
+    def next_number(self) -> int:
+        """Return a number that nothing else has."""
+        return next(self._numbers)
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         """Call back after this much virtual time, outside of any simulated thread."""
@@ -72,7 +86,11 @@ class World:
             if self._timers and self._timers[0][0] <= self.now:
                 heapq.heappop(self._timers)[2]()
                 continue
-            candidates = [task for task in self._runnable if not task.process.is_stopped]
+            candidates = [
+                task
+                for task in self._runnable
+                if not task.process.is_stopped and not task.is_frozen
+            ]
             if candidates:
                 task = candidates[self.random.randrange(len(candidates))]
                 self._runnable.remove(task)
@@ -88,16 +106,24 @@ class World:
         for task in self._tasks:
             if not task.is_done:
                 task.process.is_gone = True
-                self.current = task
-                task.greenlet.throw(GreenletExit)
-        self.current = None
+                self.act(task, lambda task=task: task.greenlet.throw(GreenletExit))  # type: ignore[misc]
 
     def _switch_to(self, task: Task) -> None:
         self.switches += 1
+        self._pauses = 0
         self.now += _SWITCH_SECONDS
-        self.current = task
-        task.greenlet.switch()
-        self.current = None
+        self.act(task, task.greenlet.switch)
+
+    def act(self, task: Task, call: Callable[[], Any]) -> None:
+        """Call something as a thread."""
+        before, self.current = self.current, task
+        self.modules.enter(task.process)
+        try:
+            call()
+        finally:
+            self.current = before
+            if before is not None:
+                self.modules.enter(before.process)
 
     # -- for simulated threads --------------------------------------------------------------
 
@@ -107,6 +133,10 @@ class World:
         self._tasks.append(task)
         self._runnable.append(task)
         return task
+
+    def threads_of(self, process: Process) -> list[Any]:
+        """Return the threads that a process has started and that run."""
+        return [task.thread for task in self._tasks if task.process is process and not task.is_done]
 
     def running(self) -> Task:
         """Return the thread that calls this; refuse to go on where its process is gone."""
@@ -119,7 +149,9 @@ class World:
     def pause(self) -> None:
         """Perhaps let another thread go first."""
         task = self.running()
-        if self._preemption and self.random.random() < self._preemption:
+        self._pauses += 1
+        is_enough = self._pauses > _MOST_PAUSES
+        if is_enough or (self._preemption and self.random.random() < self._preemption):
             self._runnable.append(task)
             self._leave(task)
 

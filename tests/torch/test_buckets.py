@@ -123,10 +123,10 @@ def test_everything_ends_and_the_first_failure_is_told():
 )
 def test_parts(early: int, last: int, held: bool, cuts: list[int], names: list[str]):
     bucket = _bucket((4,), (4,))
-    assert not bucket.held
+    assert not bucket.is_held
     assert not bucket.cuts
     bucket.early, bucket.last = early, last
-    assert bucket.held == held
+    assert bucket.is_held == held
     assert bucket.cuts == cuts
     assert bucket.part_names == [f"{bucket.name}{name}" for name in names]
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import horovod.torch as hvd
+from horovod.engine.collective import Reduction
 from horovod.torch import hooks
 from horovod.torch.hooks.compressing import (
     CompressingHook,
@@ -97,7 +98,7 @@ class Counted(hooks.GradientBucket):
 
 def _bucket(tensors: list[Tensor], shapes: Sequence[Any], op: Any = hvd.Average) -> Counted:
     names = [f"parameter{index}" for index in range(len(tensors))]
-    return Counted("bucket", names, shapes, tensors, op, hvd.global_process_set)
+    return Counted("bucket", names, shapes, tensors, Reduction(op), hvd.global_process_set)
 
 
 def _reduce(hook: Any, tensors: list[Tensor], shapes: Sequence[Any], op: Any = hvd.Average) -> Any:

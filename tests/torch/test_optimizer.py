@@ -168,7 +168,7 @@ def _some(rank: int, size: int) -> Any:
     options = {"process_set": chosen}
     first = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
     base = torch.optim.SGD(alone.parameters(), lr=0.1)
-    assert bool(first._watches) == (rank != 1)
+    assert bool(first._countdowns) == (rank != 1)
     whole = batch_of(0, 3)
     for _ in range(2):
         first.zero_grad()
@@ -228,7 +228,7 @@ def _single(rank: int, size: int) -> None:
             if name != "LBFGS":
                 optimizer.step()
     adasum = hvd.DistributedOptimizer(make(make_model("mlp").parameters()), op=hvd.Adasum)
-    assert not adasum._watches
+    assert not adasum._countdowns
 
 
 def test_one_rank_is_the_plain_optimizer():

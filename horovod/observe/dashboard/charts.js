@@ -1,4 +1,3 @@
-"use strict";
 const charts = (() => {
   // Draws the page's charts. `page.js` says what is in them; nothing here knows the job.
 

@@ -1,4 +1,4 @@
-"""Make the page as one HTML file: page.html with the style sheet, charts.js and page.js inside.
+"""Make the page as one HTML file: page.html with the style sheet and the scripts inside.
 
 The file loads nothing from elsewhere. `server` sends it; `dashboard` writes it with the data of an
 ended job inside. A browser runs only the script and the style whose hashes the policy names, so
@@ -16,14 +16,14 @@ from typing import Any
 
 from horovod.observe.reports.styles import style_sheet
 
-_FILES = ("page.html", "charts.js", "page.js")
+_SCRIPTS = ("charts.js", "data.js", "ranks.js", "page.js")  # one scope, in this order
 
 
 @functools.cache
 def _sources() -> tuple[str, str, str]:
     folder = resources.files(__package__)
-    html, charts, js = (folder.joinpath(name).read_text("utf-8") for name in _FILES)
-    return html, style_sheet(), charts + js
+    html, *scripts = (folder.joinpath(n).read_text("utf-8") for n in ("page.html", *_SCRIPTS))
+    return html, style_sheet(), f'(() => {{\n"use strict";\n{"".join(scripts)}}})();'
 
 
 def policy() -> str:

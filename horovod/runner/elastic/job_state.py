@@ -117,7 +117,7 @@ class JobState:
     number: int = 0  # 0 before the first
     too_few: bool = False  # its workers wait for others
     is_formed: bool = False  # its workers have formed a generation
-    was_formed_before: bool = False  # any generation has formed so far
+    last_formed: int = 0  # the newest decision whose workers have formed a generation
     forming_since: float = 0.0  # when the first decision after the last formed one was made
     causes: list[str] = field(default_factory=list)  # of the next decision, for people
     decision_requested: bool = False  # workers cannot go on without a new decision
@@ -188,6 +188,10 @@ class JobState:
         """Return the workers that are alive on a host."""
         return [p for p in self.alive.values() if p.host == host]
 
+    def has_state(self, process: Process) -> bool:
+        """Return whether a worker has the state: it was in a generation that has formed."""
+        return process.joined is not None and (self.is_formed or process.joined <= self.last_formed)
+
     def unresponsive_workers(self, number: int) -> list[Process]:
         """Return the workers that do not know decision `number` yet; after a time they hang."""
         told = [p for p in self.alive.values() if p.joined is not None and not p.is_ending]
@@ -207,7 +211,7 @@ class JobState:
             return f"starting, waiting for {list_some(who)}" if who else ""
         who = [str(p) for p in self.absent_members(self.number)]
         ranks = count_of(len(self.members()), "rank")
-        again = "re-" * self.was_formed_before
+        again = "re-" * bool(self.last_formed)
         return f"{again}forming with {ranks}, waiting for {list_some(who)}" if who else ""
 
     # -- what happens ----------------------------------------------------------------------
@@ -259,7 +263,8 @@ class JobState:
 
     def mark_formed(self) -> None:
         """Note that the workers of the newest decision have formed a generation."""
-        self.is_formed = self.was_formed_before = self.have_met = True
+        self.is_formed = self.have_met = True
+        self.last_formed = self.number
         self.forming_since, self.fruitless_starts = 0.0, 0
         self.failures.clear()
 

@@ -87,12 +87,20 @@ class Liveness:
         self._give_up(late, f"did not react within {self._limits.answer_timeout:g} s")
 
     def _check_entered(self, decision: Decision) -> None:
-        """Give up workers that have not come back after a failure: their program hangs."""
-        newest = decision.number == self._state.number
-        if newest and not decision.too_few and decision.kind in ("failure", "start"):
-            late = self._state.absent_members(decision.number)
-            seconds = self._limits.elastic_timeout
-            self._give_up(late, f"did not come back to training within {seconds:g} s")
+        """Give up workers that have not come back after a failure: their program hangs.
+
+        Decisions that follow give them no more time: while the others wait for such a worker in
+        vain, they request one decision after the other.
+        """
+        seconds = self._limits.elastic_timeout
+        if decision.too_few or decision.kind not in ("failure", "start"):
+            return
+        if self._state.too_few:  # now nobody is expected to come
+            self._later(seconds, lambda: self._check_entered(decision))
+            return
+        late = self._state.absent_members(decision.number)
+        late = [process for process in late if (process.joined or 0) <= decision.number]
+        self._give_up(late, f"did not come back to training within {seconds:g} s")
 
     def _give_up(self, processes: Sequence[Process], why: str) -> None:
         for process in processes:

@@ -182,7 +182,7 @@ class Inbox:
 
     def _take_formed(self, number: int) -> None:
         state = self._state
-        if number != state.number or not state.was_formed_before:
+        if number != state.number or not state.last_formed:
             self._status.note("formed", decision=number)
         else:
             now, ranks = time.monotonic(), len(state.placed_workers)

@@ -143,7 +143,8 @@ def _members_to_keep(state: JobState, members: Sequence[Process], limits: Limits
     sound = _fit_into(members, state.usable)
     tolerated = _fit_into(members, state.hosts)
     stay = sound if len(sound) >= limits.min_np else tolerated
-    if any(state.is_formed or worker.joined != state.number for worker in stay):
+    holders = [worker for worker in members if state.has_state(worker)]
+    if stay and (not holders or any(worker in stay for worker in holders)):
         return stay
     return list(members)  # those that have the state must first hand it over
 

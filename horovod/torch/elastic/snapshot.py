@@ -38,7 +38,7 @@ class Snapshot:
             self._holders -= 1
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         return self._holders > 0
 
 
@@ -52,7 +52,7 @@ class Snapshots:
 
     def prepare(self, value: Any) -> None:
         """Copy `value`; `current` stays what it is."""
-        spare = next((each for each in self._retired if not each.held), None)
+        spare = next((each for each in self._retired if not each.is_held), None)
         devices: set[torch.device] = set()
         content = _copied(value, None if spare is None else spare.content, devices)
         for device in devices:

@@ -163,7 +163,7 @@ class StepSamples:
         self._joins = self._set.num_joins
         self._steps: list[Callable[[], Sequence[float]]] = []
 
-    def least(self, shown: Callable[[], Sequence[float]]) -> list[float] | None:
+    def add_for_least(self, shown: Callable[[], Sequence[float]]) -> list[float] | None:
         """Add what a step has shown. After enough steps, return the least of each number.
 
         It is the least of all steps and ranks: collective then. `shown` is called only then, and
@@ -173,8 +173,8 @@ class StepSamples:
         found = self._agree(shown, lambda values: -min(values))
         return None if found is None else [-value for value in found]
 
-    def typical(self, shown: Callable[[], Sequence[float]]) -> list[float] | None:
-        """Do as `least` does, but return each number's median of the steps, of the slowest rank."""
+    def add_for_median(self, shown: Callable[[], Sequence[float]]) -> list[float] | None:
+        """Do the same, but return the median of the steps, on the slowest rank, of each number."""
         return self._agree(shown, median)
 
     def _agree(

@@ -45,7 +45,7 @@ class Bucket:
         self.reset()
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether some of it is started in the step, although complete before."""
         return self.early < self.nbytes
 

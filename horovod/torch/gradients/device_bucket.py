@@ -35,10 +35,10 @@ CHANGED = (
 )
 
 
-class LaneTerms(NamedTuple):
+class LaneReduction(NamedTuple):
     """How the gradients of an optimizer are reduced on a lane."""
 
-    prescale: float  # the factor that gradients are multiplied by before they are summed up
+    prescale_factor: float  # the factor that gradients are multiplied by before they are summed up
     scale: float  # the factor that sums are multiplied by
     wire: torch.dtype | None  # the narrower type in which gradients travel, if any
 
@@ -49,21 +49,21 @@ class DeviceBucket:
     Args:
         name: What people read, in the timeline and in errors.
         params: The parameters with their names, in the order in which they lie in the buffer.
-        terms: How they are reduced. A type on the wire counts only where it is narrower.
+        reduction: How they are reduced. A type on the wire counts only where it is narrower.
     """
 
-    def __init__(self, name: str, params: Sequence[Named], terms: LaneTerms) -> None:
+    def __init__(self, name: str, params: Sequence[Named], reduction: LaneReduction) -> None:
         self.name = name
         self.params = list(params)
         first = params[0][1]
         self.device, self.dtype = first.device, first.dtype
-        wire = terms.wire
+        wire = reduction.wire
         self.wire = None if wire is None or wire.itemsize >= first.dtype.itemsize else wire
         self.counts = [param.numel() for _, param in params]
         self.count = sum(self.counts)
         self.nbytes = self.count * first.dtype.itemsize
         self.begins_in_backward = False  # as soon as all of its gradients have arrived
-        self._prescale, self._scale = terms.prescale, terms.scale
+        self._prescale_factor, self._scale = reduction.prescale_factor, reduction.scale
         self._contiguous = all(param.is_contiguous() for _, param in params)
         self._offsets = [0, *accumulate(self.counts)]
         self.reset()
@@ -110,7 +110,7 @@ class DeviceBucket:
         buffer = self._make_buffer() if self._flat is None else self._flat
         view = self._views[position]
         # In one kernel, while the gradient is still in the device's cache.
-        torch.mul(gradient, self._prescale, out=view)
+        torch.mul(gradient, self._prescale_factor, out=view)
         param.grad = self._noted[position] = view
         self._version = buffer._version
 
@@ -132,8 +132,8 @@ class DeviceBucket:
         else:
             return self._complete(self._make_buffer())
         packed = self._flat.data
-        if self._prescale != 1.0:
-            packed.mul_(self._prescale)
+        if self._prescale_factor != 1.0:
+            packed.mul_(self._prescale_factor)
         return packed
 
     def _make_buffer(self) -> Tensor:
@@ -171,8 +171,8 @@ class DeviceBucket:
                 noted[position] = param.grad
         if targets:
             torch._foreach_copy_(targets, sources)
-            if self._prescale != 1.0:
-                torch._foreach_mul_(targets, self._prescale)
+            if self._prescale_factor != 1.0:
+                torch._foreach_mul_(targets, self._prescale_factor)
         if empty:
             torch._foreach_zero_(empty)
         self._note(buffer, noted)

@@ -24,7 +24,7 @@ from horovod.engine.runtime import runtime
 from horovod.observe.statistics.lane_timing import LaneTiming
 from horovod.torch.gradients.bucketing import begun_early, bucket_title, cut_for_device
 from horovod.torch.gradients.buckets import Named
-from horovod.torch.gradients.device_bucket import DeviceBucket, LaneTerms
+from horovod.torch.gradients.device_bucket import DeviceBucket, LaneReduction
 from horovod.torch.gradients.layouts import is_dense
 
 # Measuring costs the device some time: all of the first steps are measured, which are not like
@@ -247,7 +247,7 @@ def make_buckets(
     groups: Sequence[Sequence[Named]] | None,
     most: int,
     limit: int,
-    terms: LaneTerms,
+    reduction: LaneReduction,
 ) -> list[DeviceBucket]:
     """Cut the parameters of the optimizer `name` into buckets.
 
@@ -257,7 +257,7 @@ def make_buckets(
         groups: What the user wants to be reduced together; None: that is up to us.
         most: Bytes of a bucket.
         limit: Bytes that no bucket of ours has, unless one gradient does.
-        terms: The factors, and the narrower type in which gradients travel, if any.
+        reduction: The factors, and the narrower type in which gradients travel, if any.
     """
     found: list[list[Named]] = []
     for group in [params] if groups is None else groups:
@@ -271,5 +271,5 @@ def make_buckets(
     buckets = []
     for number, members in enumerate(found, 1):
         title = bucket_title(number, len(found), [member for member, _ in members])
-        buckets.append(DeviceBucket(f"{name}.{title}", members, terms))
+        buckets.append(DeviceBucket(f"{name}.{title}", members, reduction))
     return buckets

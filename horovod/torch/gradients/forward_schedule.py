@@ -45,7 +45,9 @@ class ForwardSchedule:
 
     def correct(self, idle: float) -> None:
         """Let backward hide more if the network was idle for `idle` seconds when it ended."""
-        least = None if self._idle_times is None else self._idle_times.least(lambda: (idle,))
+        least = (
+            None if self._idle_times is None else self._idle_times.add_for_least(lambda: (idle,))
+        )
         if least is None:
             return
         more = hides_more(self._num_bytes, self._hidden, least[0], self._rate)
@@ -61,7 +63,7 @@ class ForwardSchedule:
         for bucket, early in zip(self._buckets, begun_early(sizes, self._hidden), strict=True):
             bucket.early, bucket.last = early, 0
         needed_last = by_need(self._buckets)[-1]
-        if needed_last.held:
+        if needed_last.is_held:
             needed_last.last = sent_last(needed_last.nbytes - needed_last.early, self._rate)
         for bucket in self._buckets:
             for name in bucket.part_names:
@@ -70,8 +72,8 @@ class ForwardSchedule:
 
 def by_need(buckets: Sequence[Bucket]) -> list[Bucket]:
     """Return buckets in the order in which to start them: of those held, the last comes first."""
-    held = [bucket for bucket in buckets if bucket.held]
-    return [bucket for bucket in buckets if not bucket.held] + held[::-1]
+    held = [bucket for bucket in buckets if bucket.is_held]
+    return [bucket for bucket in buckets if not bucket.is_held] + held[::-1]
 
 
 def idle_time(buckets: Sequence[Bucket], now: float) -> float:

@@ -65,7 +65,7 @@ def make_plan(
     crosses_hosts = runtime.crosses_hosts(set_id(submitter.process_set))
     proposal = propose(
         can_overlap(on_device, crosses_hosts, runtime.config.overlap_backward),
-        submitter.lane_terms() is not None and device is not None,
+        submitter.lane_reduction() is not None and device is not None,
         arrivals,
         submitter.find_sparse(param for _, param in params),
     )

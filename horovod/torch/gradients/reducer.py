@@ -124,7 +124,7 @@ class GradientReducer(Reducer):
             self._start_in_order()
         elif bucket.started or bucket.unsent is not None:
             return
-        elif not bucket.held:
+        elif not bucket.is_held:
             self._start(bucket, background=True)
         elif bucket.early:
             self._submitter.start_early(bucket)
@@ -178,7 +178,7 @@ class GradientReducer(Reducer):
             raise failure
         if self._trial is not None:
             # A rank without gradients in this step has nothing to show, but counts the step, too.
-            times = self._trial.typical(_nothing_shown if timing is None else timing.measure)
+            times = self._trial.add_for_median(_nothing_shown if timing is None else timing.measure)
             if times is not None:
                 self._trial = None
                 direct.hold_back(*times)
@@ -301,7 +301,9 @@ class GradientReducer(Reducer):
             seconds: The time in which all gradients were reduced at once.
             backward: The time that backward took from the first gradient on.
         """
-        least = None if self._trial is None else self._trial.least(lambda: (seconds, backward))
+        least = (
+            None if self._trial is None else self._trial.add_for_least(lambda: (seconds, backward))
+        )
         if least is None:
             return
         seconds, backward = least
@@ -348,10 +350,12 @@ class GradientReducer(Reducer):
         """Cut gradients into buckets of up to `most` bytes on the lane."""
         if self._direct is not None:
             self._direct.finish_comparison()  # or the next would bear the same name
-        terms = self._submitter.lane_terms()
-        assert terms is not None
+        reduction = self._submitter.lane_reduction()
+        assert reduction is not None
         plan = self._plan
-        buckets = make_buckets(self.name, plan.params, self._groups, most, plan.policy.limit, terms)
+        buckets = make_buckets(
+            self.name, plan.params, self._groups, most, plan.policy.limit, reduction
+        )
         for bucket in buckets:
             runtime.name_members(bucket.name, [name for name, _ in bucket.params])
         measures_all = plan.policy.delayed

@@ -22,7 +22,7 @@ from horovod.engine.runtime import runtime
 from horovod.engine.scaling import sum_and_scale
 from horovod.torch.compression import NARROW, Compressor, NoneCompressor, wire_type
 from horovod.torch.gradients.buckets import Bucket, Named, Part
-from horovod.torch.gradients.device_bucket import LaneTerms
+from horovod.torch.gradients.device_bucket import LaneReduction
 from horovod.torch.gradients.layouts import cut_at, flat, laid_out_like, memory_shape
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
 from horovod.torch.ops.sparse import sparse_allreduce_async, sparse_tensor
@@ -58,7 +58,7 @@ class BucketSubmitter:
         self.name = ""
         self.sparse_dims: Mapping[Parameter, int] = {}
 
-    def lane_terms(self) -> LaneTerms | None:
+    def lane_reduction(self) -> LaneReduction | None:
         """How gradients are reduced on a lane; None where they cannot: see `direct_reducer`."""
         wire = NARROW.get(self._wanted)
         known = wire is not None or self._wanted is NoneCompressor
@@ -69,8 +69,8 @@ class BucketSubmitter:
         _, scale = sum_and_scale(reduction, set_size(self.process_set))
         if reduction.prescale_factor == 1.0:
             # In one kernel, and half precisions do not overflow in the sum.
-            return LaneTerms(scale, 1.0, wire)
-        return LaneTerms(reduction.prescale_factor, scale, wire)
+            return LaneReduction(scale, 1.0, wire)
+        return LaneReduction(reduction.prescale_factor, scale, wire)
 
     def find_sparse(self, params: Iterable[Parameter]) -> list[int]:
         """Return the sparse dimensions of all gradients that are there; 0 for a dense one."""

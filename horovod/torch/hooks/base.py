@@ -31,8 +31,8 @@ class GradientBucket:
     `gradients` are flat tensors, which are to hold the result in the end; gradients of parameters
     that this rank did not use are zeros. `names` are the parameters' names and `shapes` their
     dimensions, outermost in memory first, so that ``gradient.view(shape)`` is the parameter's
-    order. `op` is the optimizer's, Average or Sum; `scale` is
-    what turns a sum into its result. `rank` and `num_ranks` count within `process_set`, the
+    order. `op` is the optimizer's, Average or Sum, and part of its `reduction`; `scale` is the
+    factor that turns a sum into the result. `rank` and `num_ranks` count within `process_set`, the
     optimizer's. `name` is the bucket's own, and `requests` is where its collectives are noted.
 
     Collectives start at once and return a function that waits for the result. All ranks must

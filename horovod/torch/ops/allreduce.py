@@ -19,6 +19,7 @@ from horovod.engine.arguments import check_writable, reduction_inputs, set_id, w
 from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
+from horovod.engine.submission import check_adasum
 from horovod.torch.compression import Compression, Compressor, eight_bit_type
 from horovod.torch.ops import handles, operators
 from horovod.torch.ops.autograd import backward_name, needs_gradient
@@ -131,7 +132,7 @@ def allreduce_(
     buffers = reduction_inputs([tensor], reduction)
     if buffers[0] is not tensor:
         check_writable(tensor)
-    collective = Collective(Kind.ALLREDUCE, name, set_id(process_set), reduction)
+    collective = _collective(name, reduction, process_set)
     runtime.submit(collective, buffers, buffers, background=False).wait()
     if buffers[0] is not tensor:
         write_back(tensor, buffers[0])
@@ -216,7 +217,7 @@ def start(
 ) -> Request:
     """Enqueue an allreduce into new tensors; without `background` the caller waits at once."""
     sources = reduction_inputs(tensors, reduction)
-    collective = Collective(Kind.ALLREDUCE, name, set_id(process_set), reduction)
+    collective = _collective(name, reduction, process_set)
     outputs = [torch.empty_like(source) for source in sources]
     return runtime.submit(collective, sources, outputs, background=background)
 
@@ -233,7 +234,7 @@ def start_in_place(
     copies = [pair for pair in zip(tensors, buffers, strict=True) if pair[0] is not pair[1]]
     for tensor, _ in copies:
         check_writable(tensor)
-    collective = Collective(Kind.ALLREDUCE, name, set_id(process_set), reduction)
+    collective = _collective(name, reduction, process_set)
     request = runtime.submit(collective, buffers, buffers, background=background)
 
     def finish(_: Any) -> tuple[Tensor, ...]:
@@ -242,6 +243,12 @@ def start_in_place(
         return tuple(tensors)
 
     return request, finish
+
+
+def _collective(name: str | None, reduction: Reduction, process_set: ProcessSet) -> Collective:
+    """Return the record of an allreduce; Adasum of a set is refused, registered or not."""
+    check_adasum(reduction, all_ranks=process_set is global_process_set)
+    return Collective(Kind.ALLREDUCE, name, set_id(process_set), reduction)
 
 
 def _allreduce(

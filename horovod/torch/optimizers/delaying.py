@@ -126,7 +126,7 @@ class DelayingOptimizer(ReducingOptimizer):
                 changed = {key: v for key, v in after.items() if v is not own.get(key, group)}
                 group.update({key: v for key, v in changed.items() if key != "params"})
 
-    def _on_gradient(self, param: Any, watch: GradientCountdown) -> None:
+    def _on_gradient(self, param: Any, countdown: GradientCountdown) -> None:
         if is_pending(param):
             raise RuntimeError(
                 f"overlap_forward: a gradient of {self._parameter_names[param]!r} was computed "
@@ -134,7 +134,7 @@ class DelayingOptimizer(ReducingOptimizer):
                 f"cannot be seen from here (a scripted copy of the model, say), or because "
                 f"backward() ran again through a graph from before: leave overlap_forward out"
             )
-        super()._on_gradient(param, watch)
+        super()._on_gradient(param, countdown)
 
     # -- what sees results -----------------------------------------------------------------
 

@@ -7,22 +7,18 @@ Made by `horovod.torch.optimizer`, checked by all ranks together
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
 from horovod.common.host import host_name
 from horovod.common.local_steps import LocalSchedule, check_count
-from horovod.common.process_sets import ProcessSet, global_process_set, shared_process_set
-from horovod.common.reduce_op import Average
+from horovod.common.process_sets import ProcessSet, shared_process_set
 from horovod.engine.arguments import set_id
 from horovod.engine.runtime import runtime
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.dtensors import is_dtensor
 from horovod.torch.ops.objects import allgather_object
-
-if TYPE_CHECKING:  # it contains a `LocalSteps`
-    from horovod.torch.optimizers.options import OptimizerOptions
 
 HOST: Final = "host"  # for `within`: the ranks of a host are a cluster
 
@@ -51,14 +47,12 @@ class LocalSteps(LocalSchedule):
         return shown
 
 
-def check_local_steps(options: OptimizerOptions, named: list[Named]) -> None:
-    """Refuse local steps that make no sense, or do not go with another argument."""
-    chosen = options.local_steps
+def check_local_steps(chosen: LocalSteps, named: list[Named]) -> None:
+    """Refuse local steps that make no sense, or not with these parameters."""
     if not chosen.check():
         return
     _check_numbers(chosen)
     _check_kinds(chosen)
-    _check_other_arguments(chosen, options)
     for name, param in named:
         if is_dtensor(param):
             raise ValueError(
@@ -121,28 +115,6 @@ def _check_kinds(chosen: LocalSteps) -> None:
             raise ValueError(
                 f"within must be a set that this rank belongs to, and its ranks are {within.ranks}"
             )
-
-
-def _check_other_arguments(chosen: LocalSteps, options: OptimizerOptions) -> None:
-    if chosen.within == HOST and options.process_set is not global_process_set:
-        raise ValueError('within="host" works with all ranks: leave process_set out')
-    if options.op != Average:
-        raise ValueError("local_steps averages models: leave op at hvd.Average")
-    if options.shard_state:
-        raise ValueError(
-            "local_steps does not go with shard_state, with which no rank can step alone: leave "
-            "one of them out"
-        )
-    if options.overlap_forward is not None:
-        raise ValueError(
-            "local_steps does not go with overlap_forward, which hides the time of gradients that "
-            "are not sent here: leave overlap_forward out, and use delay"
-        )
-    if options.communication_hook is not None and (chosen.warmup_steps or chosen.within):
-        raise ValueError(
-            "a communication_hook sends either gradients or what local steps exchange: leave it "
-            "out, or warmup_steps and within"
-        )
 
 
 def set_of_this_host() -> ProcessSet:

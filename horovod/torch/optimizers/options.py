@@ -14,14 +14,14 @@ import torch
 
 from horovod.common.optimizer_arguments import check_passes, predivide_factors
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.common.reduce_op import Adasum, ReduceOp
+from horovod.common.reduce_op import Adasum, Average, ReduceOp
 from horovod.engine.runtime import runtime
 from horovod.torch.compression import Compressor
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.dtensors import is_dtensor
 from horovod.torch.gradients.layouts import is_dense
 from horovod.torch.hooks.base import CommunicationHook, check_hook
-from horovod.torch.optimizers.local_steps import LocalSteps
+from horovod.torch.optimizers.local_steps import HOST, LocalSteps
 from horovod.torch.optimizers.update_kinds import UpdateKind, class_of, kind_of
 
 
@@ -45,11 +45,36 @@ class OptimizerOptions:
 
 def check_combinations(optimizer: Any, options: OptimizerOptions, named: list[Named]) -> None:
     """Refuse options that do not go with each other, with the optimizer or its parameters."""
+    if options.local_steps.local_steps is not None:
+        _check_local_steps(options.local_steps, options)
     _check_dtensors(options, named)
     if options.shard_state:
         _check_shardable(optimizer, options, named)
     if options.overlap_forward is not None:
         _check_delayable(optimizer, options, named)
+
+
+def _check_local_steps(chosen: LocalSteps, options: OptimizerOptions) -> None:
+    """Refuse what does not go with `local_steps`."""
+    if chosen.within == HOST and options.process_set is not global_process_set:
+        raise ValueError('within="host" works with all ranks: leave process_set out')
+    if options.op != Average:
+        raise ValueError("local_steps averages models: leave op at hvd.Average")
+    if options.shard_state:
+        raise ValueError(
+            "local_steps does not go with shard_state, with which no rank can step alone: leave "
+            "one of them out"
+        )
+    if options.overlap_forward is not None:
+        raise ValueError(
+            "local_steps does not go with overlap_forward, which hides the time of gradients that "
+            "are not sent here: leave overlap_forward out, and use delay"
+        )
+    if options.communication_hook is not None and (chosen.warmup_steps or chosen.within):
+        raise ValueError(
+            "a communication_hook sends either gradients or what local steps exchange: leave it "
+            "out, or warmup_steps and within"
+        )
 
 
 def check_values(optimizer: Any, options: OptimizerOptions) -> None:

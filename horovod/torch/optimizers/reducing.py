@@ -95,7 +95,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
 
     def _attach(self, named: list[Named]) -> None:
         """Begin to notice gradients, if there is somebody to reduce them with."""
-        self._watches: list[GradientCountdown] = []
+        self._countdowns: list[GradientCountdown] = []
         self._reducer: Reducer | None = None
         together = self._together = self._gradient_set()
         check = FiniteCheck(self._parameter_names, together) if runtime.config.check_nan else None
@@ -103,7 +103,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         if together is not None:
             self._reducer = self._make_reducer(*with_local_shards(named, self._groups))
             passes = self.backward_passes_per_step
-            self._watches = [GradientCountdown(index, passes) for index in range(len(named))]
+            self._countdowns = [GradientCountdown(index, passes) for index in range(len(named))]
             self._register_hooks()
 
     def _reattach(self) -> None:
@@ -128,29 +128,31 @@ class ReducingOptimizer(torch.optim.Optimizer):
     def _register_hooks(self) -> None:
         """Notice gradients as they arrive, of parameters that require them now."""
         this = weakref.ref(self)
-        for param, watch in zip(self._parameter_names, self._watches, strict=True):
-            if watch.hook is None and param.requires_grad:
+        for param, countdown in zip(self._parameter_names, self._countdowns, strict=True):
+            if countdown.hook is None and param.requires_grad:
 
                 @untraced
-                def on_gradient(param: torch.Tensor, watch: GradientCountdown = watch) -> None:
+                def on_gradient(
+                    param: torch.Tensor, countdown: GradientCountdown = countdown
+                ) -> None:
                     optimizer = this()
                     if optimizer is not None:
-                        optimizer._on_gradient(param, watch)
+                        optimizer._on_gradient(param, countdown)
 
-                watch.hook = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+                countdown.hook = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _remove_hooks(self) -> None:
-        for watch in self._watches:
-            if watch.hook is not None:
-                watch.hook.remove()
-        self._watches = []
+        for countdown in self._countdowns:
+            if countdown.hook is not None:
+                countdown.hook.remove()
+        self._countdowns = []
         if self._reducer is not None:
             self._reducer.close()
 
-    def _on_gradient(self, param: Any, watch: GradientCountdown) -> None:
-        if self._reducer is None or (self._accumulating and watch.passes_left > 0):
+    def _on_gradient(self, param: Any, countdown: GradientCountdown) -> None:
+        if self._reducer is None or (self._accumulating and countdown.passes_left > 0):
             return
-        left = watch.passes_left = watch.passes_left - 1
+        left = countdown.passes_left = countdown.passes_left - 1
         if left < 0:
             raise AssertionError(
                 f"the gradient of {self._parameter_names[param]!r} was computed more often than "
@@ -161,7 +163,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         if left == 0:
             if self._finite_check is not None:
                 self._finite_check.look(param)
-            self._reducer.arrived(watch.index)
+            self._reducer.arrived(countdown.index)
 
     @untraced
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -172,8 +174,8 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._reset_passes()
 
     def _reset_passes(self) -> None:
-        for watch in self._watches:
-            watch.passes_left = self.backward_passes_per_step
+        for countdown in self._countdowns:
+            countdown.passes_left = self.backward_passes_per_step
 
     @untraced
     def synchronize(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from horovod.observe.dashboard import page
 from horovod.observe.reports.styles import style_sheet
 
-SOURCES = [Path(page.__file__).with_name(name) for name in ("page.html", "page.js", "charts.js")]
+SOURCES = [Path(page.__file__).with_name(name) for name in ("page.html", *page._SCRIPTS)]
 
 
 def test_every_colour_is_there_in_light_and_dark():

@@ -1,0 +1,330 @@
+"""The modules of Horovod inside of the simulation: loaded once, with simulated system modules.
+
+A module that uses time, threads, connections or processes is executed anew, in a library of its
+own, and finds simulated modules in place of Python's. All simulated processes share the library,
+since loading a hundred modules for each would take longer than the job. What a module keeps for its
+process (variables that functions rebind, locks, registries, the engine's `runtime`) is exchanged
+whenever another process runs: see `Variable`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from horovod.common import logging as real_logging
+
+if TYPE_CHECKING:
+    from tests.simulation.processes import Process
+    from tests.simulation.world import World
+
+Patches = Mapping[str, tuple[tuple[str, str], ...]]
+
+REPLACED = (
+    *("atexit", "importlib", "os", "psutil", "secrets", "select", "selectors", "signal"),
+    *("simulated", "socket", "threading", "time"),
+)
+_OURS = ("horovod", "tests")
+_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGES = ("horovod.torch", "horovod.torch.elastic", "horovod.torch.optimizers")  # left empty
+_PARTS = {
+    f"horovod.torch.{name}" for name in ("functions", "optimizers.local", "optimizers.pending")
+}
+_Cached = type(functools.cache(len))
+_CONTAINERS = ("dict", "list", "set", "Counter", "OrderedDict", "defaultdict", "deque")
+
+
+class Variable:
+    """A variable of a module that every process has for itself."""
+
+    def __init__(self, module: ModuleType, name: str, value: Any) -> None:
+        self._values = vars(module)
+        self._name = name
+        self._value = value  # the code that makes a new one
+        # An object that other modules import by its name stays, and gets other attributes.
+        self._object: Any = None
+        if not name.startswith("_") and hasattr(vars(module)[name], "__dict__"):
+            self._object = vars(module)[name]
+
+    def get(self) -> Any:
+        return vars(self._object) if self._object is not None else self._values[self._name]
+
+    def set(self, value: Any) -> None:
+        if self._object is not None:
+            object.__setattr__(self._object, "__dict__", value)
+        else:
+            self._values[self._name] = value
+
+    def renew(self) -> None:
+        """Give the process that runs now a variable as a new process has it."""
+        value = eval(self._value, self._values)
+        self.set(vars(value) if self._object is not None else value)
+
+
+class Library:
+    """Modules with some texts of their sources replaced; `world` is that of the present job."""
+
+    world: World
+
+    def __init__(self, patches: Patches) -> None:
+        self._patches = patches
+        self._modules: dict[str, Any] = {}
+        self._variables: list[Variable] = []
+        self._caches: list[Any] = []
+        self._replaced = {name: _Replaced(self, name) for name in REPLACED}
+        self._builtins = {**vars(builtins), "__import__": self._import}
+        self._owner: Process | None = None  # whose variables are in the modules now
+
+    def begin(self, world: World) -> None:
+        """Forget the processes of earlier jobs."""
+        self.world, self._owner = world, None
+        for function in self._caches:
+            function.cache_clear()
+
+    @property
+    def process(self) -> Process:
+        """The process that runs now."""
+        task = self.world.current
+        assert task is not None, "only simulated threads may use the system"
+        return task.process
+
+    def enter(self, process: Process) -> None:
+        """Put the variables of a process, which runs now, into the modules."""
+        if self._owner is process:
+            return
+        if self._owner is not None:
+            self._owner.variables = [variable.get() for variable in self._variables]
+        self._owner = process
+        known = len(process.variables)
+        for variable, value in zip(self._variables, process.variables, strict=False):
+            variable.set(value)
+        for variable in self._variables[known:]:
+            variable.renew()
+
+    def load(self, name: str) -> Any:
+        """Return the module of that name."""
+        if name in self._modules:
+            return self._modules[name]
+        parent, _, child = name.rpartition(".")
+        above = self.load(parent) if parent else None
+        if name == "horovod.common.logging":
+            module: Any = _Logging(self)
+        elif name in _PARTS:
+            module = self.load("tests.simulation.torch_parts")
+        elif name in _PACKAGES:
+            module = ModuleType(name)
+        elif self._is_real(name):
+            module = importlib.import_module(name)
+        else:
+            module = self._execute(name)
+        self._modules[name] = module
+        if above is not None and not hasattr(above, child):
+            setattr(above, child, module)
+        return module
+
+    def _execute(self, name: str) -> ModuleType:
+        if name.startswith("horovod") and not name.startswith(_PACKAGES):
+            importlib.import_module(name)  # dataclasses look their module up by its name
+        path, tree = parse(name, self._patches.get(name, ()))
+        module = self._modules[name] = ModuleType(name)
+        module.__file__ = str(path)
+        if path.name == "__init__.py":
+            module.__path__ = [str(path.parent)]
+        module.__package__ = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        vars(module)["__builtins__"] = self._builtins
+        exec(compile(tree, str(path), "exec"), vars(module))
+        for variable, value in find_state(tree).items():
+            code = compile(ast.Expression(value), str(path), "eval")
+            self._variables.append(Variable(module, variable, code))
+        self._caches += [each for each in vars(module).values() if isinstance(each, _Cached)]
+        return module
+
+    def _is_real(self, name: str) -> bool:
+        """Return whether a module needs nothing simulated. Packages lead to ones that do."""
+        path = _path_of(name)
+        is_package = path is not None and path.name == "__init__.py"
+        return not is_package and not _uses_the_system(name) and name not in self._patches
+
+    def _import(
+        self, name: str, globals_: Any = None, locals_: Any = None, names: Any = (), level: int = 0
+    ) -> Any:
+        """Do what an import statement of the code under test asks for."""
+        if level:
+            name = importlib.util.resolve_name("." * level + name, globals_["__package__"])
+        top = name.partition(".")[0]
+        if name in self._replaced:
+            if names:
+                raise ImportError(f"{name} is simulated: import it whole, not {names} from it")
+            return self._replaced[name]
+        if top not in _OURS:
+            return builtins.__import__(name, globals_, locals_, names, 0)
+        module = self.load(name)
+        if not names:
+            return self.load(top)
+        for each in names:
+            if not hasattr(module, each) and _path_of(f"{name}.{each}") is not None:
+                self.load(f"{name}.{each}")
+        return module
+
+
+_libraries: dict[tuple[Any, ...], Library] = {}
+
+
+def library(patches: Patches) -> Library:
+    """Return the modules with these changes, which all jobs share."""
+    key = tuple(sorted(patches.items()))
+    if key not in _libraries:
+        _libraries[key] = Library(patches)
+    return _libraries[key]
+
+
+class _Replaced:
+    """A system module: that of the process which runs now."""
+
+    def __init__(self, modules: Library, name: str) -> None:
+        self._modules = modules
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._modules.process.system[self._name], name)
+
+
+class _Logging(ModuleType):
+    """`horovod.common.logging`: lines are part of the story."""
+
+    def __init__(self, modules: Library) -> None:
+        super().__init__("horovod.common.logging")
+        self._logger = _Logger(modules)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real_logging, name)
+
+    def set_rank(self, rank: int) -> None:
+        """The story has the worker's name."""
+
+    def get_logger(self, name: str = "") -> _Logger:
+        return self._logger
+
+    def log_once(self, logger: _Logger, level: int, key: object, text: str, *args: Any) -> None:
+        logger.log(level, text, *args)
+
+
+class _Logger:
+    def __init__(self, modules: Library) -> None:
+        self._modules = modules
+
+    def log(self, level: int, text: str, *args: Any, **_: Any) -> None:
+        self._modules.process.tools.note(text % args if args else text)
+
+    def __getattr__(self, level: str) -> Any:
+        return lambda text, *args, **_: self.log(0, text, *args)
+
+    def isEnabledFor(self, level: int) -> bool:
+        return False
+
+
+# -- sources ---------------------------------------------------------------------------------
+
+
+def parse(name: str, patches: tuple[tuple[str, str], ...]) -> tuple[Path, ast.Module]:
+    """Return a module's file, and its source after changes."""
+    path = _path_of(name)
+    if path is None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+    source = path.read_text(encoding="utf-8")
+    for before, after in patches:
+        if source.count(before) != 1:
+            raise ValueError(f"{before!r} is {source.count(before)} times in {name}, not once")
+        source = source.replace(before, after)
+    return path, ast.parse(source)
+
+
+def find_state(tree: ast.Module) -> dict[str, ast.expr]:
+    """Return what a module keeps for its process: names, and what they are at first."""
+    rebound = {
+        name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names
+    }
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            targets = [node.target]
+        else:
+            continue
+        (target,) = targets
+        assert node.value is not None
+        if isinstance(target, ast.Name) and (
+            target.id in rebound or _is_state(node.value, classes)
+        ):
+            found[target.id] = node.value
+    return found
+
+
+def _is_state(value: ast.expr, classes: set[str]) -> bool:
+    """Return whether a value is something that changes: a container, a lock, an own object."""
+    if isinstance(value, (ast.List, ast.Set)):
+        return not value.elts
+    if isinstance(value, ast.Dict):
+        return not value.keys
+    if not isinstance(value, ast.Call):
+        return False
+    name = ast.unparse(value.func)
+    is_own = name in classes and not value.args and not value.keywords
+    module, _, attribute = name.rpartition(".")
+    return is_own or module in ("threading", "weakref") or attribute in _CONTAINERS
+
+
+@functools.cache
+def _path_of(name: str) -> Path | None:
+    base = _ROOT.joinpath(*name.split("."))
+    for path in (base / "__init__.py", base.with_suffix(".py")):
+        if path.exists():
+            return path
+    return None
+
+
+@functools.cache
+def _imports(name: str) -> frozenset[str]:
+    """Return what a module imports, wherever the statement is."""
+    path = _path_of(name)
+    if path is None:
+        return frozenset()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = importlib.util.resolve_name("." * node.level + base, package)
+            found.add(base)
+            found |= {f"{base}.{alias.name}" for alias in node.names}
+    return frozenset(found)
+
+
+@functools.cache
+def _uses_the_system(name: str) -> bool:
+    """Return whether a module, or one that it imports, needs what is simulated."""
+    return _reaches_the_system(name, set())
+
+
+def _reaches_the_system(name: str, seen: set[str]) -> bool:
+    seen.add(name)
+    for imported in _imports(name):
+        top = imported.partition(".")[0]
+        if imported in REPLACED or imported == "horovod.common.logging":
+            return True
+        is_ours = top in _OURS and imported not in seen and _path_of(imported) is not None
+        if is_ours and _reaches_the_system(imported, seen):
+            return True
+    return False

@@ -1,0 +1,150 @@
+"""What a simulated job is made of, from a seed, and what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from dataclasses import dataclass, field
+
+VERSION = 2
+"""Counted up when a seed means another job than before."""
+
+KINDS = (
+    "kill worker",
+    "stop worker",
+    "stop worker for good",
+    "worker's program hangs",
+    "tell worker to leave",
+    "power loss",
+    "cut",
+    "cut towards the launcher",
+    "cut from the launcher",
+    "cut between hosts",
+    "cut from everything",
+    "slow network",
+    "discovery fails",
+    "discovery is late",
+    "discovery lies",
+    "host is not offered",
+    "clock jumps",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong, from `start` for some seconds."""
+
+    kind: str
+    start: float
+    seconds: float
+    target: int  # a number of which the worker or host is made
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.target} at {self.start:.1f} s for {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cluster, a training and what goes wrong."""
+
+    seed: int
+    num_hosts: int
+    slots: int
+    min_np: int
+    samples: int  # of an epoch
+    pace: float  # seconds of a step
+    commit_every: int  # steps
+    faults: tuple[Fault, ...]
+    epochs: int = 1
+    batch: int = 1  # samples of a rank in a step
+    uses_sets: bool = False
+    uses_join: bool = False
+    elastic_timeout: float = 600.0
+    stall_shutdown: float = 100.0  # seconds; without it nobody notices a program that hangs
+
+    @property
+    def num_proc(self) -> int:
+        return self.num_hosts * self.slots
+
+    @property
+    def max_np(self) -> int:
+        return self.num_hosts * self.slots
+
+    @property
+    def faults_end(self) -> float:
+        return max((fault.start + fault.seconds for fault in self.faults), default=0.0)
+
+    @property
+    def patience(self) -> float:
+        """Virtual seconds from the last fault's end to the job's, if one worker does it all."""
+        return 6 * self.elastic_timeout + 2 * self.epochs * self.samples * self.pace / self.batch
+
+    @classmethod
+    def from_seed(cls, seed: int, num_hosts: int = 0, num_faults: int = -1) -> Plan:
+        """Draw a job. Faults are drawn apart from the scheduling, so that some can be left out."""
+        draw = random.Random(f"plan {seed}")
+        hosts = num_hosts or draw.randint(1, 4)
+        slots = draw.randint(1, 2)
+        epochs, batch = draw.randint(1, 3), draw.randint(1, 3)
+        steps, pace = draw.randint(6, 20), draw.choice([0.05, 0.5, 2.0, 5.0])
+        length = steps * pace + 10.0
+        count = draw.randint(0, 10) if num_faults < 0 else num_faults
+        faults = sorted(
+            (
+                Fault(
+                    draw.choice(KINDS),
+                    draw.uniform(0.0, 1.5 * length),
+                    draw.choice([0.5, 5.0, 20.0, 45.0, 90.0]) * draw.uniform(0.5, 1.5),
+                    draw.randrange(1000),
+                )
+                for _ in range(count)
+            ),
+            key=lambda fault: fault.start,
+        )
+        return cls(
+            seed,
+            hosts,
+            slots,
+            min_np=draw.randint(1, hosts * slots),
+            samples=max(1, steps * hosts * slots * batch // epochs - draw.randint(0, 5)),
+            pace=pace,
+            commit_every=draw.randint(1, 5),
+            faults=tuple(faults),
+            epochs=epochs,
+            batch=batch,
+            uses_sets=draw.random() < 0.3,
+            uses_join=draw.random() < 0.3,
+        )
+
+
+@dataclass
+class Result:
+    """What came of a job."""
+
+    plan: Plan
+    problem: str = ""  # a broken promise; empty if all were kept
+    status: int | None = None
+    ending: str = ""
+    seconds: float = 0.0  # virtual
+    generations: int = 0
+    moments: list[tuple[str, str]] = field(default_factory=list)  # the job's phase, and the fault
+    decisions: list[str] = field(default_factory=list)  # their kinds
+    events: list[tuple[float, str]] = field(default_factory=list)
+
+    def story(self, most: int = 60) -> str:
+        """Tell the last events in words."""
+        plan = self.plan
+        lines = [f"{when - 1000.0:9.3f} s  {text}" for when, text in self.events[-most:]]
+        faults = "\n".join(f"  {fault}" for fault in plan.faults) or "  none"
+        head = (
+            f"seed {plan.seed}: {plan.num_hosts} hosts with {plan.slots} slots, at least "
+            f"{plan.min_np} workers, {plan.epochs} epochs of {plan.samples} samples, batches of "
+            f"{plan.batch} in {plan.pace} s\nfaults:\n{faults}"
+        )
+        return "\n".join([head, *lines, self.problem or "all promises were kept"])
+
+    def fingerprint(self) -> str:
+        """Return a digest of all events: equal for two runs of one seed."""
+        text = json.dumps([[f"{when:.6f}", what] for when, what in self.events])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
