@@ -63,6 +63,11 @@ class CodedReduction:
         self._rows = rows
         self._own_blocks = plan.blocks[rank]
         self._operands: list[dict[int, Tensor]] = [{} for _ in self._own_blocks]  # by rank
+        # Memory for the blocks that arrive and for their sum, used again for each: the pages of
+        # fresh memory would cost as much as the arithmetic.
+        most = max((block.edges[-1] for block in self._own_blocks), default=0)
+        self._arriving = torch.empty(len(streams), AHEAD, most, eight_bits.ROW, dtype=torch.uint8)
+        self._total = torch.empty(most, eight_bits.BLOCK)
         starts, first = [], 0
         for tensor in self._tensors:
             starts.append(first)
@@ -88,8 +93,11 @@ class CodedReduction:
         return self._rows[start : start + block.edges[-1]]
 
     def _numbers(self, block: ShareBlock) -> Tensor:
-        """Return this rank's numbers of a block, as float32."""
-        return torch.cat([eight_bits.in_blocks(part) for part in self._parts(block)])
+        """Return this rank's numbers of a block, as float32: where they are, or copied."""
+        parts = self._parts(block)
+        if _fills_rows(parts):
+            return parts[0].view(-1, eight_bits.BLOCK)
+        return torch.cat([eight_bits.in_blocks(part) for part in parts])
 
     def _parts(self, block: ShareBlock) -> list[Tensor]:
         """Return the elements of the tensors that a block covers."""
@@ -105,18 +113,24 @@ class CodedReduction:
 
     def _decode(self, block: ShareBlock, rows: Tensor) -> None:
         """Write the result of a block into the tensors."""
-        blocks = torch.empty(len(rows), eight_bits.BLOCK)
-        eight_bits.decode(rows, blocks, self._kind)
-        if self._scale != 1.0:
-            blocks.mul_(self._scale)
-        for edge, part in zip(block.edges, self._parts(block), strict=False):
+        parts = self._parts(block)
+        is_whole = _fills_rows(parts)
+        blocks = (
+            parts[0].view(-1, eight_bits.BLOCK)
+            if is_whole
+            else torch.empty(len(rows), eight_bits.BLOCK)
+        )
+        eight_bits.decode(rows, blocks, self._kind, factor=self._scale)
+        if is_whole:
+            return
+        for edge, part in zip(block.edges, parts, strict=False):
             part.copy_(blocks[edge:].view(-1)[: part.numel()])
 
     def _expect(self, number: int) -> None:
         """Expect every peer's rows for a block of our share, and results after the last block."""
         block = self._own_blocks[number]
-        for peer, stream in self._streams.items():
-            theirs = torch.empty(block.edges[-1], eight_bits.ROW, dtype=torch.uint8)
+        for index, (peer, stream) in enumerate(self._streams.items()):
+            theirs = self._arriving[index, number % AHEAD, : block.edges[-1]]
             stream.receive(
                 [theirs.numpy()], block.nbytes, partial(self._on_arrival, number, peer, theirs)
             )
@@ -137,14 +151,14 @@ class CodedReduction:
             return
         block = self._own_blocks[number]
         rows = self._rows_of(block)
-        total = (
-            self._numbers(block) if self._rank == 0 else torch.zeros(len(rows), eight_bits.BLOCK)
-        )
+        total = self._total[: len(rows)]
         for rank in range(len(self._streams) + 1):  # in rank order, whichever rank adds up
             if rank != self._rank:
-                eight_bits.decode(arrived[rank], total, self._kind, add=True)
+                eight_bits.decode(arrived[rank], total, self._kind, add=rank > 0)
             elif rank:
                 total.add_(self._numbers(block))
+            else:
+                total.copy_(self._numbers(block))
         arrived.clear()
         eight_bits.encode(total, rows, self._kind)
         for stream in self._streams.values():
@@ -152,6 +166,12 @@ class CodedReduction:
         self._decode(block, rows)
         if number + AHEAD < len(self._own_blocks):
             self._expect(number + AHEAD)
+
+
+def _fills_rows(parts: Sequence[Tensor]) -> bool:
+    """Return whether these are float32 numbers in one place that fill the rows of a block."""
+    first = parts[0]
+    return len(parts) == 1 and first.dtype is torch.float32 and not first.numel() % eight_bits.BLOCK
 
 
 def add_up_among_many(

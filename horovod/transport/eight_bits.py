@@ -64,8 +64,10 @@ def encode(blocks: Tensor, rows: Tensor, kind: torch.dtype) -> None:
         target[:, BLOCK:] = scales.view(torch.uint8)
 
 
-def decode(rows: Tensor, blocks: Tensor, kind: torch.dtype, add: bool = False) -> None:
-    """Write the numbers of rows into blocks of float32, or `add` them to these."""
+def decode(
+    rows: Tensor, blocks: Tensor, kind: torch.dtype, add: bool = False, factor: float = 1.0
+) -> None:
+    """Write the numbers of rows, times `factor`, into blocks of float32, or `add` them to these."""
     step = _step(blocks)
     for start in range(0, len(rows), step):
         some, target = rows[start : start + step], blocks[start : start + step]
@@ -76,6 +78,8 @@ def decode(rows: Tensor, blocks: Tensor, kind: torch.dtype, add: bool = False) -
             bits.bitwise_left_shift_(_ABOVE_MANTISSA).bitwise_and_(_WITHOUT_BIT_14)
             numbers = bits.view(torch.float16)
             scales = scales * _BIAS
+        if factor != 1.0:
+            scales = scales * factor
         if add:
             target.add_(_scratch(target, torch.float32).copy_(numbers).mul_(scales))
         else:

@@ -48,6 +48,7 @@ def test_the_page():
     assert trained == {
         "Accumulating gradients",
         "Sending fewer bytes",
+        "Local steps",
         "Without an optimizer of optax",
         "Elastic training",
     }
