@@ -40,8 +40,6 @@ ALLOWED = {
     ("horovod.torch", "horovod.lightning.registration"),
     # An old name (docs/old_names.md), imported when somebody asks for it.
     ("horovod.runner.elastic.driver", "horovod.runner._upstream.environment"),
-    # For its type alone: the options contain the local steps, whose checks look at other options.
-    ("horovod.torch.optimizers.local_steps", "horovod.torch.optimizers.options.OptimizerOptions"),
 }
 
 
