@@ -6,6 +6,7 @@ It has where the ranks were after the last synchronisation (the *anchor*), and t
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from horovod.common.local_steps import AVERAGING, LocalSchedule, OuterSGD, check_alike
+from horovod.common.logging import get_logger
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
 from horovod.engine.runtime import runtime
@@ -40,6 +42,8 @@ class LocalStepsOptimizer(optax.GradientTransformationExtraArgs):
     schedule: LocalSchedule
     average: Callable[[Any], Any]
     share_anchor: Callable[[Any], Any]
+    has_updated = False  # whether somebody has trained with it
+    has_ended_steps = False  # whether `end_step` was ever called
 
     def end_step(self, params: Any, opt_state: LocalStepsState) -> tuple[Any, LocalStepsState]:
         """Count a step, and synchronise the ranks' parameters if it is due after this step.
@@ -54,6 +58,7 @@ class LocalStepsOptimizer(optax.GradientTransformationExtraArgs):
         Returns:
             The parameters and the state for the next step.
         """
+        self.has_ended_steps = True
         warmup, every = self.schedule.warmup_steps, self.schedule.steps
         steps = opt_state.steps + 1
         since = jnp.where(steps > warmup, opt_state.since + 1, 0)
@@ -157,6 +162,7 @@ def make_optimizer(
     def update(
         gradients: Any, state: LocalStepsState, params: Any = None, **extra: Any
     ) -> tuple[Any, LocalStepsState]:
+        optimizer.has_updated = True
         if warmup:
             gradients, _ = _when(
                 state.steps < warmup, lambda given, _: (reduce(given), _), gradients, state.steps
@@ -181,7 +187,19 @@ def make_optimizer(
     optimizer.schedule = schedule
     optimizer.average = average
     optimizer.share_anchor = share_anchor
+    atexit.register(_warn_if_never_synchronised, optimizer)
     return optimizer
+
+
+def _warn_if_never_synchronised(optimizer: LocalStepsOptimizer) -> None:
+    """Say at the end of the program that a call is missing: inside jit nobody can see it before."""
+    if optimizer.has_updated and not optimizer.has_ended_steps:
+        get_logger().warning(
+            "DistributedOptimizer(local_steps=%s): end_step was never called, so the ranks never "
+            "synchronised, and each has a model of its own. Call params, opt_state = "
+            "optimizer.end_step(params, opt_state) after each step",
+            optimizer.schedule.steps,
+        )
 
 
 def _wide(params: Any) -> Any:

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import horovod.jax as hvd
-from tests.ranks import RankPool
+from tests.ranks import RankPool, start_ranks
 
 LR = 0.5
 OUTERS = [None, hvd.OuterSGD(0.5, 0.5), hvd.OuterSGD(0.25, 0.5, nesterov=False)]
@@ -196,3 +196,16 @@ def _differing() -> str:
 def test_different_local_steps_are_refused_on_all_ranks(jax_pool2: RankPool):
     expected = "local_steps of DistributedOptimizer differs between ranks: 2 on rank 0, 3 on rank 1"
     assert jax_pool2.run(_differing) == [expected] * 2
+
+
+def _forgetful(rank: int, size: int) -> None:
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(optax.sgd(0.1), local_steps=2)
+    params = jnp.ones(3)
+    optimizer.update(params, optimizer.init(params), params)
+
+
+def test_a_program_that_never_ends_a_step_is_told():
+    with start_ranks(_forgetful, 1) as ranks:
+        (outcome,) = ranks.wait()
+    assert "end_step was never called" in outcome.output
