@@ -70,6 +70,8 @@ def jobs(
             chosen["HOROVOD_AUTOTUNE"] = "1"
         return chosen | heap_variables(contender, options.same_heap)
 
+    # With overlap_forward the first steps show how fast the network is, which needs quiet.
+    tunes_itself = options.autotune or "ours_next" in options.contenders
     plan = {"device": options.device, "strong": options.strong, "bind": options.bind}
     return Jobs(
         place,
@@ -79,7 +81,7 @@ def jobs(
         lambda what: progress.advance(f"{size} ranks, {what}"),
         knobs=knobs,
         precise=options.percent / 100,
-        is_simultaneous=options.device == "cuda" and not options.autotune,
+        is_simultaneous=options.device == "cuda" and not tunes_itself,
     )
 
 
