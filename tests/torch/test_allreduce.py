@@ -271,5 +271,31 @@ def _alone(rank: int, size: int) -> list[float]:
     ]
 
 
+def _repeat() -> None:
+    for number in range(4):
+        for shape in ((3,), (2, 2), (8000,)):  # the last is too large to be copied first
+            tensor = torch.arange(8000.0)[: torch.Size(shape).numel()].view(shape) + hvd.rank()
+            given = tensor.clone()
+            result = hvd.allreduce(tensor, name=f"repeated {shape}", op=hvd.Sum)
+            assert torch.equal(tensor, given)
+            assert torch.equal(result, 2 * given + 1 - 2 * hvd.rank())
+            assert result.data_ptr() != tensor.data_ptr()
+        # Under the same name come others: not contiguous, with a gradient, by another operation.
+        turned = torch.ones(2, 2).t() * (hvd.rank() + number)
+        assert torch.equal(
+            hvd.allreduce(turned, name="repeated (2, 2)", op=hvd.Sum),
+            torch.full((2, 2), 2.0 * number + 1),
+        )
+        weight = torch.ones(3, requires_grad=True)
+        hvd.allreduce(weight, name="repeated (3,)", op=hvd.Sum).sum().backward()
+        assert torch.equal(weight.grad, torch.full((3,), 2.0))
+        largest = hvd.allreduce(torch.full((3,), float(hvd.rank())), name="most", op=hvd.Max)
+        assert torch.equal(largest, torch.ones(3))
+
+
+def test_a_repeated_name_leaves_the_tensor_alone(pool2: RankPool):
+    pool2.run(_repeat)
+
+
 def test_a_job_of_one_process():
     assert run_ranks(_alone, 1) == [[6.0] * 8]

@@ -23,6 +23,7 @@ from horovod.engine.submission import check_adasum
 from horovod.torch.compression import Compression, Compressor, eight_bit_type
 from horovod.torch.ops import handles, operators
 from horovod.torch.ops.autograd import backward_name, needs_gradient
+from horovod.torch.ops.operator_kernels import SMALL
 from horovod.torch.ops.untraced import breaks_graph
 
 Tensor = torch.Tensor
@@ -204,8 +205,34 @@ def reduce_into_new(
     """Reduce tensors as one operation into new ones, and wait for them."""
     if is_compiling():
         return operators.allreduce(tensors, name, reduction, process_set)
+    copy = _reduce_copy(tensors[0], name, reduction, process_set) if len(tensors) == 1 else None
+    if copy is not None:
+        return [copy]
     reduced: Sequence[Tensor] = start(tensors, name, reduction, process_set, False).wait()
     return reduced
+
+
+def _reduce_copy(
+    tensor: Tensor, name: str | None, reduction: Reduction, process_set: ProcessSet
+) -> Tensor | None:
+    """Reduce a copy of a small tensor the shortest way, if one like it went before by this name.
+
+    Returns:
+        The copy, or None if nothing was done.
+    """
+    prepared = runtime.prepared.get(name)
+    if prepared is None or reduction.prescale_factor != 1.0 or reduction.wire is not None:
+        return None
+    if (
+        not isinstance(tensor, Tensor)
+        or tensor.nbytes > SMALL
+        or tensor.shape != prepared.shapes[0]
+    ):
+        return None
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    set_number = process_set.process_set_id
+    done = prepared.reduce(copy, reduction.op, reduction.postscale_factor, set_number)
+    return copy if done else None
 
 
 def start(

@@ -27,7 +27,7 @@ from horovod.engine.submission import check_scattered
 
 Tensor = torch.Tensor
 
-_SMALL = 16 * 1024  # bytes of a tensor for which a copy costs less than a request
+SMALL = 16 * 1024  # bytes of a tensor for which a copy costs less than a request
 _library: Any = torch.library.Library("horovod", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 _FACTORS = "str? name, int op, float prescale_factor, float postscale_factor, int process_set"
@@ -75,7 +75,7 @@ def _allreduce(
     process_set: int,
 ) -> None:
     reduction = Reduction(ReduceOp(op), prescale_factor, postscale_factor)
-    if len(tensors) == 1 and tensors[0].nbytes <= _SMALL and name in runtime.prepared:
+    if len(tensors) == 1 and tensors[0].nbytes <= SMALL and name in runtime.prepared:
         (output,) = outputs
         output.copy_(tensors[0])
         if _reduce_again(output, name, reduction, process_set):
