@@ -197,7 +197,7 @@ def test_interfaces():
     assert named.run(lambda: os.environ["HOROVOD_GLOO_IFACE"]) == [found]
     named.shutdown()
     wrong = RayExecutor(RayExecutor.create_settings(timeout_s=300, nics=["none0"]), num_workers=1)
-    with pytest.raises(RuntimeError, match="name the network interface"):
+    with pytest.raises(RuntimeError, match="has no interface with an address among none0"):
         wrong.start()
 
 

@@ -60,7 +60,7 @@ class StoreEndpoints:
                 self.open(address)
         if self.endpoints:
             return ""
-        return (
+        return describe_own_problem(nics, option) or (
             f"cannot tell which address of this machine leads to {', '.join(hosts)}; say which "
             f"network interface does with {option}"
         )
@@ -173,11 +173,14 @@ def describe_problem(answer: Mapping[str, Any], nics: Sequence[str], option: str
     return ""
 
 
-def describe_own_problem(nics: Sequence[str]) -> str:
-    """Return why this machine cannot serve the store at these interfaces; empty if it can."""
+def describe_own_problem(nics: Sequence[str], option: str = OPTION) -> str:
+    """Return why this machine cannot serve the store at these interfaces; empty if it can.
+
+    `option` is what the user calls the list of interfaces.
+    """
     if not nics or any(interface_address(name) for name in nics):
         return ""
-    return f"this machine {_describe_missing(nics, own_interfaces(), OPTION)}"
+    return f"this machine {_describe_missing(nics, own_interfaces(), option)}"
 
 
 def _describe_missing(nics: Sequence[str], interfaces: Sequence[str], option: str) -> str:
