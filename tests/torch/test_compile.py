@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from horovod.torch.ops import operators
+from horovod.torch.ops import operator_kernels
 from tests.ranks import RankPool
 
 Tensor = torch.Tensor
@@ -103,7 +103,7 @@ def all_in_one_graph() -> tuple[list[Tensor], list[Tensor]]:
     not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch records whatever it compiles"
 )
 def test_cuda_graphs_of_the_compiler_leave_collectives_out():
-    names = [schema.partition("(")[0] for schema in operators._SCHEMAS]
+    names = [schema.partition("(")[0] for schema in operator_kernels._SCHEMAS]
     for name in names:
         overload = getattr(torch.ops.horovod, name).default
         assert torch.Tag.cudagraph_unsafe in overload.tags, name
