@@ -69,6 +69,29 @@ FOUND = {
         elastic_timeout=60.0,
         stall_shutdown=61.0,
     ),
+    "nobody says why a job fails whose workers have trained to the end": Plan(
+        2,
+        1,
+        2,
+        1,
+        samples=6,
+        pace=0.05,
+        commit_every=2,
+        faults=(
+            Fault("slow network", 0.0, 600.0, 0),
+            Fault("power loss", 10.46, 5.0, 0),
+        ),
+    ),
+    "a worker that never reached the driver ends as if its script had failed": Plan(
+        147,
+        1,
+        1,
+        1,
+        samples=12,
+        pace=0.5,
+        commit_every=2,
+        faults=(Fault("cut from the launcher", 0.1, 12.0, 0),),
+    ),
 }
 """Jobs that have once broken a promise, by the mutant that has the mistake again."""
 

@@ -98,6 +98,7 @@ class WorkerFailure:
 
     worker: int
     exit: Exit
+    how: str = ""  # for people, where more is known than the exit
 
 
 @dataclass
@@ -281,9 +282,9 @@ class JobState:
         self.ended_well[exit.rank] = exit
         self.unrecovered = None
 
-    def note_failure(self, process: Process, code: int) -> WorkerFailure:
-        """Note a process that is gone because of a failure."""
-        failure = WorkerFailure(process.number, process.exit(code))
+    def note_failure(self, process: Process, code: int, how: str = "") -> WorkerFailure:
+        """Note a process that is gone because of a failure; `how` says it to people."""
+        failure = WorkerFailure(process.number, process.exit(code), how)
         self.remove(process)
         self.failures.append(failure)
         own = [each for each in self.failures if each.exit.because_of is None]
@@ -294,7 +295,7 @@ class JobState:
 
     def note_loss(self, process: Process, code: int, how: str) -> None:
         """Note the failure of a process that had started: others may have to go on without it."""
-        failure = self.note_failure(process, code)
+        failure = self.note_failure(process, code, how)
         if process.is_done:
             self.bad_end = self.bad_end or failure
         elif process.because_of is None or self.unrecovered is None:
