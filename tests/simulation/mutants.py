@@ -116,6 +116,13 @@ MUTANTS = (
         "    raise SystemExit(1) from error",
     ),
     Mutant(
+        "workers that lost their slot before they learned of it wait for ever",
+        "past",
+        "horovod.runner.elastic.driver",
+        "self._state.unaware_workers()",
+        "()",
+    ),
+    Mutant(
         "nobody says why a job fails whose workers have trained to the end",
         "past",
         _TERMINATION,

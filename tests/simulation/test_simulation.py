@@ -91,6 +91,12 @@ def test_promises_are_kept(seed: int):
     assert not result.problem, result.story()
 
 
+def test_workers_that_come_too_late_for_their_slot_end():
+    plan = FOUND["workers of a decision that never formed count as having the state"]
+    result = simulate(replace(plan, seed=2))
+    assert not result.problem, result.story()
+
+
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_is_mended(name: str):
     (mutant,) = [each for each in MUTANTS if each.name == name]

@@ -198,6 +198,15 @@ class JobState:
         told = [p for p in self.alive.values() if p.joined is not None and not p.is_ending]
         return [p for p in told if max(p.heard, p.entered[0]) < number]
 
+    def unaware_workers(self) -> list[Process]:
+        """Return the workers that an earlier decision added, and that have not entered any since.
+
+        The newest is without them. They may have come too late to learn that they ever had a slot,
+        and then they wait for one: who knows of it ends by itself.
+        """
+        removed = [p for p in self.alive.values() if p.number not in self.placed_workers]
+        return [p for p in removed if p.joined and p.entered == (0, 0) and not p.is_ending]
+
     def absent_members(self, number: int, attempt: int = 0) -> list[Process]:
         """Return the members that have not entered that generation."""
         return [p for p in self.members() if p.entered < (number, attempt)]
