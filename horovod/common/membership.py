@@ -135,7 +135,7 @@ class Membership:
             try:
                 start()
                 return
-            except (HorovodInternalError, TimeoutError) as error:
+            except (HorovodInternalError, TimeoutError, ConnectionError) as error:
                 generation.close()
                 self.report_broken(generation, error)
                 if self.unrecoverable is None and time.monotonic() > deadline:

@@ -14,6 +14,7 @@ from horovod.common.decisions import (
     DRIVER_LOST,
     LATEST,
     Decision,
+    broken_key,
     decision_key,
     formed_key,
     leaving_key,
@@ -333,9 +334,17 @@ class _TornStore(MemoryStore):
 def test_a_connection_that_breaks_once_does_not_keep_a_worker_out():
     store = _TornStore()
     publish(store, decision(1, "w0", "start"))
-    member = Membership(store, "w0")
-    member.form(lambda: meet(member), 30)
+    member, breaks = Membership(store, "w0"), [True]
+
+    def start() -> None:
+        if breaks.pop():
+            breaks.append(False)
+            raise ConnectionError("lost the store")
+        meet(member)
+
+    member.form(start, 30)
     assert store.is_torn
+    assert store.try_get(broken_key(1, "w0")) == b"lost the store"
     assert member.generation is not None
 
 

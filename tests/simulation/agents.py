@@ -120,6 +120,12 @@ class Tools:
     def note(self, text: str) -> None:
         self._cluster.world.note(f"{self.process.name if self.process else '?'}: {text}")
 
+    def check_error(self, error: BaseException) -> None:
+        """Check that only an operation that failed may end a program, which has no mistakes."""
+        if type(error).__name__ != "HorovodInternalError":
+            what = f"{type(error).__name__}: {error}"
+            self._cluster.breach(f"{self.process}: an error that nobody caught: {what}")
+
     def jitter(self) -> float:
         return self._cluster.world.random.uniform(0.5, 1.5)
 

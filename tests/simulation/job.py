@@ -8,6 +8,7 @@ What is checked, after every event that it speaks of:
 - a worker never goes back behind a commit that was announced to it, and what was committed gets
   lost only with a worker that has it: not when all of them leave in order;
 - no generation has fewer workers than the minimum, and without faults there is one, with all;
+- no thread ends with an error, and no worker with one that does not say that it cannot go on;
 - nobody commits in a generation when a newer one has committed;
 - the model of an epoch's end has seen every sample once, and at most as many twice as the sampler
   repeats to give all ranks equally many;

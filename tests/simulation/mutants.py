@@ -123,6 +123,13 @@ MUTANTS = (
         "()",
     ),
     Mutant(
+        "a worker that loses the store while it meets others ends with an error",
+        "past",
+        _MEMBERSHIP,
+        "except (HorovodInternalError, TimeoutError, ConnectionError) as error:",
+        "except (HorovodInternalError, TimeoutError) as error:",
+    ),
+    Mutant(
         "nobody says why a job fails whose workers have trained to the end",
         "past",
         _TERMINATION,

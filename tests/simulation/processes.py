@@ -116,9 +116,10 @@ class Process:
         return fd
 
     def report(self, what: str, error: BaseException) -> None:
-        """Add an error that nobody caught to the story."""
+        """Add an error that nobody caught to the story, and let the job's promises be checked."""
         text = "".join(traceback.format_exception(error)).rstrip()
         self.world.note(f"{self}: {what}: {text}")
+        self.tools.check_error(error)
 
     def _run(self, program: str) -> None:
         try:

@@ -68,6 +68,17 @@ FOUND = {
         elastic_timeout=60.0,
         stall_shutdown=61.0,
     ),
+    "process sets are made in generations that are too small for them": Plan(
+        1,
+        3,
+        1,
+        1,
+        samples=40,
+        pace=1.0,
+        commit_every=2,
+        faults=(Fault("power loss", 10.0, 90.0, 1), Fault("power loss", 10.0, 90.0, 2)),
+        uses_sets=True,
+    ),
     "a worker that never reached the driver ends as if its script had failed": Plan(
         147,
         1,
