@@ -135,6 +135,12 @@ class Slurm:
         """Until no job is left and no node is busy; AssertionError with what is left."""
         self.wait_for(lambda: not self.ask("squeue", "--noheader"), "squeue")
 
+    def cancel_everything(self) -> None:
+        """End what is left of all jobs."""
+        if self.ask("squeue", "--noheader"):
+            self.run("scancel", "--user", str(os.getuid()))
+            self.wait_until_idle()
+
     def requeue(self, job: str) -> None:
         """Preempt a job; it starts again as soon as it has ended, not after Slurm's usual pause."""
         self.ask("scontrol", "requeue", job)
@@ -224,8 +230,7 @@ class Slurm:
     def close(self) -> None:
         if "slurmctld" in self._daemons:
             with contextlib.suppress(AssertionError):
-                self.run("scancel", "--user", str(os.getuid()))
-                self.wait_until_idle()
+                self.cancel_everything()
         for daemon in reversed(self._daemons.values()):
             daemon.terminate()
         for daemon in self._daemons.values():
