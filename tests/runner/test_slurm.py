@@ -210,7 +210,7 @@ def test_a_preempted_job_goes_on_from_its_last_commit(slurm: Slurm, tmp_path: Pa
     job.wait_for(lambda text: text.count("from step 0 with 2\n") == 2, "two ranks")
     slurm.ask("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     job.wait_for(lambda text: " with 1\n" in text, "a job without n2")
-    slurm.ask("scontrol", "update", "nodename=n2", "state=resume")
+    slurm.restart_node("n2")
     slurm.wait_for(lambda: (tmp_path / "checkpoints").exists(), "a commit")
     slurm.requeue(job.id)
     left = "leaves the job, as it was told to"
