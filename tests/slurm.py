@@ -60,7 +60,7 @@ SchedulerParameters=sched_min_interval=100000,batch_sched_delay=0
 MpiDefault=none
 ReturnToService=1
 JobRequeue=1
-KillWait=5
+KillWait=30
 CompleteWait=0
 EpilogMsgTime=0
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:8
