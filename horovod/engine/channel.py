@@ -27,7 +27,7 @@ from horovod.engine.request_queue import RequestQueue
 from horovod.engine.rounds import Rounds
 from horovod.engine.waiters import Waiters
 from horovod.transport.base import Group
-from horovod.transport.process_group import DeviceTransport
+from horovod.transport.device.process_group import DeviceTransport
 
 _MOMENT = 0.05  # seconds between looks at a request that another thread fails
 _LONGEST_GOODBYE = 5.0  # seconds that shutting down waits for a round in progress

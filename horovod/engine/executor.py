@@ -19,7 +19,7 @@ from horovod.engine.request import Request
 from horovod.engine.scaling import finish_, is_inexact, scale_, sum_and_scale
 from horovod.observe.observer import Observer
 from horovod.transport.base import DEVICE, MAX_TENSORS, Transport
-from horovod.transport.process_group import DeviceTransport
+from horovod.transport.device.process_group import DeviceTransport
 
 DeviceTransports = Callable[[torch.device, str], Transport]  # and what it is for
 

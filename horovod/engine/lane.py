@@ -10,7 +10,7 @@ compare what they have begun (`confirm`), while the device works.
 - Ranks that have begun different things, or one of which is lost, get an error that says so, and
   the lane is aborted, for otherwise the device would wait for ever.
 - When nobody talks to the other ranks, because the program itself waits for the device, the
-  transport looks whether they are still there (`horovod.transport.device_watch`).
+  transport looks whether they are still there (`horovod.transport.device.device_watch`).
 
 Made by a channel (`Channel.open_lane`), used by `horovod.torch.gradients.direct_reducer`.
 """
@@ -29,8 +29,8 @@ from horovod.engine.collective import Collective, Kind, LanePlan, signature_of
 from horovod.engine.request import Request, RoundDriver
 from horovod.observe.statistics.counters import Counters
 from horovod.transport.base import DEVICE, Group, Transport
-from horovod.transport.farewells import finish_or_leave
-from horovod.transport.process_group import DeviceTransport, DeviceWork
+from horovod.transport.device.farewells import finish_or_leave
+from horovod.transport.device.process_group import DeviceTransport, DeviceWork
 
 
 class LaneOwner(RoundDriver, Protocol):

@@ -19,7 +19,7 @@ from horovod.engine.channel import Channel
 from horovod.engine.request import Request, bytes_on_wire
 from horovod.engine.scaling import sum_and_scale
 from horovod.transport.base import MAX_TENSORS
-from horovod.transport.process_group import DeviceTransport
+from horovod.transport.device.process_group import DeviceTransport
 
 
 class PreparedAllreduce:

@@ -42,7 +42,7 @@ from horovod.observe.statistics.reporter import Reporter
 from horovod.observe.timeline.recorder import Timeline, path_of_rank
 from horovod.transport import select
 from horovod.transport.base import Group
-from horovod.transport.farewells import await_farewells
+from horovod.transport.device.farewells import await_farewells
 
 logger = get_logger(__name__)
 

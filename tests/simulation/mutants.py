@@ -317,7 +317,7 @@ MUTANTS = (
     Mutant(
         "ranks agree on what only some have submitted",
         "new",
-        "horovod.transport.tcp",
+        "horovod.transport.network.tcp",
         "            return count_common_words(records)",
         "            return len(words) // WORD",
     ),

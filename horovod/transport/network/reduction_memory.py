@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from horovod.transport.arithmetic import as_blocks
-from horovod.transport.direct_reduction import AHEAD, BlockBuffer
 from horovod.transport.eight_bits import ROW
-from horovod.transport.shares import SharePlan
+from horovod.transport.network.direct_reduction import AHEAD, BlockBuffer
+from horovod.transport.network.shares import SharePlan
 
 BLOCK_TOTAL = 4 * 1024 * 1024  # bytes of one block, from all ranks together
 SMALLEST_BLOCK = 128 * 1024  # bytes

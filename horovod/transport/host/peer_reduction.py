@@ -17,7 +17,7 @@ import torch
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport import address_arrays
 from horovod.transport.arithmetic import as_blocks, combination, needs_wide
-from horovod.transport.peer_memory import PeerMemory
+from horovod.transport.host.peer_memory import PeerMemory
 from horovod.transport.spans import SPAN, Block, Layout, block_bytes, share
 
 PIECE = 1024 * 1024  # bytes of a share that travel between hosts at a time

@@ -15,8 +15,8 @@ import torch
 
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.arithmetic import reduce_into
-from horovod.transport.shares import Memory, SharePlan
-from horovod.transport.streams import MessageStream
+from horovod.transport.network.shares import Memory, SharePlan
+from horovod.transport.network.streams import MessageStream
 
 AHEAD = 2  # blocks of each peer that may wait for the same blocks of other peers
 

@@ -31,13 +31,12 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.transport import pairwise
 from horovod.transport.arithmetic import ignore_overflow
 from horovod.transport.base import WORD, Group
-from horovod.transport.coded_reduction import CodedReduction, add_up_among_many, plan_rows
-from horovod.transport.direct_reduction import DirectReduction
 from horovod.transport.eight_bits import is_coded, num_rows
-from horovod.transport.links import Links, connection_failure
-from horovod.transport.lost_connections import explain_end
-from horovod.transport.pairwise import PairwiseTransport
-from horovod.transport.records import (
+from horovod.transport.network.coded_reduction import CodedReduction, add_up_among_many, plan_rows
+from horovod.transport.network.direct_reduction import DirectReduction
+from horovod.transport.network.links import Links, connection_failure
+from horovod.transport.network.lost_connections import explain_end
+from horovod.transport.network.records import (
     bundle,
     count_common_words,
     payload_of,
@@ -45,8 +44,9 @@ from horovod.transport.records import (
     reduce_payloads,
     unbundle,
 )
-from horovod.transport.reduction_memory import ReductionMemory, widen
-from horovod.transport.streams import Incoming, MessageStream, Outgoing, finish
+from horovod.transport.network.reduction_memory import ReductionMemory, widen
+from horovod.transport.network.streams import Incoming, MessageStream, Outgoing, finish
+from horovod.transport.pairwise import PairwiseTransport
 
 INLINE = 64 * 1024  # bytes that may travel with an agreement
 INLINE_TOTAL = 256 * 1024  # ... as long as all that arrives at one rank stays below this

@@ -25,9 +25,9 @@ import torch.distributed
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.transport.base import DEVICE, Group, Transport
 from horovod.transport.breakable import BreakableTransport
-from horovod.transport.device_watch import DeviceWatch, use_device
-from horovod.transport.farewells import finish_or_end_process, finish_or_leave
-from horovod.transport.store_adapter import StoreForTorch
+from horovod.transport.device.device_watch import DeviceWatch, use_device
+from horovod.transport.device.farewells import finish_or_end_process, finish_or_leave
+from horovod.transport.device.store_adapter import StoreForTorch
 
 _NO_TIMEOUT = timedelta(days=3650)  # the engine's stall inspector decides what takes too long
 _LOST_SECONDS = 1.0  # that other transports may need to notice a loss that this library reported

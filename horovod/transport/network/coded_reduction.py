@@ -16,8 +16,8 @@ import torch
 from horovod.transport import eight_bits
 from horovod.transport.base import Transport
 from horovod.transport.division import split_evenly
-from horovod.transport.shares import ShareBlock, SharePlan
-from horovod.transport.streams import MessageStream
+from horovod.transport.network.shares import ShareBlock, SharePlan
+from horovod.transport.network.streams import MessageStream
 
 Tensor = torch.Tensor
 

@@ -11,7 +11,7 @@ from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.host import is_running
 from horovod.transport.base import Group
 from horovod.transport.failures import FailureBoard
-from horovod.transport.links import Links
+from horovod.transport.network.links import Links
 
 
 def explain_end(

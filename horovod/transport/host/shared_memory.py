@@ -26,7 +26,7 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.transport import address_arrays
 from horovod.transport.arithmetic import as_blocks, ignore_overflow, reduce_into
 from horovod.transport.base import SHARED_MEMORY, WORD, Group
-from horovod.transport.exchange import (
+from horovod.transport.host.exchange import (
     INLINE,
     KEPT,
     PAYLOAD_AT,
@@ -35,9 +35,9 @@ from horovod.transport.exchange import (
     WORDS_AT,
     ExchangeTransport,
 )
-from horovod.transport.peer_memory import PeerMemory, allow_peers
-from horovod.transport.peer_reduction import Others, PeerReducer
-from horovod.transport.steps import STATE
+from horovod.transport.host.peer_memory import PeerMemory, allow_peers
+from horovod.transport.host.peer_reduction import Others, PeerReducer
+from horovod.transport.host.steps import STATE
 
 
 class SharedMemoryTransport(ExchangeTransport):

@@ -17,7 +17,7 @@ import torch
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.arithmetic import NUMPY_TYPES, reduce_into
 from horovod.transport.base import WORD
-from horovod.transport.shares import tensor_operands
+from horovod.transport.network.shares import tensor_operands
 
 _HEADER = struct.Struct("<QQ")  # bytes of words, bytes of payload
 _NO_PAYLOAD = (1 << 64) - 1

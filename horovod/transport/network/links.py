@@ -27,8 +27,8 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.host import own_networks
 from horovod.transport.base import Group
 from horovod.transport.endpoints import RankLocation, choose_address
-from horovod.transport.handshakes import LOOK_SECONDS, Arrival, dial
-from horovod.transport.sockets import (
+from horovod.transport.network.handshakes import LOOK_SECONDS, Arrival, dial
+from horovod.transport.network.sockets import (
     CLOSED,
     drain,
     finish_sending,

@@ -29,8 +29,8 @@ import torch
 from horovod.common.exceptions import HorovodInternalError, PeerLostError, fresh_copy
 from horovod.transport.base import WORD, Group
 from horovod.transport.breakable import BreakableTransport
-from horovod.transport.peer_memory import memory_name
-from horovod.transport.segments import Member, share
+from horovod.transport.host.peer_memory import memory_name
+from horovod.transport.host.segments import Member, share
 
 CONTROL = 4096  # bytes of the control page, at the beginning of a segment
 

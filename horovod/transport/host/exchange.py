@@ -23,8 +23,8 @@ import torch
 
 from horovod.transport.arithmetic import as_blocks
 from horovod.transport.base import MAX_TENSORS, MAX_WORDS, WORD, Group
-from horovod.transport.staging import AreaReducer
-from horovod.transport.steps import CONTROL, SteppedTransport
+from horovod.transport.host.staging import AreaReducer
+from horovod.transport.host.steps import CONTROL, SteppedTransport
 
 INLINE = 128 * 1024  # bytes of payload in an exchange slot
 STAGE = 2 * 1024 * 1024  # bytes of one staging area

@@ -20,7 +20,7 @@ import torch.distributed
 
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import Group, Transport
-from horovod.transport.device_group import DeviceGroup
+from horovod.transport.device.device_group import DeviceGroup
 from horovod.transport.division import as_bytes, cut
 
 __all__ = ["DeviceTransport", "DeviceWork", "NcclTransport", "XcclTransport"]
