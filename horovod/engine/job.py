@@ -21,7 +21,7 @@ from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
 from horovod.engine.channel import Channel
 from horovod.engine.collective import WORLD
-from horovod.engine.executor import Executor
+from horovod.engine.execution.executor import Executor
 from horovod.observe.observer import Observer, Trace
 from horovod.observe.statistics.process import Statistics, resident_bytes
 from horovod.observe.statistics.stall import StallInspector

@@ -28,7 +28,7 @@ class Mutant(NamedTuple):
 _ELASTIC = "horovod.common.elastic"
 _GENERATION = "horovod.common.generation"
 _MEMBERSHIP = "horovod.common.membership"
-_NEGOTIATION = "horovod.engine.negotiation"
+_NEGOTIATION = "horovod.engine.agreement.negotiation"
 _POLICY = "horovod.runner.elastic.policy"
 _RUNTIME = "horovod.engine.runtime"
 _STATE = "horovod.torch.elastic.state"
@@ -153,7 +153,7 @@ MUTANTS = (
     Mutant(
         "whoever waits for the background thread is not woken",
         "past",
-        "horovod.engine.waiters",
+        "horovod.engine.agreement.waiters",
         "                self._progress.notify_all()",
         "                pass",
     ),

@@ -5,8 +5,8 @@ Called by the transport selection. How a process group connects, fails and ends 
 
 Unlike the other transports these do not wait for the data: a collective is queued, and later work
 on the device's current stream sees its result. The engine either agrees with all ranks over host
-memory before it calls, or it agrees while the device works (`horovod.engine.lane`). Either way the
-engine notices there that a rank is lost.
+memory before it calls, or it agrees while the device works (`horovod.engine.execution.lane`).
+Either way the engine notices there that a rank is lost.
 """
 
 from __future__ import annotations

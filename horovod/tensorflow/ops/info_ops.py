@@ -13,7 +13,7 @@ from horovod.common.topology import Topology
 from horovod.engine import arguments
 from horovod.engine.collective import WORLD
 from horovod.engine.runtime import runtime
-from horovod.tensorflow import bridge
+from horovod.tensorflow.ops import bridge
 
 _NOT_INITIALISED = -1
 _UNKNOWN_SET = -3

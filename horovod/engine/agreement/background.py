@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from horovod.engine.request_queue import RequestQueue
+from horovod.engine.agreement.request_queue import RequestQueue
 
 _LONGEST_GATHERING = 5  # cycles that the thread waits while requests keep coming
 _ENOUGH = 1 << 17  # bytes that are worth a round of their own

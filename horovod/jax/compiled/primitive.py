@@ -30,8 +30,8 @@ from jax.interpreters import ad, batching, mlir
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.runtime import runtime
-from horovod.jax import xla_ffi
 from horovod.jax.call import Call, from_text
+from horovod.jax.compiled import xla_ffi
 
 try:
     from jax._src import effects

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import torch
 
 from horovod.engine.runtime import runtime
-from horovod.jax import primitive
 from horovod.jax.arrays import device_of, is_tracer, to_jax, to_torch
 from horovod.jax.call import Call, Finish
+from horovod.jax.compiled import primitive
 from horovod.torch.ops import handles
 
 # Whether a program was traced whose shapes depend on the number of ranks. `elastic` then clears

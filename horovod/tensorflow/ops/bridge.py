@@ -22,9 +22,9 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
-from horovod.tensorflow.errors import InvalidArgumentError, eager_error, graph_error
-from horovod.tensorflow.python_op import python_op
-from horovod.tensorflow.source_lines import SourceLine, line_of_op, line_of_script
+from horovod.tensorflow.ops.errors import InvalidArgumentError, eager_error, graph_error
+from horovod.tensorflow.ops.python_op import python_op
+from horovod.tensorflow.ops.source_lines import SourceLine, line_of_op, line_of_script
 
 # The functions that `run` calls: they take torch tensors and the operation's name, and return torch
 # tensors.

@@ -17,10 +17,10 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.agreement.deadlock import describe_deadlock, is_stuck
 from horovod.engine.collective import Collective, Kind, LanePlan, Reduction
-from horovod.engine.deadlock import describe_deadlock, is_stuck
+from horovod.engine.execution.scaling import identity_like
 from horovod.engine.request import Request
-from horovod.engine.scaling import identity_like
 from horovod.observe.statistics.compilations import difference_hint
 from horovod.transport.base import Group, Transport
 

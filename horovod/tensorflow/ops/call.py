@@ -18,8 +18,8 @@ from tensorflow.python.eager.record import could_possibly_record
 from horovod.common.process_sets import ProcessSet
 from horovod.engine.arguments import movement_input, set_id
 from horovod.engine.runtime import runtime
-from horovod.tensorflow import bridge
-from horovod.tensorflow.errors import InvalidArgumentError
+from horovod.tensorflow.ops import bridge
+from horovod.tensorflow.ops.errors import InvalidArgumentError
 
 # torch has these unsigned types but cannot move them, so they travel as signed types.
 _CARRIERS = {

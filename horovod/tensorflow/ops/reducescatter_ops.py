@@ -17,20 +17,20 @@ from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.engine.arguments import reduction_inputs
 from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
-from horovod.tensorflow import bridge
-from horovod.tensorflow.allgather_ops import gather
-from horovod.tensorflow.bridge import as_tensor, device_scope, without_autograph
-from horovod.tensorflow.call import (
+from horovod.tensorflow.compression import Compression, Compressor
+from horovod.tensorflow.ops import bridge
+from horovod.tensorflow.ops.allgather_ops import gather
+from horovod.tensorflow.ops.bridge import as_tensor, device_scope, without_autograph
+from horovod.tensorflow.ops.call import (
     Call,
     check_group,
     for_floats,
     make_differentiable,
     spec_with_any_rows,
 )
-from horovod.tensorflow.compression import Compression, Compressor
-from horovod.tensorflow.errors import AbortedError
-from horovod.tensorflow.info_ops import set_size
-from horovod.tensorflow.reduction import reduce_op
+from horovod.tensorflow.ops.errors import AbortedError
+from horovod.tensorflow.ops.info_ops import set_size
+from horovod.tensorflow.ops.reduction import reduce_op
 
 
 @without_autograph

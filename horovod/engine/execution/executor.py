@@ -11,12 +11,12 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
-from horovod.engine.adasum import adasum_
-from horovod.engine.batches import Batch
 from horovod.engine.collective import Kind, Reduction
-from horovod.engine.lane import open_transport, stand_in
+from horovod.engine.execution.adasum import adasum_
+from horovod.engine.execution.batches import Batch
+from horovod.engine.execution.lane import open_transport, stand_in
+from horovod.engine.execution.scaling import finish_, is_inexact, scale_, sum_and_scale
 from horovod.engine.request import Request
-from horovod.engine.scaling import finish_, is_inexact, scale_, sum_and_scale
 from horovod.observe.observer import Observer
 from horovod.transport.base import DEVICE, MAX_TENSORS, Transport
 from horovod.transport.device.process_group import DeviceTransport
@@ -74,7 +74,7 @@ class Executor:
     # -- lanes -----------------------------------------------------------------------------
 
     def open_lane(self, name: str, device: torch.device) -> DeviceTransport | None:
-        """Connect a lane (`horovod.engine.lane`); None where host memory serves. Collective."""
+        """Connect a lane (see `lane`); None where host memory serves. Collective."""
         transport = open_transport(self._for_device, device, name)
         if transport is not None:
             self._lanes[name] = transport

@@ -1,9 +1,9 @@
 """Collectives in a CUDA graph: what is captured, and what each replay tells the other ranks.
 
 A graph is captured once, and then replayed without any of our code. Ranks cannot agree in a replay,
-so they do what they do for the gradients of an optimizer (`horovod.engine.lane`): the reductions
-are begun on lanes without asking, in an order that is the same each time, and the ranks compare
-what they have begun while the device works.
+so they do what they do for the gradients of an optimizer (`lane`): the reductions are begun on
+lanes without asking, in an order that is the same each time, and the ranks compare what they have
+begun while the device works.
 
 `horovod.torch.graphs` makes a `GraphCapture` for each graph. While one is `active`, the engine
 shows it every operation, and an optimizer adds itself.
@@ -19,9 +19,9 @@ import torch
 
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.collective import Kind, LanePlan
-from horovod.engine.lane import Lane
+from horovod.engine.execution.lane import Lane
+from horovod.engine.execution.scaling import finish_, scale_
 from horovod.engine.request import Request
-from horovod.engine.scaling import finish_, scale_
 
 _TYPES = frozenset(
     {

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 
 from horovod.common.reduce_op import ReduceOp
-from horovod.engine import capture
 from horovod.engine.channel import Channel
+from horovod.engine.execution import capture
+from horovod.engine.execution.scaling import sum_and_scale
 from horovod.engine.request import Request, bytes_on_wire
-from horovod.engine.scaling import sum_and_scale
 from horovod.transport.base import MAX_TENSORS
 from horovod.transport.device.process_group import DeviceTransport
 

@@ -13,12 +13,12 @@ import tensorflow as tf
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.engine.collective import Reduction
-from horovod.tensorflow.allgather_ops import gather
-from horovod.tensorflow.bridge import as_tensor, device_scope, without_autograph
-from horovod.tensorflow.call import Call, check_group
 from horovod.tensorflow.compression import Compression, Compressor
-from horovod.tensorflow.info_ops import set_size
-from horovod.tensorflow.reduction import reduce, reduce_op
+from horovod.tensorflow.ops.allgather_ops import gather
+from horovod.tensorflow.ops.bridge import as_tensor, device_scope, without_autograph
+from horovod.tensorflow.ops.call import Call, check_group
+from horovod.tensorflow.ops.info_ops import set_size
+from horovod.tensorflow.ops.reduction import reduce, reduce_op
 
 
 @without_autograph

@@ -23,7 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod.tensorflow.failed_output import failed_output
+from horovod.tensorflow.ops.failed_output import failed_output
 
 try:
     from tensorflow.python.eager.context import is_async

@@ -4,7 +4,7 @@ XLA's "foreign function interface" calls a C function wherever a compiled progra
 with our name. ctypes makes such a C function from a Python one, so nothing has to be compiled.
 `register` registers the function with XLA. The function gets a `Frame`, which knows where the
 arguments and the results are in memory. The structures are those of ``xla/ffi/api/c_api.h``, which
-is part of jaxlib. `horovod.jax.primitive` uses this module.
+is part of jaxlib. `horovod.jax.compiled.primitive` uses this module.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Frame:
 
     @property
     def text(self) -> bytes:
-        """The text that `horovod.jax.primitive` wrote into the program."""
+        """The text that `horovod.jax.compiled.primitive` wrote into the program."""
         text = self._frame.attributes.values[0].contents
         return ctypes.string_at(text.start, text.length)
 

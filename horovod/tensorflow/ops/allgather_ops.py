@@ -14,9 +14,9 @@ import torch
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
-from horovod.tensorflow import bridge
-from horovod.tensorflow.bridge import as_tensor, without_autograph
-from horovod.tensorflow.call import (
+from horovod.tensorflow.ops import bridge
+from horovod.tensorflow.ops.bridge import as_tensor, without_autograph
+from horovod.tensorflow.ops.call import (
     Call,
     check_group,
     for_floats,
@@ -25,7 +25,7 @@ from horovod.tensorflow.call import (
     spec_with_any_rows,
     to_movable,
 )
-from horovod.tensorflow.reduction import AVERAGE, reduce
+from horovod.tensorflow.ops.reduction import AVERAGE, reduce
 
 
 @without_autograph

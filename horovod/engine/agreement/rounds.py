@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.engine.batches import Batch, before_join, plan
+from horovod.engine.agreement.negotiation import JoinState, negotiate
+from horovod.engine.agreement.request_queue import RequestQueue
+from horovod.engine.agreement.waiters import Waiters
 from horovod.engine.collective import Kind
-from horovod.engine.executor import Executor, reduce_
-from horovod.engine.negotiation import JoinState, negotiate
+from horovod.engine.execution.batches import Batch, before_join, plan
+from horovod.engine.execution.executor import Executor, reduce_
 from horovod.engine.request import Request, bytes_on_wire
-from horovod.engine.request_queue import RequestQueue
-from horovod.engine.waiters import Waiters
 from horovod.observe.statistics.operations import size_of
 from horovod.transport.base import MAX_WORDS, Group
 

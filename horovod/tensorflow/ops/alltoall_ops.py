@@ -14,9 +14,9 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.arguments import check_splits
 from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
-from horovod.tensorflow import bridge
-from horovod.tensorflow.bridge import as_tensor, without_autograph
-from horovod.tensorflow.call import (
+from horovod.tensorflow.ops import bridge
+from horovod.tensorflow.ops.bridge import as_tensor, without_autograph
+from horovod.tensorflow.ops.call import (
     Call,
     make_differentiable,
     restore_types,

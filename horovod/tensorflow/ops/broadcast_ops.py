@@ -14,11 +14,17 @@ import torch
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
-from horovod.tensorflow import bridge
-from horovod.tensorflow.bridge import as_tensor, without_autograph
-from horovod.tensorflow.call import Call, make_differentiable, restore_types, spec_like, to_movable
-from horovod.tensorflow.info_ops import own_rank
-from horovod.tensorflow.reduction import AVERAGE, reduce
+from horovod.tensorflow.ops import bridge
+from horovod.tensorflow.ops.bridge import as_tensor, without_autograph
+from horovod.tensorflow.ops.call import (
+    Call,
+    make_differentiable,
+    restore_types,
+    spec_like,
+    to_movable,
+)
+from horovod.tensorflow.ops.info_ops import own_rank
+from horovod.tensorflow.ops.reduction import AVERAGE, reduce
 
 
 @without_autograph

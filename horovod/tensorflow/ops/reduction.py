@@ -16,9 +16,9 @@ from horovod.engine.arguments import reduction_inputs
 from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 from horovod.engine.submission import check_adasum
-from horovod.tensorflow import bridge
-from horovod.tensorflow.call import Call, for_floats, make_differentiable, spec_like
-from horovod.tensorflow.errors import InvalidArgumentError
+from horovod.tensorflow.ops import bridge
+from horovod.tensorflow.ops.call import Call, for_floats, make_differentiable, spec_like
+from horovod.tensorflow.ops.errors import InvalidArgumentError
 
 AVERAGE = Reduction(Average)
 
