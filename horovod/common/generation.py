@@ -16,7 +16,12 @@ from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Slot
 
 _OVER = "over"  # the key that is set in a generation that a worker has left
-_SLICE = 0.2  # seconds after which a wait for other workers checks whether it is still worth it
+_FIRST_SLICE, _LONGEST_SLICE = 0.2, 2.0
+"""Seconds after which a wait for other workers checks whether it is still worth it.
+
+A tenth of the time waited so far lies between them: every check costs the driver two requests of
+each worker that waits, and a worker that hangs is waited for ten minutes.
+"""
 
 
 class GenerationMember(Protocol):
@@ -69,16 +74,18 @@ class Generation(PrefixStore):
             self._member.store.set(formed_key(self.decision.number), b"")
 
     def get(self, key: str, timeout: float) -> bytes:
-        deadline = time.monotonic() + timeout
+        begun = time.monotonic()
         while True:
-            left = deadline - time.monotonic()
+            waited = time.monotonic() - begun
+            pause = min(max(_FIRST_SLICE, waited / 10), _LONGEST_SLICE)
+            left = timeout - waited
             try:
                 # A value that is there is taken, whatever else happened: the others may have it
                 # too, and go on.
-                return super().get(key, max(0.0, min(left, _SLICE)))
+                return super().get(key, max(0.0, min(left, pause)))
             except TimeoutError:
                 self._check()
-                if left <= _SLICE:
+                if left <= pause:
                     raise TimeoutError(
                         f"nobody set {key!r} of {self} within {timeout:g} s"
                     ) from None

@@ -91,9 +91,12 @@ class Membership:
     def newest(self) -> Decision:
         """The newest decision that this worker knows."""
         if self._newest is None:
-            self.store.set(ready_key(self.worker_id), b"")
-            number = self._first_number()
-            self._newest = Decision.decode(self.store.get(decision_key(number), 1.0))
+            try:
+                self.store.set(ready_key(self.worker_id), b"")
+                number = self._first_number()
+                self._newest = Decision.decode(self.store.get(decision_key(number), 1.0))
+            except ConnectionError as error:
+                _end_before_the_first_decision(self.worker_id, error)
             threading.Thread(target=self._watch, name="horovod-decisions", daemon=True).start()
         return self._newest
 
@@ -169,8 +172,13 @@ class Membership:
                 self._await_next(number)
                 continue
             self._had_slot = True
-            attempt = first_open_attempt(self.store, number)
-            self.store.set(seen_key(number, self.worker_id), b"%d" % attempt)
+            try:
+                attempt = first_open_attempt(self.store, number)
+                self.store.set(seen_key(number, self.worker_id), b"%d" % attempt)
+            except ConnectionError as error:  # the watcher finds out whether that is for good
+                logger.info("cannot enter decision %d: %s", number, error)
+                self._await_next(number)
+                continue
             generation = Generation(self, decision, attempt, slot)
             with self._changed:  # a decision after this line finds the generation, and may break it
                 if self._newest is decision:
@@ -311,17 +319,30 @@ class Membership:
             raise SystemExit(DRIVER_LOST)
 
 
+def _end_before_the_first_decision(worker_id: str, error: ConnectionError) -> NoReturn:
+    """End a process that cannot reach the driver, with a status that does not blame its program."""
+    logger.error("worker %s ends before it could begin: %s", worker_id, error)
+    raise SystemExit(DRIVER_LOST) from error
+
+
 _membership: Membership | None = None
 
 
 def membership(environ: Mapping[str, str] = os.environ) -> Membership | None:
-    """Return this process's membership; None when no elastic launcher started it."""
+    """Return this process's membership; None when no elastic launcher started it.
+
+    Raises:
+        SystemExit: The driver cannot be reached.
+    """
     global _membership
     if not is_elastic(environ):
         return None
     if _membership is None:
-        store = launchers_store(environ).connect(_CONNECT_SECONDS)
-        _membership = Membership(store, environ[WORKER_ID])
+        address, worker_id = launchers_store(environ), environ[WORKER_ID]
+        try:
+            _membership = Membership(address.connect(_CONNECT_SECONDS), worker_id)
+        except ConnectionError as error:
+            _end_before_the_first_decision(worker_id, error)
     return _membership
 
 

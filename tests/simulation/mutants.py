@@ -109,6 +109,27 @@ MUTANTS = (
         "            raise SystemExit(1)",
     ),
     Mutant(
+        "a worker that never reached the driver ends as if its script had failed",
+        "past",
+        _MEMBERSHIP,
+        "    raise SystemExit(DRIVER_LOST) from error",
+        "    raise SystemExit(1) from error",
+    ),
+    Mutant(
+        "workers that lost their slot before they learned of it wait for ever",
+        "past",
+        "horovod.runner.elastic.driver",
+        "self._state.unaware_workers()",
+        "()",
+    ),
+    Mutant(
+        "nobody says why a job fails whose workers have trained to the end",
+        "past",
+        _TERMINATION,
+        "        return Ending(_describe_bad_end(state.bad_end), state.bad_end)",
+        "        return Ending(failure=state.bad_end)",
+    ),
+    Mutant(
         "a worker that was lost before it ran counts as one that cannot be started",
         "past",
         _TERMINATION,

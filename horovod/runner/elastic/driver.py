@@ -282,6 +282,8 @@ class Driver(JobPolicy):
         self._state.assign_ranks(proposal.members, ranks)
         for worker, rank in ranks.items():
             self._outputs.rename(worker, rank)
+        for process in self._state.unaware_workers():
+            self._dismiss(process)
         self._liveness.begin(decision)
         size = count_of(len(slots), "worker")
         if decision.too_few:
