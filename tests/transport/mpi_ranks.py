@@ -85,6 +85,7 @@ def contract() -> None:
             transport.allreduce(tensor, ReduceOp.SUM)
             assert tensor.item() == 3
             transport.close()
+    MPI.Finalize()  # mpi4py does it only where the whole interpreter is taken down
 
 
 def abort() -> None:
