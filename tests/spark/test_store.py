@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from horovod.spark.common.hdfs import HadoopFiles, look_at
-from horovod.spark.common.reader import ParquetFiles
+from horovod.spark.common.parquet_files import ParquetFiles
 from horovod.spark.common.store import (
     AbstractFilesystemStore,
     DBFSLocalStore,

@@ -210,7 +210,7 @@ class AbstractFilesystemStore(Store):
         )
 
     def get_parquet_dataset(self, path: str) -> Any:
-        from horovod.spark.common.reader import ParquetFiles
+        from horovod.spark.common.parquet_files import ParquetFiles
 
         return ParquetFiles(path, self.storage_options).dataset
 

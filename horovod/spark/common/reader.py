@@ -13,106 +13,19 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from horovod.spark.common.columns import ColumnError, Rows, check_nan, rows_of, to_numpy
-from horovod.spark.common.filesystem import arrow_filesystem
+from horovod.spark.common.parquet_files import ParquetFiles, Piece
 from horovod.spark.common.row_buffer import packed
 
 # Of decoded rows that travel from a worker to the consumer. Memory of this size is used again and
 # again; larger blocks go back to the system, and every page of the next one costs a fault: decoding
 # 32 MiB at once took twice the processor time.
-CHUNK_BYTES = 1024 * 1024
-READ_BYTES = 4 * 1024 * 1024  # of each column at once; without it a whole row group is read
+CHUNK_BYTES = 512 * 1024
 CHUNKS_AHEAD = 1  # that each worker may have ready
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows `start` to `stop` of one row group."""
-
-    file: int
-    row_group: int
-    start: int
-    stop: int
-
-
-class ParquetFiles:
-    """The files of a dataset, with how many rows their row groups have."""
-
-    def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
-        import pyarrow.dataset as arrow_dataset
-
-        self.url = url
-        self.filesystem, path = arrow_filesystem(url, storage_options)
-        try:
-            self.dataset = arrow_dataset.dataset(
-                path, filesystem=self.filesystem, format="parquet", partitioning="hive"
-            )
-        except (FileNotFoundError, NotADirectoryError):
-            raise FileNotFoundError(f"there is no Parquet data at {url}") from None
-        self.fragments = sorted(self.dataset.get_fragments(), key=lambda found: found.path)
-        if not self.fragments:
-            raise FileNotFoundError(f"there is no Parquet data at {url}")
-        self.row_groups = [
-            (index, group.id, group.num_rows)
-            for index, fragment in enumerate(self.fragments)
-            for group in fragment.row_groups
-        ]
-        self.num_rows = sum(rows for _, _, rows in self.row_groups)
-
-    @property
-    def bytes_per_row(self) -> int:
-        """How much a row takes, decoded, roughly."""
-        size = sum(g.total_byte_size for f in self.fragments for g in f.row_groups)
-        return max(1, size // max(1, self.num_rows))
-
-    def shard(self, index: int, count: int) -> list[Piece]:
-        """The pieces that make up share `index` of `count`."""
-        first, last = self.num_rows * index // count, self.num_rows * (index + 1) // count
-        pieces, before = [], 0
-        for file, group, rows in self.row_groups:
-            start, stop = max(first - before, 0), min(last - before, rows)
-            if start < stop:
-                pieces.append(Piece(file, group, start, stop))
-            before += rows
-        return pieces
-
-    def read(self, piece: Piece, columns: Sequence[str], chunk_rows: int) -> Iterator[Any]:
-        """The record batches of a piece; never more than a chunk is decoded at once."""
-        import pyarrow as pa
-        import pyarrow.dataset as arrow_dataset
-        import pyarrow.parquet as parquet
-
-        fragment = self.fragments[piece.file]
-        constants = arrow_dataset.get_partition_keys(fragment.partition_expression)
-        stored = [name for name in columns if name not in constants]
-        with (
-            self.filesystem.open_input_file(fragment.path) as source,
-            parquet.ParquetFile(source, metadata=fragment.metadata, buffer_size=READ_BYTES) as file,
-        ):
-            position = 0
-            for batch in file.iter_batches(
-                chunk_rows, row_groups=[piece.row_group], columns=stored, use_threads=False
-            ):
-                start = max(piece.start - position, 0)
-                stop = min(piece.stop - position, batch.num_rows)
-                position += batch.num_rows
-                if start < stop:
-                    chosen = batch.slice(start, stop - start)
-                    for name in columns:
-                        if name in constants:
-                            kind = self.dataset.schema.field(name).type
-                            if pa.types.is_dictionary(kind):
-                                kind = kind.value_type
-                            values = pa.repeat(pa.scalar(constants[name], kind), chosen.num_rows)
-                            chosen = chosen.append_column(name, values)
-                    yield chosen
-                if position >= piece.stop:
-                    return
 
 
 class ParquetReader:
@@ -148,7 +61,7 @@ class ParquetReader:
         if workers_count < 1:
             raise ValueError(f"a reader needs at least one worker, not {workers_count}")
         self.files = ParquetFiles(url, storage_options)
-        names = self.files.dataset.schema.names
+        names = self.files.names
         self.columns = list(schema_fields or names)
         missing = [name for name in self.columns if name not in names]
         if missing:

@@ -29,7 +29,7 @@ from horovod.spark.common.old_util import (
     spark_scalar_to_python_type,
     to_list,
 )
-from horovod.spark.common.reader import ParquetFiles
+from horovod.spark.common.parquet_files import ParquetFiles
 from horovod.spark.common.store import is_databricks
 
 __all__ = [

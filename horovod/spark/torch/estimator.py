@@ -76,7 +76,7 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
         random_seed: Seed for shuffling, for choosing validation rows, and for the framework. By
             default they are random.
         shuffle_buffer_size: Deprecated: number of rows to shuffle among. By default as many as fit
-            into 64 MiB; 0 does not shuffle.
+            into 32 MiB; 0 does not shuffle.
         shuffle: Whether to shuffle the rows of training. The default is True.
         partitions_per_process: Number of Parquet files for each process. The default is 10.
         run_id: Name of this run. A run of the same name goes on from its checkpoint. By default a
