@@ -13,10 +13,10 @@ from typing import Any
 
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.generation import Generation
+from horovod.common.generations.generation import Generation
+from horovod.common.generations.loss_note import leave_note, take_note_back
 from horovod.common.host import host_name
 from horovod.common.logging import get_logger
-from horovod.common.loss_note import leave_note, take_note_back
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
 from horovod.engine.channel import Channel

@@ -20,11 +20,11 @@ import torch
 from horovod.common import mpi
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.generation import Generation
+from horovod.common.generations.generation import Generation
+from horovod.common.generations.loss_note import let_others_end
+from horovod.common.generations.membership import membership
 from horovod.common.inherited import check_not_inherited, mark_process, unmark_process
 from horovod.common.logging import get_logger, set_rank
-from horovod.common.loss_note import let_others_end
-from horovod.common.membership import membership
 from horovod.common.store import PrefixStore
 from horovod.common.topology import Topology
 from horovod.common.tracebacks import install_hook

@@ -26,8 +26,8 @@ class Mutant(NamedTuple):
 
 
 _ELASTIC = "horovod.common.elastic"
-_GENERATION = "horovod.common.generation"
-_MEMBERSHIP = "horovod.common.membership"
+_GENERATION = "horovod.common.generations.generation"
+_MEMBERSHIP = "horovod.common.generations.membership"
 _NEGOTIATION = "horovod.engine.agreement.negotiation"
 _POLICY = "horovod.runner.elastic.policy"
 _RUNTIME = "horovod.engine.runtime"
@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         "the store does not wake its thread for a key that the launcher sets",
         "past",
-        "horovod.common.store_server",
+        "horovod.common.store.server",
         "            self._changed_keys.append(key)\n            self._wake()",
         "            self._changed_keys.append(key)",
     ),
@@ -203,7 +203,7 @@ MUTANTS = (
     Mutant(
         "a broken connection to the store is used again",
         "past",
-        "horovod.common.store_client",
+        "horovod.common.store.client",
         "        stream.close()\n        self._local.stream = None",
         "        stream.close()",
     ),
@@ -324,7 +324,7 @@ MUTANTS = (
     Mutant(
         "a wait in the store has no end",
         "new",
-        "horovod.common.parked_requests",
+        "horovod.common.store.parked_requests",
         "        while self._deadlines and self._deadlines[0][0] <= now:",
         "        while False:",
     ),

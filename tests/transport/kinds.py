@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from horovod.common.config import Config
 from horovod.common.store import PrefixStore, Store
-from horovod.common.store_client import StoreClient
+from horovod.common.store.client import StoreClient
 from horovod.transport import failures, hierarchical, pairwise
 from horovod.transport.base import Group, Transport
 from horovod.transport.device.host_copy import HostCopyTransport

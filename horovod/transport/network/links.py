@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from horovod.common.addresses import interface_address
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.host import own_networks
+from horovod.common.joining.addresses import interface_address
 from horovod.transport.base import Group
 from horovod.transport.endpoints import RankLocation, choose_address
 from horovod.transport.network.handshakes import LOOK_SECONDS, Arrival, dial

@@ -1,6 +1,6 @@
 """How rank 0 passes the address and key of its store to the other ranks.
 
-Needed where a foreign launcher started the job; used by `horovod.common.rendezvous` only. An
+Needed where a foreign launcher started the job; used by `rendezvous` only. An
 *offer* is a short text that names the store. Each class here is one way to pass it, over something
 that the launcher itself gave and that we must therefore trust:
 

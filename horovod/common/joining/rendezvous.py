@@ -2,8 +2,8 @@
 
 Called by the engine at every ``init``. horovodrun serves the store itself and tells the ranks by
 environment variables. Under other launchers rank 0 serves it, and passes its address and a fresh
-key to the others over something that the launcher gave (`horovod.common.bootstraps` lists the ways,
-and what each trusts). Everything after that is authenticated with the key.
+key to the others over something that the launcher gave (`bootstraps` lists the ways, and what each
+trusts). Everything after that is authenticated with the key.
 
 A process does this once. Later calls (re-initialisation, elastic training) reuse the result, and
 rank 0's server lives as long as its process; callers separate their generations by key prefixes. A
@@ -21,8 +21,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from horovod.common.addresses import LOOPBACK, is_local, resolve, routable_address
-from horovod.common.bootstraps import (
+from horovod.common.config import Config
+from horovod.common.environments import Elastic, Environment, RendezvousMethod
+from horovod.common.joining.addresses import LOOPBACK, is_local, resolve, routable_address
+from horovod.common.joining.bootstraps import (
     Bootstrap,
     FixedAddress,
     LocalSocket,
@@ -30,10 +32,8 @@ from horovod.common.bootstraps import (
     SharedFile,
     StoreOfTorch,
 )
-from horovod.common.config import Config
-from horovod.common.environments import Elastic, Environment, RendezvousMethod
-from horovod.common.launcher_process import launcher_process
-from horovod.common.launcher_store import (
+from horovod.common.joining.launcher_process import launcher_process
+from horovod.common.joining.launcher_store import (
     SECRET_KEY,
     STORE_ADDRESS,
     STORE_PORT,

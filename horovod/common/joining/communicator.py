@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from horovod.common.addresses import LOOPBACK, routable_address
 from horovod.common.config import Config
+from horovod.common.joining.addresses import LOOPBACK, routable_address
 from horovod.common.store import Store, StoreClient, StoreServer
 from horovod.common.topology import Topology
 from horovod.common.wire import decode_key, encode_key, new_key

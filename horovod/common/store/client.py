@@ -11,7 +11,7 @@ import time
 import weakref
 from typing import Any
 
-from horovod.common.store_memory import Store, derive, timeout_error
+from horovod.common.store.memory import Store, derive, timeout_error
 from horovod.common.wire import Message, Stream, check_key
 
 _ANSWER_GRACE = 15.0

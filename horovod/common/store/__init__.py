@@ -7,8 +7,8 @@ rank has a `StoreClient`. A `PrefixStore` gives a caller a name space of its own
 
 from __future__ import annotations
 
-from horovod.common.store_client import StoreClient
-from horovod.common.store_memory import MemoryStore, PrefixStore, Store
-from horovod.common.store_server import StoreServer
+from horovod.common.store.client import StoreClient
+from horovod.common.store.memory import MemoryStore, PrefixStore, Store
+from horovod.common.store.server import StoreServer
 
 __all__ = ["MemoryStore", "PrefixStore", "Store", "StoreClient", "StoreServer"]

@@ -1,6 +1,6 @@
 """Which of this host's addresses the other ranks should use.
 
-Called by `horovod.common.rendezvous` on rank 0, and by the launcher for the store that it serves.
+Called by `rendezvous` on rank 0, and by the launcher for the store that it serves.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from horovod.common.config import Config
-from horovod.common.decisions import (
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.generations.decisions import (
     DRIVER_LOST,
     LATEST,
     Decision,
@@ -39,9 +40,8 @@ from horovod.common.decisions import (
     ready_key,
     seen_key,
 )
-from horovod.common.exceptions import HorovodInternalError
-from horovod.common.generation import Generation, first_open_attempt
-from horovod.common.launcher_store import launchers_store
+from horovod.common.generations.generation import Generation, first_open_attempt
+from horovod.common.joining.launcher_store import launchers_store
 from horovod.common.logging import get_logger
 from horovod.common.store import Store
 

@@ -1,6 +1,6 @@
 """Where the launcher serves the job's store, as it tells its workers by environment variables.
 
-Read by `horovod.common.rendezvous` and, in an elastic job, by `horovod.common.membership`.
+Read by `rendezvous` and, in an elastic job, by `horovod.common.generations.membership`.
 """
 
 from __future__ import annotations

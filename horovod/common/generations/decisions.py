@@ -2,7 +2,7 @@
 
 A decision is numbered, and says which workers are in the job from now on, and with which ranks. It
 never changes. The driver writes it, then its number under `LATEST`; every worker waits for the next
-number (`horovod.common.membership`). Workers answer under the other keys.
+number (`horovod.common.generations.membership`). Workers answer under the other keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the launcher among this process's ancestors (Linux).
 
 Some MPI launchers give the job no name. Their ranks on one host still have one common ancestor,
-whose process id and start time name the job there. Used by `horovod.common.rendezvous`.
+whose process id and start time name the job there. Used by `horovod.common.joining.rendezvous`.
 """
 
 from __future__ import annotations

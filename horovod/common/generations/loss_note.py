@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from horovod.common.environments import RendezvousMethod, detect
-from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, launchers_store
-from horovod.common.membership import WORKER_ID, is_elastic
+from horovod.common.generations.membership import WORKER_ID, is_elastic
+from horovod.common.joining.launcher_store import SECRET_KEY, STORE_ADDRESS, launchers_store
 from horovod.common.store import Store
 
 _PATIENCE = 2.0

@@ -10,8 +10,8 @@ import contextlib
 import time
 from typing import Protocol
 
-from horovod.common.decisions import Decision, formed_key
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.generations.decisions import Decision, formed_key
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Slot
 

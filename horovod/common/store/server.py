@@ -21,8 +21,8 @@ from collections import deque
 from typing import Any
 
 from horovod.common.logging import get_logger
-from horovod.common.parked_requests import ParkedRequests
-from horovod.common.store_memory import MemoryStore
+from horovod.common.store.memory import MemoryStore
+from horovod.common.store.parked_requests import ParkedRequests
 from horovod.common.wire import MAX_FRAME, Message, Session, WireError, check_key
 
 _RECEIVE_BYTES = 1 << 18
