@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horovod.spark.common.metadata import Metadata
-from horovod.spark.common.remote_store import RemoteStore
+from horovod.spark.common.stores.remote_store import RemoteStore
 
 BUFFER_BYTES = 32 * 1024 * 1024  # of rows that a rank shuffles among
 # Of large rows, such as images, at least these, as far as they fit in eight times the bytes.

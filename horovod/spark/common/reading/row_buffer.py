@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod.spark.common.columns import ColumnError, Rows
+from horovod.spark.common.reading.columns import ColumnError, Rows
 
 Array = np.ndarray[Any, Any]
 

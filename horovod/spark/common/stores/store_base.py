@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from horovod.spark.common.remote_store import RemoteStore
+from horovod.spark.common.stores.remote_store import RemoteStore
 
 
 class Store(ABC):

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from horovod.spark.common.columns import Rows
-from horovod.spark.common.row_buffer import (
+from horovod.spark.common.reading.columns import Rows
+from horovod.spark.common.reading.row_buffer import (
     Array,
     RowBuffer,
     RowLayout,

@@ -35,7 +35,7 @@ def arrow_filesystem(url: str, storage_options: dict[str, Any] | None = None) ->
 
 
 def _hadoop(url: str, options: dict[str, Any]) -> tuple[Any, str]:
-    from horovod.spark.common import hdfs
+    from horovod.spark.common.stores import hdfs
 
     host, port, path = split_hdfs(url)
     filesystem = hdfs.connect(

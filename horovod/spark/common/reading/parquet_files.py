@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod.spark.common.filesystem import arrow_filesystem
+from horovod.spark.common.stores.filesystem import arrow_filesystem
 
 READ_BYTES = 1024 * 1024  # that a worker reads ahead, of all columns together
 LEAST_READ_BYTES = 64 * 1024  # of each column

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from horovod.spark.common.columns import ColumnError, Rows, check_nan, rows_of, to_numpy
-from horovod.spark.common.parquet_files import ParquetFiles, Piece
-from horovod.spark.common.row_buffer import packed
+from horovod.spark.common.reading.columns import ColumnError, Rows, check_nan, rows_of, to_numpy
+from horovod.spark.common.reading.parquet_files import ParquetFiles, Piece
+from horovod.spark.common.reading.row_buffer import packed
 
 # Of decoded rows that travel from a worker to the consumer. Memory of this size is used again and
 # again; larger blocks go back to the system, and every page of the next one costs a fault: decoding

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from horovod.spark.common.columns import Rows, to_numpy
 from horovod.spark.common.metadata import quoted
+from horovod.spark.common.reading.columns import Rows, to_numpy
 
 
 def head_of_frame(df: Any, columns: Sequence[str], count: int) -> Rows:

@@ -17,7 +17,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from horovod.spark.common.store_base import Store
+from horovod.spark.common.stores.store_base import Store
 
 # Object stores show a new object when all of it is there, and cannot move without copying.
 _PUT_IS_ATOMIC = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
@@ -210,7 +210,7 @@ class AbstractFilesystemStore(Store):
         )
 
     def get_parquet_dataset(self, path: str) -> Any:
-        from horovod.spark.common.parquet_files import ParquetFiles
+        from horovod.spark.common.reading.parquet_files import ParquetFiles
 
         return ParquetFiles(path, self.storage_options).dataset
 
