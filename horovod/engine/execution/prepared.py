@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 
-from horovod.common.reduce_op import ReduceOp
 from horovod.engine.channel import Channel
 from horovod.engine.execution import capture
 from horovod.engine.execution.scaling import sum_and_scale
@@ -47,7 +46,7 @@ class PreparedAllreduce:
         self.plain, self.scale = sum_and_scale(request.reduction, channel.group.size)
 
     def reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, postscale_factor: float, set_id: int | None
+        self, tensor: torch.Tensor, op: int, postscale_factor: float, set_id: int | None
     ) -> bool:
         """Reduce `tensor` in place if it is like those before and nothing is in the way.
 

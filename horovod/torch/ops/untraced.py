@@ -56,7 +56,7 @@ def breaks_graph(instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         reason = f"hvd.{function.__name__} cannot be traced with fullgraph=True: {instead}"
-        marked: list[Callable[P, R]] = []  # the function with torch's own mark, once it is needed
+        marked: dict[str, Callable[P, R]] = {}  # the function with torch's own mark, once needed
 
         @functools.wraps(function)
         def outside(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -65,8 +65,8 @@ def breaks_graph(instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     _leave_graph(reason)
                 elif not _has_compiled():
                     return function(*args, **kwargs)
-                marked.append(_disabled(function, reason))
-            return marked[0](*args, **kwargs)
+                marked["it"] = _disabled(function, reason)
+            return marked["it"](*args, **kwargs)
 
         # torch.compile counts how often it has compiled a code object, and gives up at some number:
         # each function gets one of its own.
