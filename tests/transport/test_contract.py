@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import MemoryStore
-from horovod.common.store_server import StoreServer
+from horovod.common.store.server import StoreServer
 from horovod.common.wire import new_key
 from tests import rank_process
 from tests.effort import examples
