@@ -69,7 +69,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         store = self._checked_store()
         labels = self._checked_labels()
         payload = self._pack()
-        train_rows, val_rows, metadata, row_size = util.get_simple_meta_from_parquet(
+        train_rows, val_rows, metadata, _ = util.get_simple_meta_from_parquet(
             store, labels, self.getFeatureCols(), self.getSampleWeightCol(), dataset_idx
         )
         validation = self.getValidation()
@@ -89,7 +89,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
             files = ParquetFiles(store.get_train_data_path(dataset_idx), store.storage_options)
             rows = head_of_parquet(files, list(metadata), self._trial_rows())
             self._check_rows(rows, metadata, payload)
-        facts = DataFacts(train_rows, val_rows, row_size, metadata, dataset_idx)
+        facts = DataFacts(train_rows, val_rows, metadata, dataset_idx)
         return self._fit_prepared(backend, facts, payload)
 
     def _fit(self, df: Any) -> Any:
@@ -122,8 +122,8 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
             seed=self.getRandomSeed(),
             nan_labels=self.getNanLabels(),
         ) as dataset_idx:
-            train_rows, val_rows, metadata, row_size = util.get_dataset_properties(dataset_idx)
-            facts = DataFacts(train_rows, val_rows, row_size, metadata, dataset_idx)
+            train_rows, val_rows, metadata, _ = util.get_dataset_properties(dataset_idx)
+            facts = DataFacts(train_rows, val_rows, metadata, dataset_idx)
             return self._fit_prepared(backend, facts, payload)
 
     def _fit_prepared(self, backend: Backend, facts: DataFacts, payload: bytes) -> Any:

@@ -10,10 +10,6 @@ from typing import Any
 from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.stores.remote_store import RemoteStore
 
-BUFFER_BYTES = 32 * 1024 * 1024  # of rows that a rank shuffles among
-# Of large rows, such as images, at least these, as far as they fit in eight times the bytes.
-BUFFER_ROWS = 1024
-
 # Arrow allocates by malloc what it reads files with. It reads this when it is loaded.
 ARROW_POOL = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
 
@@ -38,11 +34,10 @@ def use_system_memory() -> None:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Rows, bytes of a row, and columns of the Parquet to train with."""
+    """Rows and columns of the Parquet to train with."""
 
     train_rows: int
     val_rows: int
-    row_size: int
     metadata: Metadata
     dataset_idx: int | None
 
@@ -100,15 +95,12 @@ class TrainingJob:
             return int(given)
         return math.ceil(self.facts.val_rows / self.val_batch_size / size)
 
-    def shuffle_capacity(self) -> int:
-        """How many rows a rank shuffles among: as many as fit in the buffer."""
+    def shuffle_capacity(self) -> int | None:
+        """How many rows a rank shuffles among; None for as many as fit in its buffer."""
         given = self["shuffle_buffer_size"]
         if given is not None:
             return int(given)
-        if not self["shuffle"]:
-            return 0
-        row = max(1, self.facts.row_size)
-        return max(1, BUFFER_BYTES // row, min(BUFFER_ROWS, 8 * BUFFER_BYTES // row))
+        return None if self["shuffle"] else 0
 
     def _targets(self) -> list[str]:
         """The labels and the weights of rows."""
@@ -133,7 +125,7 @@ class TrainingJob:
             has_val=self.has_validation,
             train_batch_size=self["batch_size"],
             val_batch_size=self.val_batch_size,
-            shuffle=self["shuffle"] and self.shuffle_capacity() > 0,
+            shuffle=self["shuffle"] and self.shuffle_capacity() != 0,
             transform_fn=self["transformation_fn"],
             inmemory_cache_all=self["inmemory_cache_all"],
             cur_shard=rank,

@@ -14,7 +14,7 @@ from horovod.spark.common.datamodule import ParquetDataModule
 from horovod.spark.common.reading.columns import Rows
 from horovod.spark.torch.feeding import Batch
 
-BATCHES_AHEAD = 8
+BATCHES_AHEAD = 4  # that wait for the training loop
 
 
 def tensors(rows: Rows) -> Batch:

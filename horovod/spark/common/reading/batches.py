@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -17,19 +17,30 @@ from horovod.spark.common.reading.row_buffer import (
     row_count,
 )
 
+BUFFER_BYTES = 32 * 1024 * 1024  # of rows that a rank shuffles among
+# Of large rows, such as images, at least these, as far as they fit in eight times the bytes.
+BUFFER_ROWS = 1024
+
 _DRAWN = 1024  # rows drawn at once, if batches are smaller: a draw has a cost of its own
+
+
+def rows_that_fit(row_bytes: int) -> int:
+    """Return among how many rows of this size a rank shuffles, unless it was told."""
+    row = max(1, row_bytes)
+    return max(1, BUFFER_BYTES // row, min(BUFFER_ROWS, 8 * BUFFER_BYTES // row))
 
 
 def batches(
     passes: Iterable[Iterator[Rows]],
     batch_size: int,
     *,
-    capacity: int = 0,
+    capacity: int | Callable[[int], int] = 0,
     seed: int | None = None,
 ) -> Iterator[Rows]:
     """Batches of `batch_size` rows; only the very last one may be smaller.
 
-    With a `capacity`, rows are drawn at random from that many (0: the order of the reader). Each
+    With a `capacity`, rows are drawn at random from that many (0: the order of the reader); it may
+    be a function of the bytes that a row takes, which are known when the first rows are there. Each
     pass gives every row once: rows of the next pass come in only as those of this one go out, so
     that reading never stands still between passes and the memory stays the same.
     """
@@ -42,7 +53,10 @@ def batches(
 
 
 def _blocks(
-    passes: Iterable[Iterator[Rows]], rows_in_block: int, capacity: int, random: np.random.Generator
+    passes: Iterable[Iterator[Rows]],
+    rows_in_block: int,
+    wanted: int | Callable[[int], int],
+    random: np.random.Generator,
 ) -> Iterator[tuple[RowLayout, list[Array]]]:
     """Blocks of so many rows, the last one may be smaller."""
     ending: RowBuffer | RowQueue | None = None  # holds the rows left of the pass before
@@ -50,6 +64,7 @@ def _blocks(
     parts: list[list[Array]] = []  # draws for a block that one draw could not fill
     lacking = rows_in_block
     layout: RowLayout | None = None
+    capacity = 0
 
     for chunks in passes:
         filling: RowBuffer | RowQueue | None = None
@@ -58,6 +73,7 @@ def _blocks(
                 continue
             if layout is None:
                 layout = RowLayout(rows)
+                capacity = wanted if isinstance(wanted, int) else wanted(layout.row_bytes)
             if filling is None:
                 if capacity and storage is None:
                     storage = RowStorage(layout, capacity + rows_in_block + row_count(rows))

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 Rows = dict[str, "np.ndarray[Any, Any]"]
 
@@ -52,9 +51,9 @@ def to_numpy(name: str, column: Any) -> np.ndarray[Any, Any]:
     if pa.types.is_floating(kind) or pa.types.is_integer(kind):
         return _numbers(column)
     if pa.types.is_boolean(kind):
-        return _numbers(pc.cast(column, pa.uint8())).view(np.bool_)
+        return _numbers(column.cast(pa.uint8())).view(np.bool_)
     if pa.types.is_decimal(kind):
-        return _numbers(pc.cast(column, pa.float64()))
+        return _numbers(column.cast(pa.float64()))
     if pa.types.is_fixed_size_list(kind):
         return _list_rows(name, column.flatten(), kind.list_size, len(column))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -118,7 +117,7 @@ def _dense_vectors(name: str, column: Any) -> np.ndarray[Any, Any]:
     values, counts = _flat(column.field("values"))
     indices, _ = _flat(column.field("indices"))
     sizes = np.where(
-        dense, counts, pc.fill_null(column.field("size"), 0).to_numpy(zero_copy_only=False)
+        dense, counts, column.field("size").fill_null(0).to_numpy(zero_copy_only=False)
     )
     if rows == 0:
         return np.zeros((0, 0))
@@ -138,5 +137,5 @@ def _dense_vectors(name: str, column: Any) -> np.ndarray[Any, Any]:
 
 def _flat(lists: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """All values of a list column one after the other, and how many each row has."""
-    counts = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+    counts = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     return np.asarray(lists.flatten().to_numpy(zero_copy_only=False)), counts

@@ -28,6 +28,7 @@ class RowLayout:
         for name, kind in self.kinds.items():
             blocks.setdefault(kind, []).append(name)
         self.blocks = list(blocks.values())
+        self.row_bytes = sum(array[:1].nbytes for array in rows.values())
 
     def check(self, rows: Rows) -> None:
         for name, (dtype, shape) in self.kinds.items():
