@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from horovod.common.local_steps import OuterSGD
+from horovod.common.local_steps import LocalSchedule, OuterSGD, divide
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.ops.broadcast import broadcast_
 from horovod.torch.optimizers.exchanger import Exchanger, Wait
-from horovod.torch.optimizers.local_steps import layers
 
 Tensor = torch.Tensor
 Content = dict[str, Any]  # of a fragment, in a checkpoint
@@ -206,27 +205,12 @@ def mix(tensor: Tensor, shared: Tensor, local_share: float) -> None:
     tensor.copy_(shared)
 
 
-def divide(named: list[Named], count: int) -> list[list[Named]]:
-    """Divide a model by layers into `count` fragments of about the same number of elements.
-
-    The largest layers are dealt out first, each to the fragment that is smallest then.
-    """
-    sizes = [0] * count
-    chosen: list[list[int]] = [[] for _ in range(count)]
-    parts = layers(named)
-    numbers = [sum(param.numel() for _, param in part) for part in parts]
-    for index in sorted(range(len(parts)), key=lambda index: -numbers[index]):
-        smallest = min(range(count), key=lambda index: (len(chosen[index]) > 0, sizes[index]))
-        chosen[smallest].append(index)
-        sizes[smallest] += numbers[index]
-    return [[member for index in sorted(own) for member in parts[index]] for own in chosen]
-
-
-def make_fragments(named: list[Named], count: int, local_steps: int) -> list[Fragment]:
+def make_fragments(named: list[Named], schedule: LocalSchedule) -> list[Fragment]:
     """The fragments of a model, whose turns are spread over the local steps."""
+    names, sizes = [name for name, _ in named], [param.numel() for _, param in named]
     return [
-        Fragment(number, members, (number + 1) * local_steps // count)
-        for number, members in enumerate(divide(named, count))
+        Fragment(number, [named[index] for index in indices], schedule.first_turn(number))
+        for number, indices in enumerate(divide(names, sizes, schedule.fragments))
     ]
 
 

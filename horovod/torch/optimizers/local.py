@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from horovod.common.local_steps import AVERAGING, check_alike
+from horovod.common.local_steps import AVERAGING, HOST, check_alike
 from horovod.common.process_sets import ProcessSet
 from horovod.common.topology import Topology
 from horovod.engine.arguments import set_size
@@ -30,7 +30,7 @@ from horovod.torch.ops.untraced import untraced
 from horovod.torch.optimizers.checks import takes_part
 from horovod.torch.optimizers.exchanger import Exchanger
 from horovod.torch.optimizers.fragments import Fragment, make_fragments
-from horovod.torch.optimizers.local_steps import HOST, set_of_this_host
+from horovod.torch.optimizers.local_steps import set_of_this_host
 from horovod.torch.optimizers.options import OptimizerOptions
 from horovod.torch.optimizers.reducing import ReducingOptimizer
 
@@ -56,8 +56,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
         self._within = set_of_this_host() if within == HOST else within
         self._name = ""
         self._agreed_in: Topology | None = None  # the job whose ranks have agreed on the name
-        chosen = self._chosen
-        self._fragments = make_fragments(named, chosen.fragments, chosen.steps)
+        self._fragments = make_fragments(named, self._chosen)
         super()._configure(options, named, groups)
         self._exchanger: Exchanger | None = None
         if takes_part(self.process_set):
@@ -162,7 +161,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
         if not self._is_warm:
             return
         self._begin_step()
-        now, chosen = self._local_position(), self._chosen
+        now = self._local_position()
         for fragment in self._fragments:
             if fragment.apply_at is not None:
                 self._apply(fragment)
@@ -170,7 +169,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
             fragment.start_at = now
             self._start(fragment, delay=0)
             fragment.apply(AVERAGING, local_share=0.0)
-            fragment.start_at = now + (fragment.number + 1) * chosen.steps // chosen.fragments
+            fragment.start_at = now + self._chosen.first_turn(fragment.number)
 
     # -- the ranks together ----------------------------------------------------------------
 
