@@ -313,21 +313,22 @@ class _Exchange(NamedTuple):
     """An allreduce that one call has started, and that another will finish."""
 
     topology: Any  # the job in which it was started
-    number: int  # by which the two calls match
+    number: int  # that both calls have in common
     request: Request
     tensors: Tensors
 
 
-_under_way: dict[tuple[tuple[int, ...] | None, str | None], _Exchange] = {}
+_under_way: dict[tuple[tuple[int, ...] | None, str | None, int], _Exchange] = {}
 
 
 def _run_phase(call: Call, sources: Tensors, targets: Tensors) -> None:
     """Start an allreduce that goes on beside the program, or finish it.
 
-    The first tensor is a number that both calls must have in common. The other tensors are what
-    this rank sends, in both calls: if this process has not started the allreduce, because training
-    goes on from a checkpoint, the second call makes it whole. On a GPU it always does: there the
-    program's stream waits for it, and no other stream is at hand.
+    The first tensor has two numbers: of the caller in this process, and one that both calls have in
+    common. The other tensors are what this rank sends, in both calls: if this process has not
+    started the allreduce, because training goes on from a checkpoint, the second call makes it
+    whole. On a GPU it always does: there the program's stream waits for it, and no other stream is
+    at hand.
     """
     for source, target in zip(sources, targets, strict=True):
         if source.data_ptr() != target.data_ptr():
@@ -337,18 +338,22 @@ def _run_phase(call: Call, sources: Tensors, targets: Tensors) -> None:
         if call.phase == "finish":
             _reduce_compiled(call, tensors, tensors)
         return
-    key, number = (call.ranks, call.name), int(targets[0].item())
+    owner, number = targets[0].tolist()
+    key = call.ranks, call.name, owner
+    topology = runtime.topology
+    for (_, name, _), exchange in _under_way.items():
+        # No two of one name at a time. Those of an earlier job are over.
+        is_current = exchange.topology is topology
+        if name == call.name and is_current and not exchange.request.finished:
+            exchange.request.wait()
     earlier = _under_way.pop(key, None)
-    if earlier is not None and earlier.topology is not runtime.topology:
-        earlier = None  # its ranks are no more
-    if earlier is not None:
-        earlier.request.wait()
     if call.phase == "start":
         copies = reduction_inputs([tensor.clone() for tensor in tensors], call.reduction)
         request = runtime.submit(call.collective(), copies, copies)
         request.source_line = call.source_line
-        _under_way[key] = _Exchange(runtime.topology, number, request, copies)
-    elif earlier is not None and earlier.number == number:
+        _under_way[key] = _Exchange(topology, number, request, copies)
+    elif earlier is not None and earlier.number == number and earlier.topology is topology:
+        earlier.request.wait()
         for tensor, average in zip(tensors, earlier.tensors, strict=True):
             tensor.copy_(average)
     else:

@@ -9,6 +9,7 @@ what this rank has sent and not applied yet. Fragments take turns by the schedul
 from __future__ import annotations
 
 import atexit
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -208,6 +209,7 @@ class LocalStepsOptimizer(optax.GradientTransformationExtraArgs):
 
 
 _num_optimizers = 0  # of this process whose ranks have agreed on their settings
+_owners = itertools.count()  # of exchanges that are under way in this process
 
 
 def make_optimizer(
@@ -245,7 +247,10 @@ def make_optimizer(
     if schedule.within is not None:
         reduce_near = reduction(set_of_this_host() if schedule.within == HOST else schedule.within)
     # A name of its own for each optimizer, since what is delayed travels beside everything else.
-    label = f"local_steps.{_num_optimizers}" if name is None else f"{name}.local_steps"
+    # Elastic jobs cannot agree on a number here: who joins later has made fewer of them.
+    suffix = "" if runtime.is_initialized() and runtime.is_elastic() else f".{_num_optimizers}"
+    label = f"local_steps{suffix}" if name is None else f"{name}.local_steps"
+    owner = next(_owners)
     warmup = schedule.warmup_steps
 
     def init(params: Any) -> LocalStepsState:
@@ -276,8 +281,9 @@ def make_optimizer(
             return outgoing
         arrays, structure = jax.tree.flatten(outgoing)
         exchange = f"{label}.{fragment.number}"
-        averages = average_in_phase(arrays, number, exchange, compression, process_set, phase)
-        return structure.unflatten(averages)
+        numbers = jnp.array([owner, number], jnp.int32)
+        averages = average_in_phase(arrays, numbers, exchange, compression, process_set, phase)
+        return jax.tree.unflatten(structure, averages)
 
     def share_anchor(anchor: Any) -> Any:
         if not takes_part:
@@ -374,7 +380,7 @@ def _with_leaves(tree: Any, indices: list[int], news: list[Any]) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     for index, new in zip(indices, news, strict=True):
         leaves[index] = new
-    return structure.unflatten(leaves)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _mix(own: Any, shared: Any, local_share: float) -> Any:

@@ -83,7 +83,7 @@ def reduce_gradients(
 
 def average_in_phase(
     arrays: list[Any],
-    number: Any,
+    numbers: Any,
     name: str,
     compression: type[Compressor],
     process_set: ProcessSet,
@@ -93,7 +93,8 @@ def average_in_phase(
 
     Args:
         arrays: What this rank sends, the same in both calls.
-        number: An integer that both calls have in common, and no others of this name.
+        numbers: Two integers: of the caller in this process, and one that both calls have in common
+            and no others of this caller and name.
         name: Name by which the ranks match this operation.
         compression: Compressor for what travels between the ranks.
         process_set: Ranks that take part.
@@ -107,7 +108,7 @@ def average_in_phase(
     if phase == "whole":
         return list(_reduce_tree(call, leaves, compression))
     pairs = [compression.compress(array) for array in leaves.arrays]
-    given = [jnp.asarray(number), *(array for array, _ in pairs)]
+    given = [numbers, *(array for array, _ in pairs)]
     _, *results = dispatch.run(dataclasses.replace(call, phase=phase), given)
     if phase == "start":
         return arrays

@@ -185,8 +185,9 @@ class Fragment:
             ]
             self._gradients = [gradient for gradient in gradients if gradient is not None]
             self._others = [
-                (tensor, average.to(tensor.device, copy=True))
-                for tensor, average in zip(others, content["others"], strict=True)
+                (tensor, average.to(tensor, copy=True))
+                # An optimizer that has not stepped yet has no state to average.
+                for tensor, average in zip(others, content["others"], strict=False)
             ]
 
     def _by_name(self, flats: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -212,6 +213,43 @@ def make_fragments(named: list[Named], schedule: LocalSchedule) -> list[Fragment
         Fragment(number, [named[index] for index in indices], schedule.first_turn(number))
         for number, indices in enumerate(divide(names, sizes, schedule.fragments))
     ]
+
+
+def take_turns(
+    fragments: Sequence[Fragment],
+    now: int,
+    schedule: LocalSchedule,
+    start: Callable[[Fragment, int], None],
+    apply: Callable[[Fragment], None],
+) -> None:
+    """Do what is due after the local step `now`: `start` and `apply` do it for a fragment."""
+    for fragment in fragments:
+        if fragment.apply_at is not None and now >= fragment.apply_at:
+            apply(fragment)
+        if fragment.apply_at is None and now >= fragment.start_at:
+            fragment.start_at = now
+            start(fragment, schedule.delay)
+            if not schedule.delay:
+                apply(fragment)
+
+
+def load_fragments(
+    fragments: Sequence[Fragment],
+    contents: Sequence[Content],
+    others: Callable[[Fragment], Sequence[Tensor]],
+) -> None:
+    """Let fragments go on from the contents of as many; `others` as in `Fragment.load`."""
+    if len(contents) != len(fragments):
+        raise ValueError(
+            f"the state that is loaded is of an optimizer with fragments={len(contents)}, and "
+            f"this one has fragments={len(fragments)}"
+        )
+    everything = {
+        key: {name: part for content in contents for name, part in content[key].items()}
+        for key in ("anchors", "momenta", "gradients")
+    }
+    for fragment, content in zip(fragments, contents, strict=True):
+        fragment.load({**content, **everything}, others(fragment))
 
 
 def _assembled(

@@ -29,7 +29,7 @@ from horovod.torch.ops.objects import allgather_object
 from horovod.torch.ops.untraced import untraced
 from horovod.torch.optimizers.checks import takes_part
 from horovod.torch.optimizers.exchanger import Exchanger
-from horovod.torch.optimizers.fragments import Fragment, make_fragments
+from horovod.torch.optimizers.fragments import Fragment, load_fragments, make_fragments, take_turns
 from horovod.torch.optimizers.local_steps import set_of_this_host
 from horovod.torch.optimizers.options import OptimizerOptions
 from horovod.torch.optimizers.reducing import ReducingOptimizer
@@ -115,15 +115,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
             self._reattach()  # from now on gradients stay here
             return
         now = self._local_position()
-        chosen = self._chosen
-        for fragment in self._fragments:
-            if fragment.apply_at is not None and now >= fragment.apply_at:
-                self._apply(fragment)
-            if fragment.apply_at is None and now >= fragment.start_at:
-                fragment.start_at = now
-                self._start(fragment, chosen.delay)
-                if not chosen.delay:
-                    self._apply(fragment)
+        take_turns(self._fragments, now, self._chosen, self._start, self._apply)
 
     def _local_position(self) -> int:
         """The number of local steps so far."""
@@ -238,19 +230,9 @@ class LocalStepsOptimizer(ReducingOptimizer):
         }
 
     def _load_progress(self, progress: dict[str, Any]) -> None:
-        contents = progress["fragments"]
-        if len(contents) != len(self._fragments):
-            raise ValueError(
-                f"the state that is loaded is of an optimizer with fragments={len(contents)}, and "
-                f"this one has fragments={len(self._fragments)}"
-            )
-        was_warm, self._num_steps = self._is_warm, progress["num_steps"]
-        everything = {
-            key: {name: part for content in contents for name, part in content[key].items()}
-            for key in ("anchors", "momenta", "gradients")
-        }
-        for fragment, content in zip(self._fragments, contents, strict=True):
-            fragment.load({**content, **everything}, self._others(fragment))
+        was_warm = self._is_warm
+        load_fragments(self._fragments, progress["fragments"], self._others)
+        self._num_steps = progress["num_steps"]
         if self._is_warm != was_warm:
             self._reattach()
 
