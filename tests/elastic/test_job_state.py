@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from horovod.common.decisions import Decision
+from horovod.common.generations.decisions import Decision
 from horovod.runner.elastic.job_state import JobState, Process, name_of, number_of
 from horovod.runner.elastic.termination import Ending, make_outcome
 from horovod.runner.output.report import Exit

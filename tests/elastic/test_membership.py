@@ -9,8 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from horovod.common import membership
-from horovod.common.decisions import (
+from horovod.common.environments import Elastic, detect
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.generations import membership
+from horovod.common.generations.decisions import (
     DRIVER_LOST,
     LATEST,
     Decision,
@@ -21,10 +23,8 @@ from horovod.common.decisions import (
     ready_key,
     seen_key,
 )
-from horovod.common.environments import Elastic, detect
-from horovod.common.exceptions import HorovodInternalError
-from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
-from horovod.common.membership import WORKER_ID, Membership, is_elastic
+from horovod.common.generations.membership import WORKER_ID, Membership, is_elastic
+from horovod.common.joining.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.store import MemoryStore
 from horovod.common.topology import Slot
 from horovod.common.wire import encode_key

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.common.decisions import DRIVER_LOST
+from horovod.common.generations.decisions import DRIVER_LOST
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.job_state import JobState, Limits, Process, WorkerFailure
 from horovod.runner.elastic.termination import (

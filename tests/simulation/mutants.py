@@ -26,9 +26,9 @@ class Mutant(NamedTuple):
 
 
 _ELASTIC = "horovod.common.elastic"
-_GENERATION = "horovod.common.generation"
-_MEMBERSHIP = "horovod.common.membership"
-_NEGOTIATION = "horovod.engine.negotiation"
+_GENERATION = "horovod.common.generations.generation"
+_MEMBERSHIP = "horovod.common.generations.membership"
+_NEGOTIATION = "horovod.engine.agreement.negotiation"
 _POLICY = "horovod.runner.elastic.policy"
 _RUNTIME = "horovod.engine.runtime"
 _STATE = "horovod.torch.elastic.state"
@@ -174,14 +174,14 @@ MUTANTS = (
     Mutant(
         "the store does not wake its thread for a key that the launcher sets",
         "past",
-        "horovod.common.store_server",
+        "horovod.common.store.server",
         "            self._changed_keys.append(key)\n            self._wake()",
         "            self._changed_keys.append(key)",
     ),
     Mutant(
         "whoever waits for the background thread is not woken",
         "past",
-        "horovod.engine.waiters",
+        "horovod.engine.agreement.waiters",
         "                self._progress.notify_all()",
         "                pass",
     ),
@@ -210,7 +210,7 @@ MUTANTS = (
     Mutant(
         "a broken connection to the store is used again",
         "past",
-        "horovod.common.store_client",
+        "horovod.common.store.client",
         "        stream.close()\n        self._local.stream = None",
         "        stream.close()",
     ),
@@ -331,7 +331,7 @@ MUTANTS = (
     Mutant(
         "a wait in the store has no end",
         "new",
-        "horovod.common.parked_requests",
+        "horovod.common.store.parked_requests",
         "        while self._deadlines and self._deadlines[0][0] <= now:",
         "        while False:",
     ),
@@ -345,7 +345,7 @@ MUTANTS = (
     Mutant(
         "ranks agree on what only some have submitted",
         "new",
-        "horovod.transport.tcp",
+        "horovod.transport.network.tcp",
         "            return count_common_words(records)",
         "            return len(words) // WORD",
     ),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from horovod.common.decisions import Decision
+from horovod.common.generations.decisions import Decision
 from horovod.runner.output.progress import list_some
 from horovod.runner.output.report import Exit
 from horovod.runner.output.watcher import count_of

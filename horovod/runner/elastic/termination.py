@@ -13,7 +13,7 @@ import dataclasses
 import signal
 from dataclasses import dataclass
 
-from horovod.common.decisions import DRIVER_LOST
+from horovod.common.generations.decisions import DRIVER_LOST
 from horovod.runner.elastic.job_state import JobState, Limits, WorkerFailure
 from horovod.runner.output.report import Outcome, first_to_fail
 from horovod.runner.output.watcher import count_of
