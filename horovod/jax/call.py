@@ -23,7 +23,7 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.arguments import movement_input, reduction_inputs, set_id
 from horovod.engine.collective import Collective, Kind, Reduction
-from horovod.engine.prepared import PreparedAllreduce
+from horovod.engine.execution.prepared import PreparedAllreduce
 from horovod.engine.request import Request, caller
 from horovod.engine.runtime import runtime
 from horovod.engine.submission import check_adasum

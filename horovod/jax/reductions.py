@@ -17,8 +17,8 @@ from horovod.common.util import resolve_reduce_op
 from horovod.engine.arguments import reduction_inputs
 from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
-from horovod.jax import dispatch
 from horovod.jax.call import Call, Phase
+from horovod.jax.compiled import dispatch
 from horovod.jax.compression import Compression, Compressor
 from horovod.jax.derivatives import backward, for_floats
 from horovod.jax.trees import Leaves, flatten

@@ -226,8 +226,9 @@ class Socket:
         self._wake()
 
     def vanish(self) -> None:
-        """Be gone without a word, as the host has lost its power."""
+        """Be gone without a word, as the host has lost its power: what was to be sent is lost."""
         self.is_closed = True
+        self._outbox.clear()
         self._forget_listener()
 
     def _forget_listener(self) -> None:
@@ -342,7 +343,7 @@ class Socket:
         peer, host = self.peer, self.process.host
         assert peer is not None
         other = peer.process.host
-        if host.is_down:  # it never left
+        if host.is_down or not self._outbox:  # it never left
             self._outbox.clear()
             self._is_sending = False
             return

@@ -1,7 +1,7 @@
 """What torch.compile must not look into.
 
-`untraced` marks parts of the optimizers. `breaks_graph` marks what users call and what is never a
-part of a graph: asynchronous collectives, `join`, objects.
+`untraced` and `calls_traced` mark parts of the optimizers. `breaks_graph` marks what users call and
+what is never a part of a graph: asynchronous collectives, `join`, objects.
 """
 
 from __future__ import annotations
@@ -30,6 +30,16 @@ def untraced(function: F) -> F:
     program imports.
     """
     marked = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return cast("F", marked)
+
+
+def calls_traced(function: F) -> F:
+    """Let compiled code call the function as it is; what it calls is compiled unless marked.
+
+    For what calls both untraced functions and torch's own. If the compiler looked into it, each
+    call that ends a graph would do so once in the caller and once more in the function.
+    """
+    marked = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
     return cast("F", marked)
 
 

@@ -26,7 +26,7 @@ from horovod.engine.runtime import runtime
 from horovod.torch.functions import broadcast_nested
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.ops.objects import allgather_object
-from horovod.torch.ops.untraced import untraced
+from horovod.torch.ops.untraced import calls_traced, untraced
 from horovod.torch.optimizers.checks import takes_part
 from horovod.torch.optimizers.exchanger import Exchanger
 from horovod.torch.optimizers.fragments import Fragment, load_fragments, make_fragments, take_turns
@@ -79,6 +79,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
 
     # -- stepping --------------------------------------------------------------------------
 
+    @calls_traced
     def step(self, closure: Any = None) -> Any:
         """Update the parameters with this rank's gradients, and synchronise them every H steps."""
         self._begin_step()
