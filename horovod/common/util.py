@@ -229,7 +229,7 @@ def resolve_reduce_op(op: ReduceOp | int | None, average: bool | None) -> Reduce
     if average is None:
         if op is None:
             return Average
-        if op.__class__ is ReduceOp:
+        if isinstance(op, ReduceOp):
             return op
         try:
             return ReduceOp(op)

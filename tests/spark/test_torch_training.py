@@ -18,7 +18,7 @@ import torch
 
 import horovod.torch as hvd
 from horovod.spark.common.backend import Backend
-from horovod.spark.common.columns import ColumnError
+from horovod.spark.common.reading.columns import ColumnError
 from horovod.spark.common.store import Store
 from horovod.spark.torch import TorchEstimator
 from horovod.spark.torch.datamodule import NVTabularDataModule

@@ -25,8 +25,8 @@ OPTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
 }
 
 
-def train(how: str, compiled: bool) -> tuple[list[float], int]:
-    """The losses, and how many graphs the compiler made."""
+def train(how: str, compiled: str | None) -> tuple[list[float], tuple[int, int]]:
+    """The losses, and how many graphs the compiler made, with how many breaks."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(1)
@@ -45,23 +45,30 @@ def train(how: str, compiled: bool) -> tuple[list[float], int]:
         optimizer.step()
         return loss.detach()
 
-    run = torch.compile(step, backend="aot_eager") if compiled else step
+    run = step
+    if compiled == "optimizer":
+        optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
+    elif compiled is not None:
+        run = torch.compile(step, backend="aot_eager")
     losses = []
     for number in range(STEPS):
         generator = torch.Generator().manual_seed(10 * number + hvd.rank())
         inputs = torch.randn(4, 8, generator=generator)
         losses.append(float(run(inputs, inputs[:, :4])))
-    return losses, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    counters = torch._dynamo.utils.counters
+    return losses, (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 
 
 @pytest.mark.parametrize("how", OPTIONS)
 def test_a_compiled_step_trains_as_it_is(pool2: RankPool, how: str):
-    eager = pool2.run(train, how, False)
-    for (expected, _), (found, _) in zip(eager, pool2.run(train, how, True), strict=True):
+    eager = pool2.run(train, how, None)
+    for (expected, _), (found, _) in zip(eager, pool2.run(train, how, "step"), strict=True):
         assert found == pytest.approx(expected, rel=1e-4)
 
 
-def test_as_many_graphs_as_without_us(pool2: RankPool):
-    alone = [graphs for _, graphs in pool2.run(train, "torch alone", True)]
-    ours = [graphs for _, graphs in pool2.run(train, "plain", True)]
+@pytest.mark.parametrize("compiled", ["step", "optimizer"])
+def test_as_many_graphs_and_breaks_as_without_us(pool2: RankPool, compiled: str):
+    alone = [counts for _, counts in pool2.run(train, "torch alone", compiled)]
+    ours = [counts for _, counts in pool2.run(train, "plain", compiled)]
     assert alone == ours
+    assert alone[0][0] > 0

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from horovod.spark.common.batches import batches, in_memory, read_all, rows_that_fit
-from horovod.spark.common.columns import ColumnError, Rows
-from horovod.spark.common.reader import ParquetReader
+from horovod.spark.common.reading.batches import batches, in_memory, read_all, rows_that_fit
+from horovod.spark.common.reading.columns import ColumnError, Rows
+from horovod.spark.common.reading.reader import ParquetReader
 
 
 class DataModule(ABC):

@@ -12,13 +12,13 @@ from pyspark.ml import Estimator, Model
 from horovod.spark.common import util
 from horovod.spark.common.backend import Backend, SparkBackend
 from horovod.spark.common.checks import check_nan_labels, check_types, check_validation
-from horovod.spark.common.columns import Rows
-from horovod.spark.common.head import head_of_frame, head_of_parquet
 from horovod.spark.common.job import ARROW_POOL, DataFacts, TrainingJob
 from horovod.spark.common.metadata import Metadata, describe_rows
 from horovod.spark.common.params import EstimatorParams, ModelParams
-from horovod.spark.common.parquet_files import ParquetFiles
-from horovod.spark.common.row_buffer import row_count
+from horovod.spark.common.reading.columns import Rows
+from horovod.spark.common.reading.head import head_of_frame, head_of_parquet
+from horovod.spark.common.reading.parquet_files import ParquetFiles
+from horovod.spark.common.reading.row_buffer import row_count
 from horovod.spark.common.serialization import Persistent
 from horovod.spark.common.store import Store
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horovod.spark.common.metadata import Metadata
-from horovod.spark.common.remote_store import RemoteStore
+from horovod.spark.common.stores.remote_store import RemoteStore
 
 # Arrow allocates by malloc what it reads files with. It reads this when it is loaded.
 ARROW_POOL = {"ARROW_DEFAULT_MEMORY_POOL": "system"}

@@ -12,12 +12,12 @@ from pyspark import keyword_only
 
 from horovod._keras.flavour import keras_of
 from horovod.spark.common.checks import check_shape_compatibility
-from horovod.spark.common.columns import Rows
 from horovod.spark.common.estimator import HorovodEstimator, HorovodModel
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.params import Spec, declare
 from horovod.spark.common.prediction import Predict, transform
+from horovod.spark.common.reading.columns import Rows
 from horovod.spark.common.serialization import decode
 from horovod.spark.keras import remote, serialization
 

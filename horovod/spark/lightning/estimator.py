@@ -11,12 +11,12 @@ import torch
 from pyspark import keyword_only
 
 from horovod.spark.common.checks import check_shape_compatibility
-from horovod.spark.common.columns import Rows
 from horovod.spark.common.estimator import HorovodEstimator
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.params import Spec, declare
 from horovod.spark.common.prediction import Predict
+from horovod.spark.common.reading.columns import Rows
 from horovod.spark.lightning import remote
 from horovod.spark.lightning.legacy import to_lightning_module
 from horovod.spark.torch import TorchModel as PlainTorchModel

@@ -11,12 +11,12 @@ import torch
 from pyspark import keyword_only
 
 from horovod.spark.common.checks import check_shape_compatibility
-from horovod.spark.common.columns import Rows
 from horovod.spark.common.estimator import HorovodEstimator, HorovodModel
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.params import Spec, declare
 from horovod.spark.common.prediction import Predict, transform
+from horovod.spark.common.reading.columns import Rows
 from horovod.spark.torch import remote
 from horovod.spark.torch.datamodule import as_tensor
 from horovod.spark.torch.feeding import Feed, as_input

@@ -74,12 +74,12 @@ def _allreduce(
     postscale_factor: float,
     process_set: int,
 ) -> None:
-    reduction = Reduction(ReduceOp(op), prescale_factor, postscale_factor)
     if len(tensors) == 1 and tensors[0].nbytes <= SMALL and name in runtime.prepared:
         (output,) = outputs
         output.copy_(tensors[0])
-        if _reduce_again(output, name, reduction, process_set):
+        if _reduce_again(output, name, op, prescale_factor, postscale_factor, process_set):
             return
+    reduction = Reduction(ReduceOp(op), prescale_factor, postscale_factor)
     _reduce(reduction_inputs(tensors, reduction), outputs, name, reduction, process_set)
 
 
@@ -92,9 +92,10 @@ def _allreduce_in_place(
     postscale_factor: float,
     process_set: int,
 ) -> None:
-    reduction = Reduction(ReduceOp(op), prescale_factor, postscale_factor)
-    if len(tensors) == 1 and _reduce_again(tensors[0], name, reduction, process_set):
+    factors = prescale_factor, postscale_factor
+    if len(tensors) == 1 and _reduce_again(tensors[0], name, op, *factors, process_set):
         return
+    reduction = Reduction(ReduceOp(op), *factors)
     buffers = reduction_inputs(tensors, reduction)
     for tensor, buffer in zip(tensors, buffers, strict=True):
         if buffer is not tensor:
@@ -116,12 +117,19 @@ def _reduce(
     runtime.submit(collective, sources, outputs, background=False).wait()
 
 
-def _reduce_again(tensor: Tensor, name: str | None, reduction: Reduction, process_set: int) -> bool:
+def _reduce_again(
+    tensor: Tensor,
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: int,
+) -> bool:
     """Reduce a tensor in place the shortest way, if one like it went before under this name."""
     prepared = runtime.prepared.get(name)
-    if prepared is None or reduction.prescale_factor != 1.0:
+    if prepared is None or prescale_factor != 1.0:
         return False
-    return prepared.reduce(tensor, reduction.op, reduction.postscale_factor, process_set)
+    return prepared.reduce(tensor, op, postscale_factor, process_set)
 
 
 def _allgather_rows(

@@ -13,25 +13,41 @@ Results are written into tensors that the caller passes, because the compiler ta
 results from operators that change something, nor results whose sizes are known only when the graph
 runs. Where other ranks decide on the size, as with the rows of an allgather, it is asked for first,
 by an operator that changes nothing (`total_rows`).
+
+PyTorch 2.4 cannot take operators that change lists of tensors into a graph. There compiled code
+leaves its graph for a collective and goes on in another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
+from packaging.version import Version
 
 from horovod.common.process_sets import ProcessSet
 from horovod.engine.arguments import unregistered
 from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
 from horovod.torch.ops.operator_kernels import rows_name
+from horovod.torch.ops.untraced import breaks_graph
 
 Tensor = torch.Tensor
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ARE_TRACED = Version(torch.__version__).release >= (2, 5)
 
 _order = torch.zeros(0)  # what all operators claim to change; see above
 
 
+def _traced(function: Callable[P, R]) -> Callable[P, R]:
+    """Let compiled code take the collective into its graph, or leave the graph for it."""
+    return function if ARE_TRACED else breaks_graph("use PyTorch 2.5 or newer")(function)
+
+
+@_traced
 def allreduce(
     tensors: Sequence[Tensor],
     name: str | None,
@@ -46,6 +62,7 @@ def allreduce(
     return outputs
 
 
+@_traced
 def allreduce_(
     tensors: Sequence[Tensor],
     name: str | None,
@@ -57,6 +74,7 @@ def allreduce_(
     torch.ops.horovod.allreduce_(tensors, _order, name, int(op), *factors, _number(process_set))
 
 
+@_traced
 def allgather(tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
     """Concatenate the ranks' tensors along the first dimension."""
     number = _number(process_set)
@@ -67,6 +85,7 @@ def allgather(tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tens
     return gathered
 
 
+@_traced
 def allgather_gradient(
     gradient: Tensor, rows: int, name: str | None, process_set: ProcessSet
 ) -> Tensor:
@@ -76,6 +95,7 @@ def allgather_gradient(
     return mine
 
 
+@_traced
 def broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
     """Return the root's tensor as a new one."""
     output = _like(tensor)
@@ -83,11 +103,13 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: Pro
     return output
 
 
+@_traced
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> None:
     """Overwrite a tensor with the root's."""
     torch.ops.horovod.broadcast_(tensor, _order, root_rank, name, _number(process_set))
 
 
+@_traced
 def alltoall(
     tensor: Tensor, splits: Tensor | None, name: str | None, process_set: ProcessSet
 ) -> tuple[Tensor, Tensor]:
@@ -100,6 +122,7 @@ def alltoall(
     return received, rows
 
 
+@_traced
 def alltoall_gradient(
     gradient: Tensor, received: Tensor, rows: int, name: str | None, process_set: ProcessSet
 ) -> Tensor:
@@ -110,6 +133,7 @@ def alltoall_gradient(
     return returned
 
 
+@_traced
 def reducescatter(
     tensors: Sequence[Tensor],
     name: str | None,
@@ -130,6 +154,7 @@ def reducescatter(
     return outputs
 
 
+@_traced
 def barrier(process_set: ProcessSet) -> None:
     """Wait until every rank of the set has come here."""
     torch.ops.horovod.barrier(_order, _number(process_set))

@@ -1,7 +1,7 @@
 """What torch.compile must not look into.
 
-`untraced` marks parts of the optimizers. `breaks_graph` marks what users call and what is never a
-part of a graph: asynchronous collectives, `join`, objects.
+`untraced` and `calls_traced` mark parts of the optimizers. `breaks_graph` marks what users call and
+what is never a part of a graph: asynchronous collectives, `join`, objects.
 """
 
 from __future__ import annotations
@@ -33,6 +33,16 @@ def untraced(function: F) -> F:
     return cast("F", marked)
 
 
+def calls_traced(function: F) -> F:
+    """Let compiled code call the function as it is; what it calls is compiled unless marked.
+
+    For what calls both untraced functions and torch's own. If the compiler looked into it, each
+    call that ends a graph would do so once in the caller and once more in the function.
+    """
+    marked = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
+    return cast("F", marked)
+
+
 def breaks_graph(instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let compiled code leave its graph for a function, as `untraced` does, but load no compiler.
 
@@ -46,7 +56,7 @@ def breaks_graph(instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         reason = f"hvd.{function.__name__} cannot be traced with fullgraph=True: {instead}"
-        marked: list[Callable[P, R]] = []  # the function with torch's own mark, once it is needed
+        marked: dict[str, Callable[P, R]] = {}  # the function with torch's own mark, once needed
 
         @functools.wraps(function)
         def outside(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -55,8 +65,8 @@ def breaks_graph(instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     _leave_graph(reason)
                 elif not _has_compiled():
                     return function(*args, **kwargs)
-                marked.append(_disabled(function, reason))
-            return marked[0](*args, **kwargs)
+                marked["it"] = _disabled(function, reason)
+            return marked["it"](*args, **kwargs)
 
         # torch.compile counts how often it has compiled a code object, and gives up at some number:
         # each function gets one of its own.

@@ -5,8 +5,9 @@ name that derives from ReducingOptimizer and from the optimizer's own class, so 
 learning-rate schedulers and checkpoints go on working.
 
 torch.compile must not look into what talks to other ranks, which is marked `untraced`. It may
-compile the optimizer's own update. This module is loaded when the first optimizer is wrapped, for
-the mark loads the compiler. Whoever has made an optimizer has loaded it already.
+compile the optimizer's own update, which `step` calls beside that (`calls_traced`). This module is
+loaded when the first optimizer is wrapped, for the marks load the compiler. Whoever has made an
+optimizer has loaded it already.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from horovod.common import process_sets
 from horovod.common.optimizer_arguments import check_passes
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.engine import capture
+from horovod.engine.execution import capture
 from horovod.engine.runtime import runtime
 from horovod.torch.compression import NoneCompressor, is_eight_bit, wire_type
 from horovod.torch.gradients.buckets import Named
@@ -32,7 +33,7 @@ from horovod.torch.gradients.reducer import GradientReducer, Reducer
 from horovod.torch.gradients.submission import BucketSubmitter
 from horovod.torch.hooks.eightbit import eight_bit_hook
 from horovod.torch.ops.allreduce import allreduce
-from horovod.torch.ops.untraced import untraced
+from horovod.torch.ops.untraced import calls_traced, untraced
 from horovod.torch.optimizers.checks import check_options, default_names, takes_part
 from horovod.torch.optimizers.finite_check import FiniteCheck
 from horovod.torch.optimizers.grad_scaler import reduce_before_unscaling
@@ -208,6 +209,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         finally:
             self._accumulating = earlier
 
+    @calls_traced
     def step(self, closure: Any = None) -> Any:
         """Update the parameters with the gradients of all ranks."""
         if closure is not None:
@@ -218,7 +220,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
                 "after optimizer.synchronize(): it uses the gradients that are reduced "
                 "already; write `with optimizer.skip_synchronize(): optimizer.step()` to "
                 "say that this is meant",
-                stacklevel=2,
+                stacklevel=3,  # 2 is the mark
             )
         return self._base_step()
 
@@ -290,6 +292,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
 
         return evaluate
 
+    @calls_traced
     def _base_step(self, *arguments: Any) -> Any:
         return super().step(*arguments)
 
