@@ -9,7 +9,10 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from ray.train import RunConfig, ScalingConfig
+
 from horovod.ray import RayExecutor
+from horovod.ray.train import HorovodConfig, HorovodTrainer
 from tests.observe.dashboard.training import check, train
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(900)]
@@ -44,3 +47,16 @@ def test_an_elastic_job(page: Path):
     assert board["job"]["elastic"]
     assert board["job"]["ended"]["status"] == 0
     assert any("formed with 2 workers" in event["text"] for event in board["events"])
+
+
+def test_a_trainer(tmp_path: Path):
+    """Ray Train's controller serves the page; its variables come with the configuration."""
+    page = tmp_path / "page.html"
+    variables = {"HOROVOD_DASHBOARD": ":0", "HOROVOD_DASHBOARD_SAVE": str(page)}
+    HorovodTrainer(
+        train,
+        horovod_config=HorovodConfig(timeout_s=300, env_vars=variables),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    ).fit()
+    assert check(page, 2)["job"]["title"] == "horovod.ray"

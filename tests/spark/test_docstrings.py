@@ -10,6 +10,7 @@ from tests.docs.docstrings import missing_in_reference, problems
 
 MODULES = {
     "horovod.spark": "spark",
+    "horovod.spark.common.reading.reader": "spark",
     "horovod.spark.common.store": "spark",
     "horovod.spark.keras": "spark",
     "horovod.spark.lightning": "spark",

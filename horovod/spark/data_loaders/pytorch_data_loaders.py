@@ -45,7 +45,16 @@ class PetastormBatchedDataLoader:
 
 
 class PytorchDataLoader(BaseDataLoader):
-    """The batches of a reader; an epoch is all its rows, or `limit_step_per_epoch` batches."""
+    """Batches of a reader's rows, as dicts of torch tensors.
+
+    Args:
+        reader: The `ParquetReader` to read from.
+        batch_size: Number of rows of a batch.
+        shuffling_queue_capacity: Number of rows to shuffle among; 0 keeps their order.
+        name: Name of the loader in what it prints. By default empty.
+        limit_step_per_epoch: Number of batches of an epoch. The default, -1, means all rows.
+        verbose: Whether to print a line when an epoch begins. By default it does not.
+    """
 
     def __init__(
         self,
@@ -93,7 +102,11 @@ class PytorchDataLoader(BaseDataLoader):
 
 
 class PytorchAsyncDataLoader(AsyncDataLoaderMixin, PytorchDataLoader):
-    """The same, loaded ahead by a thread."""
+    """A `PytorchDataLoader` whose batches a thread loads ahead.
+
+    Its arguments are those of `PytorchDataLoader`, by name, with `async_loader_queue_size`: how
+    many batches may wait. Close it with `close_async_loader`.
+    """
 
 
 class PytorchInfiniteDataLoader(PytorchDataLoader):

@@ -21,6 +21,8 @@ from horovod.spark.common.reading.columns import ColumnError, Rows, check_nan, r
 from horovod.spark.common.reading.parquet_files import ParquetFiles, Piece
 from horovod.spark.common.reading.row_buffer import packed
 
+__all__ = ["ParquetReader"]
+
 # Of decoded rows that travel from a worker to the consumer. Memory of this size is used again and
 # again; larger blocks go back to the system, and every page of the next one costs a fault: decoding
 # 32 MiB at once took twice the processor time.
@@ -31,8 +33,31 @@ CHUNKS_AHEAD = 1  # that each worker may have ready
 class ParquetReader:
     """Iterates over dicts of arrays, one dict for each chunk of rows, column by column.
 
-    It has what the loaders of `horovod.spark.data_loaders` use of a reader: `num_epochs`,
-    `batched_output`, `last_row_consumed`, `reset`, `stop`, `join`, and the number of rows.
+    Close it with `stop`, or use it in a `with` block. It has what the loaders of
+    `horovod.spark.data_loaders` use of a reader: `num_epochs`, `batched_output`,
+    `last_row_consumed`, `reset`, `stop`, `join`, and the number of rows.
+
+    Args:
+        url: Path or URL of the Parquet data: a file, or a folder of files.
+        schema_fields: Names of the columns to read. By default all.
+        cur_shard: Which share of the rows to read; a rank gives its rank. The default is 0.
+        shard_count: Number of shares, which is the number of ranks. The default is 1.
+        num_epochs: Number of passes over the share, or None for passes without end. The default
+            is 1.
+        shuffle_row_groups: Whether each pass reads the row groups in another order. By default
+            they come in the order of the files.
+        seed: Seed of these orders. By default they differ from run to run.
+        transform_fn: Function that gets a pandas DataFrame of some rows and returns another. By
+            default rows stay what they are.
+        removed_fields: Names of columns to leave out of the result. By default none.
+        workers_count: Number of threads that decode. The default is 2.
+        storage_options: Options of fsspec's file system for the URL. By default none.
+        refuse_nan_in: Names of columns in which a NaN is an error. By default none.
+
+    Raises:
+        ColumnError: A column is not in the data, or no model can be fed with it.
+        FileNotFoundError: There is no Parquet data at `url`.
+        ValueError: A number is out of range, or there are fewer rows than shares.
     """
 
     batched_output = True
