@@ -5,7 +5,6 @@ Exported to users by `horovod.torch.mpi_ops`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -160,7 +159,8 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        chosen = list(itertools.compress(gradients, ctx.differentiable))
+        pairs = zip(gradients, ctx.differentiable, strict=True)
+        chosen = [gradient for gradient, is_chosen in pairs if is_chosen]
         mine = iter(_own_parts(chosen, ctx.rows, *ctx.arguments))
         return None, None, *(next(mine) if yes else None for yes in ctx.differentiable)
 
