@@ -31,6 +31,9 @@ VERSIONS := 2.4.1 2.7.1 2.13.0 2.15.0
 TF      := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
 INSTALL := -m pip --disable-pip-version-check install -c constraints.txt
 
+# Tests start thousands of processes, each of which would compile Horovod and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help train test test-long test-core test-programs test-lightning test-tensorflow test-jax
 .PHONY: test-clusters test-spark test-ray test-mxnet test-versions test-newest test-gpu simulate simulate-mutants

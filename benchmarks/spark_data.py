@@ -119,8 +119,8 @@ def read_plain(path: str) -> int:
 
 def read_ours(path: str, capacity: int) -> int:
     """The batches of our reader, shuffled, as numpy arrays."""
-    from horovod.spark.common.batches import batches
-    from horovod.spark.common.reader import ParquetReader
+    from horovod.spark.common.reading.batches import batches
+    from horovod.spark.common.reading.reader import ParquetReader
 
     rows = 0
     with ParquetReader(path, shuffle_row_groups=True) as reader:

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from benchmarks.processes import ROOT, Commands, Group, JobFailed, follow, group, limit
 from benchmarks.training_report import LABELS
 from benchmarks.turns import PRECISE, Pairs, Samples, race, timed_turn
-from horovod.engine.heap import KEPT, OWN_MAPPING
+from horovod.engine.execution.heap import KEPT, OWN_MAPPING
 from horovod.runner.slots.worker_env import memory_variables
 
 Place: TypeAlias = Callable[[list[str], Mapping[str, str]], Commands]

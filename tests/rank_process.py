@@ -22,7 +22,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, reduction
 from typing import Any
@@ -75,8 +75,8 @@ def answer(value: tuple[str, Any]) -> None:
     _connection.send_bytes(pickle.dumps(("answer", value)))
 
 
-class _PassedFile:
-    """A descriptor that a process object takes along to the rank."""
+class PassedFile:
+    """A descriptor that a process object takes along to the forked process, where it is an int."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -97,19 +97,8 @@ def _main(
 ) -> None:
     global _connection
     _connection = connection
-    os.setsid()
-    _die_with_parent()
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    leave_test_process({1: output, 2: output}, environ)
     os.close(output)
-    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
-    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
-    faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    os.environ.clear()
-    os.environ.update(environ)
-    multiprocessing.set_start_method(None, force=True)  # a script's default, not the fork server
-    tempfile.tempdir = None  # the fork server may have looked it up already
     # As in the test process; but frameworks warn each other of what users can do nothing about.
     warnings.filterwarnings("error", module=r"(horovod|tests|examples)\b")
     # What numpy thinks of the variables of Keras and JAX, and says of whoever reads one.
@@ -130,6 +119,22 @@ def _main(
     atexit._run_exitfuncs()
 
 
+def leave_test_process(streams: Mapping[int, int], environ: Mapping[str, str]) -> None:
+    """Give a forked process a session, an environment and these standard streams of its own."""
+    os.setsid()
+    _die_with_parent()
+    for number, descriptor in streams.items():
+        os.dup2(descriptor, number)
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    os.environ.clear()
+    os.environ.update(environ)
+    multiprocessing.set_start_method(None, force=True)  # a script's default, not the fork server
+    tempfile.tempdir = None  # the fork server may have looked it up already
+
+
 def _die_with_parent() -> None:
     """Not outlive the fork server, which ends with the test process even if that is killed.
 
@@ -145,7 +150,7 @@ def _die_with_parent() -> None:
 # -- in the test process -------------------------------------------------------------------------
 
 
-def _context() -> Any:
+def fork_context() -> Any:
     """The fork server context, with the server started as ranks need it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -180,8 +185,8 @@ class Rank:
         # Plain bytes: multiprocessing's own pickler would move tensors to shared memory that
         # the receiver has to fetch while the sender lives.
         payload = cloudpickle.dumps((function, tuple(arguments)))
-        self.process = _context().Process(
-            target=_main, args=(theirs, _PassedFile(self.file.fileno()), environ, payload)
+        self.process = fork_context().Process(
+            target=_main, args=(theirs, PassedFile(self.file.fileno()), environ, payload)
         )
         self.process.start()
         theirs.close()

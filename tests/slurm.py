@@ -60,7 +60,7 @@ SchedulerParameters=sched_min_interval=100000,batch_sched_delay=0
 MpiDefault=none
 ReturnToService=1
 JobRequeue=1
-KillWait=5
+KillWait=30
 CompleteWait=0
 EpilogMsgTime=0
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:8
@@ -135,6 +135,12 @@ class Slurm:
         """Until no job is left and no node is busy; AssertionError with what is left."""
         self.wait_for(lambda: not self.ask("squeue", "--noheader"), "squeue")
 
+    def cancel_everything(self) -> None:
+        """End what is left of all jobs."""
+        if self.ask("squeue", "--noheader"):
+            self.run("scancel", "--user", str(os.getuid()))
+            self.wait_until_idle()
+
     def requeue(self, job: str) -> None:
         """Preempt a job; it starts again as soon as it has ended, not after Slurm's usual pause."""
         self.ask("scontrol", "requeue", job)
@@ -149,9 +155,13 @@ class Slurm:
                 raise AssertionError(f"waited in vain for {what}; {self._state()}")
             time.sleep(_PAUSE)
 
-    def processes(self, *parts: str) -> list[int]:
-        """Processes of this cluster whose command line has all these parts."""
-        mark = f"SLURM_CONF={self._configuration}".encode()
+    def processes(self, *parts: str, node: str = "") -> list[int]:
+        """Processes of this cluster, or of one node, whose command line has all these parts."""
+        marks = [
+            f"SLURM_CONF={self._configuration}",
+            *([f"SLURMD_NODENAME={node}"] if node else []),
+        ]
+        wanted = {mark.encode() for mark in marks}
         found = []
         for entry in os.listdir("/proc"):
             if not entry.isdigit():
@@ -159,7 +169,8 @@ class Slurm:
             with contextlib.suppress(OSError):
                 words = Path("/proc", entry, "cmdline").read_bytes()
                 environ = Path("/proc", entry, "environ").read_bytes()
-                if mark in environ.split(b"\0") and all(part.encode() in words for part in parts):
+                here = wanted <= set(environ.split(b"\0"))
+                if here and all(part.encode() in words for part in parts):
                     found.append(int(entry))
         return found
 
@@ -190,7 +201,7 @@ class Slurm:
         self.wait_for(self._is_up, "idle nodes")
 
     def start_node(self, node: str) -> None:
-        self._daemon("slurmd", "-D", "-N", node, name=node)
+        self._daemon("slurmd", "-D", "-N", node, node=node)
 
     def stop_node(self, node: str) -> None:
         """End a node's daemon; the steps that run there go on."""
@@ -198,13 +209,29 @@ class Slurm:
         daemon.kill()
         daemon.wait()
 
-    def _daemon(self, *command: str, name: str = "") -> None:
+    def restart_node(self, node: str) -> None:
+        """End everything that runs on a node, as a lack of power does, and let it come back.
+
+        A daemon that goes on could still end what is left of a job's steps there, and would take
+        those of the same job for them when it has been queued again.
+        """
+        self.stop_node(node)
+        for pid in self.processes(node=node):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.start_node(node)
+        self.ask("scontrol", "update", f"nodename={node}", "state=resume")
+        state = ("sinfo", "--noheader", f"--nodes={node}", "--format=%t")
+        self.wait_for(lambda: self.ask(*state) == "idle", f"{node} to come back")
+
+    def _daemon(self, *command: str, node: str = "") -> None:
         path = program(command[0])
         assert path is not None
-        with open(self.folder / f"{name or command[0]}.out", "wb") as output:
-            self._daemons[name or command[0]] = subprocess.Popen(
+        name = node or command[0]
+        with open(self.folder / f"{name}.out", "wb") as output:
+            self._daemons[name] = subprocess.Popen(
                 [path, *command[1:]],
-                env=self.environment(),
+                env=self.environment({"SLURMD_NODENAME": node} if node else None),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -224,8 +251,7 @@ class Slurm:
     def close(self) -> None:
         if "slurmctld" in self._daemons:
             with contextlib.suppress(AssertionError):
-                self.run("scancel", "--user", str(os.getuid()))
-                self.wait_until_idle()
+                self.cancel_everything()
         for daemon in reversed(self._daemons.values()):
             daemon.terminate()
         for daemon in self._daemons.values():

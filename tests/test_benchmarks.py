@@ -37,6 +37,7 @@ from benchmarks.training_report import Run, table
 from benchmarks.turns import doubt, interval, race, ratios
 from horovod.common.environments import detect
 from horovod.common.topology import Topology
+from tests.forked_python import forked_python
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -92,7 +93,7 @@ def test_the_table_says_that_a_machine_was_not_idle():
 
 
 def test_training_is_compared(tmp_path: Path):
-    program = [sys.executable, str(ROOT / "benchmarks" / "training.py"), "--check"]
+    program = [*forked_python(), str(ROOT / "benchmarks" / "training.py"), "--check"]
     program += ["--np", "2", "--models", "cnn", "--only-speed", "--seconds", "1"]
     program += ["--output", str(tmp_path)]
     found = subprocess.run(program, capture_output=True, text=True, timeout=600)
@@ -199,7 +200,7 @@ def test_a_rank_that_does_not_answer_is_named(tmp_path: Path, second: str, said:
 
 
 def test_hosts_are_compared(tmp_path: Path):
-    program = [sys.executable, str(ROOT / "benchmarks" / "network.py"), "--check", "--loopback"]
+    program = [*forked_python(), str(ROOT / "benchmarks" / "network.py"), "--check", "--loopback"]
     program += ["--sections", "allreduce", "--sizes", "4,64K", "--call-seconds", "1"]
     found = subprocess.run(
         [*program, "--output", str(tmp_path)], capture_output=True, text=True, timeout=600
@@ -215,7 +216,7 @@ def test_hosts_are_compared(tmp_path: Path):
 
 
 def test_quality_with_local_steps_is_compared(tmp_path: Path):
-    program = [sys.executable, str(ROOT / "benchmarks" / "local_quality.py")]
+    program = [*forked_python(), str(ROOT / "benchmarks" / "local_quality.py")]
     sizes = "--steps 12 --layers 1 --width 64 --context 32 --batch 2 --local-steps 2"
     chosen = "--seeds 0 --configurations every fp8 --parallel 2"
     result, picture = tmp_path / "curves.json", tmp_path / "curves.svg"
@@ -235,7 +236,7 @@ def test_quality_with_local_steps_is_compared(tmp_path: Path):
 
 
 def test_local_steps_are_measured(tmp_path: Path):
-    program = [sys.executable, str(ROOT / "benchmarks" / "local_steps.py"), "--loopback"]
+    program = [*forked_python(), str(ROOT / "benchmarks" / "local_steps.py"), "--loopback"]
     program += ["--models", "cnn", "--contenders", "local fp8", "--local-steps", "2"]
     program += ["--rounds", "1", "--sizes", "300000", "--tasks", "digits", "--steps", "6"]
     program += ["--seeds", "1", "--output", str(tmp_path)]
@@ -252,7 +253,7 @@ def test_local_steps_are_measured(tmp_path: Path):
 
 
 def test_the_cost_of_statistics_is_measured():
-    program = [sys.executable, str(ROOT / "benchmarks" / "stats.py"), "--np", "1"]
+    program = [*forked_python(), str(ROOT / "benchmarks" / "stats.py"), "--np", "1"]
     options = ["--seconds", "0.2", "--models", "mlp"]
     done = subprocess.run([*program, *options], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -512,7 +513,7 @@ def test_sizes_of_collectives_depend_on_the_device():
 
 
 def test_collectives_are_compared(tmp_path: Path):
-    program = [sys.executable, str(ROOT / "benchmarks" / "collectives.py"), "--np", "2"]
+    program = [*forked_python(), str(ROOT / "benchmarks" / "collectives.py"), "--np", "2"]
     program += ["--sizes", "4,64K", "--seconds", "0.2", "--only-allreduce", "--no-mpi"]
     program += ["--no-many", "--hosts", "several", "--output", str(tmp_path)]
     found = subprocess.run(program, capture_output=True, text=True, timeout=600)
@@ -574,7 +575,7 @@ def test_kills_are_shared_out():
 
 
 def test_a_kill_is_measured(tmp_path: Path):
-    program = [sys.executable, str(ROOT / "benchmarks" / "elastic.py"), "--np", "3", "--check"]
+    program = [*forked_python(), str(ROOT / "benchmarks" / "elastic.py"), "--np", "3", "--check"]
     program += ["--kills", "1", "--only-ours", "--csv", str(tmp_path / "kills.csv")]
     found = subprocess.run(program, capture_output=True, text=True, timeout=600)
     assert "no kill leaves the job hanging: 0 did" in found.stdout, found.stderr

@@ -404,6 +404,21 @@ def test_reaching_behind_the_runtime_is_seen(source: str, allowed: bool):
     assert (not _reaches_behind(ast.parse(source))) == allowed
 
 
+MOST_FILES = 20
+MOST_LINES = 400
+
+
+def test_folders_and_modules_stay_small():
+    """What outgrows this is divided: a folder into rooms, a module into modules."""
+    files: dict[Path, int] = {}
+    for path in _modules():
+        files[path.parent] = files.get(path.parent, 0) + 1
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert lines <= MOST_LINES, f"{path.relative_to(PACKAGE)} has {lines} lines"
+    large = {str(folder): count for folder, count in files.items() if count > MOST_FILES}
+    assert not large
+
+
 UPSTREAMS = {"Store"}  # horovod.spark.common.store; the job's own is horovod.common.store
 
 

@@ -47,7 +47,7 @@ def test_another_launcher_around_the_tests_does_not_show(monkeypatch):
 def _meet(rank: int, size: int) -> bytes:
     from horovod.common.config import Config
     from horovod.common.environments import detect
-    from horovod.common.rendezvous import connect
+    from horovod.common.joining.rendezvous import connect
 
     store = connect(detect(), Config.from_env())
     store.set(f"from {rank}", b"%d" % rank)

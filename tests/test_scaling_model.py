@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,6 +48,7 @@ from benchmarks.scaling_steps import (
     efficiency,
     step,
 )
+from tests.forked_python import forked_python
 
 ROOT = Path(__file__).resolve().parent.parent
 US, NS = 1e-6, 1e-9
@@ -296,7 +296,7 @@ def test_ranks_believe_to_be_on_several_hosts():
 
 
 def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, str(ROOT / "benchmarks" / "scaling_model.py"), *arguments]
+    program = [*forked_python(), str(ROOT / "benchmarks" / "scaling_model.py"), *arguments]
     return subprocess.run(program, capture_output=True, text=True, timeout=600)
 
 

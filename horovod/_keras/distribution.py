@@ -11,6 +11,7 @@ from horovod.common.optimizer_arguments import check_groups, check_passes, predi
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.common.util import resolve_reduce_op
+from horovod.torch.optimizers.local_steps import check_within
 
 
 @dataclasses.dataclass
@@ -44,6 +45,7 @@ class Distribution:
         check_passes(self.backward_passes_per_step)
         self.groups = check_groups(self.groups)
         if self.schedule.check():
+            check_within(self.schedule.within, self.process_set)
             if self.op is not Average:
                 raise ValueError("local_steps averages models: leave op at hvd.Average")
             if self.backward_passes_per_step != 1:

@@ -216,7 +216,7 @@ class KerasStateBase(VariablesState):
             # values that Keras would write back into the variables are dropped.
             self.model._jax_state = None
             self.model.reset_metrics()
-            programs = sys.modules.get("horovod.jax.primitive")
+            programs = sys.modules.get("horovod.jax.compiled.primitive")
             if programs is not None:  # else the failed step's error would end the next step, too
                 programs.forget_programs()
         super().restore()

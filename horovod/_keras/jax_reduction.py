@@ -11,7 +11,7 @@ from horovod._keras.reduction import HostReduction, has_no_peers
 from horovod.engine.collective import WORLD
 from horovod.engine.runtime import runtime
 from horovod.jax.arrays import is_tracer, to_jax, to_torch
-from horovod.jax.primitive import call_function, wait_for_programs
+from horovod.jax.compiled.primitive import call_function, wait_for_programs
 
 
 class JaxReduction(HostReduction):

@@ -15,13 +15,14 @@ from horovod._keras.arrays import to_numpy, to_torch
 from horovod._keras.callbacks import HorovodCallback
 from horovod._keras.distribution import Distribution
 from horovod._keras.flavour import backend_of
+from horovod._keras.optimizer import reduction_among
 from horovod._keras.variables import (
     optimizer_variables,
     raise_errors_of,
     read_values,
     write_values,
 )
-from horovod.common.local_steps import AVERAGING, OuterSGD, check_alike
+from horovod.common.local_steps import AVERAGING, HOST, OuterSGD, check_alike
 from horovod.engine.arguments import set_size
 from horovod.torch.compression import (
     BF16Compressor,
@@ -29,11 +30,20 @@ from horovod.torch.compression import (
     FP16Compressor,
     NoneCompressor,
 )
-from horovod.torch.mpi_ops import broadcast_
+from horovod.torch.functions import replace_nested
 from horovod.torch.ops.objects import allgather_object, broadcast_object
 from horovod.torch.optimizers.exchanger import Exchanger
+from horovod.torch.optimizers.fragments import (
+    Content,
+    Fragment,
+    load_fragments,
+    make_fragments,
+    take_turns,
+)
+from horovod.torch.optimizers.local_steps import set_of_this_host
 
 Tensor = torch.Tensor
+Mirrored = tuple[Any, Tensor]  # a variable, and a tensor in host memory for its values
 
 
 class LocalStepsCallbackBase(HorovodCallback):
@@ -52,12 +62,15 @@ class LocalStepsCallbackBase(HorovodCallback):
     def __init__(self) -> None:
         super().__init__()
         self._steps = 0  # those of the warm-up included
-        self._since = 0  # local steps since the last synchronisation
+        self._local_steps = 0  # since they began in this training
         self._first_batch = 0
-        # Where the ranks were after the last synchronisation; None before local steps begin.
-        self._anchor: list[Tensor] | None = None
-        self._momentum: list[Tensor] | None = None
+        self._has_begun = False  # whether this training has come to its local steps
+        self._fragments: list[Fragment] = []  # of the tensors that mirror the model's weights
+        self._mirror: dict[str, Mirrored] = {}  # by the names in the fragments
+        self._state: list[Mirrored] = []  # of the optimizer, which is averaged with fragment 0
+        self._saved: list[Content] | None = None  # what the fragments of the next training have
         self._distribution = Distribution()
+        self._other_reduction: Any = None  # with `within`: the one that is not in use
 
     # -- when ------------------------------------------------------------------------------
 
@@ -72,6 +85,10 @@ class LocalStepsCallbackBase(HorovodCallback):
         self._distribution = found
         with raise_errors_of(backend_of(model)):
             self._agree()
+            within = found.schedule.within
+            if within is not None:
+                cluster = set_of_this_host() if within == HOST else within
+                self._other_reduction = reduction_among(cluster, found, model.optimizer)
         self._begin_if_due(model)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -82,32 +99,50 @@ class LocalStepsCallbackBase(HorovodCallback):
         count = batch - self._first_batch + 1
         self._steps += count
         schedule = self._distribution.schedule
-        if not self._distribution.is_local:
+        if not self._has_begun:
             if self._steps >= schedule.warmup_steps:
                 self._begin_if_due(self.model)
             return
-        self._since += count
-        if self._since >= schedule.steps:
-            self._synchronise(self.model, schedule.outer_sgd)
+        self._local_steps += count
+        with raise_errors_of(backend_of(self.model)):
+            take_turns(self._fragments, self._local_steps, schedule, self._start, self._apply)
 
     def on_train_end(self, logs: Any = None) -> None:
-        if not self._distribution.is_local:
+        if not self._has_begun:
             return
-        if self._since:
-            self._synchronise(self.model, AVERAGING)
-        self._anchor = None  # the next training may begin with other weights
+        schedule = self._distribution.schedule
+        with raise_errors_of(backend_of(self.model)):
+            for fragment in self._fragments:
+                if fragment.apply_at is not None:
+                    self._apply(fragment)
+            for fragment in self._fragments:
+                self._start(fragment, delay=0)
+                self._update(fragment, AVERAGING, local_share=0.0)
+        # The next training may begin with other weights.
+        self._saved = [
+            {**fragment.content(), "anchors": {}, "start_at": schedule.first_turn(fragment.number)}
+            for fragment in self._fragments
+        ]
+        self._local_steps = 0
         self._use_local_gradients(self.model, False)
 
     def _begin_if_due(self, model: Any) -> None:
         """Begin local steps after the warm-up, as soon as the model has weights."""
         if self._steps < self._distribution.schedule.warmup_steps or not model.trainable_weights:
             return
+        self._mirror_weights(model)
         with raise_errors_of(backend_of(model)):
-            self._begin(model)
+            self._begin()
         self._use_local_gradients(model, True)
 
     def _use_local_gradients(self, model: Any, is_local: bool) -> None:
-        self._distribution.is_local = is_local
+        self._has_begun = is_local
+        if self._distribution.schedule.within is None:
+            self._distribution.is_local = is_local
+        else:
+            reduction = self._distribution.reduce
+            self._distribution.reduce = self._other_reduction
+            self._other_reduction = reduction
         model.train_function = None  # a compiled step has the other way in it
         model.make_train_function(force=True)
 
@@ -119,8 +154,8 @@ class LocalStepsCallbackBase(HorovodCallback):
         settings = self._distribution.schedule.settings()
         everyone = allgather_object(settings, "local_steps.agreement", process_set)
         check_alike(process_set.ranks or range(set_size(process_set)), everyone)
-        counts = self._steps, self._since
-        self._steps, self._since = broadcast_object(
+        counts = self._steps, self._local_steps
+        self._steps, self._local_steps = broadcast_object(
             counts, self._root, "local_steps.counts", process_set
         )
 
@@ -129,63 +164,92 @@ class LocalStepsCallbackBase(HorovodCallback):
         ranks = self._distribution.process_set.ranks
         return ranks[0] if ranks else 0
 
-    def _begin(self, model: Any) -> None:
+    def _mirror_weights(self, model: Any) -> None:
+        """Make tensors for the weights, and divide these by layers.
+
+        Names of weights depend on how many models a process has made, so numbers stand for them.
+        """
+        layers: dict[str, int] = {}
+        self._mirror = {}
+        for number, mirrored in enumerate(_mirrored(list(model.trainable_weights), model)):
+            path = str(getattr(mirrored[0], "path", mirrored[0].name))
+            layer = layers.setdefault(path.rpartition("/")[0] or path, len(layers))
+            self._mirror[f"{layer}.{number}"] = mirrored
+        named: list[Any] = [(name, tensor) for name, (_, tensor) in self._mirror.items()]
+        self._fragments = make_fragments(named, self._distribution.schedule)
+
+    def _begin(self) -> None:
         """Make where the root is, and its outer momentum, the beginning of all ranks."""
-        is_new = self._anchor is None
-        if self._anchor is None:
-            self._anchor = _wide(read_values(model.trainable_weights, model))
-        if self._distribution.schedule.outer_sgd.momentum and self._momentum is None:
-            self._momentum = [torch.zeros_like(tensor) for tensor in self._anchor]
-        for number, tensor in enumerate([*self._anchor, *(self._momentum or ())]):
-            name = f"local_steps.anchor.{number}"
-            broadcast_(tensor, self._root, name, self._distribution.process_set)
-        if is_new:
-            self._write_anchor(model)
+        process_set = self._distribution.process_set
+        is_new = self._saved is None or not any(each["anchors"] for each in self._saved)
+        self._mirror_state()
+        saved = broadcast_object(self._saved, self._root, "local_steps.progress", process_set)
+        if saved is not None:
+            load_fragments(self._fragments, saved, self._others)
+        for fragment in self._fragments:
+            if not fragment.has_anchor:
+                name = f"local_steps.{fragment.number}"
+                fragment.take_anchor(self._root, name, process_set)
+            if is_new:
+                for piece in fragment.pieces:
+                    piece.write_parameters()
+                self._write(self._mirror_of(fragment))
+        self._saved = None
 
-    def _synchronise(self, model: Any, outer: OuterSGD) -> None:
-        """Take an outer step with how far the ranks have moved, on average. Collective."""
-        assert self._anchor is not None
-        with raise_errors_of(backend_of(model)):
-            values = _wide(read_values(model.trainable_weights, model))
-            moved = [old.sub_(new) for old, new in zip(_copies(self._anchor), values, strict=True)]
-            self._average(moved, "local_steps", torch_compression(self._distribution.compression))
-            momenta = self._momentum if outer.momentum else None
-            for index, (anchor, gradient) in enumerate(zip(self._anchor, moved, strict=True)):
-                outer.update(anchor, gradient, None if momenta is None else momenta[index])
-            self._write_anchor(model)
-            if self._distribution.schedule.average_state:
-                self._average_state(model)
-        self._since = 0
-
-    def _average_state(self, model: Any) -> None:
-        variables = [
-            variable
-            for variable in optimizer_variables(model.optimizer)
-            if len(variable.shape) > 0 and "float" in str(variable.dtype)
-        ]
-        values = read_values(variables, model)
-        averages = _wide(values)
-        self._average(averages, "local_steps.state", NoneCompressor)
-        write_values(variables, _like(averages, values), model)
-
-    def _average(self, tensors: list[Tensor], name: str, compression: type[Compressor]) -> None:
-        """Average tensors over the ranks in place, those of one type as one exchange."""
+    def _start(self, fragment: Fragment, delay: int) -> None:
+        """Send how far this rank has moved; with fragment 0, the optimizer's state too."""
+        if fragment.number == 0:
+            self._mirror_state()
+        self._read(self._mirror_of(fragment))
+        compression = torch_compression(self._distribution.compression)
         exchanger = Exchanger(self._distribution.process_set, compression, None)
-        exchanger.require_all(f"{name}.all", background=False)()
-        for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            # Nothing here is sent by a hook, so that nobody needs to know the parameters.
-            exchanger.start(f"{name}.{dtype}", [], flat, background=False)()
-            for tensor, part in zip(
-                alike, torch.split(flat, [tensor.numel() for tensor in alike]), strict=True
-            ):
-                tensor.copy_(part.view(tensor.shape))
+        fragment.start("local_steps", exchanger, self._others(fragment), delay)
 
-    def _write_anchor(self, model: Any) -> None:
-        assert self._anchor is not None
-        values = read_values(model.trainable_weights, model)
-        write_values(model.trainable_weights, _like(self._anchor, values), model)
+    def _apply(self, fragment: Fragment) -> None:
+        schedule = self._distribution.schedule
+        self._update(fragment, schedule.outer_sgd, schedule.local_share)
+        fragment.start_at += schedule.steps
+
+    def _update(self, fragment: Fragment, outer: OuterSGD, local_share: float) -> None:
+        """Take an outer step with how far the ranks have moved, on average."""
+        mirrored = self._mirror_of(fragment)
+        self._read(mirrored)
+        fragment.apply(outer, local_share)
+        self._write(mirrored)
+
+    # -- weights in host memory ------------------------------------------------------------
+
+    def _mirror_state(self) -> None:
+        """Make tensors for the optimizer's state, if that is averaged."""
+        if self._distribution.schedule.average_state:
+            variables = [
+                variable
+                for variable in optimizer_variables(self.model.optimizer)
+                if len(variable.shape) > 0 and "float" in str(variable.dtype)
+            ]
+            self._state = _mirrored(variables, self.model)
+
+    def _others(self, fragment: Fragment) -> list[Tensor]:
+        """Return what is averaged beside the fragment's weights."""
+        return [tensor for _, tensor in self._state] if fragment.number == 0 else []
+
+    def _mirror_of(self, fragment: Fragment) -> list[Mirrored]:
+        found = [self._mirror[name] for name, _ in fragment.members]
+        return found + self._state if fragment.number == 0 else found
+
+    def _read(self, mirrored: list[Mirrored]) -> None:
+        for (_, tensor), (_, value) in zip(
+            mirrored, _mirrored([variable for variable, _ in mirrored], self.model), strict=True
+        ):
+            tensor.copy_(value)
+
+    def _write(self, mirrored: list[Mirrored]) -> None:
+        variables = [variable for variable, _ in mirrored]
+        values = [
+            to_numpy(tensor.clone(), value).reshape(value.shape)
+            for (_, tensor), value in zip(mirrored, read_values(variables, self.model), strict=True)
+        ]
+        write_values(variables, values, self.model)
 
     # -- checkpoints -----------------------------------------------------------------------
 
@@ -194,26 +258,22 @@ class LocalStepsCallbackBase(HorovodCallback):
 
         Between synchronisations ranks differ: let each save its own.
         """
-
-        def arrays(tensors: list[Tensor] | None) -> list[Any] | None:
-            return None if tensors is None else [tensor.numpy().copy() for tensor in tensors]
-
+        contents: Any = self._saved
+        if self._has_begun:
+            contents = [fragment.content() for fragment in self._fragments]
         return {
             "steps": self._steps,
-            "since": self._since,
-            "anchor": arrays(self._anchor),
-            "momentum": arrays(self._momentum),
+            "local_steps": self._local_steps,
+            # bfloat16, which numpy lacks, occurs in the optimizer's state alone.
+            "fragments": replace_nested(
+                contents, Tensor, lambda tensor: _wide(tensor).numpy().copy()
+            ),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned; to be called before `fit`."""
-
-        def tensors(arrays: list[Any] | None) -> list[Tensor] | None:
-            return None if arrays is None else [torch.tensor(array) for array in arrays]
-
-        self._steps, self._since = state_dict["steps"], state_dict["since"]
-        self._anchor = tensors(state_dict["anchor"])
-        self._momentum = tensors(state_dict["momentum"])
+        self._steps, self._local_steps = state_dict["steps"], state_dict["local_steps"]
+        self._saved = replace_nested(state_dict["fragments"], np.ndarray, torch.tensor)
 
 
 def distribution_of(optimizer: Any) -> Distribution | None:
@@ -235,19 +295,14 @@ def torch_compression(compression: Any) -> type[Compressor]:
     return compression
 
 
-def _wide(values: list[Any]) -> list[Tensor]:
-    """Copy values to float32 at least: many small outer steps must add up."""
-    tensors = [to_torch(np.array(value)) for value in values]
-    return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
-
-
-def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in tensors]
-
-
-def _like(tensors: list[Tensor], values: list[Any]) -> list[Any]:
-    """Return the tensors as arrays of the types and shapes of `values`."""
+def _mirrored(variables: list[Any], model: Any) -> list[Mirrored]:
+    """Return variables with copies of their values in host memory."""
+    values = read_values(variables, model)
     return [
-        to_numpy(tensor.to(to_torch(value).dtype, copy=True).view(value.shape), value)
-        for tensor, value in zip(tensors, values, strict=True)
+        (variable, to_torch(value).clone())
+        for variable, value in zip(variables, values, strict=True)
     ]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor

@@ -7,6 +7,7 @@ gradients before they are clipped, accumulated or checked for overflow; see `ker
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from horovod._keras.flavour import backend_of, is_optimizer, is_tf_keras
 from horovod._keras.rebuild import derive_class, rebuild, take_over
 from horovod._keras.reduction import HostReduction
 from horovod.common.compression import NoneCompressor
+from horovod.common.local_steps import LocalSchedule
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import ReduceOp
 
@@ -153,6 +155,14 @@ def _make_distributed(optimizer: Any, distribution: Distribution, make: Any) -> 
     if not is_tf_keras(distributed) and distributed.built:
         distributed._hvd_after_build()
     return distributed
+
+
+def reduction_among(process_set: ProcessSet, distribution: Distribution, optimizer: Any) -> Any:
+    """Return what reduces gradients as the optimizer's distribution does, over other ranks."""
+    among = dataclasses.replace(distribution, process_set=process_set, schedule=LocalSchedule())
+    reduction = _make_reduction(among, backend_of(optimizer))
+    reduction._local = distribution.reduce._local  # the variables that are passed to register_local
+    return reduction
 
 
 def _make_reduction(distribution: Distribution, backend: str) -> Any:

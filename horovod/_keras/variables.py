@@ -68,7 +68,7 @@ def raise_errors_of(backend: str) -> Iterator[None]:
     if backend != "tensorflow":
         yield
         return
-    from horovod.tensorflow.errors import eager_error
+    from horovod.tensorflow.ops.errors import eager_error
 
     was_initialised = runtime.is_initialized()
     try:

@@ -14,8 +14,8 @@ import re
 from collections.abc import Mapping
 
 from horovod.common.environments import detect
-from horovod.common.launcher_store import STORE_ADDRESS, STORE_PORT
-from horovod.common.membership import WORKER_ID, is_elastic
+from horovod.common.generations.membership import WORKER_ID, is_elastic
+from horovod.common.joining.launcher_store import STORE_ADDRESS, STORE_PORT
 
 MARK = "_HOROVOD_PROCESS"
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final, Literal
+
+from horovod.common.process_sets import ProcessSet
+
+HOST: Final = "host"  # for `within`: the ranks of a host are a cluster
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,10 @@ class LocalSchedule:
     outer: OuterSGD | None = None
     warmup_steps: int = 0
     average_state: bool = False
+    fragments: int = 1
+    delay: int = 0
+    alpha: float | None = None
+    within: ProcessSet | Literal["host"] | None = None
 
     @property
     def steps(self) -> int:
@@ -91,9 +99,24 @@ class LocalSchedule:
         """The outer optimizer; averaging of parameters where none was given."""
         return AVERAGING if self.outer is None else self.outer
 
+    @property
+    def local_share(self) -> float:
+        """What remains of a rank's own parameters in a synchronisation."""
+        return (0.5 if self.delay else 0.0) if self.alpha is None else self.alpha
+
+    def first_turn(self, number: int) -> int:
+        """Return after how many local steps the fragment `number` is sent first: turns are spread.
+
+        It is sent again every `steps` local steps from then on.
+        """
+        return (number + 1) * self.steps // self.fragments
+
     def settings(self) -> dict[str, str]:
         """What must be equal on all ranks, by the names of the arguments."""
-        return {field.name: str(getattr(self, field.name)) for field in fields(self)}
+        shown = {field.name: str(getattr(self, field.name)) for field in fields(self)}
+        if isinstance(self.within, ProcessSet):
+            shown["within"] = "a process set"  # each rank has one of its own
+        return shown
 
     def check(self) -> bool:
         """Return whether there are local steps; ValueError if an argument makes no sense."""
@@ -111,7 +134,28 @@ class LocalSchedule:
             if not isinstance(outer, OuterSGD):
                 raise ValueError(f"outer must be a hvd.OuterSGD object or None, not {outer!r}")
             outer.check()
+        self._check_fragments()
         return True
+
+    def _check_fragments(self) -> None:
+        check_count("fragments", self.fragments, 1)
+        check_count("delay", self.delay, 0)
+        if self.fragments > self.steps:
+            raise ValueError(
+                f"fragments={self.fragments} must not exceed local_steps={self.steps}: in each "
+                f"step one fragment at most begins to be synchronised"
+            )
+        if self.delay >= self.steps:
+            raise ValueError(
+                f"delay={self.delay} must be less than local_steps={self.steps}: a fragment must "
+                f"have arrived before it is sent again"
+            )
+        alpha: Any = self.alpha
+        if alpha is not None:
+            if not isinstance(alpha, (int, float)) or not 0 <= alpha < 1:
+                raise ValueError(f"alpha must be at least 0 and less than 1, not {alpha!r}")
+            if not self.delay:
+                raise ValueError("alpha needs delay: without it there are no later steps to mix in")
 
 
 def check_count(name: str, value: Any, least: int) -> None:
@@ -127,3 +171,47 @@ def check_alike(ranks: Sequence[int], settings: Sequence[dict[str, str]]) -> Non
         if len(set(values.values())) > 1:
             told = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
             raise ValueError(f"{name} of DistributedOptimizer differs between ranks: {told}")
+
+
+def divide(names: Sequence[str], sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Divide a model by layers into fragments of about the same number of elements.
+
+    The largest layers are dealt out first, each to the fragment that is smallest then.
+
+    Args:
+        names: The names of the parameters, such as ``encoder.0.weight``.
+        sizes: Their numbers of elements.
+        count: The number of fragments.
+
+    Returns:
+        The indices of each fragment's parameters.
+
+    Raises:
+        ValueError: There are more fragments than layers.
+    """
+    layers = _layers(names)
+    if count > len(layers):
+        raise ValueError(
+            f"fragments must not exceed the number of layers, {len(layers)}, and is {count}"
+        )
+    totals = [0] * count
+    chosen: list[list[int]] = [[] for _ in range(count)]
+    numbers = [sum(sizes[index] for index in layer) for layer in layers]
+    for index in sorted(range(len(layers)), key=lambda index: -numbers[index]):
+        smallest = min(range(count), key=lambda index: (len(chosen[index]) > 0, totals[index]))
+        chosen[smallest].append(index)
+        totals[smallest] += numbers[index]
+    return [[member for index in sorted(own) for member in layers[index]] for own in chosen]
+
+
+def _layers(names: Sequence[str]) -> list[list[int]]:
+    """Group parameters by the module that they belong to, in the order of the modules.
+
+    A parameter whose name has no module, or that has no name, is a layer of its own.
+    """
+    found: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        module = name.rpartition(".")[0]
+        key = name if not module or name.startswith("allreduce.noname.") else module
+        found.setdefault(key, []).append(index)
+    return list(found.values())

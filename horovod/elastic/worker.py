@@ -1,7 +1,7 @@
 """The training loop's side of an elastic worker: agreeing on changes, and leaving when told to.
 
 `horovod.common.elastic.run_fn` uses it through the bindings' ``elastic.run``. Decisions and
-generations, on which it is built, are in `horovod.common.membership`.
+generations, on which it is built, are in `horovod.common.generations.membership`.
 
 SIGTERM is a request to leave: the worker goes on until the next commit (or check), where all ranks
 learn of it together; it then ends with exit code 0 and nothing is lost. If all workers are to leave
@@ -23,8 +23,8 @@ import torch
 
 from horovod.common.elastic import Verdict
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.generations.membership import Membership, membership
 from horovod.common.logging import get_logger
-from horovod.common.membership import Membership, membership
 from horovod.common.reduce_op import Max
 from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime

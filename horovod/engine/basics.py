@@ -15,7 +15,7 @@ import torch.distributed as dist
 from horovod.common import mpi, util
 from horovod.common import process_sets as sets
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.membership import membership
+from horovod.common.generations.membership import membership
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.runtime import runtime
 

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.engine import capture
-from horovod.engine.background import BackgroundThread
+from horovod.engine.agreement.background import BackgroundThread
+from horovod.engine.agreement.request_queue import RequestQueue
+from horovod.engine.agreement.rounds import Rounds
+from horovod.engine.agreement.waiters import Waiters
 from horovod.engine.collective import Collective, Kind, signature_of
-from horovod.engine.executor import Executor
-from horovod.engine.lane import Lane
+from horovod.engine.execution import capture
+from horovod.engine.execution.executor import Executor
+from horovod.engine.execution.lane import Lane
 from horovod.engine.request import Request, caller
-from horovod.engine.request_queue import RequestQueue
-from horovod.engine.rounds import Rounds
-from horovod.engine.waiters import Waiters
 from horovod.transport.base import Group
-from horovod.transport.process_group import DeviceTransport
+from horovod.transport.device.process_group import DeviceTransport
 
 _MOMENT = 0.05  # seconds between looks at a request that another thread fails
 _LONGEST_GOODBYE = 5.0  # seconds that shutting down waits for a round in progress

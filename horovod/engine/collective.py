@@ -32,7 +32,7 @@ class Kind(str, Enum):
     JOIN = "join"
     PROCESS_SET = "process_set"
     ALGORITHM = "algorithm"
-    LANE = "lane"  # open one: see `horovod.engine.lane`,
+    LANE = "lane"  # open one: see `horovod.engine.execution.lane`,
     CONFIRM = "gradients"  # and compare what a step has begun on it
 
     __hash__ = str.__hash__  # an Enum's own is written in Python, and records are keys

@@ -10,10 +10,11 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from horovod.common import communicator, environments, rendezvous
+from horovod.common import environments
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.host import host_identity
+from horovod.common.joining import communicator, rendezvous
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
 from horovod.transport import select

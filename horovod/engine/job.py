@@ -13,15 +13,15 @@ from typing import Any
 
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.generation import Generation
+from horovod.common.generations.generation import Generation
+from horovod.common.generations.loss_note import leave_note, take_note_back
 from horovod.common.host import host_name
 from horovod.common.logging import get_logger
-from horovod.common.loss_note import leave_note, take_note_back
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
 from horovod.engine.channel import Channel
 from horovod.engine.collective import WORLD
-from horovod.engine.executor import Executor
+from horovod.engine.execution.executor import Executor
 from horovod.observe.observer import Observer, Trace
 from horovod.observe.statistics.process import Statistics, resident_bytes
 from horovod.observe.statistics.stall import StallInspector

@@ -20,29 +20,29 @@ import torch
 from horovod.common import mpi
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.generation import Generation
+from horovod.common.generations.generation import Generation
+from horovod.common.generations.loss_note import let_others_end
+from horovod.common.generations.membership import membership
 from horovod.common.inherited import check_not_inherited, mark_process, unmark_process
 from horovod.common.logging import get_logger, set_rank
-from horovod.common.loss_note import let_others_end
-from horovod.common.membership import membership
 from horovod.common.store import PrefixStore
 from horovod.common.topology import Topology
 from horovod.common.tracebacks import install_hook
 from horovod.engine import identity
+from horovod.engine.agreement.background import finish_threads
 from horovod.engine.autotune import TunedSet
-from horovod.engine.background import finish_threads
 from horovod.engine.channel import Channel
 from horovod.engine.collective import WORLD, Kind
-from horovod.engine.heap import keep_heap
+from horovod.engine.execution.heap import keep_heap
+from horovod.engine.execution.lane import Lane
 from horovod.engine.job import Job
-from horovod.engine.lane import Lane
 from horovod.engine.submission import Submission
 from horovod.observe.statistics.process import Statistics
 from horovod.observe.statistics.reporter import Reporter
 from horovod.observe.timeline.recorder import Timeline, path_of_rank
 from horovod.transport import select
 from horovod.transport.base import Group
-from horovod.transport.farewells import await_farewells
+from horovod.transport.device.farewells import await_farewells
 
 logger = get_logger(__name__)
 
@@ -230,7 +230,7 @@ class Runtime(Submission):
     def open_lane(self, set_id: int, name: str, device: torch.device) -> Lane | None:
         """Open a lane for one optimizer's gradients on `device`, on all ranks of the set.
 
-        Returns None where its tensors go through host memory: see `horovod.engine.lane`.
+        Returns None where its tensors go through host memory: see `horovod.engine.execution.lane`.
         """
         return self.channel(set_id).open_lane(name, device)
 

@@ -16,10 +16,10 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError, UndefinedOperationError
 from horovod.common.reduce_op import ReduceOp
-from horovod.engine.capture import show
 from horovod.engine.channel import Channel
 from horovod.engine.collective import WORLD, Collective, Kind, Reduction, signature_of
-from horovod.engine.prepared import PreparedAllreduce
+from horovod.engine.execution.capture import show
+from horovod.engine.execution.prepared import PreparedAllreduce
 from horovod.engine.request import Request
 from horovod.transport.base import Group
 

@@ -8,7 +8,7 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine import shared_api
 from horovod.engine.arguments import set_id
 from horovod.engine.runtime import runtime
-from horovod.jax import primitive
+from horovod.jax.compiled import primitive
 from horovod.torch.ops import handles
 
 

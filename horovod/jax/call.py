@@ -14,7 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -23,13 +23,14 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.arguments import movement_input, reduction_inputs, set_id
 from horovod.engine.collective import Collective, Kind, Reduction
-from horovod.engine.prepared import PreparedAllreduce
+from horovod.engine.execution.prepared import PreparedAllreduce
 from horovod.engine.request import Request, caller
 from horovod.engine.runtime import runtime
 from horovod.engine.submission import check_adasum
 
 Tensors = list[torch.Tensor]
 Finish = Callable[[Any], Tensors]
+Phase = Literal["whole", "start", "finish"]
 
 # torch has these unsigned types but cannot move them, so they travel as signed types.
 _SIGNED = {
@@ -60,6 +61,7 @@ class Call:
     labels: tuple[str, ...] = ()  # the paths of a tree's leaves
     size: int | None = None  # of the process set, if the shapes of a compiled program depend on it
     ends_step: bool = False  # whether the call reduces the gradients of a step
+    phase: Phase = "whole"  # of an allreduce in two calls, see `_run_phase`
     source_line: tuple[str, int] = ("", 0)  # file and line of the user's call, for messages
 
     @classmethod
@@ -127,6 +129,9 @@ class Call:
                 f"this program was compiled for {self.size} ranks, and there are "
                 f"{runtime.group(self.set_id).size} now: call jax.clear_caches()"
             )
+        if self.phase != "whole":
+            _run_phase(self, sources, targets)
+            return
         if self.kind == "allreduce":
             _reduce_compiled(self, sources, targets)
             self.count_step()
@@ -299,3 +304,57 @@ def _reduce_compiled(call: Call, sources: Tensors, targets: Tensors) -> None:
         _prepared[call, forms] = prepared
     request.source_line = call.source_line
     request.wait()
+
+
+# -- allreduce in two calls ------------------------------------------------------------------
+
+
+class _Exchange(NamedTuple):
+    """An allreduce that one call has started, and that another will finish."""
+
+    topology: Any  # the job in which it was started
+    number: int  # that both calls have in common
+    request: Request
+    tensors: Tensors
+
+
+_under_way: dict[tuple[tuple[int, ...] | None, str | None, int], _Exchange] = {}
+
+
+def _run_phase(call: Call, sources: Tensors, targets: Tensors) -> None:
+    """Start an allreduce that goes on beside the program, or finish it.
+
+    The first tensor has two numbers: of the caller in this process, and one that both calls have in
+    common. The other tensors are what this rank sends, in both calls: if this process has not
+    started the allreduce, because training goes on from a checkpoint, the second call makes it
+    whole. On a GPU it always does: there the program's stream waits for it, and no other stream is
+    at hand.
+    """
+    for source, target in zip(sources, targets, strict=True):
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+    tensors = targets[1:]
+    if not targets[0].is_cpu:
+        if call.phase == "finish":
+            _reduce_compiled(call, tensors, tensors)
+        return
+    owner, number = targets[0].tolist()
+    key = call.ranks, call.name, owner
+    topology = runtime.topology
+    for (_, name, _), exchange in _under_way.items():
+        # No two of one name at a time. Those of an earlier job are over.
+        is_current = exchange.topology is topology
+        if name == call.name and is_current and not exchange.request.finished:
+            exchange.request.wait()
+    earlier = _under_way.pop(key, None)
+    if call.phase == "start":
+        copies = reduction_inputs([tensor.clone() for tensor in tensors], call.reduction)
+        request = runtime.submit(call.collective(), copies, copies)
+        request.source_line = call.source_line
+        _under_way[key] = _Exchange(topology, number, request, copies)
+    elif earlier is not None and earlier.number == number and earlier.topology is topology:
+        earlier.request.wait()
+        for tensor, average in zip(tensors, earlier.tensors, strict=True):
+            tensor.copy_(average)
+    else:
+        _reduce_compiled(call, tensors, tensors)

@@ -18,9 +18,9 @@ from horovod.common.exceptions import (
 )
 from horovod.elastic.worker import this_worker
 from horovod.engine.runtime import runtime
-from horovod.jax import dispatch, primitive
 from horovod.jax.arrays import check_one_device, device_of, to_torch
 from horovod.jax.basics import init, shutdown
+from horovod.jax.compiled import dispatch, primitive
 from horovod.jax.functions import broadcast_object, broadcast_parameters, is_random_key
 from horovod.jax.trees import paths_of
 from horovod.torch.elastic.snapshot import Snapshots

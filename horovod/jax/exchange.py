@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.runtime import runtime
-from horovod.jax import dispatch
 from horovod.jax.arrays import is_tracer
 from horovod.jax.call import Call
+from horovod.jax.compiled import dispatch
 from horovod.jax.derivatives import backward, for_floats, make_row_markers
 from horovod.jax.trees import flatten
 

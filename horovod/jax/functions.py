@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine import objects
 from horovod.engine.arguments import set_id
-from horovod.jax import primitive
+from horovod.jax.compiled import primitive
 from horovod.jax.movements import broadcast
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_parameters"]

@@ -1,46 +1,106 @@
 """The transformation for local_steps=H: ranks step alone, and synchronise models every H steps.
 
 Made by `horovod.jax.optimizer.DistributedOptimizer`. The state is a tree like any other of optax.
-It has where the ranks were after the last synchronisation (the *anchor*), and the outer momentum.
+It has where the ranks were after the last synchronisation (the *anchor*), the outer momentum, and
+what this rank has sent and not applied yet. Fragments take turns by the schedule that
+`horovod.common.local_steps` defines.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from horovod.common.local_steps import AVERAGING, LocalSchedule, OuterSGD, check_alike
+from horovod.common.local_steps import (
+    AVERAGING,
+    HOST,
+    LocalSchedule,
+    OuterSGD,
+    check_alike,
+    divide,
+)
 from horovod.common.logging import get_logger
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.common.reduce_op import Average
 from horovod.engine.runtime import runtime
 from horovod.jax.arrays import is_tracer
+from horovod.jax.call import Phase
 from horovod.jax.compression import Compressor
 from horovod.jax.functions import allgather_object
 from horovod.jax.movements import broadcast
-from horovod.jax.reductions import allreduce
+from horovod.jax.reductions import average_in_phase
+from horovod.torch.optimizers.local_steps import set_of_this_host
 
 
 class LocalStepsState(NamedTuple):
     """The state of a `DistributedOptimizer` with local steps."""
 
     steps: Any  # the number of steps that have ended, those of the warm-up included
-    since: Any  # the number of local steps since the last synchronisation
+    since: Any  # the number of local steps since they began or the parameters were averaged
     anchor: Any  # the parameters after the last synchronisation, in float32 at least
     momentum: Any  # of the outer optimizer; None where it keeps none
     inner: Any  # the state of the wrapped optimizer
+    sent: Any = None  # with `delay`: what this rank has sent last, as `Fragment.outgoing` has it
+
+
+class Fragment(NamedTuple):
+    """Layers that are synchronised together, by the indices of their leaves."""
+
+    number: int
+    first_turn: int  # the local step after which it is sent first
+    params: list[int]  # of the leaves of the parameters
+    entries: list[int]  # of the leaves of the wrapped optimizer's state that are averaged with them
+
+    def outgoing(self, params: Any, state: LocalStepsState) -> tuple[list[Any], list[Any]]:
+        """Return how far this rank has moved, its sign turned round, and its optimizer's state."""
+        anchors, values = jax.tree.leaves(state.anchor), jax.tree.leaves(params)
+        moved = [anchors[i] - jnp.asarray(values[i], anchors[i].dtype) for i in self.params]
+        entries = jax.tree.leaves(state.inner)
+        return moved, [jnp.array(entries[i]) for i in self.entries]
+
+    def apply(
+        self,
+        averages: tuple[list[Any], list[Any]],
+        params: Any,
+        state: LocalStepsState,
+        outer: OuterSGD,
+        local_share: float,
+    ) -> tuple[Any, LocalStepsState]:
+        """Take the outer step with what the ranks have exchanged."""
+        gradients, entries = averages
+        anchors, values = jax.tree.leaves(state.anchor), jax.tree.leaves(params)
+        momenta = jax.tree.leaves(state.momentum) if outer.momentum else [None] * len(anchors)
+        news = [
+            outer.update(anchors[i], gradient, momenta[i])
+            for i, gradient in zip(self.params, gradients, strict=True)
+        ]
+        shared = [anchor for anchor, _ in news]
+        state = state._replace(anchor=_with_leaves(state.anchor, self.params, shared))
+        if outer.momentum:
+            changed = [momentum for _, momentum in news]
+            state = state._replace(momentum=_with_leaves(state.momentum, self.params, changed))
+        mixed = [
+            _mix(values[i], new, local_share) for i, new in zip(self.params, shared, strict=True)
+        ]
+        own = jax.tree.leaves(state.inner)
+        kept = [
+            _mix(own[i], new, local_share) for i, new in zip(self.entries, entries, strict=True)
+        ]
+        state = state._replace(inner=_with_leaves(state.inner, self.entries, kept))
+        return _with_leaves(params, self.params, mixed), state
 
 
 class LocalStepsOptimizer(optax.GradientTransformationExtraArgs):
     """A transformation of optax whose steps have an end: `end_step` is to be called after each."""
 
     schedule: LocalSchedule
-    average: Callable[[Any], Any]
+    average: Callable[[Fragment, Any, Any, Phase], Any]
     share_anchor: Callable[[Any], Any]
     has_updated = False  # whether somebody has trained with it
     has_ended_steps = False  # whether `end_step` was ever called
@@ -59,7 +119,7 @@ class LocalStepsOptimizer(optax.GradientTransformationExtraArgs):
             The parameters and the state for the next step.
         """
         self.has_ended_steps = True
-        warmup, every = self.schedule.warmup_steps, self.schedule.steps
+        warmup, delay = self.schedule.warmup_steps, self.schedule.delay
         steps = opt_state.steps + 1
         since = jnp.where(steps > warmup, opt_state.since + 1, 0)
         state = opt_state._replace(steps=steps, since=since)
@@ -69,11 +129,16 @@ class LocalStepsOptimizer(optax.GradientTransformationExtraArgs):
             anchor = _wide(params) if warmup else state.anchor
             return params, state._replace(anchor=self.share_anchor(anchor))
 
-        def synchronise(params: Any, state: LocalStepsState) -> tuple[Any, LocalStepsState]:
-            return self._synchronise(params, state, self.schedule.outer_sgd)
-
         params, state = _when(steps == max(warmup, 1), begin, params, state)
-        return _when(since == every, synchronise, params, state)
+        for fragment in divide_model(self.schedule, params, state.inner):
+            turn = self._steps_since_turn(fragment, since)
+            if not delay:
+                synchronise = partial(self._synchronise, fragment, self.schedule.outer_sgd)
+                params, state = _when(turn == 0, synchronise, params, state)
+                continue
+            params, state = _when(turn == delay, partial(self._finish, fragment), params, state)
+            params, state = _when(turn == 0, partial(self._start, fragment), params, state)
+        return params, state
 
     def synchronize_parameters(
         self, params: Any, opt_state: LocalStepsState
@@ -94,40 +159,63 @@ class LocalStepsOptimizer(optax.GradientTransformationExtraArgs):
         """
 
         def synchronise(params: Any, state: LocalStepsState) -> tuple[Any, LocalStepsState]:
-            return self._synchronise(params, state, AVERAGING)
+            fragments = divide_model(self.schedule, params, state.inner)
+            if self.schedule.delay:
+                for fragment in fragments:
+                    turn = self._steps_since_turn(fragment, state.since)
+                    is_sent = (turn >= 0) & (turn < self.schedule.delay)
+                    params, state = _when(is_sent, partial(self._finish, fragment), params, state)
+            for fragment in fragments:
+                params, state = self._synchronise(fragment, AVERAGING, params, state)
+            return params, state._replace(since=jnp.zeros_like(state.since))
 
         return _when(opt_state.since > 0, synchronise, params, opt_state)
 
+    def _steps_since_turn(self, fragment: Fragment, since: Any) -> Any:
+        """Return how many steps ago the fragment was last due to be sent; -1 if it never was."""
+        steps = since - fragment.first_turn
+        return jnp.where(steps < 0, -1, steps % self.schedule.steps)
+
     def _synchronise(
-        self, params: Any, state: LocalStepsState, outer: OuterSGD
+        self, fragment: Fragment, outer: OuterSGD, params: Any, state: LocalStepsState
     ) -> tuple[Any, LocalStepsState]:
-        moved = jax.tree.map(
-            lambda old, new: old - jnp.asarray(new, old.dtype), state.anchor, params
+        """Exchange how far the ranks have moved, and take the outer step."""
+        averages = self.average(fragment, fragment.outgoing(params, state), state.steps, "whole")
+        return fragment.apply(averages, params, state, outer, local_share=0.0)
+
+    def _start(
+        self, fragment: Fragment, params: Any, state: LocalStepsState
+    ) -> tuple[Any, LocalStepsState]:
+        """Send how far this rank has moved."""
+        outgoing = fragment.outgoing(params, state)
+        self.average(fragment, outgoing, state.steps, "start")
+        moved, entries = state.sent
+        sent = (
+            _with_leaves(moved, fragment.params, outgoing[0]),
+            _with_leaves(entries, fragment.entries, outgoing[1]),
         )
-        inner = state.inner
-        if self.schedule.average_state:
-            moved, inner = self.average((moved, _averaged_part(inner)))
-            inner = _with_averaged_part(state.inner, inner)
-        else:
-            moved = self.average(moved)
-        anchors, treedef = jax.tree.flatten(state.anchor)
-        keeps = bool(outer.momentum)
-        momenta = jax.tree.leaves(state.momentum) if keeps else [None] * len(anchors)
-        pairs = [
-            outer.update(*leaf)
-            for leaf in zip(anchors, jax.tree.leaves(moved), momenta, strict=True)
-        ]
-        anchor = treedef.unflatten([new for new, _ in pairs])
-        momentum = treedef.unflatten([new for _, new in pairs]) if keeps else state.momentum
-        params = jax.tree.map(lambda new, old: new.astype(jnp.result_type(old)), anchor, params)
-        since = jnp.zeros_like(state.since)
-        return params, LocalStepsState(state.steps, since, anchor, momentum, inner)
+        return params, state._replace(sent=sent)
+
+    def _finish(
+        self, fragment: Fragment, params: Any, state: LocalStepsState
+    ) -> tuple[Any, LocalStepsState]:
+        """Wait for what was sent, and take the outer step with it."""
+        moved, entries = (jax.tree.leaves(part) for part in state.sent)
+        outgoing = [moved[i] for i in fragment.params], [entries[i] for i in fragment.entries]
+        started_at = state.steps - self._steps_since_turn(fragment, state.since)
+        averages = self.average(fragment, outgoing, started_at, "finish")
+        schedule = self.schedule
+        return fragment.apply(averages, params, state, schedule.outer_sgd, schedule.local_share)
+
+
+_num_optimizers = 0  # of this process whose ranks have agreed on their settings
+_owners = itertools.count()  # of exchanges that are under way in this process
 
 
 def make_optimizer(
     inner: Any,
     schedule: LocalSchedule,
-    reduce: Callable[[Any], Any],
+    reduction: Callable[[ProcessSet], Callable[[Any], Any]],
     name: str | None,
     compression: type[Compressor],
     process_set: ProcessSet,
@@ -137,7 +225,8 @@ def make_optimizer(
     Args:
         inner: The wrapped transformation, which accepts extra arguments.
         schedule: The arguments of local steps, checked.
-        reduce: What averages gradients in the steps of the warm-up.
+        reduction: Makes what averages gradients over a process set: over all ranks in the steps of
+            the warm-up, over those of a cluster in local steps.
         name: Name of the exchanges; the ranks match them by the order of their calls if None.
         compression: How what is exchanged is compressed.
         process_set: The ranks that synchronise.
@@ -145,11 +234,23 @@ def make_optimizer(
     Returns:
         The transformation.
     """
+    global _num_optimizers
     takes_part = process_set is global_process_set or process_set.included() is not False
     if takes_part and runtime.is_initialized() and not runtime.is_elastic():
-        everyone = allgather_object(schedule.settings(), "local_steps.agreement", process_set)
-        check_alike(process_set.ranks or range(len(everyone)), everyone)
-    label = "local_steps" if name is None else f"{name}.local_steps"
+        mine = _num_optimizers, schedule.settings()
+        everyone = allgather_object(mine, "local_steps.agreement", process_set)
+        ranks = process_set.ranks or range(len(everyone))
+        check_alike(ranks, [settings for _, settings in everyone])
+        _num_optimizers = max(number for number, _ in everyone) + 1
+    reduce = reduction(process_set)
+    reduce_near: Callable[[Any], Any] = _same
+    if schedule.within is not None:
+        reduce_near = reduction(set_of_this_host() if schedule.within == HOST else schedule.within)
+    # A name of its own for each optimizer, since what is delayed travels beside everything else.
+    # Elastic jobs cannot agree on a number here: who joins later has made fewer of them.
+    suffix = "" if runtime.is_initialized() and runtime.is_elastic() else f".{_num_optimizers}"
+    label = f"local_steps{suffix}" if name is None else f"{name}.local_steps"
+    owner = next(_owners)
     warmup = schedule.warmup_steps
 
     def init(params: Any) -> LocalStepsState:
@@ -157,25 +258,32 @@ def make_optimizer(
         momentum = jax.tree.map(jnp.zeros_like, anchor) if schedule.outer_sgd.momentum else None
         # Each an array of its own, so that a step may donate the state.
         steps, since = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
-        return LocalStepsState(steps, since, anchor, momentum, inner.init(params))
+        entries = inner.init(params)
+        divide_model(schedule, params, entries)  # refuses more fragments than layers
+        sent = None
+        if schedule.delay:
+            averaged = [leaf if _is_averaged(leaf) else 0.0 for leaf in jax.tree.leaves(entries)]
+            averaged = averaged if schedule.average_state else []
+            sent = jax.tree.map(jnp.zeros_like, (anchor, averaged))
+        return LocalStepsState(steps, since, anchor, momentum, entries, sent)
 
     def update(
         gradients: Any, state: LocalStepsState, params: Any = None, **extra: Any
     ) -> tuple[Any, LocalStepsState]:
         optimizer.has_updated = True
-        if warmup:
-            gradients, _ = _when(
-                state.steps < warmup, lambda given, _: (reduce(given), _), gradients, state.steps
-            )
+        is_warming = state.steps < warmup if warmup else False
+        gradients = _choose(is_warming, reduce, reduce_near, gradients)
         updates, new = inner.update(gradients, state.inner, params, **extra)
         return updates, state._replace(inner=new)
 
-    def average(tree: Any) -> Any:
+    def average(fragment: Fragment, outgoing: Any, number: Any, phase: Phase) -> Any:
         if not takes_part:
-            return tree
-        return allreduce(
-            tree, name=label, compression=compression, op=Average, process_set=process_set
-        )
+            return outgoing
+        arrays, structure = jax.tree.flatten(outgoing)
+        exchange = f"{label}.{fragment.number}"
+        numbers = jnp.array([owner, number], jnp.int32)
+        averages = average_in_phase(arrays, numbers, exchange, compression, process_set, phase)
+        return jax.tree.unflatten(structure, averages)
 
     def share_anchor(anchor: Any) -> Any:
         if not takes_part:
@@ -213,21 +321,76 @@ def _when(
     condition: Any, change: Callable[[Any, Any], tuple[Any, Any]], first: Any, second: Any
 ) -> tuple[Any, Any]:
     """Return `change(first, second)` if the condition holds, else both as they are."""
+    return _choose(condition, change, lambda *both: both, first, second)
+
+
+def _choose(condition: Any, one: Callable[..., Any], other: Callable[..., Any], *given: Any) -> Any:
+    """Return `one` of what is given if the condition holds, else `other` of it."""
     if is_tracer(condition):
-        return jax.lax.cond(condition, change, lambda *both: both, first, second)
-    return change(first, second) if condition else (first, second)
+        return jax.lax.cond(condition, one, other, *given)
+    return one(*given) if condition else other(*given)
+
+
+def _same(tree: Any) -> Any:
+    return tree
+
+
+def divide_model(schedule: LocalSchedule, params: Any, inner: Any) -> list[Fragment]:
+    """Divide a tree of parameters by layers; an inner dict, list or module is a layer.
+
+    Args:
+        schedule: The arguments of local steps.
+        params: The parameters.
+        inner: The state of the wrapped optimizer. What it has of a parameter, at a path that ends
+            like the parameter's, belongs to the fragment of the parameter.
+
+    Returns:
+        The fragments, in the order of their turns.
+
+    Raises:
+        ValueError: There are more fragments than layers.
+    """
+    paths = [path for path, _ in _paths_and_leaves(params)]
+    sizes = [jnp.size(leaf) for leaf in jax.tree.leaves(params)]
+    parts = divide([".".join(path) for path in paths], sizes, schedule.fragments)
+    owners = {paths[index]: number for number, part in enumerate(parts) for index in part}
+    entries: list[list[int]] = [[] for _ in parts]
+    if schedule.average_state:
+        for index, (path, leaf) in enumerate(_paths_and_leaves(inner)):
+            if _is_averaged(leaf):
+                endings = (path[start:] for start in range(len(path) + 1))
+                number = next((owners[each] for each in endings if each in owners), 0)
+                entries[number].append(index)
+    return [
+        Fragment(number, schedule.first_turn(number), part, entries[number])
+        for number, part in enumerate(parts)
+    ]
+
+
+def _paths_and_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+    found, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [
+        (tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf)
+        for path, leaf in found
+    ]
+
+
+def _with_leaves(tree: Any, indices: list[int], news: list[Any]) -> Any:
+    """Return a tree with other leaves at these indices."""
+    leaves, structure = jax.tree.flatten(tree)
+    for index, new in zip(indices, news, strict=True):
+        leaves[index] = new
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _mix(own: Any, shared: Any, local_share: float) -> Any:
+    """Return `shared` in the type of `own`, of whose values it keeps `local_share`."""
+    dtype = jnp.result_type(own)
+    if local_share:
+        shared = shared + local_share * (jnp.asarray(own, shared.dtype) - shared)
+    return shared.astype(dtype)
 
 
 def _is_averaged(leaf: Any) -> bool:
     """Return whether a leaf of an optimizer's state is an array of averages, not a count."""
     return jnp.ndim(leaf) > 0 and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
-
-
-def _averaged_part(inner: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(inner) if _is_averaged(leaf)]
-
-
-def _with_averaged_part(inner: Any, averages: list[Any]) -> Any:
-    """Return the state with `averages` in the place of the leaves that were averaged."""
-    remaining = iter(averages)
-    return jax.tree.map(lambda leaf: next(remaining) if _is_averaged(leaf) else leaf, inner)

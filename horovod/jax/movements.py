@@ -14,8 +14,8 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
 from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
-from horovod.jax import dispatch
 from horovod.jax.call import Call
+from horovod.jax.compiled import dispatch
 from horovod.jax.derivatives import backward, for_floats, make_row_markers, row_counts
 from horovod.jax.reductions import check_group
 from horovod.jax.trees import flatten

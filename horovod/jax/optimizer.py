@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from horovod.common.util import resolve_reduce_op
 from horovod.jax.arrays import is_tracer
 from horovod.jax.compression import Compression, Compressor
 from horovod.jax.reductions import reduce_gradients
+from horovod.torch.optimizers.local_steps import check_within
 
 
 class AccumulationState(NamedTuple):
@@ -43,6 +44,10 @@ def DistributedOptimizer(
     outer: OuterSGD | None = None,
     warmup_steps: int = 0,
     average_state: bool = False,
+    fragments: int = 1,
+    delay: int = 0,
+    alpha: float | None = None,
+    within: ProcessSet | Literal["host"] | None = None,
 ) -> Any:
     """Wrap an optax optimizer so that it works on the gradients of all ranks.
 
@@ -76,6 +81,15 @@ def DistributedOptimizer(
         warmup_steps: Number of ordinary steps before the first local one. The default is 0.
         average_state: Whether a synchronisation averages the state of `optimizer` too. By default
             every rank keeps its own.
+        fragments: Number of parts into which the model is divided by layers. They are synchronised
+            in turn, so that no step sends everything. The default is 1.
+        delay: Number of steps between sending a fragment and updating its parameters: it travels
+            beside training (streaming DiLoCo), except inside `jax.jit` on a GPU, where it travels
+            when it is due. The default is 0.
+        alpha: What remains of a rank's own parameters when a delayed fragment is updated. It needs
+            `delay`, with which it is 0.5 by default.
+        within: Process set of this rank's cluster, or `"host"` for the ranks of its host. In local
+            steps the ranks of a cluster average their gradients. By default there are no clusters.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`, to use in place of `optimizer`.
@@ -96,7 +110,9 @@ def DistributedOptimizer(
         )
     passes = backward_passes_per_step
     check_passes(passes)
-    schedule = LocalSchedule(local_steps, outer, warmup_steps, average_state)
+    schedule = LocalSchedule(
+        local_steps, outer, warmup_steps, average_state, fragments, delay, alpha, within
+    )
     is_local = schedule.check()
     if is_local and passes != 1:
         raise ValueError(
@@ -105,12 +121,14 @@ def DistributedOptimizer(
         )
     if is_local and op is not Average:
         raise ValueError("local_steps averages models: leave op at hvd.Average")
-    reduce = _reduction(name, compression, op, gradient_predivide_factor, process_set)
+    reduction = functools.partial(_reduction, name, compression, op, gradient_predivide_factor)
+    reduce = reduction(process_set)
     inner = optax.with_extra_args_support(optimizer)
     if is_local:
         from horovod.jax.local_steps import make_optimizer  # needs optax
 
-        return make_optimizer(inner, schedule, reduce, name, compression, process_set)
+        check_within(within, process_set)
+        return make_optimizer(inner, schedule, reduction, name, compression, process_set)
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
         return inner.update(reduce(gradients), state, params, **extra)

@@ -17,8 +17,8 @@ from horovod.common.util import resolve_reduce_op
 from horovod.engine.arguments import reduction_inputs
 from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
-from horovod.jax import dispatch
-from horovod.jax.call import Call
+from horovod.jax.call import Call, Phase
+from horovod.jax.compiled import dispatch
 from horovod.jax.compression import Compression, Compressor
 from horovod.jax.derivatives import backward, for_floats
 from horovod.jax.trees import Leaves, flatten
@@ -79,6 +79,41 @@ def reduce_gradients(
     leaves = flatten(gradients)
     call = _call(leaves, name, op, None, *factors, process_set)
     return _reduce_tree(dataclasses.replace(call, ends_step=True), leaves, compression)
+
+
+def average_in_phase(
+    arrays: list[Any],
+    numbers: Any,
+    name: str,
+    compression: type[Compressor],
+    process_set: ProcessSet,
+    phase: Phase,
+) -> list[Any]:
+    """Average a list of arrays in two calls, inside or outside of a program.
+
+    Args:
+        arrays: What this rank sends, the same in both calls.
+        numbers: Two integers: of the caller in this process, and one that both calls have in common
+            and no others of this caller and name.
+        name: Name by which the ranks match this operation.
+        compression: Compressor for what travels between the ranks.
+        process_set: Ranks that take part.
+        phase: "start" or "finish"; "whole" for a single call, which does both.
+
+    Returns:
+        The arrays themselves from the start, their averages otherwise.
+    """
+    leaves = flatten(arrays)
+    call = _call(leaves, name, Average, None, 1.0, 1.0, process_set)
+    if phase == "whole":
+        return list(_reduce_tree(call, leaves, compression))
+    pairs = [compression.compress(array) for array in leaves.arrays]
+    given = [numbers, *(array for array, _ in pairs)]
+    _, *results = dispatch.run(dataclasses.replace(call, phase=phase), given)
+    if phase == "start":
+        return arrays
+    contexts = (context for _, context in pairs)
+    return [compression.decompress(*both) for both in zip(results, contexts, strict=True)]
 
 
 def allreduce_async(

@@ -14,8 +14,8 @@ from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.common.util import resolve_reduce_op
 from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
-from horovod.jax import dispatch
 from horovod.jax.call import Call
+from horovod.jax.compiled import dispatch
 from horovod.jax.compression import Compression, Compressor
 from horovod.jax.derivatives import backward, for_floats, make_row_markers, row_counts
 from horovod.jax.reductions import check_group, check_types

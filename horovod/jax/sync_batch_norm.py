@@ -22,7 +22,7 @@ from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import Sum
 from horovod.engine.arguments import set_id
 from horovod.engine.runtime import runtime
-from horovod.jax import dispatch
+from horovod.jax.compiled import dispatch
 from horovod.jax.reductions import allreduce
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import typing
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
@@ -88,6 +88,10 @@ def DistributedOptimizer(
     outer: OuterSGD | None = None,
     warmup_steps: int = 0,
     average_state: bool = False,
+    fragments: int = 1,
+    delay: int = 0,
+    alpha: float | None = None,
+    within: ProcessSet | Literal["host"] | None = None,
 ) -> Any:
     """Return an optimizer like `optimizer` that uses the gradients of all ranks.
 
@@ -125,6 +129,14 @@ def DistributedOptimizer(
         warmup_steps: The number of ordinary steps before the first local one; 0 by default.
         average_state: Whether a synchronisation averages the optimizer's state too; False by
             default.
+        fragments: The number of parts into which the model is divided by layers; they are
+            synchronised in turn, so that no step sends everything. 1 by default.
+        delay: The number of steps between sending a fragment and updating its weights, in which it
+            travels beside training (streaming DiLoCo); 0 by default.
+        alpha: What remains of a rank's own weights when a delayed fragment is updated; 0.5 by
+            default with `delay`, without which it makes no sense.
+        within: The process set of this rank's cluster, or `"host"` for the ranks of its host, whose
+            gradients are averaged in local steps; None (the default) for no clusters.
 
     Returns:
         An optimizer of a class derived from that of `optimizer`.
@@ -150,7 +162,9 @@ def DistributedOptimizer(
         groups=groups,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
-        schedule=LocalSchedule(local_steps, outer, warmup_steps, average_state),
+        schedule=LocalSchedule(
+            local_steps, outer, warmup_steps, average_state, fragments, delay, alpha, within
+        ),
     )
 
 

@@ -13,7 +13,7 @@ import socket
 from typing import Any
 
 import horovod.torch as hvd
-from horovod.common.addresses import LOOPBACK, routable_address
+from horovod.common.joining.addresses import LOOPBACK, routable_address
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.runtime import runtime
 from horovod.lightning.flavours import Flavour, join_with_base

@@ -10,9 +10,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from horovod.common.addresses import LOOPBACK, is_loopback
 from horovod.common.config import Config
-from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
+from horovod.common.joining.addresses import LOOPBACK, is_loopback
+from horovod.common.joining.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.store import MemoryStore
 from horovod.common.topology import Slot
 from horovod.common.wire import encode_key

@@ -18,8 +18,8 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from horovod.common.launcher_store import SECRET_KEY
-from horovod.common.membership import WORKER_ID
+from horovod.common.generations.membership import WORKER_ID
+from horovod.common.joining.launcher_store import SECRET_KEY
 from horovod.common.topology import Slot
 from horovod.common.wire import encode_key
 from horovod.ray.cluster import (

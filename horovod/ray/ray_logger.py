@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from horovod.common.launcher_store import launchers_store
+from horovod.common.joining.launcher_store import launchers_store
 from horovod.common.logging import get_logger
 from horovod.common.store import StoreClient
 from horovod.runner.api import put

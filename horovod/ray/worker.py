@@ -20,8 +20,8 @@ from typing import Any
 import ray
 
 import horovod
-from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
-from horovod.common.membership import retire
+from horovod.common.generations.membership import retire
+from horovod.common.joining.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.ray import ray_logger
 from horovod.runner.api import (
     Failure,

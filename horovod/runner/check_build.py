@@ -127,7 +127,7 @@ if child == 0:
     mmap.mmap(received, mmap.PAGESIZE)[: len(secret)] = secret
     os.eventfd_write(bell, 1)
     try:
-        from horovod.transport.peer_memory import PeerMemory
+        from horovod.transport.host.peer_memory import PeerMemory
         copy = ctypes.create_string_buffer(len(secret))
         PeerMemory(os.getppid()).read(
             ctypes.addressof(copy), ctypes.addressof(source), len(secret)
@@ -136,7 +136,7 @@ if child == 0:
     except BaseException as error:
         print("reading another process's memory:", error, flush=True)
         os._exit(1)
-from horovod.transport.peer_memory import allow_peers
+from horovod.transport.host.peer_memory import allow_peers
 allow_peers([child])
 bell = os.eventfd(0)
 socket.send_fds(ours, [b"x"], [memory, bell])

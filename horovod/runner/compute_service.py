@@ -22,8 +22,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from horovod.common.addresses import LOOPBACK, is_loopback
 from horovod.common.exceptions import TimeoutException
+from horovod.common.joining.addresses import LOOPBACK, is_loopback
 from horovod.common.logging import get_logger
 from horovod.common.store import MemoryStore, StoreClient, StoreServer
 from horovod.runner.agents.probe import interface_address, source_towards

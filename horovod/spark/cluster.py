@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from horovod.common.addresses import (
+from horovod.common.joining.addresses import (
     LOOPBACK,
     is_local,
     is_loopback,

@@ -13,11 +13,11 @@ import tensorflow as tf
 from horovod.common.process_sets import global_process_set
 from horovod.common.reduce_op import Adasum
 from horovod.engine.collective import Reduction
-from horovod.tensorflow.allreduce_ops import reduce_group
-from horovod.tensorflow.bridge import without_autograph
-from horovod.tensorflow.call import Call
 from horovod.tensorflow.gradient_aggregation import as_op, new_variable, run_after
 from horovod.tensorflow.gradients import wire_name
+from horovod.tensorflow.ops.allreduce_ops import reduce_group
+from horovod.tensorflow.ops.bridge import without_autograph
+from horovod.tensorflow.ops.call import Call
 
 _START = "delta_start"  # the slot with the value that a variable had before the ranks' own steps
 

@@ -23,8 +23,8 @@ from horovod.engine.collective import Collective, Kind
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
-from horovod.tensorflow import bridge
-from horovod.tensorflow.errors import FailedPreconditionError, eager_error
+from horovod.tensorflow.ops import bridge
+from horovod.tensorflow.ops.errors import FailedPreconditionError, eager_error
 
 _ALIGNMENT = 64  # bytes; TensorFlow takes over memory with this alignment, and copies other memory
 _CHUNK = 64 * 2**20  # bytes; the most that one broadcast sends, unless a variable is larger

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from horovod.common.optimizer_arguments import check_passes
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.tensorflow.bridge import without_autograph
 from horovod.tensorflow.gradients import as_list, scale_down, variable_key
+from horovod.tensorflow.ops.bridge import without_autograph
 
 Allreduce = Callable[[list[Any], list[Any]], Sequence[Any]]  # (gradients, variables) -> gradients
 

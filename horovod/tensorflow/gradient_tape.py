@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
-from horovod.tensorflow.bridge import without_autograph
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.gradients import GradientReduction
+from horovod.tensorflow.ops.bridge import without_autograph
 from horovod.tensorflow.reduced_gradients import Done, mark
 
 _Pairs = list[tuple[Any, Any]]

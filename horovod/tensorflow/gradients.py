@@ -19,11 +19,11 @@ from horovod.common.reduce_op import Average, ReduceOp
 from horovod.common.util import resolve_reduce_op, split_list
 from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
-from horovod.tensorflow import bridge
-from horovod.tensorflow.allreduce_ops import reduce_group, reduce_slices
-from horovod.tensorflow.call import Call
 from horovod.tensorflow.compression import Compression
-from horovod.tensorflow.info_ops import set_size
+from horovod.tensorflow.ops import bridge
+from horovod.tensorflow.ops.allreduce_ops import reduce_group, reduce_slices
+from horovod.tensorflow.ops.call import Call
+from horovod.tensorflow.ops.info_ops import set_size
 
 
 class GradientReduction:

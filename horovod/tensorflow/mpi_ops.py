@@ -15,20 +15,20 @@ from horovod.engine import shared_api as _shared_api
 from horovod.engine.runtime import runtime
 from horovod.engine.shared_api import *
 from horovod.engine.shared_api import _basics, init, is_homogeneous, shutdown
-from horovod.tensorflow import bridge
-from horovod.tensorflow.allgather_ops import allgather, grouped_allgather
-from horovod.tensorflow.allreduce_ops import allreduce, grouped_allreduce
-from horovod.tensorflow.alltoall_ops import alltoall
-from horovod.tensorflow.broadcast_ops import broadcast
 from horovod.tensorflow.functions import broadcast_
-from horovod.tensorflow.info_ops import (
+from horovod.tensorflow.ops import bridge
+from horovod.tensorflow.ops.allgather_ops import allgather, grouped_allgather
+from horovod.tensorflow.ops.allreduce_ops import allreduce, grouped_allreduce
+from horovod.tensorflow.ops.alltoall_ops import alltoall
+from horovod.tensorflow.ops.broadcast_ops import broadcast
+from horovod.tensorflow.ops.info_ops import (
     local_rank_op,
     local_size_op,
     process_set_included_op,
     rank_op,
     size_op,
 )
-from horovod.tensorflow.reducescatter_ops import grouped_reducescatter, reducescatter
+from horovod.tensorflow.ops.reducescatter_ops import grouped_reducescatter, reducescatter
 
 
 @bridge.without_autograph

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 import torch
 
-from horovod.tensorflow import bridge
+from horovod.tensorflow.ops import bridge
 
 
 def read_variables(variables: Sequence[Any]) -> list[torch.Tensor]:

@@ -162,10 +162,10 @@ def broadcast_nested(value: Any, root_rank: int, name: str, device: torch.device
 
     is_root = runtime.topology.rank == root_rank
     description = broadcast_object(
-        _replace(value, Tensor, form_of) if is_root else None, root_rank, name
+        replace_nested(value, Tensor, form_of) if is_root else None, root_rank, name
     )
     if not is_root:
-        value = _replace(description, _TensorForm, tensor_of)
+        value = replace_nested(description, _TensorForm, tensor_of)
     broadcast_parameters(tensors, root_rank)
     return value
 
@@ -185,7 +185,7 @@ def _describe(
             shape, is_beside = tuple(tensor.shape), tensor.device == device
             return _TensorForm(unique, shape, tensor.dtype, is_beside, is_dtensor(tensor))
 
-        return _replace(value, Tensor, form_of)
+        return replace_nested(value, Tensor, form_of)
 
     state = {
         indices[parameter]: {
@@ -254,7 +254,7 @@ def _rebuild(
             tensors[form.name] = tensor
             return tensor
 
-        return _replace(value, _TensorForm, tensor_of)
+        return replace_nested(value, _TensorForm, tensor_of)
 
     old_state = dict(optimizer.state)
     optimizer.state.clear()
@@ -272,12 +272,12 @@ def _rebuild(
             group[name] = rebuild(value, group.get(name), _device(group))
 
 
-def _replace(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
+def replace_nested(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
     """`value` with everything of type `kind` in it replaced, also inside lists, tuples, dicts."""
     if isinstance(value, kind):
         return replacement(value)
     if type(value) is dict:
-        return {key: _replace(item, kind, replacement) for key, item in value.items()}
+        return {key: replace_nested(item, kind, replacement) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_replace(item, kind, replacement) for item in value)
+        return type(value)(replace_nested(item, kind, replacement) for item in value)
     return value

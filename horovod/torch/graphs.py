@@ -2,7 +2,7 @@
 
 A replay hands hundreds of kernels to the device in one call, where Python would take longer than
 the device. What the step reduces is part of the graph; how the ranks still notice that one of them
-is lost, or does something else, is said in `horovod.engine.capture`.
+is lost, or does something else, is said in `horovod.engine.execution.capture`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from horovod.common.topology import Topology
-from horovod.engine.capture import GraphCapture, shown_to
-from horovod.engine.lane import Lane
+from horovod.engine.execution.capture import GraphCapture, shown_to
+from horovod.engine.execution.lane import Lane
 from horovod.engine.runtime import runtime
 
 __all__ = ["GraphedStep", "graphed"]

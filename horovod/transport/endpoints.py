@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod.common.addresses import LOOPBACK, is_loopback, source_towards
 from horovod.common.host import boot_id, namespace
+from horovod.common.joining.addresses import LOOPBACK, is_loopback, source_towards
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import NETWORK, SHARED_MEMORY, WORD, Group, Transport
 from horovod.transport.breakable import BreakableTransport
 from horovod.transport.division import as_bytes, cut, overlaps, split_evenly
-from horovod.transport.shared_memory import SharedMemoryTransport
+from horovod.transport.host.shared_memory import SharedMemoryTransport
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -31,11 +31,11 @@ from horovod.common.host import host_identity
 from horovod.common.logging import get_logger
 from horovod.common.store import PrefixStore
 from horovod.transport.base import Group, Transport
-from horovod.transport.segments import SharedMemoryUnavailable
-from horovod.transport.shared_memory import SharedMemoryTransport
+from horovod.transport.host.segments import SharedMemoryUnavailable
+from horovod.transport.host.shared_memory import SharedMemoryTransport
 
 if TYPE_CHECKING:
-    from horovod.transport.process_group import DeviceTransport
+    from horovod.transport.device.process_group import DeviceTransport
 
 logger = get_logger(__name__)
 
@@ -138,7 +138,7 @@ def _subgroup(group: Group, members: Sequence[int], prefix: str) -> Group:
 
 def _tcp(group: Group) -> Transport:
     """Connect the ranks over TCP."""
-    from horovod.transport.tcp import TcpTransport
+    from horovod.transport.network.tcp import TcpTransport
 
     return TcpTransport(dataclasses.replace(group, store=PrefixStore(group.store, "tcp/")))
 
@@ -165,7 +165,7 @@ def for_device(group: Group, host: Transport, device: torch.device, purpose: str
         device: The device of this rank.
         purpose: Tells apart several transports of one group, each of which gets a communicator.
     """
-    from horovod.transport.host_copy import HostCopyTransport
+    from horovod.transport.device.host_copy import HostCopyTransport
 
     part = f"{purpose}/device-{device.type}/" if purpose else f"device-{device.type}/"
     kind = device_transports().get(device.type)
@@ -195,7 +195,7 @@ def for_device(group: Group, host: Transport, device: torch.device, purpose: str
 
 def device_transports() -> dict[str, type[DeviceTransport]]:
     """Return the class that moves the tensors of each type of device."""
-    from horovod.transport.process_group import NcclTransport, XcclTransport
+    from horovod.transport.device.process_group import NcclTransport, XcclTransport
 
     return {"cuda": NcclTransport, "xpu": XcclTransport}
 

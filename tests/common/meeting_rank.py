@@ -8,7 +8,7 @@ import sys
 
 from horovod.common.config import Config
 from horovod.common.environments import detect
-from horovod.common.rendezvous import connect
+from horovod.common.joining.rendezvous import connect
 
 LONG = 200.0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from horovod.common.addresses import (
+from horovod.common.joining.addresses import (
     interface_address,
     is_local,
     is_loopback,
@@ -71,7 +71,9 @@ def test_never_loopback() -> None:
 
 
 def test_a_host_without_network_is_told_what_to_set() -> None:
-    program = "from horovod.common.addresses import *; routable_address(None, ['localhost'])"
+    program = (
+        "from horovod.common.joining.addresses import *; routable_address(None, ['localhost'])"
+    )
     # A network name space of its own, where only loopback exists.
     isolated = ["unshare", "--map-root-user", "--net", "true"]
     if shutil.which("unshare") is None or subprocess.run(isolated, check=False).returncode:

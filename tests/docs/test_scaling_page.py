@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
 from horovod.observe.reports.scaling import read_published, rows_of
 from tests.docs.pages import blocks, check_links
+from tests.forked_python import forked_python
 from tests.runner.horovodrun import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,8 @@ def test_the_script_serves_a_weak_and_a_strong_study(tmp_path: Path):
     for line in both.splitlines():
         words = shlex.split(line)
         assert words[0] == "horovodrun"
-        words[words.index("python")] = sys.executable
+        index = words.index("python")
+        words[index : index + 1] = forked_python()
         done = run(*words[1:], cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stderr
     for name, mode in (("scaling", "weak"), ("strong", "strong")):

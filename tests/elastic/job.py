@@ -6,7 +6,13 @@ import base64
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from horovod.common.decisions import LATEST, Decision, decision_key, leaving_key, seen_key
+from horovod.common.generations.decisions import (
+    LATEST,
+    Decision,
+    decision_key,
+    leaving_key,
+    seen_key,
+)
 from horovod.common.store import StoreServer
 from horovod.common.topology import Slot
 from horovod.common.wire import new_key

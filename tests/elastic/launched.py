@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.forked_python import forked_python
 from tests.runner.horovodrun import HANG, command, environment
 
 _END = re.compile(r"end (\d+) ([\d.]+) worker (w\d+) rank (\d+) size (\d+)")
@@ -33,15 +34,17 @@ class Launched:
         program: list[str] | None = None,
         env: dict[str, str] | None = None,
         patience: float = HANG,
+        forked: bool = False,
     ) -> None:
         folder.mkdir(exist_ok=True)
         self._patience = patience
         self._status = folder / "status"
         self._out, self._err = folder / "out", folder / "err"
         worker = program or ["-m", "tests.elastic.light_worker", json.dumps(plan or {})]
+        python = forked_python() if forked else [sys.executable]
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                command("--status-file", str(self._status), *options, sys.executable, *worker),
+                command("--status-file", str(self._status), *options, *python, *worker),
                 env=environment({"OMP_NUM_THREADS": "1", **PATIENT, **(env or {})}),
                 stdout=out,
                 stderr=err,

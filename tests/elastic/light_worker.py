@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 
 from horovod.common.elastic import ObjectState, Verdict, run_fn
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.generation import Generation
-from horovod.common.membership import membership
+from horovod.common.generations.generation import Generation
+from horovod.common.generations.membership import membership
 from tests.elastic.holding import hold_the_lock
 
 PLAN = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}

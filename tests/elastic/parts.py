@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from horovod.common.decisions import Decision
+from horovod.common.generations.decisions import Decision
 from horovod.common.store import MemoryStore
 from horovod.common.topology import Slot
 from horovod.runner.agents.host_set import HostSet

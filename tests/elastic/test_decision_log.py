@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.common.decisions import (
+from horovod.common.generations.decisions import (
     LATEST,
     Decision,
     broken_key,

@@ -14,7 +14,7 @@ EXAMPLE = str(ROOT / "examples" / "elastic" / "pytorch_mnist_elastic.py")
 def test_the_example_survives_a_kill_and_learns(tmp_path: Path):
     options = ["-H", "localhost:2", "--min-np", "1", "-np", "2"]
     program = [EXAMPLE, "--epochs", "10", "--batches-per-commit", "5", "--target-accuracy", "0.9"]
-    with Launched(tmp_path, options, program=program) as job:
+    with Launched(tmp_path, options, program=program, forked=True) as job:
         job.await_output("epoch  1")
         job.kill("w0")
         job.await_event("formed", decision=2)

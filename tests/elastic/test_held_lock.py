@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from horovod.common.decisions import seen_key
+from horovod.common.generations.decisions import seen_key
 from horovod.torch.elastic.checkpoint import newest_checkpoint
 from tests.elastic.holding import hold_the_lock
 from tests.elastic.job import ElasticJob

@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from horovod.common.decisions import Decision
+from horovod.common.generations.decisions import Decision
 from horovod.runner.elastic.job_state import JobState, Process, name_of, number_of
 from horovod.runner.elastic.termination import Ending, make_outcome
 from horovod.runner.output.report import Exit
@@ -207,6 +207,15 @@ def test_a_generation_that_meets_again_by_itself_is_a_wait_as_well():
     state.note_entry(state.alive[0], 1, 1)
     assert state.forming_since
     assert state.absent_members(1, 1) == [state.alive[1]]
+
+
+def test_who_lost_a_slot_before_it_came_may_not_know_that_it_had_one():
+    state = placed("a", "a", "a")
+    state.note_entry(state.alive[0], 1, 0)
+    put(state, [2], 2)
+    assert state.unaware_workers() == [state.alive[1]], "worker 0 has entered, worker 2 has a slot"
+    state.alive[1].is_dismissed = True
+    assert state.unaware_workers() == []
 
 
 def test_failures_are_forgiven_when_somebody_ends_well_after_them():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from horovod.common import membership
-from horovod.common.decisions import (
+from horovod.common.environments import Elastic, detect
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.generations import membership
+from horovod.common.generations.decisions import (
     DRIVER_LOST,
     LATEST,
     Decision,
@@ -19,11 +22,11 @@ from horovod.common.decisions import (
     ready_key,
     seen_key,
 )
-from horovod.common.environments import Elastic, detect
-from horovod.common.exceptions import HorovodInternalError
-from horovod.common.membership import Membership, is_elastic
+from horovod.common.generations.membership import WORKER_ID, Membership, is_elastic
+from horovod.common.joining.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.store import MemoryStore
 from horovod.common.topology import Slot
+from horovod.common.wire import encode_key
 
 
 def decision(number: int, workers: str, kind: str = "added", lost: str = "") -> Decision:
@@ -288,6 +291,52 @@ def test_a_lost_driver_breaks_the_world(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SystemExit) as end:
         member.form(lambda: meet(member), 30)
     assert end.value.code == DRIVER_LOST
+
+
+def test_a_driver_that_was_never_there_is_not_an_error_of_the_program(
+    caplog: pytest.LogCaptureFixture,
+):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    environ = {
+        "HOROVOD_ELASTIC": "1",
+        WORKER_ID: "w3",
+        STORE_ADDRESS: "127.0.0.1",
+        STORE_PORT: str(port),
+        SECRET_KEY: encode_key(bytes(32)),
+    }
+    with pytest.raises(SystemExit) as end:
+        membership.membership(environ)
+    assert end.value.code == DRIVER_LOST
+    lost = _LostStore()
+    lost.lost = True
+    with pytest.raises(SystemExit) as end:
+        Membership(lost, "w4").form(lambda: None, 30)
+    assert end.value.code == DRIVER_LOST
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "w3 ends before it could begin: cannot reach the job's store at 127.0.0.1:" in said[0]
+    assert said[1] == "worker w4 ends before it could begin: nobody answers"
+
+
+class _TornStore(MemoryStore):
+    """A store whose connection breaks once."""
+
+    is_torn = False
+
+    def try_get(self, key: str) -> bytes | None:
+        if not self.is_torn:
+            self.is_torn = True
+            raise ConnectionError("reset by peer")
+        return super().try_get(key)
+
+
+def test_a_connection_that_breaks_once_does_not_keep_a_worker_out():
+    store = _TornStore()
+    publish(store, decision(1, "w0", "start"))
+    member = Membership(store, "w0")
+    member.form(lambda: meet(member), 30)
+    assert store.is_torn
+    assert member.generation is not None
 
 
 @pytest.mark.parametrize("goodbye", ["", "the worker's", "the driver's"])

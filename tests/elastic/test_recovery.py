@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from horovod.common.decisions import DRIVER_LOST
-from horovod.common.membership import membership
-from horovod.transport.links import Links
+from horovod.common.generations.decisions import DRIVER_LOST
+from horovod.common.generations.membership import membership
+from horovod.transport.network.links import Links
 from tests.elastic.job import ElasticJob
 from tests.elastic.training import Plan, expected, this_worker, train
 from tests.faults import TRANSPORTS

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from horovod.common.generations.decisions import DRIVER_LOST
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.job_state import JobState, Limits, Process, WorkerFailure
 from horovod.runner.elastic.termination import (
@@ -81,6 +82,17 @@ def test_a_failure_that_is_not_forgiven_is_the_end_of_those_who_finished():
     assert ending == Ending(failure=bad)
 
 
+@pytest.mark.parametrize("ended", [{}, ENDED])
+def test_who_fails_after_training_fails_the_job_and_is_named(ended: dict[int, Exit]):
+    gone = dataclasses.replace(failure(1, -9), how="lost with its host")
+    seen = view(workers=[], finishing=True, ended_well=ended, bad_end=gone)
+    assert find(seen) == Ending(
+        "rank 1 on b had finished training, and then failed: lost with its host. What its script "
+        "does after training may not have happened: check what it should have written",
+        gone,
+    )
+
+
 @pytest.mark.parametrize("why", ["finishing", "interrupted"])
 def test_near_the_end_nothing_but_the_last_exit_ends_the_job(why: str):
     seen = lost(failure(0, 1), failure(1, 1), **{why: True})
@@ -147,8 +159,9 @@ def test_a_survivor_is_reason_enough_to_go_on():
     assert not are_all_lost(lost(failure(0, 1), workers=newcomer, number=0)), "nobody has"
 
 
-def test_workers_killed_with_their_hosts_are_tried_again_twice():
-    killed = failure(0, -9), failure(1, -9)
+@pytest.mark.parametrize("code", [-signal.SIGKILL, DRIVER_LOST])
+def test_workers_lost_with_their_hosts_or_their_driver_are_tried_again_twice(code: int):
+    killed = failure(0, code), failure(1, code)
     assert find_ending(lost(*killed), LIMITS) is None
     assert find_ending(lost(*killed, have_met=False), LIMITS) is None
     again = find(lost(*killed, have_met=False, fruitless_starts=1))

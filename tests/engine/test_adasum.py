@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from horovod.common.config import Config
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import MemoryStore, PrefixStore, StoreClient
-from horovod.engine.adasum import BLOCK, adasum_, segments_of_slice
+from horovod.engine.execution.adasum import BLOCK, adasum_, segments_of_slice
 from horovod.transport.base import Group, Transport
+from horovod.transport.host.shared_memory import SharedMemoryTransport
+from horovod.transport.network.tcp import TcpTransport
 from horovod.transport.select import by_host
-from horovod.transport.shared_memory import SharedMemoryTransport
-from horovod.transport.tcp import TcpTransport
 from tests.effort import examples
 from tests.ranks import PATIENCE, run_ranks
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from horovod.engine.background import BackgroundThread
+from horovod.engine.agreement.background import BackgroundThread
+from horovod.engine.agreement.request_queue import RequestQueue
 from horovod.engine.collective import Collective, Kind
 from horovod.engine.request import Request
-from horovod.engine.request_queue import RequestQueue
 
 PATIENCE = 60.0
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.engine.batches import plan
 from horovod.engine.collective import Collective, Kind, signature_of
+from horovod.engine.execution.batches import plan
 from horovod.engine.request import Request
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from horovod.engine.heap import is_tuned, join_pages
+from horovod.engine.execution.heap import is_tuned, join_pages
 from tests.ranks import run_ranks
 
 BLOCKS, MEBIBYTES, STEPS = 4, 24, 5
@@ -83,7 +83,7 @@ def test_the_heap_is_put_on_huge_pages():
 HARDLY_USED = """
 import torch
 import horovod.torch as hvd
-from horovod.engine.heap import join_pages
+from horovod.engine.execution.heap import join_pages
 
 def resident() -> int:
     lines = open("/proc/self/status").read().splitlines()

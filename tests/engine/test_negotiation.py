@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.engine.negotiation import JOIN, Finding, Queue, _compare
+from horovod.engine.agreement.negotiation import JOIN, Finding, Queue, _compare
 
 A, B, C = "allreduce.a", "allreduce.b", "allreduce.c"
 

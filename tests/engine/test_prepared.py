@@ -10,7 +10,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import Adasum, Average, ReduceOp, Sum
 from horovod.engine.collective import Collective, Kind, Reduction
-from horovod.engine.prepared import PreparedAllreduce
+from horovod.engine.execution.prepared import PreparedAllreduce
 from horovod.engine.runtime import runtime
 from tests.ranks import RankPool, run_ranks
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from horovod.common.exceptions import HorovodInternalError
+from horovod.engine.agreement.request_queue import RequestQueue
 from horovod.engine.collective import Collective, Kind
 from horovod.engine.request import Request
-from horovod.engine.request_queue import RequestQueue
 
 
 def _request(name: str) -> Request:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.collective import Collective, Kind, Reduction
-from horovod.engine.executor import Executor
+from horovod.engine.execution.executor import Executor
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
-from horovod.transport.tcp import TcpTransport
+from horovod.transport.network.tcp import TcpTransport
 from tests.effort import examples
 from tests.ranks import RankPool
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.collective import Reduction
-from horovod.engine.scaling import finish_, identity_like, scale_, sum_and_scale
+from horovod.engine.execution.scaling import finish_, identity_like, scale_, sum_and_scale
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1), st.floats(-3, 3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from horovod.engine.waiters import Waiters
+from horovod.engine.agreement.waiters import Waiters
 
 PATIENCE = 60.0
 

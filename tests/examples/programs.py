@@ -1,4 +1,8 @@
-"""Running an example the way a user does, and comparing what its ranks ended with."""
+"""Running an example the way a user does, and comparing what its ranks ended with.
+
+Ranks of `horovodrun` are forked from a process that has torch already, which saves most of the time
+that a short run takes; with `fresh`, and under other launchers, each starts a Python of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.forked_python import forked_python
 from tests.ranks import clean_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,18 +52,21 @@ def run_example(
     cwd: Path,
     launcher: str | None = "horovodrun",
     ranks: int = 2,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run an example to its end: alone, or with some ranks under a launcher."""
     command = [str(PYTORCH / script), *map(str, options)]
-    return _run(_started_by(launcher, command, ranks), cwd)
+    return _run(_started_by(launcher, command, ranks, fresh), cwd)
 
 
-def run_with_checksums(script: str, *options: str | Path, cwd: Path) -> tuple[str, str]:
+def run_with_checksums(
+    script: str, *options: str | Path, cwd: Path, fresh: bool = False
+) -> tuple[str, str]:
     """What an example prints on two ranks, and the checksum of the parameters they end with."""
     program = cwd / "with_checksum.py"
     program.write_text(CHECKSUM)
     command = [str(program), str(PYTORCH / script), *map(str, options)]
-    done = _run(_started_by("horovodrun", command), cwd)
+    done = _run(_started_by("horovodrun", command, fresh=fresh), cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"\[(\d)\]<stdout>:checksum (\w+)", done.stdout)
     assert sorted(rank for rank, _ in found) == ["0", "1"], done.stdout + done.stderr
@@ -66,12 +74,15 @@ def run_with_checksums(script: str, *options: str | Path, cwd: Path) -> tuple[st
     return done.stdout, found[0][1]
 
 
-def _started_by(launcher: str | None, command: list[str], ranks: int = 2) -> list[str]:
+def _started_by(
+    launcher: str | None, command: list[str], ranks: int = 2, fresh: bool = False
+) -> list[str]:
     size = str(ranks)
+    python = [sys.executable] if fresh else forked_python()
     if launcher is None:
-        return [sys.executable, *command]
+        return [*python, *command]
     if launcher == "horovodrun":
-        return [sys.executable, "-m", "horovod.runner", "-np", size, sys.executable, *command]
+        return [sys.executable, "-m", "horovod.runner", "-np", size, *python, *command]
     if launcher == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", size, *command]
     assert launcher == "mpirun"

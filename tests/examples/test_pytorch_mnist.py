@@ -9,6 +9,7 @@ import runpy
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +22,9 @@ from tests.examples.programs import PYTORCH, run_example
 SCRIPT = "pytorch_mnist.py"
 
 
-def _train(
-    tmp_path: Path, *options: str, launcher: str | None = "horovodrun", ranks: int = 2
-) -> subprocess.CompletedProcess[str]:
+def _train(tmp_path: Path, *options: str, **how: Any) -> subprocess.CompletedProcess[str]:
     checkpoint = ("--checkpoint", tmp_path / "folder" / "model.pt")
-    return run_example(SCRIPT, *checkpoint, *options, cwd=tmp_path, launcher=launcher, ranks=ranks)
+    return run_example(SCRIPT, *checkpoint, *options, cwd=tmp_path, **how)
 
 
 def _final_accuracy(done: subprocess.CompletedProcess[str]) -> float:
@@ -35,7 +34,7 @@ def _final_accuracy(done: subprocess.CompletedProcess[str]) -> float:
 
 
 def test_four_processes_learn_the_digits(tmp_path: Path):
-    done = _train(tmp_path, "--target-accuracy", "0.95", ranks=4)
+    done = _train(tmp_path, "--target-accuracy", "0.95", ranks=4, fresh=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert _final_accuracy(done) >= 0.95
     assert "epoch 1/" not in done.stderr  # no bar where nobody watches

@@ -24,7 +24,7 @@ def main(way: str, folder: str | None = None) -> None:
     import torch
 
     import horovod.torch as hvd
-    from horovod.common import loss_note
+    from horovod.common.generations import loss_note
 
     # Who is named must not depend on how soon processes get the processor.
     loss_note._PATIENCE = 100.0

@@ -15,7 +15,7 @@ import threading, time
 import torch
 import horovod.torch as hvd
 from horovod.engine import channel
-from horovod.engine.executor import Executor
+from horovod.engine.execution.executor import Executor
 
 channel._LONGEST_GOODBYE = 0.01
 begun = threading.Event()

@@ -1,4 +1,7 @@
-"""A rank fails while the others wait for it: the job names it, not one of the others."""
+"""A rank fails while the others wait for it: the job names it, not one of the others.
+
+Some tests start ranks as users do; those of the others are forked, which takes less time.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 
 import horovod
 from tests.faults.losing_rank import FILE, WAYS
+from tests.forked_python import forked_python
 from tests.runner.horovodrun import run
 
 BIN = Path(sys.executable).parent
@@ -48,19 +52,21 @@ def test_over_shared_memory(tmp_path: Path):
 
 def test_over_tcp(tmp_path: Path):
     env = {"HOROVOD_CPU_OPERATIONS": "gloo"}
-    done = run("-np", "3", *ALONE, "3", str(tmp_path), env=env, patient=True)
+    forked = [*forked_python(), FILE]
+    done = run("-np", "3", *forked, "3", str(tmp_path), env=env, patient=True)
     check(done.returncode, done.stderr, "3", late=True)
 
 
 def test_a_rank_that_ends_well_too_early():
-    done = run("-np", "2", *ALONE, "0", patient=True)
+    done = run("-np", "2", *forked_python(), FILE, "0", patient=True)
     check(done.returncode, done.stderr, "0", late=False)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_over_shared_memory_inside_hosts_and_tcp_between_them(way: str, tmp_path: Path):
     hosts = ["-H", "localhost:2,127.0.0.1:2", "--log-level", "INFO"]
-    done = run("-np", "4", *hosts, *ALONE, way, str(tmp_path), patient=True)
+    forked = [*forked_python(), FILE]
+    done = run("-np", "4", *hosts, *forked, way, str(tmp_path), patient=True)
     assert "HIERARCHICAL (2 hosts, SHM inside" in done.stdout
     check(done.returncode, done.stderr, way, late=True)
 
@@ -84,7 +90,7 @@ def test_under_mpirun():
 def test_over_mpi(way: str):
     """mpirun makes the report here. A rank in MPI_Finalize would wait for the others for ever."""
     env = {**MPI, "PATH": f"{BIN}:/usr/bin:/bin", "HOROVOD_CPU_OPERATIONS": "mpi"}
-    done = run("-np", "3", "--mpi", *ALONE, way, env=env)
+    done = run("-np", "3", "--mpi", *forked_python(), FILE, way, env=env)
     assert done.returncode == CODES[way], done.stderr
     said = done.stdout + done.stderr
     named = r"due to process rank 1 " if way == "0" else r"Process name: \[.*,1\]"
@@ -109,7 +115,7 @@ if hvd.rank() == 0:
     sys.exit(4)
 hvd.allreduce(torch.ones(4), name="without rank 0")
 """
-    done = run("-np", "2", "--mpi", sys.executable, "-c", program, env=env)
+    done = run("-np", "2", "--mpi", *forked_python(), "-c", program, env=env)
     assert done.returncode == 4, done.stderr
     assert re.search(r"Process name: \[.*,0\]", done.stdout + done.stderr)
 

@@ -17,6 +17,7 @@ import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
 from tests.faults import TRANSPORTS, two_and_one
 from tests.faults.bucket_cases import CASES, ODD, Training, one_bucket_each, run
+from tests.forked_python import forked_python
 from tests.ranks import RankPool, clean_environment, listen, start_ranks, tell
 
 SIZE = 3
@@ -64,7 +65,7 @@ def test_over_mpi():
     root = Path(__file__).parents[2]
     mpirun = Path(sys.executable).with_name("mpirun")
     command = [str(mpirun if mpirun.exists() else "mpirun"), "--allow-run-as-root"]
-    command += ["--oversubscribe", "-np", str(SIZE), sys.executable, "-m"]
+    command += ["--oversubscribe", "-np", str(SIZE), *forked_python(), "-m"]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     knobs = {"HOROVOD_CPU_OPERATIONS": "mpi", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     try:

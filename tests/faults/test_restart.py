@@ -13,8 +13,8 @@ import torch
 
 import horovod.torch as hvd
 from horovod.engine.runtime import runtime
-from horovod.transport import steps
-from horovod.transport.steps import SteppedTransport
+from horovod.transport.host import steps
+from horovod.transport.host.steps import SteppedTransport
 from tests.faults import TRANSPORTS
 from tests.ranks import run_ranks
 

@@ -357,7 +357,7 @@ def test_the_example_takes_in_a_new_host_and_survives_the_loss_of_the_first(tmp_
     """Under the real launcher."""
     cluster = Cluster(tmp_path, "alpha:1")
     program = [EXAMPLE, "--epochs", "1000000"]
-    how = {"program": program, "env": cluster.env, "patience": PATIENCE}
+    how = {"program": program, "env": cluster.env, "patience": PATIENCE, "forked": True}
     with Launched(tmp_path, cluster.options(1, 1), **how) as job:
         job.await_output("Epoch 2/")
         cluster.set("alpha:1", "beta:1")

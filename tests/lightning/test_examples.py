@@ -14,12 +14,11 @@ from tests.runner.horovodrun import ROOT
 
 SCRIPT = "pytorch_lightning_mnist.py"
 PATIENCE = 250.0  # seconds; importing Lightning alone may take a busy machine one of the minutes
-PATIENT = {"HOROVOD_START_TIMEOUT": "200"}  # and one worker longer than the other
 ELASTIC = str(ROOT / "examples" / "elastic" / "pytorch_lightning_mnist_elastic.py")
 
 
 def test_two_processes_learn_the_digits_with_the_same_weights(tmp_path: Path):
-    said, _ = run_with_checksums(SCRIPT, "--target-accuracy", "0.95", cwd=tmp_path)
+    said, _ = run_with_checksums(SCRIPT, "--target-accuracy", "0.95", cwd=tmp_path, fresh=True)
     assert said.count("final test accuracy") == 1  # rank 0 alone says it
     assert "training with 2 process(es)" in said
     assert (tmp_path / "checkpoints" / "last.ckpt").is_file()
@@ -70,7 +69,7 @@ sys.stdout.write(f"rank {{trainer.global_rank}} of {{trainer.world_size}} {{weig
 def test_the_documented_line(tmp_path: Path, line: str, launcher: str):
     script = tmp_path / "script.py"
     script.write_text(DOCUMENTED.format(line=line))
-    done = run_example(str(script), cwd=tmp_path, launcher=launcher)
+    done = run_example(str(script), cwd=tmp_path, launcher=launcher, fresh=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"rank (\d) of 2 (\S+)", done.stdout)
     assert sorted(rank for rank, _ in found) == ["0", "1"], done.stdout + done.stderr
@@ -80,7 +79,7 @@ def test_the_documented_line(tmp_path: Path, line: str, launcher: str):
 def test_the_elastic_example_survives_a_kill_and_learns(tmp_path: Path):
     options = ["-H", "localhost:2", "--min-np", "1", "-np", "2"]
     program = [ELASTIC, "--epochs", "10", "--batches-per-commit", "3", "--target-accuracy", "0.9"]
-    with Launched(tmp_path, options, program=program, env=PATIENT, patience=PATIENCE) as job:
+    with Launched(tmp_path, options, program=program, patience=PATIENCE, forked=True) as job:
         job.await_output("epoch  1")
         job.kill("w0")
         job.await_event("formed", decision=2)
@@ -97,7 +96,7 @@ def test_the_elastic_example_survives_a_kill_and_learns(tmp_path: Path):
 def test_a_worker_that_is_told_to_leave_commits_first(tmp_path: Path):
     options = ["-H", "localhost:2", "--min-np", "1", "-np", "2"]
     program = [ELASTIC, "--epochs", "8", "--batches-per-commit", "2"]
-    with Launched(tmp_path, options, program=program, env=PATIENT, patience=PATIENCE) as job:
+    with Launched(tmp_path, options, program=program, patience=PATIENCE, forked=True) as job:
         job.await_output("epoch  1")
         job.kill("w1", signal.SIGTERM)
         job.await_event("formed", decision=2)

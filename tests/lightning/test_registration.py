@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,17 +24,55 @@ assert isinstance(trainer.strategy, pl.strategies.Strategy)
 """
 
 
-def run(program: str, *, expect: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done.stdout if expect == 0 else done.stderr
+# A process that has torch, but neither Lightning nor Horovod, and forks one for each program.
+FORKING = """
+import json, os, sys
+import torch._dynamo  # what Lightning imports, which takes longer than all the rest
+
+for line in sys.stdin:
+    program, *streams = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for number, path in enumerate(streams, 1):
+            with open(path, "wb") as file:
+                os.dup2(file.fileno(), number)
+        exec(program)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Programs:
+    """Runs programs that import things in an order of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._streams = folder / "stdout", folder / "stderr"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", FORKING],
+            cwd=ROOT,
+            env=clean_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, program: str, *, expect: int = 0) -> str:
+        """Return what the program prints, or where it should fail, what it says of the failure."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        request = [program, *map(str, self._streams)]
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        exit_code = int(self.process.stdout.readline())
+        stdout, stderr = (path.read_text() for path in self._streams)
+        assert exit_code == expect, stdout + stderr
+        return stdout if expect == 0 else stderr
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    started = Programs(tmp_path_factory.mktemp("programs"))
+    yield started
+    started.process.communicate()
 
 
 @pytest.mark.parametrize(
@@ -44,13 +84,13 @@ def run(program: str, *, expect: int = 0) -> str:
         ["import pytorch_lightning as pl", "import horovod.torch"],
     ],
 )
-def test_any_order_of_imports(imports: list[str]):
-    said = run("\n".join(imports) + BUILD).splitlines()
+def test_any_order_of_imports(programs: Programs, imports: list[str]):
+    said = programs.run("\n".join(imports) + BUILD).splitlines()
     assert said == ["HorovodStrategy CPUAccelerator"] * 2
 
 
-def test_lightning_is_not_imported_unless_it_is_used():
-    run(
+def test_lightning_is_not_imported_unless_it_is_used(programs: Programs):
+    programs.run(
         "import sys, horovod.torch, horovod.lightning\n"
         "found = [m for m in sys.modules if m.startswith(('lightning', 'pytorch_lightning'))]\n"
         "assert not found, found\n"
@@ -60,8 +100,8 @@ def test_lightning_is_not_imported_unless_it_is_used():
     )
 
 
-def test_without_lightning():
-    said = run(
+def test_without_lightning(programs: Programs):
+    said = programs.run(
         "import sys\n"
         "for name in ('lightning', 'pytorch_lightning', 'lightning_fabric'):\n"
         "    sys.modules[name] = None\n"
@@ -74,8 +114,10 @@ def test_without_lightning():
     assert "pip install 'horovod[lightning]'" in said
 
 
-def test_one_strategy_object_goes_into_trainers_of_both_packages_and_into_fabric():
-    said = run(
+def test_one_strategy_object_goes_into_trainers_of_both_packages_and_into_fabric(
+    programs: Programs,
+):
+    said = programs.run(
         "import horovod.torch as hvd\n"
         "from horovod.lightning import HorovodStrategy, HorovodFabricStrategy\n"
         "import lightning.pytorch, pytorch_lightning, lightning.fabric, lightning_fabric\n"
@@ -116,9 +158,9 @@ for attempt in (
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_a_lightning_that_is_too_old_is_told_what_is_needed(package: str):
+def test_a_lightning_that_is_too_old_is_told_what_is_needed(programs: Programs, package: str):
     distribution = package.partition(".")[0].replace("_", "-")
-    said = run(OLD.format(distribution=distribution, module=package))
+    said = programs.run(OLD.format(distribution=distribution, module=package))
     wanted = (
         f"Horovod needs {distribution} {OLDEST} or newer, and this is 1.9.5: "
         f"pip install --upgrade '{distribution}>={OLDEST}'\n"
@@ -126,8 +168,8 @@ def test_a_lightning_that_is_too_old_is_told_what_is_needed(package: str):
     assert said == wanted * 3
 
 
-def test_the_names_are_in_lightnings_registries_and_others_are_left_alone():
-    run(
+def test_the_names_are_in_lightnings_registries_and_others_are_left_alone(programs: Programs):
+    programs.run(
         "import horovod.torch as hvd\n"
         "from lightning.pytorch.strategies import StrategyRegistry\n"
         "from lightning.pytorch.accelerators import AcceleratorRegistry\n"
@@ -143,8 +185,10 @@ def test_the_names_are_in_lightnings_registries_and_others_are_left_alone():
     )
 
 
-def test_the_accelerator_by_itself_chooses_the_strategy_and_places_mixed_precision():
-    run(
+def test_the_accelerator_by_itself_chooses_the_strategy_and_places_mixed_precision(
+    programs: Programs,
+):
+    programs.run(
         "import horovod.torch\n"
         "import lightning.pytorch as pl\n"
         "from horovod.lightning import HorovodAccelerator\n"

@@ -27,7 +27,7 @@ def node() -> str:
 
 def join_elastic_job() -> int:
     """Take a place in an elastic job the way `hvd.init` does, but without torch; the rank."""
-    from horovod.common.membership import membership
+    from horovod.common.generations.membership import membership
 
     member = membership()
     assert member is not None

@@ -11,7 +11,7 @@ from tests.runner.horovodrun import run_python
 ENDING = """
 import os, signal, sys, time
 from pathlib import Path
-from horovod.common import loss_note
+from horovod.common.generations import loss_note
 
 loss_note._PATIENCE = 100.0  # however soon the launcher gets the processor
 rank = int(os.environ["HOROVOD_RANK"])

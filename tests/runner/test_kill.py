@@ -161,6 +161,25 @@ def test_a_second_signal_kills_at_once():
         assert all_gone(job, pids)
 
 
+def test_sigterm_from_a_batch_system_and_from_its_script_is_one_request(tmp_path: Path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    program = POLITE.replace("print('saved')", f"print('saved', open({str(fifo)!r}).read())")
+    with started(1, program) as job:
+        pids = job.wait_for_pids(1)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.process.stderr is not None
+        while b"once more kills" not in job.process.stderr.readline():
+            assert job.process.poll() is None
+        job.process.send_signal(signal.SIGTERM)
+        fifo.write_text("in peace")
+        code, stdout, stderr = job.finish()
+        assert code == 143
+        assert stdout == "[0]<stdout>:saved in peace\n"
+        assert stderr == ""
+        assert all_gone(job, pids)
+
+
 def test_ctrl_c_in_the_terminal_reaches_the_launcher_only():
     program = "import os; print({'foreground': os.getpgrp() == os.getpid() == os.getsid(0)})"
     done = run_python(2, program)

@@ -160,58 +160,74 @@ print("end", flush=True)
 """
 
 
-def submit(slurm: Slurm, script: str, folder: Path, *options: str) -> Callable[[], str]:
-    """Start the training by one of the examples' scripts; what it has printed so far."""
-    program = folder / "train.py"
-    program.write_text(TRAINING)
-    bin_folder = folder / "bin"
-    bin_folder.mkdir()
-    (bin_folder / "horovodrun").write_text(f'#!/bin/sh\nexec {shlex.join(command())} "$@"\n')
-    (bin_folder / "horovodrun").chmod(0o755)
-    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
-    done = slurm.run(
-        *("sbatch", "--parsable", *options, str(ROOT / "examples" / "slurm" / script)),
-        *(sys.executable, str(program), str(folder)),
-        env=environment({"PATH": path, "HOME": str(folder)}),
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr
-    return lambda: "".join(file.read_text() for file in sorted(folder.glob("*.out")))
+class BatchJob:
+    """The training above, started by one of the examples' scripts."""
+
+    def __init__(self, slurm: Slurm, script: str, folder: Path, *options: str) -> None:
+        self._slurm, self._folder = slurm, folder
+        program = folder / "train.py"
+        program.write_text(TRAINING)
+        bin_folder = folder / "bin"
+        bin_folder.mkdir()
+        (bin_folder / "horovodrun").write_text(f'#!/bin/sh\nexec {shlex.join(command())} "$@"\n')
+        (bin_folder / "horovodrun").chmod(0o755)
+        path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+        done = slurm.run(
+            *("sbatch", "--parsable", *options, str(ROOT / "examples" / "slurm" / script)),
+            *(sys.executable, str(program), str(folder)),
+            env=environment({"PATH": path, "HOME": str(folder)}),
+            cwd=folder,
+        )
+        assert done.returncode == 0, done.stderr
+        self.id = done.stdout.strip()
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        return "".join(file.read_text() for file in sorted(self._folder.glob("*.out")))
+
+    def wait_for(self, condition: Callable[[str], object], what: str) -> None:
+        """Wait until the condition holds of its output."""
+        try:
+            self._slurm.wait_for(lambda: condition(self.output()), what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\nand the job says\n{self.output()}") from None
+
+    def end(self) -> str:
+        """Let the training end.
+
+        Returns:
+            Everything that it has printed.
+        """
+        (self._folder / "end").touch()
+        self._slurm.wait_until_idle()
+        assert not self._slurm.processes("train.py")
+        return self.output()
 
 
 def test_a_preempted_job_goes_on_from_its_last_commit(slurm: Slurm, tmp_path: Path):
     """It loses a node, goes on without it, is preempted, and starts again on both."""
-    said = submit(slurm, "elastic.sbatch", tmp_path, "--nodelist=n1,n2")
-    slurm.wait_for(lambda: said().count("from step 0 with 2\n") == 2, "two ranks")
+    job = BatchJob(slurm, "elastic.sbatch", tmp_path, "--nodelist=n1,n2")
+    job.wait_for(lambda text: text.count("from step 0 with 2\n") == 2, "two ranks")
     slurm.ask("scontrol", "update", "nodename=n2", "state=down", "reason=test")
-    slurm.wait_for(lambda: " with 1\n" in said(), "a job without n2")
-    slurm.ask("scontrol", "update", "nodename=n2", "state=resume")
+    job.wait_for(lambda text: " with 1\n" in text, "a job without n2")
+    slurm.restart_node("n2")
     slurm.wait_for(lambda: (tmp_path / "checkpoints").exists(), "a commit")
-    (job,) = slurm.ask("squeue", "--noheader", "--format=%A").split()
-    slurm.requeue(job)
-    slurm.wait_for(lambda: said().count(" with 2\n") == 4, "two ranks again")
-    (tmp_path / "end").touch()
-    slurm.wait_until_idle()
-    text = said()
-    assert "the connection to n2 is lost" in text
-    assert "leaves the job, as it was told to" in text
-    second = text.split("leaves the job, as it was told to")[1]
+    slurm.requeue(job.id)
+    left = "leaves the job, as it was told to"
+    job.wait_for(lambda text: text.partition(left)[2].count(" with 2\n") == 2, "two ranks again")
+    first, _, second = job.end().partition(left)
+    assert "the connection to n2 is lost" in first
     assert "from step 0 " not in second
     assert second.count("<stdout>:end\n") == 2
-    assert not slurm.processes("train.py")
 
 
 def test_a_node_that_comes_back_joins_again(slurm: Slurm, tmp_path: Path):
     """Each task of an array brings a node; one of them is preempted."""
-    said = submit(slurm, "array.sbatch", tmp_path, "--array=0-1", "--exclusive")
-    slurm.wait_for(lambda: " with 2\n" in said(), "both nodes")
-    (array,) = {line.split("_")[0] for line in slurm.ask("squeue", "-h", "-o", "%i").split()}
-    slurm.requeue(f"{array}_1")
-    slurm.wait_for(lambda: "has left the job" in said(), "the loss of a node")
-    before = said().count(" with 2\n")
-    slurm.wait_for(lambda: said().count(" with 2\n") > before, "both nodes again")
-    (tmp_path / "end").touch()
-    slurm.wait_until_idle()
-    assert said().count("<stdout>:end\n") == 2
-    assert not (tmp_path / ".horovod" / f"array-{array}").exists()
-    assert not slurm.processes("train.py")
+    job = BatchJob(slurm, "array.sbatch", tmp_path, "--array=0-1", "--exclusive")
+    job.wait_for(lambda text: " with 2\n" in text, "both nodes")
+    slurm.requeue(f"{job.id}_1")
+    job.wait_for(lambda text: "has left the job" in text, "the loss of a node")
+    before = job.output().count(" with 2\n")
+    job.wait_for(lambda text: text.count(" with 2\n") > before, "both nodes again")
+    assert job.end().count("<stdout>:end\n") == 2
+    assert not (tmp_path / ".horovod" / f"array-{job.id}").exists()

@@ -31,7 +31,8 @@ class AgentEnd(Socket):
         process.host.when_lost.append(self._lose_power)
 
     def _lose_power(self) -> None:
-        self._is_over = self.is_closed = True
+        self._is_over = True
+        self.vanish()
 
     def tell(self, **event: Any) -> None:
         if not self._is_over:

@@ -13,8 +13,8 @@ from typing import Any
 
 import simulated  # what the simulation offers
 
-from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
-from horovod.common.membership import WORKER_ID
+from horovod.common.generations.membership import WORKER_ID
+from horovod.common.joining.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.topology import Slot
 from horovod.common.wire import encode_key
 from horovod.runner.agents.controller import JobController

@@ -41,6 +41,7 @@ _GHOST = "ghost"  # a host that discovery may offer and that is not there
 _LEGITIMATE = (
     "all workers were lost again before they could begin",
     "all workers have left, as they were told to",
+    "had finished training, and then failed: lost with its host",
 )
 """Problems with which a job may end though its hosts work again."""
 
@@ -122,7 +123,7 @@ class Cluster:
         if driver.code != 0:
             self.breach(f"the launcher ended with code {driver.code}")
         # Who is lost while others have finished may have had something left to do: a failure.
-        elif self.status != 0 and not self.finished and not self.ending.startswith(_LEGITIMATE):
+        elif self.status != 0 and not self.finished and not self._may_end_so():
             self.breach(f"the job failed with status {self.status}: {self.ending!r}")
         if len({json.dumps(each) for each in self.finished.values()}) > 1:
             self.breach(f"workers finished with different models: {self.finished}")
@@ -135,6 +136,9 @@ class Cluster:
         self.world.run(lambda: not any(p for p in self._left()), 180.0)
         if self._left():
             self.breach(f"left behind: {', '.join(map(str, self._left()))}")
+
+    def _may_end_so(self) -> bool:
+        return any(each in self.ending for each in _LEGITIMATE)
 
     def _left(self) -> list[Process]:
         return [process for host in self.hosts.values() for process in host.processes]

@@ -62,21 +62,23 @@ class Variable:
         else:
             self._values[self._name] = value
 
-    def renew(self) -> None:
-        """Give the process that runs now a variable as a new process has it."""
+    def renew(self) -> Any:
+        """Return the variable as a new process has it."""
         value = eval(self._value, self._values)
-        self.set(vars(value) if self._object is not None else value)
+        return vars(value) if self._object is not None else value
 
 
 class Library:
     """Modules with some texts of their sources replaced; `world` is that of the present job."""
 
     world: World
+    system: Mapping[str, Any]  # the system modules of the process that runs now
 
     def __init__(self, patches: Patches) -> None:
         self._patches = patches
         self._modules: dict[str, Any] = {}
         self._variables: list[Variable] = []
+        self._rebound: list[int] = []  # which of them functions rebind
         self._caches: list[Any] = []
         self._replaced = {name: _Replaced(self, name) for name in REPLACED}
         self._builtins = {**vars(builtins), "__import__": self._import}
@@ -97,16 +99,20 @@ class Library:
 
     def enter(self, process: Process) -> None:
         """Put the variables of a process, which runs now, into the modules."""
-        if self._owner is process:
+        owner = self._owner
+        if owner is process:
             return
-        if self._owner is not None:
-            self._owner.variables = [variable.get() for variable in self._variables]
-        self._owner = process
-        known = len(process.variables)
-        for variable, value in zip(self._variables, process.variables, strict=False):
+        if owner is not None:
+            for index in self._rebound:
+                if index < len(owner.variables):
+                    owner.variables[index] = self._variables[index].get()
+            for variable in self._variables[len(owner.variables) :]:  # of modules it has loaded
+                owner.variables.append(variable.get())
+        self._owner, self.system = process, process.system
+        for variable in self._variables[len(process.variables) :]:
+            process.variables.append(variable.renew())
+        for variable, value in zip(self._variables, process.variables, strict=True):
             variable.set(value)
-        for variable in self._variables[known:]:
-            variable.renew()
 
     def load(self, name: str) -> Any:
         """Return the module of that name."""
@@ -140,8 +146,11 @@ class Library:
         module.__package__ = name if path.name == "__init__.py" else name.rpartition(".")[0]
         vars(module)["__builtins__"] = self._builtins
         exec(compile(tree, str(path), "exec"), vars(module))
+        rebound = find_rebound(tree)
         for variable, value in find_state(tree).items():
             code = compile(ast.Expression(value), str(path), "eval")
+            if variable in rebound:
+                self._rebound.append(len(self._variables))
             self._variables.append(Variable(module, variable, code))
         self._caches += [each for each in vars(module).values() if isinstance(each, _Cached)]
         return module
@@ -193,7 +202,7 @@ class _Replaced:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._modules.process.system[self._name], name)
+        return getattr(self._modules.system[self._name], name)
 
 
 class _Logging(ModuleType):
@@ -246,11 +255,15 @@ def parse(name: str, patches: tuple[tuple[str, str], ...]) -> tuple[Path, ast.Mo
     return path, ast.parse(source)
 
 
+def find_rebound(tree: ast.Module) -> set[str]:
+    """Return the names of a module's variables that its functions rebind."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    return {name for node in nodes for name in node.names}
+
+
 def find_state(tree: ast.Module) -> dict[str, ast.expr]:
     """Return what a module keeps for its process: names, and what they are at first."""
-    rebound = {
-        name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names
-    }
+    rebound = find_rebound(tree)
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     found = {}
     for node in tree.body:

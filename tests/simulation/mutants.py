@@ -26,9 +26,9 @@ class Mutant(NamedTuple):
 
 
 _ELASTIC = "horovod.common.elastic"
-_GENERATION = "horovod.common.generation"
-_MEMBERSHIP = "horovod.common.membership"
-_NEGOTIATION = "horovod.engine.negotiation"
+_GENERATION = "horovod.common.generations.generation"
+_MEMBERSHIP = "horovod.common.generations.membership"
+_NEGOTIATION = "horovod.engine.agreement.negotiation"
 _POLICY = "horovod.runner.elastic.policy"
 _RUNTIME = "horovod.engine.runtime"
 _STATE = "horovod.torch.elastic.state"
@@ -109,6 +109,27 @@ MUTANTS = (
         "            raise SystemExit(1)",
     ),
     Mutant(
+        "a worker that never reached the driver ends as if its script had failed",
+        "past",
+        _MEMBERSHIP,
+        "    raise SystemExit(DRIVER_LOST) from error",
+        "    raise SystemExit(1) from error",
+    ),
+    Mutant(
+        "workers that lost their slot before they learned of it wait for ever",
+        "past",
+        "horovod.runner.elastic.driver",
+        "self._state.unaware_workers()",
+        "()",
+    ),
+    Mutant(
+        "nobody says why a job fails whose workers have trained to the end",
+        "past",
+        _TERMINATION,
+        "        return Ending(_describe_bad_end(state.bad_end), state.bad_end)",
+        "        return Ending(failure=state.bad_end)",
+    ),
+    Mutant(
         "a worker that was lost before it ran counts as one that cannot be started",
         "past",
         _TERMINATION,
@@ -146,14 +167,14 @@ MUTANTS = (
     Mutant(
         "the store does not wake its thread for a key that the launcher sets",
         "past",
-        "horovod.common.store_server",
+        "horovod.common.store.server",
         "            self._changed_keys.append(key)\n            self._wake()",
         "            self._changed_keys.append(key)",
     ),
     Mutant(
         "whoever waits for the background thread is not woken",
         "past",
-        "horovod.engine.waiters",
+        "horovod.engine.agreement.waiters",
         "                self._progress.notify_all()",
         "                pass",
     ),
@@ -182,7 +203,7 @@ MUTANTS = (
     Mutant(
         "a broken connection to the store is used again",
         "past",
-        "horovod.common.store_client",
+        "horovod.common.store.client",
         "        stream.close()\n        self._local.stream = None",
         "        stream.close()",
     ),
@@ -303,7 +324,7 @@ MUTANTS = (
     Mutant(
         "a wait in the store has no end",
         "new",
-        "horovod.common.parked_requests",
+        "horovod.common.store.parked_requests",
         "        while self._deadlines and self._deadlines[0][0] <= now:",
         "        while False:",
     ),
@@ -317,7 +338,7 @@ MUTANTS = (
     Mutant(
         "ranks agree on what only some have submitted",
         "new",
-        "horovod.transport.tcp",
+        "horovod.transport.network.tcp",
         "            return count_common_words(records)",
         "            return len(words) // WORD",
     ),

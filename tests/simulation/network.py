@@ -1,4 +1,4 @@
-"""Links between simulated hosts, and what `socket` and `selectors` are inside of a process.
+"""Links between simulated hosts, and the sockets at their ends.
 
 A connection delivers bytes in order, late, and not at all while the link between its hosts is cut
 in that direction or the other host is down: then they wait, as TCP sends again. A process that ends
@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import itertools
 import select as real_select
-import selectors as real_selectors
 import socket as real_socket
 import struct
 from collections import Counter, deque
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation.world import Task, World
 
 if TYPE_CHECKING:
+    from tests.simulation.connections import Selector
     from tests.simulation.processes import Host, Process
 
 _FIN, _RST = b"\0FIN", b"\0RST"  # objects that are compared by identity
@@ -226,8 +226,9 @@ class Socket:
         self._wake()
 
     def vanish(self) -> None:
-        """Be gone without a word, as the host has lost its power."""
+        """Be gone without a word, as the host has lost its power: what was to be sent is lost."""
         self.is_closed = True
+        self._outbox.clear()
         self._forget_listener()
 
     def _forget_listener(self) -> None:
@@ -342,7 +343,7 @@ class Socket:
         peer, host = self.peer, self.process.host
         assert peer is not None
         other = peer.process.host
-        if host.is_down:  # it never left
+        if host.is_down or not self._outbox:  # it never left
             self._outbox.clear()
             self._is_sending = False
             return
@@ -367,186 +368,3 @@ class Socket:
         else:
             self._inbox += data
         self._wake()
-
-
-class SocketModule:
-    """`socket`."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self.socket = Socket
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(real_socket, name)
-
-    def gethostname(self) -> str:
-        return self._process.host.name
-
-    def socketpair(self) -> tuple[Socket, Socket]:
-        one, other = Socket(self._process), Socket(self._process)
-        one.peer, other.peer = other, one
-        return one, other
-
-    def create_server(self, address: tuple[str, int], **_: Any) -> Socket:
-        network = self._process.host.network
-        listener = Socket(self._process)
-        listener.name = address[0], address[1] or network.new_port()
-        listener.backlog = deque()
-        network.listeners[self._process.host.name, listener.name[1]] = listener
-        return listener
-
-    def create_connection(self, address: tuple[str, int], timeout: float | None = None) -> Socket:
-        """Connect: refused where nobody listens, in vain where the way there or back is cut."""
-        process, network = self._process, self._process.host.network
-        host, target = process.host, network.resolve(address[0], process.host)
-        world = process.world
-        deadline = None if timeout is None else world.now + timeout
-        pause = 2 * network.delay(host, target)
-        while True:
-            left = None if deadline is None else deadline - world.now
-            if left is not None and left <= 0:
-                raise TimeoutError("timed out")
-            world.park(f"a connection to {address[0]}", pause if left is None else min(pause, left))
-            cut = network.is_cut(host, target) or network.is_cut(target, host)
-            if not cut and not target.is_down:
-                break
-            pause = 1.0  # the kernel tries again
-        listener = network.listeners.get((target.name, address[1]))
-        if listener is None or listener.backlog is None:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-        ours, theirs = Socket(process), Socket(listener.process)
-        ours.peer, theirs.peer = theirs, ours
-        ours.name, theirs.name = (host.name, network.new_port()), listener.name
-        ours.settimeout(timeout)
-        listener.backlog.append(theirs)
-        listener._wake()
-        return ours
-
-
-class Selector:
-    """`selectors.DefaultSelector`. It looks only at sockets that may have become ready."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._keys: dict[int, real_selectors.SelectorKey] = {}
-        self._candidates: dict[int, None] = {}  # in the order in which they changed
-        self._task: Task | None = None  # the thread that waits
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> None:
-        fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
-        self._keys[fd] = real_selectors.SelectorKey(fileobj, fd, events, data)
-        self._candidates[fd] = None
-        if fd in self._process.descriptors:
-            self._process.descriptors[fd].selectors[self] = None
-
-    def modify(self, fileobj: Any, events: int, data: Any = None) -> None:
-        self.register(fileobj, events, data)
-
-    def unregister(self, fileobj: Any) -> None:
-        fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
-        if fd not in self._keys:  # closed before: find it by the object
-            found = [number for number, key in self._keys.items() if key.fileobj is fileobj]
-            if not found:
-                raise KeyError(fileobj)
-            (fd,) = found
-        del self._keys[fd]
-        if fd in self._process.descriptors:
-            self._process.descriptors[fd].selectors.pop(self, None)
-
-    def get_map(self) -> dict[int, real_selectors.SelectorKey]:
-        return self._keys
-
-    def notice(self, fd: int) -> None:
-        """Something has happened on a socket."""
-        self._candidates[fd] = None
-        if self._task is not None:
-            self._process.world.wake(self._task)
-
-    def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
-        world = self._process.world
-        deadline = None if timeout is None else world.now + timeout
-        world.pause()
-        while True:
-            ready = self._find_ready()
-            left = None if deadline is None else deadline - world.now
-            if ready or (left is not None and left <= 0):
-                world.random.shuffle(ready)
-                return ready
-            self._task = world.running()
-            world.park("something to do", left)
-            self._task = None
-
-    def _find_ready(self) -> list[tuple[Any, int]]:
-        ready = []
-        for fd in list(self._candidates):
-            found, key = self._process.descriptors.get(fd), self._keys.get(fd)
-            events = 0
-            if found is not None and key is not None:
-                events = key.events & real_selectors.EVENT_WRITE
-                if found.is_readable():
-                    events |= key.events & real_selectors.EVENT_READ
-            if events:
-                ready.append((key, events))
-            else:
-                del self._candidates[fd]
-        return ready
-
-    def close(self) -> None:
-        for fd in self._keys:
-            if fd in self._process.descriptors:
-                self._process.descriptors[fd].selectors.pop(self, None)
-        self._keys.clear()
-
-
-class Poll:
-    """`select.poll`."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._wanted: dict[int, int] = {}
-
-    def register(self, fileobj: Any, events: int) -> None:
-        self._wanted[fileobj if isinstance(fileobj, int) else fileobj.fileno()] = events
-
-    def unregister(self, fileobj: Any) -> None:
-        del self._wanted[fileobj if isinstance(fileobj, int) else fileobj.fileno()]
-
-    def poll(self, milliseconds: float | None = None) -> list[tuple[int, int]]:
-        world, descriptors = self._process.world, self._process.descriptors
-        always = real_select.POLLERR | real_select.POLLHUP
-        deadline = None if milliseconds is None else world.now + milliseconds / 1000
-        world.pause()
-        while True:
-            watched = [(fd, descriptors[fd]) for fd in self._wanted if fd in descriptors]
-            found = [(fd, sock.events() & (self._wanted[fd] | always)) for fd, sock in watched]
-            ready = [(fd, events) for fd, events in found if events]
-            left = None if deadline is None else deadline - world.now
-            if ready or (left is not None and left <= 0):
-                world.random.shuffle(ready)
-                return ready
-            task = world.running()
-            for _, sock in watched:
-                sock.watch(task)
-            world.park("something to happen on a connection", left)
-            for _, sock in watched:
-                sock.unwatch(task)
-
-
-class SelectModule:
-    """`select`."""
-
-    def __init__(self, process: Process) -> None:
-        self.poll = lambda: Poll(process)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(real_select, name)
-
-
-class SelectorsModule:
-    """`selectors`."""
-
-    def __init__(self, process: Process) -> None:
-        self.DefaultSelector = lambda: Selector(process)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(real_selectors, name)

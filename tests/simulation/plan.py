@@ -7,7 +7,7 @@ import json
 import random
 from dataclasses import dataclass, field
 
-VERSION = 2
+VERSION = 3
 """Counted up when a seed means another job than before."""
 
 KINDS = (

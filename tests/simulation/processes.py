@@ -21,14 +21,9 @@ from typing import Any
 
 from greenlet import GreenletExit
 
+from tests.simulation.connections import SelectModule, SelectorsModule, SocketModule
 from tests.simulation.modules import Library
-from tests.simulation.network import (
-    Network,
-    SelectModule,
-    SelectorsModule,
-    Socket,
-    SocketModule,
-)
+from tests.simulation.network import Network, Socket
 from tests.simulation.threads import Threading, Time
 from tests.simulation.world import World
 

@@ -14,7 +14,7 @@ import simulated  # what the simulation offers
 import torch
 
 from horovod.common.elastic import run_fn
-from horovod.common.membership import membership
+from horovod.common.generations.membership import membership
 from horovod.common.reduce_op import Max, ReduceOp, Sum
 from horovod.elastic.worker import this_worker
 from horovod.engine.collective import WORLD, Collective, Kind, Reduction

@@ -41,7 +41,8 @@ class Task:
         self.is_done = False
         self.is_frozen = False  # never runs again
         self.waiting_for = ""  # for the story of a job that hangs
-        self._wake_number = 0  # a wake-up or a time limit of an earlier wait has no effect
+        self._wake_number = 0  # the time limit of an earlier wait has no effect
+        self._is_parked = False
         self._was_woken = False
         self.greenlet = greenlet(function, parent=world.hub)
 
@@ -159,7 +160,7 @@ class World:
         """Wait until `wake`; return False if that does not come within this time."""
         task = self.running()
         task._wake_number += 1
-        task._was_woken = False
+        task._is_parked, task._was_woken = True, False
         task.waiting_for = reason
         if seconds is not None:
             number = task._wake_number
@@ -169,7 +170,7 @@ class World:
         return task._was_woken
 
     def wake(self, task: Task) -> None:
-        """Let a thread that is parked go on."""
+        """Let a thread go on, if it is parked."""
         self._resume(task, task._wake_number, is_woken=True)
 
     def forget(self, process: Process) -> None:
@@ -177,9 +178,9 @@ class World:
         self._runnable = [task for task in self._runnable if task.process is not process]
 
     def _resume(self, task: Task, number: int, *, is_woken: bool) -> None:
-        if number == task._wake_number and not task.process.is_gone and not task.is_done:
-            task._wake_number += 1
-            task._was_woken = is_woken
+        is_waiting = task._is_parked and number == task._wake_number
+        if is_waiting and not task.process.is_gone and not task.is_done:
+            task._is_parked, task._was_woken = False, is_woken
             self._runnable.append(task)
 
     def _leave(self, task: Task) -> None:

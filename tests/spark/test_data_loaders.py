@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from horovod.spark.common.reader import ParquetReader
+from horovod.spark.common.reading.reader import ParquetReader
 from horovod.spark.data_loaders import pytorch_data_loaders as loaders
 from tests.spark.parquet import write
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from horovod.spark.common import util
-from horovod.spark.common.columns import ColumnError
+from horovod.spark.common.reading.columns import ColumnError
 from horovod.spark.common.store import Store
 from horovod.spark.common.util import _write_frame
 from horovod.spark.torch import TorchEstimator, TorchModel

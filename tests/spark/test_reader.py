@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod.spark.common.batches import batches, in_memory, read_all
-from horovod.spark.common.columns import ColumnError, to_numpy
-from horovod.spark.common.reader import ParquetReader
+from horovod.spark.common.reading.batches import batches, in_memory, read_all
+from horovod.spark.common.reading.columns import ColumnError, to_numpy
+from horovod.spark.common.reading.reader import ParquetReader
 from tests.effort import examples
 from tests.spark.parquet import write
 

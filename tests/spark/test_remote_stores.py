@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from horovod.spark.common.reader import ParquetFiles
+from horovod.spark.common.reading.parquet_files import ParquetFiles
 from horovod.spark.common.store import Store
 from tests.ports import reserved_port
 from tests.spark.parquet import PATIENCE, points, write

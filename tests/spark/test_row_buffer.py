@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod.spark.common import row_buffer
-from horovod.spark.common.columns import ColumnError, Rows
-from horovod.spark.common.row_buffer import RowBuffer, RowLayout, RowQueue, RowStorage, packed
+from horovod.spark.common.reading import row_buffer
+from horovod.spark.common.reading.columns import ColumnError, Rows
+from horovod.spark.common.reading.row_buffer import (
+    RowBuffer,
+    RowLayout,
+    RowQueue,
+    RowStorage,
+    packed,
+)
 from tests.effort import examples
 
 KINDS = st.tuples(

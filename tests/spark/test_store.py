@@ -15,8 +15,7 @@ import pyarrow.fs as arrow
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from horovod.spark.common.hdfs import HadoopFiles, look_at
-from horovod.spark.common.reader import ParquetFiles
+from horovod.spark.common.reading.parquet_files import ParquetFiles
 from horovod.spark.common.store import (
     AbstractFilesystemStore,
     DBFSLocalStore,
@@ -25,6 +24,7 @@ from horovod.spark.common.store import (
     LocalStore,
     Store,
 )
+from horovod.spark.common.stores.hdfs import HadoopFiles, look_at
 from tests.ports import reserved_port
 from tests.spark.cluster import HANG, REPOSITORY
 from tests.spark.parquet import points, write

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 import torch
 
 import horovod.torch as hvd
 from horovod.spark.common.backend import Backend
-from horovod.spark.common.columns import ColumnError
+from horovod.spark.common.reading.columns import ColumnError
 from horovod.spark.common.store import Store
 from horovod.spark.torch import TorchEstimator
 from horovod.spark.torch.datamodule import NVTabularDataModule
@@ -476,3 +478,50 @@ def test_a_failing_rank_says_so(estimator: Any):
 
     with pytest.raises(AssertionError, match="rank 1 cannot count"):
         estimator(Fails(3, 1)).fit_on_parquet()
+
+
+class Memory:
+    """A callback that notes by how many MiB the memory of its rank grows while it trains."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._before = 0
+
+    def on_train_begin(self, logs: Any) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
+        self._before = self._kibibytes("VmRSS")
+
+    def on_train_end(self, logs: Any) -> None:
+        grown = (self._kibibytes("VmHWM") - self._before) / 1024
+        (self._folder / f"grown-{hvd.rank()}").write_text(str(grown))
+
+    def _kibibytes(self, what: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(dict(line.split(":", 1) for line in lines)[what].split()[0])
+
+
+def test_data_larger_than_the_memory_it_takes(estimator: Any, tmp_path: Path):
+    """Each rank trains on a row group of 128 MiB and never holds three quarters of it.
+
+    In the file it takes a quarter of that, which must not mislead who decides about buffers.
+    """
+    rows, width = 128 * 1024, 256
+    numbers = np.arange(rows * width, dtype=np.uint8).astype(np.float32) / 256
+    lists = pa.ListArray.from_arrays(np.arange(rows + 1, dtype=np.int32) * width, numbers)
+    part = pa.table({"x": lists, "y": np.ones(rows, np.float32)})
+    for rank in range(2):
+        file = tmp_path / "data" / f"part-{rank}.parquet"
+        file.parent.mkdir(exist_ok=True)
+        parquet.write_table(part, file, row_group_size=rows)
+    model = linear(width)
+    trained = estimator(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0001),
+        store=Store.create(str(tmp_path / "store"), train_path=str(tmp_path / "data")),
+        batch_size=1024,
+        epochs=1,
+        callbacks=[Memory(tmp_path)],
+    ).fit_on_parquet()
+    assert losses(trained)[0] < 1
+    grown = [float((tmp_path / f"grown-{rank}").read_text()) for rank in range(2)]
+    assert max(grown) < 96, grown

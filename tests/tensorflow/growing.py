@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from horovod.common.membership import membership
+from horovod.common.generations.membership import membership
 from tests.elastic.job import ElasticJob
 from tests.ranks import listen, tell
 

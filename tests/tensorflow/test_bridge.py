@@ -12,7 +12,7 @@ import tensorflow as tf
 import torch
 
 import horovod.tensorflow as hvd
-from horovod.tensorflow import bridge, python_op
+from horovod.tensorflow.ops import bridge, python_op
 from tests.ranks import RankPool, run_ranks
 
 # These run in a rank: TensorFlow's threads stay out of the test process.

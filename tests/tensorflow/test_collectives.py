@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import horovod.tensorflow as hvd
 from horovod.common.reduce_op import ReduceOp
-from horovod.tensorflow import bridge
+from horovod.tensorflow.ops import bridge
 from tests.effort import examples
 from tests.ranks import RankPool
 from tests.tensorflow.modes import MODES, run_in

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import horovod.tensorflow as hvd
-from horovod.tensorflow import bridge
+from horovod.tensorflow.ops import bridge
 from tests.effort import examples
 from tests.ranks import RankPool, run_ranks
 from tests.tensorflow.conftest import tensorflow_pool

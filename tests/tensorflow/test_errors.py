@@ -20,7 +20,7 @@ import horovod.tensorflow as hvd
 from horovod._keras.elastic import _raise_our_errors
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.runtime import runtime
-from horovod.tensorflow import failed_output
+from horovod.tensorflow.ops import failed_output
 from tests.ranks import RankPool, listen, run_ranks, start_ranks, tell
 
 SIZE = 3

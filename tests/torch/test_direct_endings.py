@@ -20,9 +20,9 @@ from torch import nn
 import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.collective import LanePlan
-from horovod.engine.lane import Lane
+from horovod.engine.execution.lane import Lane
 from horovod.engine.runtime import runtime
-from horovod.transport.farewells import await_farewells
+from horovod.transport.device.farewells import await_farewells
 from tests.ranks import RankPool, listen, run_ranks, start_ranks, tell
 from tests.torch.direct import Training, direct, distributed, lanes, own_device
 from tests.transport import device_stand_in

@@ -7,8 +7,8 @@ import torch
 
 import horovod.torch as hvd
 from horovod.common.reduce_op import ReduceOp
-from horovod.engine.capture import GraphCapture, cannot_capture, is_on, shown_to
 from horovod.engine.collective import Collective, Kind, Reduction
+from horovod.engine.execution.capture import GraphCapture, cannot_capture, is_on, shown_to
 from horovod.engine.request import Request
 from horovod.torch.graphs import GraphedStep
 

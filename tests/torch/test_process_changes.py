@@ -12,7 +12,7 @@ import horovod.torch as hvd
 from horovod.common.config import KNOBS
 from horovod.engine import runtime as runtime_module
 from horovod.torch.gradients import step_log
-from horovod.transport import shared_memory
+from horovod.transport.host import shared_memory
 from tests.docs.pages import check_links
 from tests.ranks import run_ranks
 

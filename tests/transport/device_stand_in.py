@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from horovod.transport import select
 from horovod.transport.base import Group, Transport
-from horovod.transport.process_group import DeviceTransport
+from horovod.transport.device.process_group import DeviceTransport
 from tests.ranks import PATIENCE
 
 UNIQUE_ID_BYTES = 128

@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 
 from horovod.common.config import Config
 from horovod.common.store import PrefixStore, Store
-from horovod.common.store_client import StoreClient
-from horovod.transport import failures, hierarchical, pairwise, peer_reduction
+from horovod.common.store.client import StoreClient
+from horovod.transport import failures, hierarchical, pairwise
 from horovod.transport.base import Group, Transport
+from horovod.transport.device.host_copy import HostCopyTransport
 from horovod.transport.hierarchical import HierarchicalTransport
-from horovod.transport.host_copy import HostCopyTransport
-from horovod.transport.shared_memory import SharedMemoryTransport
+from horovod.transport.host import peer_reduction
+from horovod.transport.host.shared_memory import SharedMemoryTransport
+from horovod.transport.network.tcp import TcpTransport
 from horovod.transport.single import SingleTransport
-from horovod.transport.tcp import TcpTransport
 from tests.ranks import PATIENCE
 from tests.transport import device_stand_in
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 
 import torch
@@ -22,6 +23,13 @@ from tests.transport import cases
 from tests.transport.kinds import connect, whole_group
 
 world = MPI.COMM_WORLD
+
+
+def meet() -> None:
+    """Wait for all ranks without taking a core from them, as MPI's own calls do."""
+    request = world.Ibarrier()
+    while not request.Test():
+        time.sleep(0.001)
 
 
 def contract() -> None:
@@ -47,16 +55,24 @@ def contract() -> None:
         )
         @given(cases.cases(world.size))
         def collectives_are_right(case: cases.Case) -> None:
+            meet()
             world.bcast(case)
-            results = world.gather(run(case))
+            result = run(case)
+            meet()
+            results = world.gather(result)
             assert not any(error for _, error in results), results
             assert len({result for result, _ in results}) == 1, "the ranks have different bits"
 
         collectives_are_right()
+        meet()
         world.bcast(None)
     else:
+        meet()
         while (case := world.bcast(None)) is not None:
-            world.gather(run(case))
+            result = run(case)
+            meet()
+            world.gather(result)
+            meet()
     transport.close()
     transport.close()
 
@@ -69,6 +85,7 @@ def contract() -> None:
             transport.allreduce(tensor, ReduceOp.SUM)
             assert tensor.item() == 3
             transport.close()
+    MPI.Finalize()  # mpi4py does it only where the whole interpreter is taken down
 
 
 def abort() -> None:

@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import MemoryStore
-from horovod.common.store_server import StoreServer
+from horovod.common.store.server import StoreServer
 from horovod.common.wire import new_key
 from tests import rank_process
 from tests.effort import examples
+from tests.forked_python import forked_python
 from tests.ranks import PATIENCE, Ranks, clean_environment
 from tests.transport import cases
 from tests.transport.kinds import KINDS, build, connect
@@ -125,7 +126,7 @@ def _mpirun(size: int, what: str) -> tuple[subprocess.CompletedProcess[str], Mem
         outcome = subprocess.run(
             [
                 *(str(mpirun if mpirun.exists() else "mpirun"), "--allow-run-as-root"),
-                *("--oversubscribe", "-np", str(size), sys.executable, str(script), what),
+                *("--oversubscribe", "-np", str(size), *forked_python(), str(script), what),
             ],
             env=clean_environment()
             | {

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from horovod.common.addresses import LOOPBACK
+from horovod.common.joining.addresses import LOOPBACK
 from horovod.transport.endpoints import RankLocation, choose_address
 
 

@@ -18,9 +18,9 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import PrefixStore
 from horovod.transport.base import Transport
-from horovod.transport.host_copy import HostCopyTransport
-from horovod.transport.process_group import DeviceTransport
-from horovod.transport.tcp import TcpTransport
+from horovod.transport.device.host_copy import HostCopyTransport
+from horovod.transport.device.process_group import DeviceTransport
+from horovod.transport.network.tcp import TcpTransport
 from tests.rank_process import listen
 from tests.ranks import PATIENCE, Ranks, run_ranks, start_ranks, tell
 from tests.transport import device_stand_in

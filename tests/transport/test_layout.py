@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from horovod.common.store import MemoryStore
+from horovod.transport.device.host_copy import HostCopyTransport
 from horovod.transport.division import offsets_of, split_evenly
 from horovod.transport.hierarchical import HierarchicalTransport
-from horovod.transport.host_copy import HostCopyTransport
 from horovod.transport.single import SingleTransport
 from tests.transport.kinds import whole_group
 

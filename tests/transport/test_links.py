@@ -27,11 +27,11 @@ from horovod.common.config import Config
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import MemoryStore, Store
 from horovod.common.wire import Session, Stream, new_key
-from horovod.transport import handshakes, links
 from horovod.transport.base import Group
-from horovod.transport.links import Links
-from horovod.transport.sockets import drain
-from horovod.transport.tcp import TcpTransport
+from horovod.transport.network import handshakes, links
+from horovod.transport.network.links import Links
+from horovod.transport.network.sockets import drain
+from horovod.transport.network.tcp import TcpTransport
 from tests.ranks import start_ranks, tell
 from tests.transport.kinds import connect, whole_group
 

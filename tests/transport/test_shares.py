@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.transport import address_arrays
-from horovod.transport.shares import Memory, SharePlan, tensor_operands
+from horovod.transport.network.shares import Memory, SharePlan, tensor_operands
 from tests.effort import examples
 
 counts = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 3_000)), min_size=1, max_size=6)

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed
 
 from horovod.common.store import MemoryStore
-from horovod.transport.store_adapter import StoreForTorch
+from horovod.transport.device.store_adapter import StoreForTorch
 
 
 def test_torch_sees_what_we_store_and_the_other_way_round() -> None:

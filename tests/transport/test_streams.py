@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.transport import streams
-from horovod.transport.streams import Incoming, MessageStream, finish
+from horovod.transport.network import streams
+from horovod.transport.network.streams import Incoming, MessageStream, finish
 from tests.effort import examples
 
 Connected = Callable[[], AbstractContextManager[tuple[socket.socket, socket.socket]]]

@@ -1,8 +1,8 @@
 """What a launcher tells this process: the interface that every launcher's file implements.
 
 `horovod.common.environments.detect` chooses one `Environment`. The engine takes the ranks of this
-process from `Environment.topology`, and `horovod.common.rendezvous` reads `Environment.rendezvous`
-to let the ranks find each other.
+process from `Environment.topology`, and `horovod.common.joining.rendezvous` reads
+`Environment.rendezvous` to let the ranks find each other.
 """
 
 from __future__ import annotations

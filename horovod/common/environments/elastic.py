@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from horovod.common.environments.base import Environment, RendezvousMethod
-from horovod.common.generation import Generation
-from horovod.common.membership import is_elastic, membership
+from horovod.common.generations.generation import Generation
+from horovod.common.generations.membership import is_elastic, membership
 from horovod.common.topology import Topology
 
 
 class Elastic(Environment):
     """horovodrun with --min-np or a discovery script: HOROVOD_ELASTIC and HOROVOD_WORKER_ID.
 
-    The ranks come from the decision that the engine entered last (`horovod.common.membership`).
+    The ranks come from the decision that the engine entered last
+    (`horovod.common.generations.membership`).
     """
 
     name = "horovodrun (elastic)"

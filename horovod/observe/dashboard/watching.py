@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from horovod.common.addresses import LOOPBACK
 from horovod.common.config import Config
+from horovod.common.joining.addresses import LOOPBACK
 from horovod.common.store import MemoryStore
 from horovod.runner.output.report import LaunchError
 from horovod.runner.output.watcher import JobWatcher

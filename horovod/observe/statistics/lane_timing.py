@@ -20,7 +20,7 @@ import torch
 
 from horovod.observe.statistics.device_clock import Mark
 from horovod.observe.timeline.recorder import Timeline
-from horovod.transport.process_group import DeviceWork
+from horovod.transport.device.process_group import DeviceWork
 
 
 class TimedReduction(NamedTuple):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, launchers_store
+from horovod.common.joining.launcher_store import SECRET_KEY, STORE_ADDRESS, launchers_store
 from horovod.common.logging import get_logger
 from horovod.common.store import Store
 from horovod.common.topology import Topology

@@ -3,8 +3,8 @@
 They return addresses and interfaces of the host, variables that other hosts get, LSF's hosts,
 objects as text, and digests by which two processes that share a key recognise each other. The names
 at the end are those around its elastic driver. Our driver's own notices come through the job's
-store (`horovod.common.membership`); with `WorkerNotificationManager` a program may give notice of
-others.
+store (`horovod.common.generations.membership`); with `WorkerNotificationManager` a program may
+give notice of others.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any, Protocol, TypeVar
 import cloudpickle
 import psutil
 
-from horovod.common.addresses import resolve
 from horovod.common.host import host_hash as host_hash
+from horovod.common.joining.addresses import resolve
 from horovod.common.wire import new_key as make_secret_key
 from horovod.runner._upstream.table import REFUSED, refuse
 from horovod.runner.elastic.discovery import HostUpdateResult

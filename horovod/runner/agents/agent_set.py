@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod.common.addresses import LOOPBACK
+from horovod.common.joining.addresses import LOOPBACK
 from horovod.common.topology import Slot
 from horovod.runner.agents.controller import JobController
 from horovod.runner.agents.host_agent import HostAgent, WorkerSpec, start_agent, start_command

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from horovod.common.addresses import LOOPBACK, is_local, is_loopback, resolve
+from horovod.common.joining.addresses import LOOPBACK, is_local, is_loopback, resolve
 from horovod.common.store import MemoryStore, StoreServer
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.probe import interface_address, reserve_port, source_towards

@@ -30,6 +30,13 @@ FAILURE_GRACE = 5.0
 INTERRUPT_GRACE = 30.0
 """Seconds between SIGTERM and SIGKILL after Ctrl-C or SIGTERM: time to write a checkpoint."""
 
+_SAME_REQUEST = 5.0
+"""Seconds within which a second SIGTERM is the same request as the first.
+
+A batch system signals every process of a preempted job, and the job's script then does what its
+trap says: it passes the signal on. The workers must not lose their time for a checkpoint by that.
+"""
+
 _KILL_PATIENCE = 3.0
 _STACKS_TICK = 1.0  # seconds between checks whether the watcher asks for stacks
 _CHUNK = 1 << 16
@@ -84,6 +91,7 @@ class Supervisor:
         self.console = console
         self._pass_interrupts_on = pass_interrupts_on
         self.signals: list[int] = []  # those that the launcher got, in order
+        self._last_signal = 0.0  # when the last of them came
         self.stopping = False
         self.awaits_agents = False  # whether the loop goes on without agents: some may come
         self._outputs = outputs
@@ -305,6 +313,11 @@ class Supervisor:
 
     def _interrupt(self, number: int, _frame: object) -> None:
         # In the handler and not in the loop, which may be blocked by a terminal that is paused.
+        now = time.monotonic()
+        repeated = number == signal.SIGTERM and number in self.signals[-1:]
+        if repeated and now - self._last_signal < _SAME_REQUEST:
+            return
+        self._last_signal = now
         self.signals.append(number)
         self._outputs.interrupted = self._is_interrupted
         for agent in list(self._agents):

@@ -4,6 +4,6 @@
 and `termination` (the rules for the end of a job) are pure functions of `job_state`, which is
 everything that the driver knows. `mailbox` takes messages of other threads into that state, and
 `discovery` finds hosts. `liveness` publishes decisions and checks that workers answer them, and
-`failures` records losses. The workers' side is `horovod.common.membership`;
-`horovod.common.decisions` has what both sides write to the store.
+`failures` records losses. The workers' side is `horovod.common.generations.membership`;
+`horovod.common.generations.decisions` has what both sides write to the store.
 """

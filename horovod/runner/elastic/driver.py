@@ -4,8 +4,8 @@ The job controller (`runner.agents.controller`) reports every event of hosts and
 driver; discovery and the workers' answers in the store come through `mailbox`. Each event is noted
 in `job_state` and in the status file; then `_reconcile` asks the policy what follows. Everything
 runs in the loop's thread: the store's and the poller's threads only leave messages. Workers learn
-of decisions through the store, see `horovod.common.decisions`; `liveness` checks their answers, and
-`failures` records losses.
+of decisions through the store, see `horovod.common.generations.decisions`; `liveness` checks their
+answers, and `failures` records losses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from horovod.common.loss_note import read_note
+from horovod.common.generations.loss_note import read_note
 from horovod.runner.agents.controller import JobController, JobPolicy
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.host_set import HostSet
@@ -282,6 +282,8 @@ class Driver(JobPolicy):
         self._state.assign_ranks(proposal.members, ranks)
         for worker, rank in ranks.items():
             self._outputs.rename(worker, rank)
+        for process in self._state.unaware_workers():
+            self._dismiss(process)
         self._liveness.begin(decision)
         size = count_of(len(slots), "worker")
         if decision.too_few:

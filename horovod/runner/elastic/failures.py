@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import time
 
-from horovod.common.decisions import DRIVER_LOST
+from horovod.common.generations.decisions import DRIVER_LOST
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.host_set import HostSet
 from horovod.runner.elastic.discovery import HostManager

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from horovod.common.decisions import Decision
+from horovod.common.generations.decisions import Decision
 from horovod.runner.output.progress import list_some
 from horovod.runner.output.report import Exit
 from horovod.runner.output.watcher import count_of
@@ -98,6 +98,7 @@ class WorkerFailure:
 
     worker: int
     exit: Exit
+    how: str = ""  # for people, where more is known than the exit
 
 
 @dataclass
@@ -197,6 +198,15 @@ class JobState:
         told = [p for p in self.alive.values() if p.joined is not None and not p.is_ending]
         return [p for p in told if max(p.heard, p.entered[0]) < number]
 
+    def unaware_workers(self) -> list[Process]:
+        """Return the workers that an earlier decision added, and that have not entered any since.
+
+        The newest is without them. They may have come too late to learn that they ever had a slot,
+        and then they wait for one: who knows of it ends by itself.
+        """
+        removed = [p for p in self.alive.values() if p.number not in self.placed_workers]
+        return [p for p in removed if p.joined and p.entered == (0, 0) and not p.is_ending]
+
     def absent_members(self, number: int, attempt: int = 0) -> list[Process]:
         """Return the members that have not entered that generation."""
         return [p for p in self.members() if p.entered < (number, attempt)]
@@ -281,9 +291,9 @@ class JobState:
         self.ended_well[exit.rank] = exit
         self.unrecovered = None
 
-    def note_failure(self, process: Process, code: int) -> WorkerFailure:
-        """Note a process that is gone because of a failure."""
-        failure = WorkerFailure(process.number, process.exit(code))
+    def note_failure(self, process: Process, code: int, how: str = "") -> WorkerFailure:
+        """Note a process that is gone because of a failure; `how` says it to people."""
+        failure = WorkerFailure(process.number, process.exit(code), how)
         self.remove(process)
         self.failures.append(failure)
         own = [each for each in self.failures if each.exit.because_of is None]
@@ -294,7 +304,7 @@ class JobState:
 
     def note_loss(self, process: Process, code: int, how: str) -> None:
         """Note the failure of a process that had started: others may have to go on without it."""
-        failure = self.note_failure(process, code)
+        failure = self.note_failure(process, code, how)
         if process.is_done:
             self.bad_end = self.bad_end or failure
         elif process.because_of is None or self.unrecovered is None:

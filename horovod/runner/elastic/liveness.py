@@ -1,19 +1,19 @@
 """Publish decisions to the workers, check that these answer, and give up those that do not.
 
 `driver` makes decisions from the policy's proposals. They are numbered, and each is written once to
-the store; `horovod.common.decisions` describes the keys and the workers' answers.
+the store; `horovod.common.generations.decisions` describes the keys and the workers' answers.
 
 A worker answers a decision twice: first its process has heard of it, later its training has entered
-the new generation (`horovod.common.decisions`). The driver gives up workers that do not answer in
-time. If a generation broke although no worker died, its workers form it again by themselves; if one
-of them does not come, a new decision calls all.
+the new generation. The driver gives up workers that do not answer in time. If a generation broke
+although no worker died, its workers form it again by themselves; if one of them does not come, a
+new decision calls all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from horovod.common.decisions import LATEST, Decision, decision_key
+from horovod.common.generations.decisions import LATEST, Decision, decision_key
 from horovod.common.store import Store
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.failures import Failures

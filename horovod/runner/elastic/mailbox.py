@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from horovod.common.decisions import broken_key, parse_answer, seen_key
+from horovod.common.generations.decisions import broken_key, parse_answer, seen_key
 from horovod.common.store import MemoryStore
 from horovod.runner.elastic.discovery import HostManager, HostPoller, NoMoreHosts
 from horovod.runner.elastic.job_state import JobState, Process, number_of

@@ -13,7 +13,7 @@ import dataclasses
 import signal
 from dataclasses import dataclass
 
-from horovod.common.decisions import DRIVER_LOST
+from horovod.common.generations.decisions import DRIVER_LOST
 from horovod.runner.elastic.job_state import JobState, Limits, WorkerFailure
 from horovod.runner.output.report import Outcome, first_to_fail
 from horovod.runner.output.watcher import count_of
@@ -37,8 +37,10 @@ class Ending:
 def find_ending(state: JobState, limits: Limits) -> Ending | None:
     """Return the ending of the job; None if it goes on."""
     running = any(not process.is_dismissed for process in state.alive.values())
-    if not running and (state.ended_well or state.bad_end):
-        return Ending(failure=state.bad_end or state.unrecovered)
+    if not running and state.bad_end:
+        return Ending(_describe_bad_end(state.bad_end), state.bad_end)
+    if not running and state.ended_well:
+        return Ending(failure=state.unrecovered)
     if state.no_hosts:
         return Ending(state.no_hosts, state.last_failure)
     if state.is_over:
@@ -96,6 +98,15 @@ def describe_shortage(state: JobState, limits: Limits) -> str:
     if enough or (state.workers and not state.number):
         return ""
     return f"waiting up to {limits.elastic_timeout:g} s for hosts: {_describe_lack(state, limits)}"
+
+
+def _describe_bad_end(failure: WorkerFailure) -> str:
+    """Return a line for people about a worker that has trained to the end and failed then."""
+    return (
+        f"rank {failure.exit.rank} on {failure.exit.host} had finished training, and then failed: "
+        f"{failure.how or failure.exit.describe()}. What its script does after training may not "
+        f"have happened: check what it should have written"
+    )
 
 
 def _ending_if_useless(state: JobState) -> Ending | None:

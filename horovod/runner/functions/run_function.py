@@ -18,8 +18,8 @@ from typing import Any
 
 import cloudpickle
 
-from horovod.common.addresses import LOOPBACK
-from horovod.common.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
+from horovod.common.joining.addresses import LOOPBACK
+from horovod.common.joining.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.store import MemoryStore
 from horovod.common.wire import encode_key, new_key
 from horovod.runner.agents.store_endpoints import StoreEndpoints, addresses_towards

@@ -15,11 +15,11 @@ import traceback
 import cloudpickle
 
 from horovod.common.config import Config
-from horovod.common.decisions import LATEST, Decision, decision_key
 from horovod.common.environments import detect
 from horovod.common.exceptions import is_because_of_others
-from horovod.common.launcher_store import launchers_store
-from horovod.common.membership import WORKER_ID, is_elastic
+from horovod.common.generations.decisions import LATEST, Decision, decision_key
+from horovod.common.generations.membership import WORKER_ID, is_elastic
+from horovod.common.joining.launcher_store import launchers_store
 from horovod.common.store import Store
 from horovod.common.tracebacks import format_error
 from horovod.runner.functions.function_call import (

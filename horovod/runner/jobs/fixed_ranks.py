@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from horovod.common.loss_note import read_note
+from horovod.common.generations.loss_note import read_note
 from horovod.runner.agents.agent_set import AgentSet
 from horovod.runner.agents.controller import JobController, JobPolicy
 from horovod.runner.agents.host_agent import HostAgent

@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from horovod.common.launcher_store import SECRET_KEY
+from horovod.common.joining.launcher_store import SECRET_KEY
 from horovod.common.wire import WireError, decode_key, encode_key, new_key
 from horovod.runner.agents.channel import LinkChannel
 from horovod.runner.agents.host_agent import HostAgent

@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from horovod.common.addresses import LOOPBACK
+from horovod.common.joining.addresses import LOOPBACK
 from horovod.common.topology import Slot
 from horovod.runner.agents.agent_set import WorkerRequest
 from horovod.runner.agents.host_agent import HostAgent, WorkerSpec, start_command

@@ -124,7 +124,8 @@ class CauseFinder:
     """Finds the rank that made a job with fixed ranks fail.
 
     The order of failures means little: a rank that is lost often ends after the ranks that failed
-    because of it. But these say so (`horovod.common.loss_note`), and name the rank that they lost.
+    because of it. But these say so (`horovod.common.generations.loss_note`), and name the rank that
+    they lost.
     """
 
     def __init__(self) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from horovod.spark.common.columns import ColumnError
 from horovod.spark.common.metadata import Metadata
+from horovod.spark.common.reading.columns import ColumnError
 
 NAN_LABELS = ("refuse", "drop", "keep")
 

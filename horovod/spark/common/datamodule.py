@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from horovod.spark.common.batches import batches, in_memory, read_all
-from horovod.spark.common.columns import ColumnError, Rows
-from horovod.spark.common.reader import ParquetReader
+from horovod.spark.common.reading.batches import batches, in_memory, read_all, rows_that_fit
+from horovod.spark.common.reading.columns import ColumnError, Rows
+from horovod.spark.common.reading.reader import ParquetReader
 
 
 class DataModule(ABC):
@@ -80,7 +80,7 @@ class ParquetDataModule(DataModule):
     def __init__(
         self,
         *args: Any,
-        shuffle_capacity: int = 0,
+        shuffle_capacity: int | None = 0,
         seed: int | None = None,
         loader_num_epochs: int | None = None,
         train_reader_workers: int = 2,
@@ -144,10 +144,15 @@ class ParquetDataModule(DataModule):
             rows = read_all(self._train)
             found = in_memory(rows, size, shuffle=self.shuffle, seed=seed)
         else:
-            capacity = min(self._capacity, self._train.num_rows)
-            found = batches(self._train.passes(), size, capacity=capacity, seed=seed)
+            found = batches(self._train.passes(), size, capacity=self._rows_to_shuffle, seed=seed)
         for batch in found:
             yield self._edited(batch)
+
+    def _rows_to_shuffle(self, row_bytes: int) -> int:
+        """Return among how many rows of this size training shuffles."""
+        assert self._train is not None
+        wanted = rows_that_fit(row_bytes) if self._capacity is None else self._capacity
+        return min(wanted, self._train.num_rows)
 
     def val_batches(self) -> Iterator[Rows]:
         """The batches of one validation."""

@@ -12,13 +12,13 @@ from pyspark.ml import Estimator, Model
 from horovod.spark.common import util
 from horovod.spark.common.backend import Backend, SparkBackend
 from horovod.spark.common.checks import check_nan_labels, check_types, check_validation
-from horovod.spark.common.columns import Rows
-from horovod.spark.common.head import head_of_frame, head_of_parquet
-from horovod.spark.common.job import DataFacts, TrainingJob
+from horovod.spark.common.job import ARROW_POOL, DataFacts, TrainingJob
 from horovod.spark.common.metadata import Metadata, describe_rows
 from horovod.spark.common.params import EstimatorParams, ModelParams
-from horovod.spark.common.reader import ParquetFiles
-from horovod.spark.common.row_buffer import row_count
+from horovod.spark.common.reading.columns import Rows
+from horovod.spark.common.reading.head import head_of_frame, head_of_parquet
+from horovod.spark.common.reading.parquet_files import ParquetFiles
+from horovod.spark.common.reading.row_buffer import row_count
 from horovod.spark.common.serialization import Persistent
 from horovod.spark.common.store import Store
 
@@ -69,7 +69,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         store = self._checked_store()
         labels = self._checked_labels()
         payload = self._pack()
-        train_rows, val_rows, metadata, row_size = util.get_simple_meta_from_parquet(
+        train_rows, val_rows, metadata, _ = util.get_simple_meta_from_parquet(
             store, labels, self.getFeatureCols(), self.getSampleWeightCol(), dataset_idx
         )
         validation = self.getValidation()
@@ -89,7 +89,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
             files = ParquetFiles(store.get_train_data_path(dataset_idx), store.storage_options)
             rows = head_of_parquet(files, list(metadata), self._trial_rows())
             self._check_rows(rows, metadata, payload)
-        facts = DataFacts(train_rows, val_rows, row_size, metadata, dataset_idx)
+        facts = DataFacts(train_rows, val_rows, metadata, dataset_idx)
         return self._fit_prepared(backend, facts, payload)
 
     def _fit(self, df: Any) -> Any:
@@ -122,8 +122,8 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
             seed=self.getRandomSeed(),
             nan_labels=self.getNanLabels(),
         ) as dataset_idx:
-            train_rows, val_rows, metadata, row_size = util.get_dataset_properties(dataset_idx)
-            facts = DataFacts(train_rows, val_rows, row_size, metadata, dataset_idx)
+            train_rows, val_rows, metadata, _ = util.get_dataset_properties(dataset_idx)
+            facts = DataFacts(train_rows, val_rows, metadata, dataset_idx)
             return self._fit_prepared(backend, facts, payload)
 
     def _fit_prepared(self, backend: Backend, facts: DataFacts, payload: bytes) -> Any:
@@ -138,7 +138,8 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         path = job.store.checkpoint_path
         if path and self.getRunId():
             job.checkpoint = self._find_checkpoint(path, job.run_id)
-        results = backend.run(self._trainer(), args=(job,), env=self._environment())
+        env = {**ARROW_POOL, **self._environment()}
+        results = backend.run(self._trainer(), args=(job,), env=env)
         return self._model_of(results[0], job)
 
     def _find_checkpoint(self, path: str, run_id: str) -> bytes | None:

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horovod.spark.common.metadata import Metadata
-from horovod.spark.common.remote_store import RemoteStore
+from horovod.spark.common.stores.remote_store import RemoteStore
 
-BUFFER_BYTES = 64 * 1024 * 1024  # of rows that a rank shuffles among
-# Of large rows, such as images, at least these, as far as they fit in four times the bytes.
-BUFFER_ROWS = 1024
-
+# Arrow allocates by malloc what it reads files with. It reads this when it is loaded.
+ARROW_POOL = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
 
 _LOADER_OPTIONS = (  # that only Lightning's estimator has
     "loader_num_epochs",
@@ -27,7 +25,7 @@ def use_system_memory() -> None:
     """Have pyarrow allocate by malloc in this process.
 
     What one thread decodes another one frees, which its own allocator is slow at: reading images
-    takes a fifth more processor time with it.
+    takes a fifth more processor time with it, and freed memory stays with the process.
     """
     import pyarrow
 
@@ -36,11 +34,10 @@ def use_system_memory() -> None:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Rows, bytes of a row, and columns of the Parquet to train with."""
+    """Rows and columns of the Parquet to train with."""
 
     train_rows: int
     val_rows: int
-    row_size: int
     metadata: Metadata
     dataset_idx: int | None
 
@@ -98,15 +95,12 @@ class TrainingJob:
             return int(given)
         return math.ceil(self.facts.val_rows / self.val_batch_size / size)
 
-    def shuffle_capacity(self) -> int:
-        """How many rows a rank shuffles among: as many as fit in the buffer."""
+    def shuffle_capacity(self) -> int | None:
+        """How many rows a rank shuffles among; None for as many as fit in its buffer."""
         given = self["shuffle_buffer_size"]
         if given is not None:
             return int(given)
-        if not self["shuffle"]:
-            return 0
-        row = max(1, self.facts.row_size)
-        return max(1, BUFFER_BYTES // row, min(BUFFER_ROWS, 4 * BUFFER_BYTES // row))
+        return None if self["shuffle"] else 0
 
     def _targets(self) -> list[str]:
         """The labels and the weights of rows."""
@@ -131,7 +125,7 @@ class TrainingJob:
             has_val=self.has_validation,
             train_batch_size=self["batch_size"],
             val_batch_size=self.val_batch_size,
-            shuffle=self["shuffle"] and self.shuffle_capacity() > 0,
+            shuffle=self["shuffle"] and self.shuffle_capacity() != 0,
             transform_fn=self["transformation_fn"],
             inmemory_cache_all=self["inmemory_cache_all"],
             cur_shard=rank,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod.spark.common.columns import ColumnError, Rows, to_numpy
+from horovod.spark.common.reading.columns import ColumnError, Rows, to_numpy
 
 Metadata = dict[str, dict[str, Any]]
 

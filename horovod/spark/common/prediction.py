@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod.spark.common.checks import check_columns
-from horovod.spark.common.columns import Rows, to_numpy
-from horovod.spark.common.head import head_of_frame
 from horovod.spark.common.metadata import Metadata
-from horovod.spark.common.row_buffer import row_count
+from horovod.spark.common.reading.columns import Rows, to_numpy
+from horovod.spark.common.reading.head import head_of_frame
+from horovod.spark.common.reading.row_buffer import row_count
 
 Predict = Callable[[Rows], "list[np.ndarray[Any, Any]]"]
 

@@ -6,9 +6,9 @@ import os
 import warnings
 from typing import Any
 
-from horovod.spark.common.filesystem import split_hdfs, split_url
-from horovod.spark.common.filesystem_store import AbstractFilesystemStore
-from horovod.spark.common.store_base import Store
+from horovod.spark.common.stores.filesystem import split_hdfs, split_url
+from horovod.spark.common.stores.filesystem_store import AbstractFilesystemStore
+from horovod.spark.common.stores.store_base import Store
 
 __all__ = [
     "AbstractFilesystemStore",
@@ -169,7 +169,7 @@ class HDFSStore(AbstractFilesystemStore):
         return split_hdfs(path)[2]
 
     def _open_filesystem(self) -> Any:
-        from horovod.spark.common.hdfs import HadoopFiles, connect
+        from horovod.spark.common.stores.hdfs import HadoopFiles, connect
 
         return HadoopFiles(
             connect(self._host, self._port, self._user, self._kerb_ticket, self._extra_conf)

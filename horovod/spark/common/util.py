@@ -18,8 +18,6 @@ from horovod.spark.common.checks import (
     check_types,
     check_validation,
 )
-from horovod.spark.common.columns import ColumnError
-from horovod.spark.common.filesystem import split_url
 from horovod.spark.common.metadata import quoted
 from horovod.spark.common.old_util import (
     data_type_to_numpy,
@@ -29,8 +27,10 @@ from horovod.spark.common.old_util import (
     spark_scalar_to_python_type,
     to_list,
 )
-from horovod.spark.common.reader import ParquetFiles
+from horovod.spark.common.reading.columns import ColumnError
+from horovod.spark.common.reading.parquet_files import ParquetFiles
 from horovod.spark.common.store import is_databricks
+from horovod.spark.common.stores.filesystem import split_url
 
 __all__ = [
     "check_columns",

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from horovod.data import AsyncDataLoaderMixin, BaseDataLoader
-from horovod.spark.common.batches import batches, in_memory, read_all
-from horovod.spark.common.columns import Rows
+from horovod.spark.common.reading.batches import batches, in_memory, read_all
+from horovod.spark.common.reading.columns import Rows
 from horovod.spark.torch.datamodule import tensors
 from horovod.spark.torch.feeding import Batch
 

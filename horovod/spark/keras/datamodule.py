@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from horovod.spark.common.columns import Rows
 from horovod.spark.common.datamodule import ParquetDataModule
+from horovod.spark.common.reading.columns import Rows
 
 
 class PetastormDataModule(ParquetDataModule):

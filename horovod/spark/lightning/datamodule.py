@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod.spark.common.columns import Rows
+from horovod.spark.common.reading.columns import Rows
 from horovod.spark.torch import datamodule as torch_datamodule
 
 

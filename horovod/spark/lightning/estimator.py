@@ -11,12 +11,12 @@ import torch
 from pyspark import keyword_only
 
 from horovod.spark.common.checks import check_shape_compatibility
-from horovod.spark.common.columns import Rows
 from horovod.spark.common.estimator import HorovodEstimator
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.params import Spec, declare
 from horovod.spark.common.prediction import Predict
+from horovod.spark.common.reading.columns import Rows
 from horovod.spark.lightning import remote
 from horovod.spark.lightning.legacy import to_lightning_module
 from horovod.spark.torch import TorchModel as PlainTorchModel
@@ -84,7 +84,7 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
         random_seed: Seed for shuffling, for choosing validation rows, and for the framework. By
             default they are random.
         shuffle_buffer_size: Deprecated: number of rows to shuffle among. By default as many as fit
-            into 64 MiB; 0 does not shuffle.
+            into 32 MiB; 0 does not shuffle.
         shuffle: Whether to shuffle the rows of training. The default is True.
         partitions_per_process: Number of Parquet files for each process. The default is 10.
         run_id: Name of this run. A run of the same name goes on from its checkpoint. By default a

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from horovod.data import AsyncDataLoaderMixin, BaseDataLoader
-from horovod.spark.common.columns import Rows
 from horovod.spark.common.datamodule import ParquetDataModule
+from horovod.spark.common.reading.columns import Rows
 from horovod.spark.torch.feeding import Batch
 
-BATCHES_AHEAD = 8
+BATCHES_AHEAD = 4  # that wait for the training loop
 
 
 def tensors(rows: Rows) -> Batch:

@@ -85,8 +85,9 @@ def total_loss(
         if sample_weights is not None:
             by_row = found.reshape(len(sample_weights), -1).mean(1)
             found = (by_row * sample_weights).mean()
-        losses.append(found * weight)
-    return torch.stack(losses).sum()
+        losses.append(found if weight == 1 else found * weight)
+    total = losses[0] if len(losses) == 1 else torch.stack(losses)
+    return total.sum() if total.dim() else total
 
 
 class Averages:
@@ -94,23 +95,29 @@ class Averages:
 
     def __init__(self, groups: Sequence[Sequence[Callable[..., Any]]]) -> None:
         self._groups = groups
-        self._sums = torch.zeros(1 + sum(len(group) for group in groups), dtype=torch.float64)
+        count = 1 + sum(len(group) for group in groups)
+        self._sums = [torch.zeros((), dtype=torch.float64)] * count
         self._rows = 0
 
     def add(
         self, rows: int, loss: torch.Tensor, outputs: Sequence[Any], labels: Sequence[Any]
     ) -> None:
+        """Add what a batch gave; sums stay on its device, so that nobody waits for it."""
         with torch.no_grad():
-            values = [loss.detach()]
+            values = [loss]
             for group in self._groups:
                 for metric, output, label in zip(group, outputs, labels, strict=True):
                     values.append(torch.as_tensor(metric(output, label)))
-            found = torch.stack([value.detach().double().mean().cpu() for value in values])
-        self._sums += found * rows
+            for place, value in enumerate(values):
+                mean = value.detach().double()
+                mean = mean.mean() if mean.dim() else mean
+                before = self._sums[place].to(mean.device)
+                self._sums[place] = torch.add(before, mean, alpha=rows)
         self._rows += rows
 
     def result(self, hvd: Any, name: str) -> dict[str, Any]:
-        total = torch.cat([self._sums, torch.tensor([float(self._rows)], dtype=torch.float64)])
+        sums = [value.cpu() for value in self._sums]
+        total = torch.stack([*sums, torch.tensor(float(self._rows), dtype=torch.float64)])
         if hvd.size() > 1:
             total = hvd.allreduce(total, op=hvd.Sum, name=f"spark.{name}")
         means = (total[:-1] / total[-1].clamp(min=1)).tolist()

@@ -124,7 +124,8 @@ class _Training:
                 labels,
                 sample_weights,
             )
-            outputs, labels = losses.transform_outputs(outputs, labels)
+            if self.metrics:
+                outputs, labels = losses.transform_outputs(outputs, labels)
             averages.add(len(inputs[0]), loss, outputs, labels)
         return averages.result(hvd, "train")
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from horovod.common.logging import get_logger
-from horovod.spark.common.columns import ColumnError, Rows
-from horovod.spark.common.row_buffer import row_count
+from horovod.spark.common.reading.columns import ColumnError, Rows
+from horovod.spark.common.reading.row_buffer import row_count
 from horovod.spark.torch import losses
 from horovod.spark.torch.datamodule import tensors
 from horovod.spark.torch.feeding import Feed

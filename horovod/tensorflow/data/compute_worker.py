@@ -11,8 +11,8 @@ import os
 from collections.abc import Sequence
 
 import horovod.tensorflow as hvd
-from horovod.common.addresses import LOOPBACK, routable_address
 from horovod.common.config import Config
+from horovod.common.joining.addresses import LOOPBACK, routable_address
 from horovod.common.wire import new_key
 from horovod.runner.compute_service import ComputeService
 from horovod.tensorflow.data.compute_service import SIDES, TfDataServiceConfig, compute_worker_fn

@@ -14,7 +14,7 @@ decided here.
 
 A bucket becomes one request, or up to three (`begun_early`, `sent_last`). The engine leaves it
 whole, unless others are ready at the same time: then it puts together what fits
-(`horovod.engine.batches`).
+(`horovod.engine.execution.batches`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from horovod.engine.prepared import PreparedAllreduce
+from horovod.engine.execution.prepared import PreparedAllreduce
 from horovod.engine.request import Request
 from horovod.engine.wait_for_all import wait_for_all
 from horovod.torch.gradients.layouts import Span

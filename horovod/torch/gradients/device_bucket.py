@@ -24,7 +24,7 @@ from horovod.observe.statistics.lane_timing import LaneTiming
 from horovod.observe.timeline.recorder import shortened
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.layouts import is_dense, laid_out_like
-from horovod.transport.process_group import DeviceWork
+from horovod.transport.device.process_group import DeviceWork
 
 Tensor = torch.Tensor
 

@@ -3,9 +3,9 @@
 Used by `horovod.torch.gradients.reducer` once the ranks have agreed on an order, where all
 gradients are on devices and the device's library (NCCL, XCCL) reduces them. Nothing is asked of the
 other ranks and no other thread is woken: each hook copies its gradient into the bucket's buffer,
-and the last one puts the reduction into the library's queue (`horovod.engine.lane`). `finish` lets
-the device, and not the host, wait for the results, and has the ranks compare what they have begun,
-which the next step looks at.
+and the last one puts the reduction into the library's queue (`horovod.engine.execution.lane`).
+`finish` lets the device, and not the host, wait for the results, and has the ranks compare what
+they have begun, which the next step looks at.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from math import inf
 
 import torch
 
-from horovod.engine import capture
 from horovod.engine.collective import LanePlan
-from horovod.engine.lane import Lane
+from horovod.engine.execution import capture
+from horovod.engine.execution.lane import Lane
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.observe.statistics.lane_timing import LaneTiming

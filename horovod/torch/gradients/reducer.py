@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.topology import Topology
 from horovod.engine.arguments import set_id
-from horovod.engine.lane import Lane
+from horovod.engine.execution.lane import Lane
 from horovod.engine.runtime import runtime
 from horovod.torch.gradients.agreement import StepSamples
 from horovod.torch.gradients.autotune import StepTuner, for_overlap_alone

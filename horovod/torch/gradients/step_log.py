@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from horovod.engine.heap import join_pages
+from horovod.engine.execution.heap import join_pages
 from horovod.engine.runtime import runtime
 from horovod.observe.statistics.counters import DeviceTiming
 from horovod.observe.statistics.lane_timing import LaneTiming, StepRecorder

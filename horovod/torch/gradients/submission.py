@@ -17,9 +17,9 @@ from horovod.common.process_sets import ProcessSet
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.arguments import set_id, set_size
 from horovod.engine.collective import Collective, Kind, Reduction
+from horovod.engine.execution.scaling import sum_and_scale
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
-from horovod.engine.scaling import sum_and_scale
 from horovod.torch.compression import NARROW, Compressor, NoneCompressor, wire_type
 from horovod.torch.gradients.buckets import Bucket, Named, Part
 from horovod.torch.gradients.device_bucket import LaneReduction

@@ -71,7 +71,7 @@ def check_options(
         check_values(optimizer, options)
         named = _named(options.named_parameters, optimizer.param_groups)
         groups = _grouped(options.groups, named)
-        check_local_steps(options.local_steps, named)
+        check_local_steps(options.local_steps, named, options.process_set)
         check_combinations(optimizer, options, named)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error

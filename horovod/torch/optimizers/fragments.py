@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from horovod.common.local_steps import OuterSGD
+from horovod.common.local_steps import LocalSchedule, OuterSGD, divide
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.ops.broadcast import broadcast_
 from horovod.torch.optimizers.exchanger import Exchanger, Wait
-from horovod.torch.optimizers.local_steps import layers
 
 Tensor = torch.Tensor
 Content = dict[str, Any]  # of a fragment, in a checkpoint
@@ -186,8 +185,9 @@ class Fragment:
             ]
             self._gradients = [gradient for gradient in gradients if gradient is not None]
             self._others = [
-                (tensor, average.to(tensor.device, copy=True))
-                for tensor, average in zip(others, content["others"], strict=True)
+                (tensor, average.to(tensor, copy=True))
+                # An optimizer that has not stepped yet has no state to average.
+                for tensor, average in zip(others, content["others"], strict=False)
             ]
 
     def _by_name(self, flats: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -206,28 +206,50 @@ def mix(tensor: Tensor, shared: Tensor, local_share: float) -> None:
     tensor.copy_(shared)
 
 
-def divide(named: list[Named], count: int) -> list[list[Named]]:
-    """Divide a model by layers into `count` fragments of about the same number of elements.
-
-    The largest layers are dealt out first, each to the fragment that is smallest then.
-    """
-    sizes = [0] * count
-    chosen: list[list[int]] = [[] for _ in range(count)]
-    parts = layers(named)
-    numbers = [sum(param.numel() for _, param in part) for part in parts]
-    for index in sorted(range(len(parts)), key=lambda index: -numbers[index]):
-        smallest = min(range(count), key=lambda index: (len(chosen[index]) > 0, sizes[index]))
-        chosen[smallest].append(index)
-        sizes[smallest] += numbers[index]
-    return [[member for index in sorted(own) for member in parts[index]] for own in chosen]
-
-
-def make_fragments(named: list[Named], count: int, local_steps: int) -> list[Fragment]:
+def make_fragments(named: list[Named], schedule: LocalSchedule) -> list[Fragment]:
     """The fragments of a model, whose turns are spread over the local steps."""
+    names, sizes = [name for name, _ in named], [param.numel() for _, param in named]
     return [
-        Fragment(number, members, (number + 1) * local_steps // count)
-        for number, members in enumerate(divide(named, count))
+        Fragment(number, [named[index] for index in indices], schedule.first_turn(number))
+        for number, indices in enumerate(divide(names, sizes, schedule.fragments))
     ]
+
+
+def take_turns(
+    fragments: Sequence[Fragment],
+    now: int,
+    schedule: LocalSchedule,
+    start: Callable[[Fragment, int], None],
+    apply: Callable[[Fragment], None],
+) -> None:
+    """Do what is due after the local step `now`: `start` and `apply` do it for a fragment."""
+    for fragment in fragments:
+        if fragment.apply_at is not None and now >= fragment.apply_at:
+            apply(fragment)
+        if fragment.apply_at is None and now >= fragment.start_at:
+            fragment.start_at = now
+            start(fragment, schedule.delay)
+            if not schedule.delay:
+                apply(fragment)
+
+
+def load_fragments(
+    fragments: Sequence[Fragment],
+    contents: Sequence[Content],
+    others: Callable[[Fragment], Sequence[Tensor]],
+) -> None:
+    """Let fragments go on from the contents of as many; `others` as in `Fragment.load`."""
+    if len(contents) != len(fragments):
+        raise ValueError(
+            f"the state that is loaded is of an optimizer with fragments={len(contents)}, and "
+            f"this one has fragments={len(fragments)}"
+        )
+    everything = {
+        key: {name: part for content in contents for name, part in content[key].items()}
+        for key in ("anchors", "momenta", "gradients")
+    }
+    for fragment, content in zip(fragments, contents, strict=True):
+        fragment.load({**content, **everything}, others(fragment))
 
 
 def _assembled(

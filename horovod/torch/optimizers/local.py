@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from horovod.common.local_steps import AVERAGING, check_alike
+from horovod.common.local_steps import AVERAGING, HOST, check_alike
 from horovod.common.process_sets import ProcessSet
 from horovod.common.topology import Topology
 from horovod.engine.arguments import set_size
@@ -29,8 +29,8 @@ from horovod.torch.ops.objects import allgather_object
 from horovod.torch.ops.untraced import calls_traced, untraced
 from horovod.torch.optimizers.checks import takes_part
 from horovod.torch.optimizers.exchanger import Exchanger
-from horovod.torch.optimizers.fragments import Fragment, make_fragments
-from horovod.torch.optimizers.local_steps import HOST, set_of_this_host
+from horovod.torch.optimizers.fragments import Fragment, load_fragments, make_fragments, take_turns
+from horovod.torch.optimizers.local_steps import set_of_this_host
 from horovod.torch.optimizers.options import OptimizerOptions
 from horovod.torch.optimizers.reducing import ReducingOptimizer
 
@@ -56,8 +56,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
         self._within = set_of_this_host() if within == HOST else within
         self._name = ""
         self._agreed_in: Topology | None = None  # the job whose ranks have agreed on the name
-        chosen = self._chosen
-        self._fragments = make_fragments(named, chosen.fragments, chosen.steps)
+        self._fragments = make_fragments(named, self._chosen)
         super()._configure(options, named, groups)
         self._exchanger: Exchanger | None = None
         if takes_part(self.process_set):
@@ -117,15 +116,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
             self._reattach()  # from now on gradients stay here
             return
         now = self._local_position()
-        chosen = self._chosen
-        for fragment in self._fragments:
-            if fragment.apply_at is not None and now >= fragment.apply_at:
-                self._apply(fragment)
-            if fragment.apply_at is None and now >= fragment.start_at:
-                fragment.start_at = now
-                self._start(fragment, chosen.delay)
-                if not chosen.delay:
-                    self._apply(fragment)
+        take_turns(self._fragments, now, self._chosen, self._start, self._apply)
 
     def _local_position(self) -> int:
         """The number of local steps so far."""
@@ -163,7 +154,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
         if not self._is_warm:
             return
         self._begin_step()
-        now, chosen = self._local_position(), self._chosen
+        now = self._local_position()
         for fragment in self._fragments:
             if fragment.apply_at is not None:
                 self._apply(fragment)
@@ -171,7 +162,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
             fragment.start_at = now
             self._start(fragment, delay=0)
             fragment.apply(AVERAGING, local_share=0.0)
-            fragment.start_at = now + (fragment.number + 1) * chosen.steps // chosen.fragments
+            fragment.start_at = now + self._chosen.first_turn(fragment.number)
 
     # -- the ranks together ----------------------------------------------------------------
 
@@ -240,19 +231,9 @@ class LocalStepsOptimizer(ReducingOptimizer):
         }
 
     def _load_progress(self, progress: dict[str, Any]) -> None:
-        contents = progress["fragments"]
-        if len(contents) != len(self._fragments):
-            raise ValueError(
-                f"the state that is loaded is of an optimizer with fragments={len(contents)}, and "
-                f"this one has fragments={len(self._fragments)}"
-            )
-        was_warm, self._num_steps = self._is_warm, progress["num_steps"]
-        everything = {
-            key: {name: part for content in contents for name, part in content[key].items()}
-            for key in ("anchors", "momenta", "gradients")
-        }
-        for fragment, content in zip(self._fragments, contents, strict=True):
-            fragment.load({**content, **everything}, self._others(fragment))
+        was_warm = self._is_warm
+        load_fragments(self._fragments, progress["fragments"], self._others)
+        self._num_steps = progress["num_steps"]
         if self._is_warm != was_warm:
             self._reattach()
 

@@ -7,20 +7,18 @@ Made by `horovod.torch.optimizer`, checked by all ranks together
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any
 
 import torch
 
 from horovod.common.host import host_name
-from horovod.common.local_steps import LocalSchedule, check_count
-from horovod.common.process_sets import ProcessSet, shared_process_set
+from horovod.common.local_steps import HOST, LocalSchedule, divide
+from horovod.common.process_sets import ProcessSet, global_process_set, shared_process_set
 from horovod.engine.arguments import set_id
 from horovod.engine.runtime import runtime
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.dtensors import is_dtensor
 from horovod.torch.ops.objects import allgather_object
-
-HOST: Final = "host"  # for `within`: the ranks of a host are a cluster
 
 
 @dataclass(frozen=True)
@@ -28,31 +26,24 @@ class LocalSteps(LocalSchedule):
     """Arguments of DistributedOptimizer that say when and how local steps are synchronised."""
 
     average_buffers: torch.nn.Module | None = None
-    fragments: int = 1
-    delay: int = 0
-    alpha: float | None = None
-    within: ProcessSet | Literal["host"] | None = None
-
-    @property
-    def local_share(self) -> float:
-        """What remains of a rank's own parameters in a synchronisation."""
-        return (0.5 if self.delay else 0.0) if self.alpha is None else self.alpha
 
     def settings(self) -> dict[str, str]:
         """What must be equal on all ranks, by the names of the arguments."""
         shown = super().settings()
         shown["average_buffers"] = str(self.average_buffers is not None)
-        if isinstance(self.within, ProcessSet):
-            shown["within"] = "a process set"  # each rank has one of its own
         return shown
 
 
-def check_local_steps(chosen: LocalSteps, named: list[Named]) -> None:
+def check_local_steps(chosen: LocalSteps, named: list[Named], process_set: ProcessSet) -> None:
     """Refuse local steps that make no sense, or not with these parameters."""
     if not chosen.check():
         return
-    _check_numbers(chosen)
-    _check_kinds(chosen)
+    model: Any = chosen.average_buffers
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise ValueError(
+            f"average_buffers must be the model, a torch.nn.Module, not {type(model).__name__}"
+        )
+    check_within(chosen.within, process_set)
     for name, param in named:
         if is_dtensor(param):
             raise ValueError(
@@ -62,43 +53,18 @@ def check_local_steps(chosen: LocalSteps, named: list[Named]) -> None:
             raise ValueError(
                 f"local_steps averages real numbers, and parameter {name!r} is {param.dtype}"
             )
-    num_layers = len(layers(named))
-    if chosen.fragments > num_layers:
-        raise ValueError(
-            f"fragments must not exceed the number of layers, {num_layers}, "
-            f"and is {chosen.fragments}"
-        )
+    sizes = [param.numel() for _, param in named]
+    divide([name for name, _ in named], sizes, chosen.fragments)  # refuses more than layers
 
 
-def _check_numbers(chosen: LocalSteps) -> None:
-    check_count("fragments", chosen.fragments, 1)
-    check_count("delay", chosen.delay, 0)
-    if chosen.fragments > chosen.steps:
-        raise ValueError(
-            f"fragments={chosen.fragments} must not exceed local_steps={chosen.steps}: in each "
-            f"step one fragment at most begins to be synchronised"
-        )
-    if chosen.delay >= chosen.steps:
-        raise ValueError(
-            f"delay={chosen.delay} must be less than local_steps={chosen.steps}: a fragment must "
-            f"have arrived before it is sent again"
-        )
-    alpha: Any = chosen.alpha
-    if alpha is not None:
-        if not isinstance(alpha, (int, float)) or not 0 <= alpha < 1:
-            raise ValueError(f"alpha must be at least 0 and less than 1, not {alpha!r}")
-        if not chosen.delay:
-            raise ValueError("alpha needs delay: without it there are no later steps to mix in")
+def check_within(within: Any, process_set: ProcessSet) -> None:
+    """Refuse a `within` that is no cluster of this rank; `process_set` are the ranks that train.
 
-
-def _check_kinds(chosen: LocalSteps) -> None:
-    model: Any = chosen.average_buffers
-    within: Any = chosen.within
-    if model is not None and not isinstance(model, torch.nn.Module):
-        raise ValueError(
-            f"average_buffers must be the model, a torch.nn.Module, not {type(model).__name__}"
-        )
+    Bindings for other frameworks call it too.
+    """
     if within == HOST:
+        if process_set is not global_process_set:
+            raise ValueError('within="host" works with all ranks: leave process_set out')
         if runtime.config.elastic:
             raise ValueError(
                 'within="host" does not work in elastic jobs, in which hosts come and go: leave '
@@ -124,16 +90,3 @@ def set_of_this_host() -> ProcessSet:
         ranks.setdefault(name, []).append(rank)
     sets = {name: shared_process_set(members) for name, members in ranks.items()}
     return sets[host_name()]
-
-
-def layers(named: list[Named]) -> list[list[Named]]:
-    """The parameters by the module that they belong to, in the order of the modules.
-
-    A parameter whose name has no module, or that has no name, is a layer of its own.
-    """
-    found: dict[str, list[Named]] = {}
-    for name, param in named:
-        module = name.rpartition(".")[0]
-        key = name if not module or name.startswith("allreduce.noname.") else module
-        found.setdefault(key, []).append((name, param))
-    return list(found.values())

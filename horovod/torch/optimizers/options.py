@@ -21,7 +21,7 @@ from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.dtensors import is_dtensor
 from horovod.torch.gradients.layouts import is_dense
 from horovod.torch.hooks.base import CommunicationHook, check_hook
-from horovod.torch.optimizers.local_steps import HOST, LocalSteps
+from horovod.torch.optimizers.local_steps import LocalSteps
 from horovod.torch.optimizers.update_kinds import UpdateKind, class_of, kind_of
 
 
@@ -56,8 +56,6 @@ def check_combinations(optimizer: Any, options: OptimizerOptions, named: list[Na
 
 def _check_local_steps(chosen: LocalSteps, options: OptimizerOptions) -> None:
     """Refuse what does not go with `local_steps`."""
-    if chosen.within == HOST and options.process_set is not global_process_set:
-        raise ValueError('within="host" works with all ranks: leave process_set out')
     if options.op != Average:
         raise ValueError("local_steps averages models: leave op at hvd.Average")
     if options.shard_state:

@@ -24,7 +24,7 @@ import torch
 from horovod.common import process_sets
 from horovod.common.optimizer_arguments import check_passes
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.engine import capture
+from horovod.engine.execution import capture
 from horovod.engine.runtime import runtime
 from horovod.torch.compression import NoneCompressor, is_eight_bit, wire_type
 from horovod.torch.gradients.buckets import Named

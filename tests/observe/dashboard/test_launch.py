@@ -38,7 +38,7 @@ from tests.runner.horovodrun import HANG, command, environment, run, run_python
 # A worker that reports as a real rank does, without torch.
 REPORTER = """
 import json, os, sys, time
-from horovod.common.launcher_store import launchers_store
+from horovod.common.joining.launcher_store import launchers_store
 store = launchers_store(os.environ).connect(60)
 rank, interval = int(os.environ["HOROVOD_RANK"]), os.environ.get("HOROVOD_STATS_INTERVAL", "none")
 def report(step, state="training"):

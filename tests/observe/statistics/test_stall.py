@@ -17,7 +17,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.store import MemoryStore
 from horovod.engine.channel import Channel
 from horovod.engine.collective import Collective, Kind
-from horovod.engine.executor import Executor
+from horovod.engine.execution.executor import Executor
 from horovod.engine.request import Request
 from horovod.observe.observer import Observer, Trace
 from horovod.observe.statistics import stall

@@ -1,0 +1,131 @@
+"""Decisions of the driver of an elastic job, and the keys of the store that they are written to.
+
+A decision is numbered, and says which workers are in the job from now on, and with which ranks. It
+never changes. The driver writes it, then its number under `LATEST`; every worker waits for the next
+number (`horovod.common.generations.membership`). Workers answer under the other keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from horovod.common.topology import Slot
+
+DRIVER_LOST = 75
+"""Exit status of a worker that ends because it cannot reach the driver: sysexits' EX_TEMPFAIL."""
+
+LATEST = "elastic/latest"
+"""The number of the newest decision, as text."""
+
+KINDS = ("start", "failure", "added", "removed", "mixed")
+
+
+def decision_key(number: int) -> str:
+    """Return the key of decision `number`, whose value is the encoded decision."""
+    return f"elastic/decision/{number}"
+
+
+def ready_key(worker: str) -> str:
+    """Return the key that a new worker sets once its imports are done and it waits for a slot."""
+    return f"elastic/ready/{worker}"
+
+
+def heard_key(number: int, worker: str) -> str:
+    """Return the key that a worker's process sets as soon as it knows decision `number`.
+
+    It does so even while the worker is busy with something else.
+    """
+    return f"elastic/heard/{number}/{worker}"
+
+
+def seen_key(number: int, worker: str) -> str:
+    """Return the key that a worker sets when it has left its old generation and enters another.
+
+    The value is the attempt to form the generation of decision `number`, counted from 0.
+    """
+    return f"elastic/seen/{number}/{worker}"
+
+
+def broken_key(number: int, worker: str) -> str:
+    """Return the key that a worker sets when its generation of decision `number` breaks.
+
+    It also sets the key when the generation cannot be formed. The value is the reason, for people.
+    """
+    return f"elastic/broken/{number}/{worker}"
+
+
+def formed_key(number: int) -> str:
+    """Return the key that is set once all workers of decision `number` are connected."""
+    return f"elastic/formed/{number}"
+
+
+def leaving_key(worker: str) -> str:
+    """Return the key that a worker sets when it leaves on purpose, after its commit."""
+    return f"elastic/leaving/{worker}"
+
+
+def done_key(worker: str) -> str:
+    """Return the key that a worker sets when its training function has returned."""
+    return f"elastic/done/{worker}"
+
+
+_ANSWER = re.compile(
+    r"elastic/(ready|heard|seen|broken|formed|leaving|done)(?:/(\d+))?(?:/(w\d+))?"
+)
+
+
+def parse_answer(key: str) -> tuple[str, int, str] | None:
+    """Return kind, decision (or 0) and worker (or "") of an answer's key; None for other keys."""
+    match = _ANSWER.fullmatch(key)
+    return match and (match[1], int(match[2] or 0), match[3] or "")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which workers are in the job from now on."""
+
+    number: int
+    slots: Mapping[str, Slot]  # by worker id
+    reason: str  # for people
+    kind: str  # one of KINDS
+    lost: tuple[str, ...] = ()  # the workers that are gone
+    min_np: int = 1  # fewer workers than this only wait for the next decision
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"decision {self.number} is of unknown kind {self.kind!r}")
+
+    @property
+    def too_few(self) -> bool:
+        """Whether its workers are too few, and wait for others."""
+        return 0 < len(self.slots) < self.min_np
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job ends with it: no worker has a slot any more."""
+        return not self.slots
+
+    def breaks(self, generation: Decision) -> bool:
+        """Return whether this decision ends the generation of an older one at once.
+
+        It does if one of the older decision's workers is gone: the others could not go on together
+        until they notice by themselves.
+        """
+        if self.lost:
+            return any(worker in generation.slots for worker in self.lost)
+        return self.kind == "failure"
+
+    def encode(self) -> bytes:
+        """Return the decision as the store has it."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> Decision:
+        """Return the decision that `encode` has turned into `content`."""
+        fields = json.loads(content)
+        slots = {worker: Slot(**slot) for worker, slot in fields["slots"].items()}
+        return cls(**{**fields, "slots": slots, "lost": tuple(fields["lost"])})

@@ -1,0 +1,1 @@
+"""How a process finds the other ranks of its job."""

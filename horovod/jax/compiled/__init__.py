@@ -1,0 +1,1 @@
+"""Collectives inside of compiled programs."""

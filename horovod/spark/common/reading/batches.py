@@ -1,0 +1,132 @@
+"""Batches of exactly so many rows from the chunks of a reader, shuffled in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from horovod.spark.common.reading.columns import Rows
+from horovod.spark.common.reading.row_buffer import (
+    Array,
+    RowBuffer,
+    RowLayout,
+    RowQueue,
+    RowStorage,
+    join,
+    row_count,
+)
+
+BUFFER_BYTES = 32 * 1024 * 1024  # of rows that a rank shuffles among
+# Of large rows, such as images, at least these, as far as they fit in eight times the bytes.
+BUFFER_ROWS = 1024
+
+_DRAWN = 1024  # rows drawn at once, if batches are smaller: a draw has a cost of its own
+
+
+def rows_that_fit(row_bytes: int) -> int:
+    """Return among how many rows of this size a rank shuffles, unless it was told."""
+    row = max(1, row_bytes)
+    return max(1, BUFFER_BYTES // row, min(BUFFER_ROWS, 8 * BUFFER_BYTES // row))
+
+
+def batches(
+    passes: Iterable[Iterator[Rows]],
+    batch_size: int,
+    *,
+    capacity: int | Callable[[int], int] = 0,
+    seed: int | None = None,
+) -> Iterator[Rows]:
+    """Batches of `batch_size` rows; only the very last one may be smaller.
+
+    With a `capacity`, rows are drawn at random from that many (0: the order of the reader); it may
+    be a function of the bytes that a row takes, which are known when the first rows are there. Each
+    pass gives every row once: rows of the next pass come in only as those of this one go out, so
+    that reading never stands still between passes and the memory stays the same.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    several = batch_size * max(1, _DRAWN // batch_size)
+    for layout, arrays in _blocks(passes, several, capacity, np.random.default_rng(seed)):
+        for start in range(0, len(arrays[0]), batch_size):
+            yield layout.columns([array[start : start + batch_size] for array in arrays])
+
+
+def _blocks(
+    passes: Iterable[Iterator[Rows]],
+    rows_in_block: int,
+    wanted: int | Callable[[int], int],
+    random: np.random.Generator,
+) -> Iterator[tuple[RowLayout, list[Array]]]:
+    """Blocks of so many rows, the last one may be smaller."""
+    ending: RowBuffer | RowQueue | None = None  # holds the rows left of the pass before
+    storage: RowStorage | None = None  # which the rows of two passes share
+    parts: list[list[Array]] = []  # draws for a block that one draw could not fill
+    lacking = rows_in_block
+    layout: RowLayout | None = None
+    capacity = 0
+
+    for chunks in passes:
+        filling: RowBuffer | RowQueue | None = None
+        for rows in chunks:
+            if not row_count(rows):
+                continue
+            if layout is None:
+                layout = RowLayout(rows)
+                capacity = wanted if isinstance(wanted, int) else wanted(layout.row_bytes)
+            if filling is None:
+                if capacity and storage is None:
+                    storage = RowStorage(layout, capacity + rows_in_block + row_count(rows))
+                filling = RowQueue(layout) if storage is None else RowBuffer(storage)
+            filling.add(rows)
+            del rows  # its memory is free for the next chunk
+            waiting = filling.size + (ending.size if ending else 0)
+            while waiting >= capacity + lacking:
+                source = ending if ending is not None and ending.size else filling
+                parts.append(source.draw(lacking, random))
+                taken = len(parts[-1][0])
+                waiting -= taken
+                lacking -= taken
+                if not lacking:
+                    yield layout, join(parts, layout)
+                    parts, lacking = [], rows_in_block
+        while ending is not None and ending.size:  # the pass is shorter than the buffer
+            assert layout is not None
+            parts.append(ending.draw(lacking, random))
+            lacking -= len(parts[-1][0])
+            if not lacking:
+                yield layout, join(parts, layout)
+                parts, lacking = [], rows_in_block
+        ending = filling
+    while ending is not None and ending.size:
+        assert layout is not None
+        parts.append(ending.draw(lacking, random))
+        lacking -= len(parts[-1][0])
+        if not lacking or not ending.size:
+            yield layout, join(parts, layout)
+            parts, lacking = [], rows_in_block
+
+
+def in_memory(rows: Rows, batch_size: int, *, shuffle: bool, seed: int | None) -> Iterator[Rows]:
+    """Batches without end from rows that are all in memory; each pass gives every row once."""
+    random = np.random.default_rng(seed)
+    layout = RowLayout(rows)
+    arrays = layout.pack(rows)
+    count = row_count(rows)
+    left = np.arange(0)
+    while True:
+        while len(left) < batch_size:
+            order = random.permutation(count) if shuffle else np.arange(count)
+            left = np.concatenate([left, order])
+        chosen, left = left[:batch_size], left[batch_size:]
+        yield layout.columns([array.take(chosen, axis=0) for array in arrays])
+
+
+def read_all(chunks: Iterable[Rows]) -> Rows:
+    """All rows of a pass."""
+    parts = [rows for rows in chunks if row_count(rows)]
+    if not parts:
+        return {}
+    layout = RowLayout(parts[0])
+    blocks = zip(*(layout.pack(rows) for rows in parts), strict=True)
+    return layout.columns([np.concatenate(block) for block in blocks])

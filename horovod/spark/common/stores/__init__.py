@@ -1,0 +1,1 @@
+"""Where an estimator keeps its files: on what `fsspec` can open, and on HDFS."""

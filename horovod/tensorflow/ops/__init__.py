@@ -1,0 +1,1 @@
+"""Collectives as operations of TensorFlow, in eager code and in graphs."""

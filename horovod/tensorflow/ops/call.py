@@ -1,0 +1,180 @@
+"""One call of a collective: its name, its process set, and how it becomes an op.
+
+The modules of the collectives share this one. All facts about the job, such as its size, are read
+when the op runs, because in an elastic job a graph outlives changes of the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+import torch
+from tensorflow.python.eager.record import could_possibly_record
+
+from horovod.common.process_sets import ProcessSet
+from horovod.engine.arguments import movement_input, set_id
+from horovod.engine.runtime import runtime
+from horovod.tensorflow.ops import bridge
+from horovod.tensorflow.ops.errors import InvalidArgumentError
+
+# torch has these unsigned types but cannot move them, so they travel as signed types.
+_CARRIERS = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
+
+@dataclasses.dataclass
+class Call:
+    """A call of a collective, by the user or by the gradient of such a call."""
+
+    kind: str  # the name of its ops in a graph, such as "HorovodAllreduce"
+    name: str | None
+    ignore_name_scope: bool
+    process_set: ProcessSet
+    wire_name: str | None = None  # the name by which ranks match it, once it is in a graph
+    num_gradients: int = 0
+    buckets: int = 0  # the number of buckets of the step that this call completes, if it does
+
+    @property
+    def set_id(self) -> int:
+        return set_id(self.process_set)
+
+    def run(
+        self, function: bridge.Function, tensors: Sequence[tf.Tensor], like: Sequence[tf.TensorSpec]
+    ) -> list[tf.Tensor]:
+        """Call `function` through `bridge.run`, with results of the types and shapes of `like`.
+
+        While a graph is built, an unregistered process set is a ValueError.
+        """
+        eager = tf.executing_eagerly()
+        if not eager:
+            set_id(self.process_set)
+        outputs = bridge.run(
+            self._with_step_count(function) if self.buckets else function,
+            tensors,
+            [spec.dtype for spec in like],
+            [spec.shape for spec in like],
+            self.name if eager else self._op_name(tensors[0]),
+            self.ignore_name_scope,
+            self.wire_name,
+        )
+        if not eager and self.wire_name is None:
+            self.wire_name = bridge.wire_name(outputs[0].op, self.ignore_name_scope)
+        return outputs
+
+    def _with_step_count(self, function: bridge.Function) -> bridge.Function:
+        """Return a function that also reports the end of a step to the statistics."""
+
+        def run(sources: list[torch.Tensor], name: str | None) -> Sequence[torch.Tensor]:
+            results = function(sources, name)
+            runtime.statistics.end_step(self.buckets)
+            return results
+
+        return run
+
+    def backward(self) -> Call:
+        """Return the call that carries a gradient of this one.
+
+        In a graph its name is derived from the name of this call. TensorFlow's own name for the
+        scope of a gradient depends on the order in which the graph was made, which may differ
+        between ranks.
+        """
+        self.num_gradients += 1
+        suffix = "grad" if self.num_gradients == 1 else f"grad{self.num_gradients}"
+        return Call(
+            self.kind,
+            None if self.name is None else f"{self.name}.grad",
+            self.ignore_name_scope,
+            self.process_set,
+            None if self.wire_name is None else f"{self.wire_name}.{suffix}",
+        )
+
+    def _op_name(self, tensor: tf.Tensor) -> str:
+        """Return a valid name for the op, the same on all ranks."""
+        if self.name is None:
+            # TensorFlow names an eager tensor that a function captures by a number of its own,
+            # which other ranks do not know.
+            common = re.sub(r"(^|/)\d+(?=:|$)", r"\1captured", tensor.name)
+            return f"{self.kind}_{re.sub('[^A-Za-z0-9_]', '_', common)}"
+        valid = re.sub(r"[^A-Za-z0-9_.\-/>]", "_", self.name)
+        return valid if valid[:1].isalnum() else f"{self.kind}_{valid}"
+
+
+def make_differentiable(
+    function: Callable[..., list[tf.Tensor]],
+    gradient: Callable[..., list[Any]],
+    tensors: Sequence[tf.Tensor],
+) -> list[tf.Tensor]:
+    """Return `function(*tensors)`; `gradient` turns gradients of the outputs into the inputs'."""
+    if tf.executing_eagerly() and not could_possibly_record():
+        return function(*tensors)
+
+    @tf.custom_gradient
+    def recorded(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[Any]]]:
+        return function(*inputs), gradient
+
+    return list(recorded(*tensors))
+
+
+def for_floats(
+    function: Callable[[list[tf.Tensor], list[int]], Sequence[tf.Tensor]],
+    gradients: Sequence[Any],
+    tensors: Sequence[tf.Tensor],
+) -> list[Any]:
+    """Return gradients for `tensors`, computed by `function(gradients, indices)`.
+
+    `function` gets those whose type allows a gradient, whether or not this rank needs them: all
+    ranks must make the same calls.
+    """
+    indices = [i for i, t in enumerate(tensors) if t.dtype.is_floating or t.dtype.is_complex]
+    results: list[Any] = [None] * len(tensors)
+    computed = function([bridge.as_tensor(gradients[index]) for index in indices], indices)
+    for index, result in zip(indices, computed, strict=True):
+        results[index] = result
+    return results
+
+
+def check_group(tensors: Any) -> list[Any]:
+    """Return the members of a group as tensors; IndexedSlices stay as they are."""
+    if isinstance(tensors, (tf.Tensor, tf.Variable, tf.IndexedSlices)):
+        raise InvalidArgumentError.with_message(
+            "a grouped operation takes a list of tensors, not one tensor"
+        )
+    return [t if isinstance(t, tf.IndexedSlices) else bridge.as_tensor(t) for t in tensors]
+
+
+def spec_like(tensor: tf.Tensor) -> tf.TensorSpec:
+    """Return the specification of an output with the type and shape of an input."""
+    return tf.TensorSpec(tensor.shape, tensor.dtype)
+
+
+def spec_with_any_rows(tensor: tf.Tensor) -> tf.TensorSpec:
+    """Return the specification of an output like an input, but with any number of rows."""
+    shape = tensor.shape[1:] if tensor.shape.rank else None
+    return tf.TensorSpec(None if shape is None else [None, *shape], tensor.dtype)
+
+
+def to_movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors in types that the engine can move."""
+    return [
+        tensor.view(_CARRIERS[tensor.dtype])
+        if tensor.dtype in _CARRIERS
+        else movement_input(tensor)
+        for tensor in tensors
+    ]
+
+
+def restore_types(
+    results: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the engine's results in the types of the sources."""
+    return [
+        result if result.dtype is source.dtype else result.view(source.dtype)
+        for result, source in zip(results, sources, strict=True)
+    ]

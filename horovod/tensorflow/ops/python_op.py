@@ -1,0 +1,140 @@
+"""Graph ops that call Python and block, for `bridge`.
+
+The op is that of tf.py_function. The wrapper of tf.py_function also prepares for gradients of
+TensorFlow ops inside the function: it may keep the inputs and outputs of the last call, and it
+converts every result. Our functions have their gradients elsewhere and return tensors, so we use a
+bare wrapper. Where TensorFlow lacks the private names that this needs, we use tf.py_function
+itself, which is slower.
+
+A blocked op holds one of TensorFlow's inter-op threads. In a function that is harmless: functions
+run stateful ops one after another, in the order of the program, so every rank waits for the same
+op. A v1 graph runs ops in any order, and functions of several threads run at the same time. If
+different ops held the few threads of different ranks, no rank could proceed. So in these cases the
+op gets a thread of its own, which costs about 0.2 ms. One case remains: a function that was traced
+in the main thread and is called in other threads. No more of those calls may wait at the same time
+than there are inter-op threads (tf.config.threading.set_inter_op_parallelism_threads).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from horovod.tensorflow.ops.failed_output import failed_output
+
+try:
+    from tensorflow.python.eager.context import is_async
+    from tensorflow.python.ops.gen_script_ops import eager_py_func
+    from tensorflow.python.ops.script_ops import EagerFunc, _py_funcs
+except ImportError:
+    EagerFunc = object
+    _py_funcs = None
+
+Body = Callable[..., list[tf.Tensor]]
+
+
+def python_op(
+    body: Body,
+    inputs: Sequence[tf.Tensor],
+    dtypes: Sequence[tf.DType],
+    shapes: Sequence[Any],
+    name: str,
+) -> list[tf.Tensor]:
+    """Add an op to the current graph that calls `body` with eager tensors each time it runs.
+
+    If `body` raises a ValueError, the op fails with tf.errors.InvalidArgumentError. If it raises a
+    tf.errors.FailedPreconditionError, the op fails with that class, where TensorFlow makes this
+    possible. With all other errors the op fails with tf.errors.UnknownError.
+    """
+    runs_in_order = (
+        tf.compat.v1.get_default_graph().building_function
+        and threading.current_thread() is threading.main_thread()
+    )
+    # With a GPU there is no choice: the ops with a thread of their own run on the CPU.
+    if runs_in_order or tf.config.get_visible_devices("GPU"):
+        outputs = _op(body, inputs, dtypes, name)
+        for output, shape in zip(outputs, shapes, strict=True):
+            output.set_shape(shape)
+        return outputs
+    return _op_with_thread(body, inputs, dtypes, shapes, name)
+
+
+def _op(
+    body: Body, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], name: str | None = None
+) -> list[tf.Tensor]:
+    """Add the op of tf.py_function with our bare wrapper."""
+    if _py_funcs is None:
+        return list(tf.py_function(body, inputs, list(dtypes), name=name))
+    bare = _BareFunction(body, list(dtypes))
+    token = _py_funcs.insert(bare)  # keeps only a weak reference
+    _keep(bare)
+    return list(
+        eager_py_func(input=inputs, token=token, is_async=is_async(), Tout=list(dtypes), name=name)
+    )
+
+
+class _BareFunction(EagerFunc):
+    """The object that TensorFlow calls when the op runs."""
+
+    def __init__(self, body: Body, dtypes: list[tf.DType]) -> None:
+        super().__init__(body, dtypes, False)
+        self._body = body
+
+    def __call__(self, device: str | None, token: Any, args: Sequence[tf.Tensor]) -> Any:
+        try:
+            if device is None or "CPU" in device:
+                return self._body(*args)
+            return self._call(device, args)  # copies the results to the device
+        except tf.errors.FailedPreconditionError as error:
+            output = failed_output(error.message)
+            if output is None:
+                raise
+            return [output] * len(self._out_dtypes)
+
+
+def _keep(bare: _BareFunction) -> None:
+    """Keep a body alive for as long as TensorFlow may call it.
+
+    That is as long as the outermost graph lives, because ops are copied from function to function.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None:
+        graph = graph.outer_graph
+    if not hasattr(graph, "_horovod_bodies"):
+        graph._horovod_bodies = []
+    graph._horovod_bodies.append(bare)
+
+
+def _op_with_thread(
+    body: Body,
+    inputs: Sequence[tf.Tensor],
+    dtypes: Sequence[tf.DType],
+    shapes: Sequence[Any],
+    name: str,
+) -> list[tf.Tensor]:
+    """Add an op that calls `body` in a thread of its own.
+
+    The op reads a dataset of one element, and TensorFlow computes that element in another thread.
+    """
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
+    function = tf.function(
+        lambda *values: _op(body, values[: len(inputs)], dtypes), autograph=False
+    )
+    types = {"output_types": list(dtypes), "output_shapes": [tf.TensorShape(s) for s in shapes]}
+    with tf.name_scope(f"{name}_thread"), tf.device("/CPU:0"):
+        dataset = tf.raw_ops.TensorDataset(
+            components=list(inputs) or [0], output_shapes=[spec.shape for spec in specs] or [()]
+        )
+        called = tf.raw_ops.MapDataset(
+            input_dataset=dataset,
+            other_arguments=[],
+            f=function.get_concrete_function(*(specs or [tf.TensorSpec((), tf.int32)])),
+            use_inter_op_parallelism=False,
+            preserve_cardinality=True,
+            **types,
+        )
+    with tf.device("/CPU:0"):
+        return list(tf.raw_ops.DatasetToSingleElement(dataset=called, name=name, **types))

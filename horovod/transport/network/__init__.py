@@ -1,0 +1,1 @@
+"""Between hosts: collectives over TCP connections."""

@@ -1,0 +1,119 @@
+"""One allreduce among few ranks that all talk to each other, block by block.
+
+Used by the TCP transport. A rank collects and reduces its share of the tensors and sends out every
+finished block while later ones are still arriving. Messages are queued on the streams of the peers,
+and each arrival calls the next step of the reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from horovod.common.reduce_op import ReduceOp
+from horovod.transport.arithmetic import reduce_into
+from horovod.transport.network.shares import Memory, SharePlan
+from horovod.transport.network.streams import MessageStream
+
+AHEAD = 2  # blocks of each peer that may wait for the same blocks of other peers
+
+
+class BlockBuffer(NamedTuple):
+    """Scratch memory for a block, as the kernel and as arithmetic take it."""
+
+    buffer: Any
+    operand: Any
+
+
+class DirectReduction:
+    """One allreduce that is under way.
+
+    Only the messages that it waits for refer to it, so that the tensors are released with the last
+    message. A cycle of references would keep each step's gradients until Python's collector runs,
+    and every step would have to begin with fresh memory.
+
+    Args:
+        rank: Our rank.
+        streams: The messages of each peer.
+        plan: How the tensors are cut into shares and blocks.
+        tensors: What to reduce, in place.
+        op: How to reduce.
+        scale: The factor for the result.
+        scratch: Returns memory for a block, given a peer, a slot below AHEAD, and the number of
+            elements.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        streams: Mapping[int, MessageStream],
+        plan: SharePlan,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp,
+        scale: float,
+        scratch: Callable[[int, int, int], BlockBuffer],
+    ) -> None:
+        self._rank = rank
+        self._streams = streams
+        self._plan = plan
+        self._memory = Memory(tensors)
+        self._op = op
+        self._scale = scale
+        self._scratch = scratch
+        self._own_blocks = plan.blocks[rank]
+        self._operands: list[dict[int, Any]] = [{} for _ in self._own_blocks]  # arrived, by rank
+
+    def begin(self) -> None:
+        """Queue the first messages.
+
+        A peer sends the result of a block after it has received our data for that block. So our
+        data has left when the result overwrites it.
+        """
+        for peer, stream in self._streams.items():
+            for block in self._plan.blocks[peer]:
+                stream.send(self._memory.buffers(block), block.nbytes)
+        for number in range(min(AHEAD, len(self._own_blocks))):
+            self._expect(number)
+        if not self._own_blocks:
+            for peer, stream in self._streams.items():
+                self._expect_results(peer, stream)
+
+    def _expect(self, number: int) -> None:
+        """Expect every peer's data for a block of our share, and results after the last block."""
+        block = self._own_blocks[number]
+        for peer, stream in self._streams.items():
+            buffer = self._scratch(peer, number % AHEAD, block.edges[-1])
+            then = partial(self._on_arrival, number, peer, buffer.operand)
+            stream.receive([buffer.buffer], block.nbytes, then)
+            if number == len(self._own_blocks) - 1:
+                self._expect_results(peer, stream)
+
+    def _expect_results(self, peer: int, stream: MessageStream) -> None:
+        """Expect the results of a peer's share, straight into our tensors."""
+        for block in self._plan.blocks[peer]:
+            stream.receive(self._memory.buffers(block), block.nbytes)
+
+    def _on_arrival(self, number: int, peer: int, operand: Any) -> None:
+        """Reduce a block and send the result, once the data of all peers has arrived."""
+        theirs = self._operands[number]
+        theirs[peer] = operand
+        if len(theirs) < len(self._streams):
+            return
+        block = self._own_blocks[number]
+        for start, stop, own in zip(
+            block.edges, block.edges[1:], self._memory.operands(block), strict=False
+        ):
+            operands = [
+                own if rank == self._rank else theirs[rank][start:stop]
+                for rank in range(len(self._streams) + 1)
+            ]
+            reduce_into(own, operands, self._op)
+            if self._scale != 1.0:
+                own *= self._scale
+        for stream in self._streams.values():
+            stream.send(self._memory.buffers(block), block.nbytes)
+        if number + AHEAD < len(self._own_blocks):
+            self._expect(number + AHEAD)

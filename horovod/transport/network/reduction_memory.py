@@ -1,0 +1,107 @@
+"""Plans and memory of reductions over TCP, which are kept from step to step.
+
+A training step reduces tensors of the same sizes again and again: then nothing is planned or
+allocated anew. Used by the TCP transport.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from horovod.transport.arithmetic import as_blocks
+from horovod.transport.eight_bits import ROW
+from horovod.transport.network.direct_reduction import AHEAD, BlockBuffer
+from horovod.transport.network.shares import SharePlan
+
+BLOCK_TOTAL = 4 * 1024 * 1024  # bytes of one block, from all ranks together
+SMALLEST_BLOCK = 128 * 1024  # bytes
+BLOCKS = 4  # least number in a share: the results of one travel while the next arrive
+_KEPT = 256  # plans, and buffers, that are remembered
+
+
+class ReductionMemory:
+    """The plans and the memory of one transport, among `size` ranks.
+
+    Memory that a method returns is good until its next call with other sizes: a transport does one
+    reduction at a time.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._block = BLOCK_TOTAL // size // 64 * 64
+        self._plans: OrderedDict[tuple[Any, ...], SharePlan] = OrderedDict()
+        self._block_buffers: dict[tuple[Any, ...], BlockBuffer] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Release the memory."""
+        self._block_buffers.clear()
+        self._blocks = torch.empty(0, dtype=torch.uint8)
+        self._narrow = torch.empty(0)
+        self._rows = torch.empty(0, ROW, dtype=torch.uint8)
+
+    def plan(self, tensors: Sequence[torch.Tensor]) -> SharePlan:
+        """Return the plan for tensors of these sizes."""
+        width, counts = tensors[0].dtype.itemsize, tuple([t.numel() for t in tensors])
+        plan = self._plans.get((width, counts))
+        if plan is None:
+            if len(self._plans) >= _KEPT:
+                self._plans.popitem(last=False)
+            share = sum(counts) * width // self._size
+            block = min(self._block, max(SMALLEST_BLOCK, share // BLOCKS // 64 * 64))
+            plan = self._plans[width, counts] = SharePlan(counts, width, self._size, block)
+        return plan
+
+    def block(self, dtype: torch.dtype, peer: int, slot: int, count: int) -> BlockBuffer:
+        """Return memory into which `count` elements of a peer may arrive, one of its slots."""
+        key = (dtype, peer, slot, count)
+        buffer = self._block_buffers.get(key)
+        if buffer is None:
+            if len(self._block_buffers) >= _KEPT:
+                self._block_buffers.clear()
+            per_peer = AHEAD * self._block
+            if not self._blocks.numel():
+                self._blocks = torch.empty(self._size * per_peer, dtype=torch.uint8)
+            start = peer * per_peer + slot * self._block
+            memory = self._blocks[start : start + count * dtype.itemsize]
+            buffer = BlockBuffer(memory.numpy(), as_blocks(memory.view(dtype)))
+            self._block_buffers[key] = buffer
+        return buffer
+
+    def narrow(self, tensors: Sequence[torch.Tensor], wire: torch.dtype) -> torch.Tensor:
+        """Return the tensors, end to end, as one tensor of a narrower type."""
+        count = sum([tensor.numel() for tensor in tensors])
+        if self._narrow.dtype is not wire or self._narrow.numel() < count:
+            self._narrow = torch.empty(count, dtype=wire)
+        narrow = self._narrow[:count]
+        for part, tensor in _parts(narrow, tensors):
+            part.copy_(tensor)
+        return narrow
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Return memory for `count` rows of `eight_bits`."""
+        if len(self._rows) < count:
+            self._rows = torch.empty(count, ROW, dtype=torch.uint8)
+        return self._rows[:count]
+
+
+def widen(narrow: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float) -> None:
+    """Copy a result of a narrower type into `tensors`, and multiply it."""
+    for part, tensor in _parts(narrow, tensors):
+        tensor.copy_(part)
+        if scale != 1.0:
+            tensor.mul_(scale)
+
+
+def _parts(
+    flat: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the part of a flat tensor that belongs to each of `tensors`, and that tensor, flat."""
+    start = 0
+    for tensor in tensors:
+        yield flat[start : start + tensor.numel()], tensor.view(-1)
+        start += tensor.numel()
