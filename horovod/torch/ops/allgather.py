@@ -85,11 +85,11 @@ def grouped_allgather(
     """
     tensors = check_group(tensors)
     if is_compiling():
-        names = [None if name is None else f"{name}.{index}" for index in range(len(tensors))]
-        return tuple(
-            allgather(tensor, each, process_set)
-            for tensor, each in zip(tensors, names, strict=True)
-        )
+        results = []
+        for index, tensor in enumerate(tensors):
+            own_name = None if name is None else f"{name}.{index}"
+            results.append(allgather(tensor, own_name, process_set))
+        return tuple(results)
     gathered: Sequence[Tensor]
     if needs_gradient(*tensors):
         gathered = HorovodGroupedAllgather.apply(name, process_set, *tensors)  # type: ignore[no-untyped-call]
