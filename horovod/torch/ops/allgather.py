@@ -5,7 +5,6 @@ Exported to users by `horovod.torch.mpi_ops`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,11 +85,11 @@ def grouped_allgather(
     """
     tensors = check_group(tensors)
     if is_compiling():
-        names = [None if name is None else f"{name}.{index}" for index in range(len(tensors))]
-        return tuple(
-            allgather(tensor, each, process_set)
-            for tensor, each in zip(tensors, names, strict=True)
-        )
+        results = []
+        for index, tensor in enumerate(tensors):
+            own_name = None if name is None else f"{name}.{index}"
+            results.append(allgather(tensor, own_name, process_set))
+        return tuple(results)
     gathered: Sequence[Tensor]
     if needs_gradient(*tensors):
         gathered = HorovodGroupedAllgather.apply(name, process_set, *tensors)  # type: ignore[no-untyped-call]
@@ -160,7 +159,8 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        chosen = list(itertools.compress(gradients, ctx.differentiable))
+        pairs = zip(gradients, ctx.differentiable, strict=True)
+        chosen = [gradient for gradient, is_chosen in pairs if is_chosen]
         mine = iter(_own_parts(chosen, ctx.rows, *ctx.arguments))
         return None, None, *(next(mine) if yes else None for yes in ctx.differentiable)
 

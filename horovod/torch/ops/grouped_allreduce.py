@@ -5,7 +5,6 @@ Exported to users by `horovod.torch.mpi_ops`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -163,7 +162,8 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        chosen = list(itertools.compress(gradients, ctx.differentiable))
+        pairs = zip(gradients, ctx.differentiable, strict=True)
+        chosen = [gradient for gradient, is_chosen in pairs if is_chosen]
         reduced = iter(_grouped_allreduce(chosen, *ctx.arguments))
         return (None,) * 6 + tuple(next(reduced) if yes else None for yes in ctx.differentiable)
 

@@ -6,7 +6,6 @@ ranks getting one more where they do not divide.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -197,7 +196,8 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         name, arguments = ctx.arguments
         factor = _gradient_factor(*arguments)
-        chosen = list(itertools.compress(gradients, ctx.differentiable))
+        pairs = zip(gradients, ctx.differentiable, strict=True)
+        chosen = [gradient for gradient, is_chosen in pairs if is_chosen]
         gathered = iter(grouped_allgather(chosen, name=name, process_set=arguments[1]))
         scaled = (next(gathered) * factor if yes else None for yes in ctx.differentiable)
         return None, None, None, None, None, *scaled
