@@ -1,7 +1,7 @@
 """What the estimators share.
 
-estimator -> params (what can be set), prepare (the DataFrame becomes Parquet, through cache and
-metadata), backend (what runs the training) -> datamodule -> reader, columns, row_buffer, batches
-(what each rank reads). store keeps data, checkpoints and logs, serialization saves estimators and
-models, prediction is what models do to a DataFrame.
+`estimator` takes what `params` lets users set. It writes the DataFrame as Parquet (`util`, with
+`metadata` and `cache`) and lets a `backend` train. Each rank reads through a `datamodule` and what
+is in `reading/`. `store` and `stores/` keep data, checkpoints and logs; `serialization` saves
+estimators and models; `prediction` is what models do to a DataFrame.
 """
