@@ -47,20 +47,28 @@ def temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def all_ready(
-    starting: Mapping[str, AbstractContextManager[Group]], running: ExitStack, deadline: float
+    starting: Mapping[str, AbstractContextManager[Group]],
+    running: ExitStack,
+    deadline: float,
+    *,
+    at_once: bool,
 ) -> dict[str, Group]:
-    """Start all contenders at once, and leave those out that fail: the others can be compared.
+    """Start all contenders, and leave those out that fail: the others can be compared.
 
     Args:
         starting: The job of each contender.
         running: Ends those that are ready.
         deadline: Moment (`time.monotonic`) after which a failure is one of them all.
+        at_once: Whether they start side by side. Who tunes itself needs quiet.
     """
     with ExitStack() as started:
         ends = {name: started.enter_context(ExitStack()) for name in starting}
-        jobs = {name: ends[name].enter_context(job) for name, job in starting.items()}
+        jobs: dict[str, Group] = {}
+        if at_once:
+            jobs = {name: ends[name].enter_context(job) for name, job in starting.items()}
         ready, failure = {}, None
-        for name, job in jobs.items():
+        for name, start in starting.items():
+            job = jobs[name] if at_once else ends[name].enter_context(start)
             try:
                 job.await_ready()
             except JobFailed as error:
@@ -94,7 +102,7 @@ class Jobs:
     def speed(self, model: str, contenders: list[str], pairs: Pairs) -> Samples:
         """Milliseconds per step of each contender: a sample a turn, that of the slowest rank.
 
-        Where all start at once a contender that fails to start is left out.
+        A contender that fails to start is left out.
         """
         return self._race(model, contenders, pairs, with_memory=False)[0]
 
@@ -115,14 +123,11 @@ class Jobs:
                 name: group(
                     self._commands("speed", model, name),
                     Path(folder, f"speed of {model}, {LABELS[name]}"),
-                    ready=not self.is_simultaneous,
+                    ready=False,
                 )
                 for name in contenders
             }
-            if self.is_simultaneous:
-                jobs = all_ready(starting, running, deadline)
-            else:  # one after the other: who tunes itself needs quiet
-                jobs = {name: running.enter_context(job) for name, job in starting.items()}
+            jobs = all_ready(starting, running, deadline, at_once=self.is_simultaneous)
             samples = race(
                 {name: partial(timed_turn, job) for name, job in jobs.items()},
                 [pair for pair in pairs if set(pair) <= jobs.keys()],

@@ -26,6 +26,7 @@ from horovod.transport.base import NETWORK, SHARED_MEMORY, WORD, Group, Transpor
 from horovod.transport.breakable import BreakableTransport
 from horovod.transport.division import as_bytes, cut, overlaps, split_evenly
 from horovod.transport.host.shared_memory import SharedMemoryTransport
+from horovod.transport.other_hosts import OtherHosts
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -127,7 +128,8 @@ class HierarchicalTransport(BreakableTransport):
         with self._guard():
             nbytes = sum([tensor.nbytes for tensor in tensors])
             if self._in_place is not None and nbytes > IN_PLACE and not self._by_flat:
-                others = _Others(self, op, scale, wire)
+                assert self.cross is not None
+                others = OtherHosts(self.cross, (op, scale, wire), self._without_ranks)
                 self._do(self._in_place.allreduce_around, tensors, op, others)
                 return
             is_single = len(tensors) == 1
@@ -342,6 +344,17 @@ class HierarchicalTransport(BreakableTransport):
             part = cast(Transport, cast(MethodType, method).__self__)
             raise self._translated(part, error) from error
 
+    def _without_ranks(self, error: HorovodInternalError) -> HorovodInternalError:
+        """Return an error between hosts for the transport inside this one.
+
+        The ranks that it names mean others there. All ranks find the error with ranks on the board,
+        so it must be there first.
+        """
+        assert self.cross is not None
+        failure = self._break(self._explain(self._translated(self.cross, error)))
+        self._announce(failure)  # another thread may have begun to
+        return HorovodInternalError(str(failure))
+
     def _translated(self, part: Transport, error: HorovodInternalError) -> HorovodInternalError:
         """Return an error of one of the three transports with the ranks of our group."""
         if not error.ranks:
@@ -381,20 +394,3 @@ class HierarchicalTransport(BreakableTransport):
     def after_fork_in_child(self) -> None:
         for part in self._parts:
             part.after_fork_in_child()
-
-
-class _Others:
-    """The ranks of our local index on the other hosts, for a reduction in the host's memory."""
-
-    def __init__(
-        self, transport: HierarchicalTransport, op: ReduceOp, scale: float, wire: torch.dtype | None
-    ) -> None:
-        assert transport.cross is not None
-        self._do, self._cross = transport._do, transport.cross
-        self._arguments = (op, scale, wire)
-
-    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._do(self._cross.begin_allreduce, tensors, *self._arguments)
-
-    def finish(self) -> None:
-        self._do(self._cross.finish_allreduce)

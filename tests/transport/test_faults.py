@@ -14,12 +14,13 @@ from unittest import mock
 import pytest
 import torch
 
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import PrefixStore
 from horovod.transport.base import Transport
 from horovod.transport.device.host_copy import HostCopyTransport
 from horovod.transport.device.process_group import DeviceTransport
+from horovod.transport.hierarchical import HierarchicalTransport
 from horovod.transport.network.tcp import TcpTransport
 from tests.rank_process import listen
 from tests.ranks import PATIENCE, Ranks, run_ranks, start_ranks, tell
@@ -88,6 +89,24 @@ def test_killed_rank_is_named_on_every_other(kind: str, how: str, count: int) ->
         assert tuple(lost) == (victim,)
         assert f"rank {WORLD + victim} " in message
         assert f"rank {WORLD + victim} " in again
+
+
+def lose_rank_of_other_host(rank: int, size: int) -> Any:
+    transport = build("hierarchical, shm, 2+2 mixed", rank, connect())
+    transport.barrier()
+    assert isinstance(transport, HierarchicalTransport)
+    if rank == 0:  # before the connection's own thread has told the others
+        lost = PeerLostError(f"rank {WORLD + 3} is gone", [1])  # the second of the first lane
+        with mock.patch.object(transport.cross, "begin_allreduce", side_effect=lost):
+            return blocked_call(transport, 300_000)
+    return blocked_call(transport, 300_000)
+
+
+def test_a_rank_lost_between_hosts_is_named_inside_them() -> None:
+    for outcome in run_ranks(lose_rank_of_other_host, 4):
+        name, lost, message, _ = outcome
+        assert (name, tuple(lost)) == ("PeerLostError", (3,))
+        assert f"rank {WORLD + 3} is gone" in message
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
