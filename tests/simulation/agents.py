@@ -121,8 +121,11 @@ class Tools:
         self._cluster.world.note(f"{self.process.name if self.process else '?'}: {text}")
 
     def check_error(self, error: BaseException) -> None:
-        """Check that only an operation that failed may end a program, which has no mistakes."""
-        if type(error).__name__ != "HorovodInternalError":
+        """Check that an error ends a program, which has no mistakes, only where trying is over."""
+        membership = self._cluster.world.modules.load("horovod.common.generations.membership")
+        mine = membership._membership
+        gave_up = mine is not None and mine.unrecoverable is not None
+        if type(error).__name__ != "HorovodInternalError" or not gave_up:
             what = f"{type(error).__name__}: {error}"
             self._cluster.breach(f"{self.process}: an error that nobody caught: {what}")
 
