@@ -20,6 +20,9 @@ FEWEST_LONG_STEPS = 2  # a single one may have any reason, and gets a note only
 FEWEST_FOR_A_PERIOD = 3
 FORWARD_SHARE = 0.5  # forward takes this share of backward's time in most models
 SLOW_INPUT = 4.0  # times backward: no forward and update should take that long
+# Backward is what lies between the first gradient and the last. With a few layers that is only a
+# part of it: the first gradient comes late, and the update weighs more than the arithmetic.
+FEWEST_GRADIENTS = 16
 
 
 def advise_on_ranks(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
@@ -236,6 +239,7 @@ def _advise_on_input(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
     told = f"it takes {_ms(before)} until the first gradient of a step, and {_ms(backward)} from "
     told += "there to the last"
     beyond = before - FORWARD_SHARE * backward  # input, if forward takes its usual share
+    gradients = sum(max(1, len(row.tensors)) for row in analysis.awaited_collectives)
     # If there are too few cores, a thread also waits for other threads of its rank without a core.
     has_cores = losses.cores < Fault.CORES.worth * losses.step
     starved = _median_over(analysis, ranks, "starved") or 0.0
@@ -250,7 +254,7 @@ def _advise_on_input(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
         yield Advice(
             Fault.INPUT, "all ranks wait for input", number, action, mean * len(analysis.steps)
         )
-    elif has_cores and before > SLOW_INPUT * backward:
+    elif has_cores and before > SLOW_INPUT * backward and gradients >= FEWEST_GRADIENTS:
         number = f"{told}; forward usually takes half as long as backward"
         yield Advice(
             Fault.INPUT,

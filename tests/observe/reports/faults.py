@@ -54,6 +54,14 @@ def healthy(seed: int, ranks: int) -> Made:
     return job, Expected(None)
 
 
+def healthy_with_few_layers(seed: int, ranks: int) -> Made:
+    """The first gradient comes when most of backward is over, and the update takes long."""
+    job, dice, _ = _job(seed, ranks, "shallow")
+    job.slow_loading = job.backward * dice.uniform(4, 8)
+    job.tensors = tuple(f"layer{number}.weight" for number in range(dice.randrange(1, 9)))
+    return job, Expected(None)
+
+
 def healthy_on_two_hosts(seed: int, ranks: int) -> Made:
     """1 Gbit/s and more, mostly hidden by computing that takes long."""
     job, dice, compute = _job(seed, ranks, "hosts")
@@ -103,6 +111,7 @@ def input_computed_on_all_ranks(seed: int, ranks: int) -> Made:
     """Samples are decoded by the training process itself."""
     job, dice, _ = _job(seed, ranks, "loading")
     job.slow_loading = job.backward * dice.uniform(4, 15)
+    job.tensors = tuple(f"layer{number}.weight" for number in range(dice.randrange(16, 200)))
     return job, Expected(Fault.INPUT, "input takes long on all ranks")
 
 
@@ -189,6 +198,7 @@ def uneven_batches(seed: int, ranks: int) -> Made:
 
 JOBS: Mapping[str, Callable[[int, int], Made]] = {
     "nothing is wrong": healthy,
+    "nothing is wrong, few layers": healthy_with_few_layers,
     "nothing is wrong, two hosts": healthy_on_two_hosts,
     "nothing is wrong, and the kernel tells nothing": healthy_without_the_kernel,
     "nothing is wrong, GPUs": healthy_on_devices,

@@ -44,6 +44,7 @@ class SimulatedJob:
     negotiation: float = 80.0
     nbytes: int = 1_680_000
     operations: int = 1  # of the bucket
+    tensors: tuple[str, ...] = ("b", "a")  # in the bucket
     calls: int = 0  # collectives of the program's own in each step, in place of the optimizer's
     hosts: int = 1
     transport: str = "SHM"
@@ -176,7 +177,7 @@ class SimulatedJob:
             if self.on_devices:
                 key, mine = (-1, number, name), ready[rank]
                 phases = [Phase(label, mine, done)]
-            about = {"bytes": nbytes, "count": self.operations, "names": ["b", "a"]}
+            about = {"bytes": nbytes, "count": self.operations, "names": list(self.tensors)}
             each = RecordedCollective(name, "ALLREDUCE", key, ready[rank], mine, mine, done, phases)
             each.about = about
             made.collectives.append(each)
