@@ -120,7 +120,7 @@ class Socket:
         self._at_end = False  # the peer has said that nothing follows
         self._error: OSError | None = None
         self._timeout: float | None = None
-        self._waiting: list[Task] = []
+        self._waiting: dict[Task, int] = {}  # which of `events` each thread waits for
         self.selectors: dict[Selector, None] = {}  # that it is registered with
         self._outbox: deque[bytes] = deque()
         self._is_sending = False
@@ -291,18 +291,19 @@ class Socket:
         elif since is None and self.peer.process.is_gone and not self._at_end:
             self._receive(_RST)  # its host has started again, and knows nothing of us
 
-    def watch(self, task: Task) -> None:
-        """Wake this thread when something changes."""
-        self._waiting.append(task)
+    def watch(self, task: Task, events: int) -> None:
+        """Wake this thread when one of these events is there."""
+        self._waiting[task] = events
 
     def unwatch(self, task: Task) -> None:
-        if task in self._waiting:
-            self._waiting.remove(task)
+        self._waiting.pop(task, None)
 
     def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for task in waiting:
-            self.process.world.wake(task)
+        if self._waiting:
+            found = self.events()
+            for task in [task for task, events in self._waiting.items() if events & found]:
+                del self._waiting[task]
+                self.process.world.wake(task)
         for selector in self.selectors:
             selector.notice(self._fd)
 
@@ -321,7 +322,7 @@ class Socket:
             if left is not None and left <= 0:
                 raise TimeoutError("timed out")
             task = world.running()
-            self.watch(task)
+            self.watch(task, real_select.POLLIN)
             world.park(f"{what} from {self.peer and self.peer.process}", left)
             self.unwatch(task)
 
