@@ -328,7 +328,7 @@ class Socket:
                 raise TimeoutError("timed out")
             task = world.running()
             self.watch(task, real_select.POLLIN)
-            world.park(f"{what} from {self.peer and self.peer.process}", left)
+            world.park((what, "from", self.peer and self.peer.process), left)
             self.unwatch(task)
 
     # -- delivery ---------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Task:
         self.thread: Any = None  # the object that the code under test knows it by
         self.is_done = False
         self.is_frozen = False  # never runs again
-        self.waiting_for = ""  # for the story of a job that hangs
+        self.waiting_for: object = ""  # for the story of a job that hangs
         self._wake_number = 0  # the time limit of an earlier wait has no effect
         self._is_parked = False
         self._was_woken = False
@@ -165,7 +165,7 @@ class World:
             self._runnable.append(task)
             self._leave(task)
 
-    def park(self, reason: str, seconds: float | None = None) -> bool:
+    def park(self, reason: object, seconds: float | None = None) -> bool:
         """Wait until `wake`; return False if that does not come within this time."""
         task = self.running()
         task._wake_number += 1
