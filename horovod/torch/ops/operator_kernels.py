@@ -27,7 +27,7 @@ from horovod.engine.submission import check_scattered
 
 Tensor = torch.Tensor
 
-SMALL = 16 * 1024  # bytes of a tensor for which a copy costs less than a request
+SMALL = 16 * 1024  # bytes in host memory of which a copy costs less than a request
 _library: Any = torch.library.Library("horovod", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 _FACTORS = "str? name, int op, float prescale_factor, float postscale_factor, int process_set"
@@ -74,7 +74,11 @@ def _allreduce(
     postscale_factor: float,
     process_set: int,
 ) -> None:
-    if len(tensors) == 1 and tensors[0].nbytes <= SMALL and name in runtime.prepared:
+    if (
+        len(tensors) == 1
+        and name in runtime.prepared
+        and (not tensors[0].is_cpu or tensors[0].nbytes <= SMALL)
+    ):
         (output,) = outputs
         output.copy_(tensors[0])
         if _reduce_again(output, name, op, prescale_factor, postscale_factor, process_set):
