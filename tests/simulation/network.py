@@ -39,8 +39,8 @@ class Network:
         self.world = world
         self.hosts: dict[str, Host] = {}  # by name and by address
         self.listeners: dict[tuple[str, int], Socket] = {}  # by the host's name and the port
-        self._cut: Counter[tuple[str, str]] = Counter()  # from one host to another
-        self._cut_since: dict[tuple[str, str], float] = {}
+        self._cut: Counter[tuple[str, str, bool]] = Counter()  # from a host to another: for agents?
+        self._cut_since: dict[tuple[str, str, bool], float] = {}
         self._held: list[Callable[[], None]] = []  # deliveries that wait for a link
         self._slow: dict[str, float] = {}
         self._ports = itertools.count(30000)
@@ -52,20 +52,25 @@ class Network:
         self.hosts[host.name] = self.hosts[address] = host
         return address
 
-    def cut(self, source: str, target: str) -> None:
-        """Let nothing pass from one host to another, until `heal`."""
-        self._cut[source, target] += 1
-        self._cut_since.setdefault((source, target), self.world.now)
+    def cut(self, source: str, target: str, *, spares_agents: bool = False) -> None:
+        """Let nothing pass from one host to another, until `heal`.
+
+        The connection to an agent may have a network of its own, and be spared.
+        """
+        for of_agent in (False, True)[: 1 + (not spares_agents)]:
+            self._cut[source, target, of_agent] += 1
+            self._cut_since.setdefault((source, target, of_agent), self.world.now)
         for name in (source, target):
             for process in self.hosts[name].processes:
                 process.ask_peers()
 
-    def heal(self, source: str, target: str) -> None:
+    def heal(self, source: str, target: str, *, spares_agents: bool = False) -> None:
         """Take a cut back: if it was the only one, the link works again."""
-        self._cut[source, target] -= 1
-        if not self._cut[source, target]:
-            del self._cut_since[source, target]
-            self.send_again()
+        for of_agent in (False, True)[: 1 + (not spares_agents)]:
+            self._cut[source, target, of_agent] -= 1
+            if not self._cut[source, target, of_agent]:
+                del self._cut_since[source, target, of_agent]
+                self.send_again()
 
     def send_again(self) -> None:
         """Try once more to deliver everything that waits."""
@@ -73,13 +78,13 @@ class Network:
         for deliver in held:
             self.world.later(self.world.random.uniform(0.0, 1.0), deliver)
 
-    def is_cut(self, source: Host, target: Host) -> bool:
-        return (source.name, target.name) in self._cut_since
+    def is_cut(self, source: Host, target: Host, *, of_agent: bool = False) -> bool:
+        return (source.name, target.name, of_agent) in self._cut_since
 
     def silent_since(self, host: Host, other: Host) -> float | None:
         """Return since when a host has had no answer of another; None if it gets answers."""
         since = [other.down_since] if other.is_down else []
-        pairs = (host.name, other.name), (other.name, host.name)
+        pairs = (host.name, other.name, False), (other.name, host.name, False)
         since += [self._cut_since[pair] for pair in pairs if pair in self._cut_since]
         return min(since, default=None)
 
@@ -109,6 +114,8 @@ class Network:
 
 class Socket:
     """`socket.socket`, as far as the code under test uses one."""
+
+    of_agent = False  # whether it connects the launcher with an agent
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -353,7 +360,7 @@ class Socket:
             self._outbox.clear()
             self._is_sending = False
             return
-        if host.network.is_cut(host, other) or other.is_down:
+        if host.network.is_cut(host, other, of_agent=self.of_agent) or other.is_down:
             host.network.wait_for_link(self._deliver)
             return
         data = self._outbox.popleft()

@@ -7,7 +7,7 @@ import json
 import random
 from dataclasses import dataclass, field
 
-VERSION = 4
+VERSION = 5
 """Counted up when a seed means another job than before."""
 
 KINDS = (
@@ -22,6 +22,7 @@ KINDS = (
     "cut from the launcher",
     "cut between hosts",
     "cut from everything",
+    "cut from the store",
     "slow network",
     "discovery fails",
     "discovery is late",

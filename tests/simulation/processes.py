@@ -136,7 +136,9 @@ class Process:
         try:
             function()
         except SystemExit as end:
-            return end.code if isinstance(end.code, int) else int(end.code is not None)
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            self.tools.check_status(code)
+            return code
         except GreenletExit:
             raise
         except BaseException as error:
@@ -262,6 +264,7 @@ class _Os:
     killpg = kill
 
     def _exit(self, code: int) -> None:
+        self._process.tools.check_status(code)
         self._process.end(code)
         raise GreenletExit
 

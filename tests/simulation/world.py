@@ -46,6 +46,11 @@ class Task:
         self._was_woken = False
         self.greenlet = greenlet(function, parent=world.hub)
 
+    def describe_wait(self) -> str:
+        """Say what it waits for."""
+        what = self.waiting_for
+        return " ".join(map(str, what)) if isinstance(what, tuple) else str(what)
+
 
 class World:
     """Everything that happens, in one order, from one seed."""
