@@ -28,6 +28,7 @@ _FIN, _RST = b"\0FIN", b"\0RST"  # objects that are compared by identity
 _LOOPBACK = "127.0.0.1"
 _RESETS = struct.pack("ii", 1, 0)  # what SO_LINGER says where closing resets the connection
 _TCP_INFO = struct.Struct("=2xBB52xI")  # repetitions, questions, milliseconds since an answer
+_DONTWAIT = int(real_socket.MSG_DONTWAIT)
 _RDHUP = getattr(real_select, "POLLRDHUP", 0)
 
 
@@ -120,7 +121,7 @@ class Socket:
         self._at_end = False  # the peer has said that nothing follows
         self._error: OSError | None = None
         self._timeout: float | None = None
-        self._waiting: list[Task] = []
+        self._waiting: dict[Task, int] = {}  # which of `events` each thread waits for
         self.selectors: dict[Selector, None] = {}  # that it is registered with
         self._outbox: deque[bytes] = deque()
         self._is_sending = False
@@ -165,16 +166,20 @@ class Socket:
     def recv(self, most: int, flags: int = 0) -> bytes:
         self._check_open()
         self.process.world.pause()
-        self._wait_until(self.is_readable, "bytes", flags)
-        if self._error is not None and not self._inbox:
-            error, self._error, self._at_end = self._error, None, True
-            raise error
+        if not self._inbox:
+            self._wait_until(self.is_readable, "bytes", flags)
+            if self._error is not None and not self._inbox:
+                error, self._error, self._at_end = self._error, None, True
+                raise error
         data = bytes(self._inbox[:most])
         del self._inbox[:most]
         return data
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        return self.recvmsg_into([buffer], 0, flags)[0]
+        view = memoryview(buffer).cast("B")
+        data = self.recv(len(view), flags)
+        view[: len(data)] = data
+        return len(data)
 
     def recvmsg_into(self, buffers: list[Any], _: int, flags: int) -> tuple[int, Any, int, Any]:
         views = [memoryview(each).cast("B") for each in buffers]
@@ -291,18 +296,19 @@ class Socket:
         elif since is None and self.peer.process.is_gone and not self._at_end:
             self._receive(_RST)  # its host has started again, and knows nothing of us
 
-    def watch(self, task: Task) -> None:
-        """Wake this thread when something changes."""
-        self._waiting.append(task)
+    def watch(self, task: Task, events: int) -> None:
+        """Wake this thread when one of these events is there."""
+        self._waiting[task] = events
 
     def unwatch(self, task: Task) -> None:
-        if task in self._waiting:
-            self._waiting.remove(task)
+        self._waiting.pop(task, None)
 
     def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for task in waiting:
-            self.process.world.wake(task)
+        if self._waiting:
+            found = self.events()
+            for task in [task for task, events in self._waiting.items() if events & found]:
+                del self._waiting[task]
+                self.process.world.wake(task)
         for selector in self.selectors:
             selector.notice(self._fd)
 
@@ -315,14 +321,14 @@ class Socket:
         world = self.process.world
         deadline = None if self._timeout is None else world.now + self._timeout
         while not is_there():
-            if self._timeout == 0.0 or flags & real_socket.MSG_DONTWAIT:
+            if self._timeout == 0.0 or flags & _DONTWAIT:
                 raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
             left = None if deadline is None else deadline - world.now
             if left is not None and left <= 0:
                 raise TimeoutError("timed out")
             task = world.running()
-            self.watch(task)
-            world.park(f"{what} from {self.peer and self.peer.process}", left)
+            self.watch(task, real_select.POLLIN)
+            world.park((what, "from", self.peer and self.peer.process), left)
             self.unwatch(task)
 
     # -- delivery ---------------------------------------------------------------------------

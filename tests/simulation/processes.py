@@ -187,7 +187,7 @@ class Process:
 
     def hang(self) -> None:
         """Stop the main thread for good: the other threads go on."""
-        self._main.is_frozen = True
+        self._main.is_frozen = self.world.has_stopped = True
 
     def signal(self, number: int) -> None:
         """Deliver a signal."""
@@ -197,7 +197,7 @@ class Process:
         if number == 0:
             return  # somebody asks whether it runs
         if number == real_signal.SIGSTOP:
-            self.is_stopped = True
+            self.is_stopped = self.world.has_stopped = True
         elif number == real_signal.SIGCONT:
             self.is_stopped = False
         elif number == real_signal.SIGKILL or handler is real_signal.SIG_DFL:

@@ -28,7 +28,7 @@ from horovod.torch.ops.shortcuts import shorten
 
 Tensor = torch.Tensor
 
-SMALL = 16 * 1024  # bytes of a tensor for which a copy costs less than a request
+SMALL = 16 * 1024  # bytes in host memory of which a copy costs less than a request
 _library: Any = torch.library.Library("horovod", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 _FACTORS = "str? name, int op, float prescale_factor, float postscale_factor, int process_set"
@@ -126,8 +126,10 @@ def _allreduce_again(
     postscale_factor: float,
     process_set: int,
 ) -> bool:
-    """Reduce a small tensor the shortest way, if one like it went before under this name."""
-    if len(tensors) != 1 or tensors[0].nbytes > SMALL or name not in runtime.prepared:
+    """Reduce a copy of a tensor the shortest way, if one like it went before under this name."""
+    if len(tensors) != 1 or name not in runtime.prepared:
+        return False
+    if tensors[0].is_cpu and tensors[0].nbytes > SMALL:
         return False
     outputs[0].copy_(tensors[0])
     factors = prescale_factor, postscale_factor
