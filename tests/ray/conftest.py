@@ -1,7 +1,8 @@
 """A Ray cluster of three nodes on this machine, where Ray is installed; else nothing is collected.
 
 The nodes' CPUs are numbers that Ray counts with, and have nothing to do with the machine's. All of
-Ray's files are in a temporary directory.
+Ray's files are in a temporary directory. Workers are forked (`forked_worker`), and so are most
+programs that connect; `test_addresses` has nodes whose workers are started as Ray does it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.forked_python import forked_python
+from tests.rank_process import PRELOAD
+from tests.ray import forked_worker
+
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
 collect_ignore_glob = [] if HAS_RAY else ["test_*.py"]
@@ -36,6 +41,8 @@ os.environ.update(
         "RAY_worker_register_timeout_seconds": f"{_SECONDS}",
         "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": f"{_SECONDS}",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{_SECONDS}",
+        # Else ray.init() waits for workers with the GIL held, and nobody serves `forked_worker`.
+        "RAY_prestart_worker_first_driver": "0",
         "RAY_worker_niceness": "0",  # else 15: beside anything that is busy they stand still
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -58,8 +65,15 @@ def ray_files() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+# Before the fork server starts: what Ray, Ray Train and the examples import. Ray itself reads the
+# variables of a worker when it is imported, so it cannot be there.
+PRELOAD += ["horovod.runner.api", "google.protobuf.reflection", "jsonschema", "requests", "yaml"]
+PRELOAD += ["pyarrow.parquet", "pandas", "fsspec", "pydantic", "rich.layout", "sklearn.datasets"]
+
+
 def add_node(cluster: Any, **how: Any) -> Any:
     """Add a node, and again if it was too slow for Ray: it has 30 s, whatever the machine does."""
+    how = {"setup_worker_path": forked_worker.__file__, **how}
     me = psutil.Process()
     for attempt in range(_ATTEMPTS):
         head, workers, others = cluster.head_node, set(cluster.worker_nodes), set(me.children())
@@ -102,6 +116,7 @@ def cluster(ray_files: str) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
+    os.environ[forked_worker.SOCKET] = str(Path(forked_python()[0]).with_name("socket"))
     port = _port()
     head = {"num_cpus": 8, "include_dashboard": False, "ray_client_server_port": port}
     head["resources"] = {"node:left": 1, "node:right": 1}  # it can stand for two hosts

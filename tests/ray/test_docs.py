@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import blocks, check_links
+from tests.forked_python import forked_python
 from tests.ray.conftest import ROOT
 
 pytestmark = pytest.mark.timeout(900)
@@ -30,7 +30,7 @@ def test_each_block_is_a_program_that_runs(cluster: Any, tmp_path: Path):
         folder.mkdir()
         (folder / "program.py").write_text(text)
         done = subprocess.run(
-            [sys.executable, "program.py"],
+            [*forked_python(), "program.py"],
             cwd=folder,
             env={**os.environ, "RAY_ADDRESS": cluster.address},
             capture_output=True,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.forked_python import forked_python
 from tests.ray.conftest import ROOT
 
 pytestmark = pytest.mark.timeout(900)
@@ -20,7 +20,7 @@ EXAMPLES = ROOT / "examples" / "ray"
 
 def run(cluster: Any, script: str, *options: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), "--address", cluster.address, *options],
+        [*forked_python(), str(EXAMPLES / script), "--address", cluster.address, *options],
         capture_output=True,
         text=True,
         timeout=800,

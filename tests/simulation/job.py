@@ -8,7 +8,8 @@ What is checked, after every event that it speaks of:
 - a worker never goes back behind a commit that was announced to it, and what was committed gets
   lost only with a worker that has it: not when all of them leave in order;
 - no generation has fewer workers than the minimum, and without faults there is one, with all;
-- no thread ends with an error, and no worker with one that does not say that it cannot go on;
+- no thread ends with an error, and no worker with one that does not say that it cannot go on, or
+  with a status that blames its program;
 - nobody commits in a generation when a newer one has committed;
 - the model of an epoch's end has seen every sample once, and at most as many twice as the sampler
   repeats to give all ranks equally many;
@@ -110,7 +111,7 @@ class Cluster:
         if not driver.is_gone:
             waits = {
                 str(process): [
-                    f"{task.name}: {task.waiting_for}"
+                    f"{task.name}: {task.describe_wait()}"
                     for task in self.world._tasks
                     if task.process is process and not task.is_done
                 ]
@@ -177,11 +178,12 @@ class Cluster:
             self.hosts[host].lose_power()
             later(fault.seconds, self.hosts[host].boot)
         elif fault.kind.startswith("cut"):
-            for source, target in self._links_to_cut(fault, host):
-                network.cut(source, target)
+            for pair in self._links_to_cut(fault, host):
+                spares = fault.kind == "cut from the store"
+                network.cut(*pair, spares_agents=spares)
                 later(
                     fault.seconds,
-                    lambda source=source, target=target: network.heal(source, target),  # type: ignore[misc]
+                    lambda pair=pair, spares=spares: network.heal(*pair, spares_agents=spares),  # type: ignore[misc]
                 )
         elif fault.kind == "slow network":
             network.set_delay(host, 0.3)
@@ -202,6 +204,12 @@ class Cluster:
                 worker.signal(signal.SIGSTOP)
             else:
                 worker.hang()
+            if self._phase == "ending":
+                self._end_by_hand(worker)
+
+    def _end_by_hand(self, worker: Process) -> None:
+        """Let a person end a worker that hangs after its last step, when nobody waits for it."""
+        self.world.later(_LONGEST_HANG, lambda: worker.signal(signal.SIGKILL))
 
     def _links_to_cut(self, fault: Fault, host: str) -> list[tuple[str, str]]:
         """Return from where to where nothing passes."""
@@ -240,8 +248,8 @@ class Cluster:
             self._phase = "training"
         elif event in ("done", "end"):
             self._phase = "ending"
-            for worker in self._hanging:  # if it hangs after its last step, a person ends it
-                self.world.later(_LONGEST_HANG, lambda each=worker: each.signal(signal.SIGKILL))  # type: ignore[misc]
+            for worker in self._hanging:
+                self._end_by_hand(worker)
 
     # -- processes ----------------------------------------------------------------------------
 

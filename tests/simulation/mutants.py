@@ -275,7 +275,7 @@ MUTANTS = (
         "a decision without a worker does not break the generation",
         "new",
         _MEMBERSHIP,
-        "        self.on_break(generation.broken, generation)",
+        "        self.on_break(generation.broken or decision.reason, generation)",
         "",
     ),
     Mutant(

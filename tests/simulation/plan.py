@@ -7,7 +7,7 @@ import json
 import random
 from dataclasses import dataclass, field
 
-VERSION = 3
+VERSION = 5
 """Counted up when a seed means another job than before."""
 
 KINDS = (
@@ -22,6 +22,7 @@ KINDS = (
     "cut from the launcher",
     "cut between hosts",
     "cut from everything",
+    "cut from the store",
     "slow network",
     "discovery fails",
     "discovery is late",
@@ -60,7 +61,7 @@ class Plan:
     batch: int = 1  # samples of a rank in a step
     uses_sets: bool = False
     uses_join: bool = False
-    elastic_timeout: float = 600.0
+    elastic_timeout: float = 360.0  # seconds; longer than all faults of a plan together
     stall_shutdown: float = 100.0  # seconds; without it nobody notices a program that hangs
 
     @property
@@ -87,7 +88,7 @@ class Plan:
         hosts = num_hosts or draw.randint(1, 4)
         slots = draw.randint(1, 2)
         epochs, batch = draw.randint(1, 3), draw.randint(1, 3)
-        steps, pace = draw.randint(6, 20), draw.choice([0.05, 0.5, 2.0, 5.0])
+        steps, pace = draw.randint(4, 12), draw.choice([0.05, 0.5, 2.0, 5.0])
         length = steps * pace + 10.0
         count = draw.randint(0, 10) if num_faults < 0 else num_faults
         faults = sorted(

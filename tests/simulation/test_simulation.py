@@ -130,6 +130,7 @@ def test_hosts_that_are_lost_after_training_fail_the_job_and_are_named():
 def test_a_job_without_faults(plan: Plan):
     result = simulate(plan)
     assert (result.problem, result.status, result.generations) == ("", 0, 1), result.story()
+    assert result.decisions == ["start"]
 
 
 def test_the_same_seed_gives_the_same_events():
