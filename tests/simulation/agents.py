@@ -116,9 +116,12 @@ class Tools:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.plan = cluster.plan
+        self.disk = cluster.disk
         self.process: Any = None
 
     def note(self, text: str) -> None:
+        if self.disk is not None:
+            text = text.replace(str(self.disk.path), "disk")
         self._cluster.world.note(f"{self.process.name if self.process else '?'}: {text}")
 
     def check_error(self, error: BaseException) -> None:

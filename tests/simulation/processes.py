@@ -251,6 +251,11 @@ class _Os:
     def __getattr__(self, name: str) -> Any:
         return getattr(real_os, name)
 
+    def fsync(self, descriptor: int) -> None:
+        world = self._process.world
+        world.park("the disk", world.random.uniform(0.001, 0.2))
+        self._process.tools.disk.sync(descriptor)
+
     def getpid(self) -> int:
         return self._process.pid
 
