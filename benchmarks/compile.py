@@ -36,7 +36,7 @@ MODELS = {"cpu": ["mlp", "transformer"], "cuda": ["mlp", "gpt"]}
 LIBRARIES = ["ours", "ddp", "plain"]
 CONTENDERS = [*LIBRARIES, *(f"{library} eager" for library in LIBRARIES)]
 PAIRS = [("ddp", "ours"), ("plain", "ours"), ("ddp eager", "ours eager")]
-OPERATORS = ["in place", "in place eager", "new", "new eager"]
+OPERATORS = ["in place", "in place eager", "new", "new eager", "nothing"]
 HOW = ["model", "step", "optimizer", "compiled autograd", "reduce-overhead"]
 WANTED = 1.0  # times as fast as DDP with the same torch.compile
 MOST = 15.0  # microseconds that the operator may take beside the eager call
@@ -144,6 +144,10 @@ def show_operator(samples: Samples) -> float:
         differences.append(median(a - b for a, b in pairs))
         compiled, eager = (median(values) for values in zip(*pairs, strict=True))
         print(f"  {form:8}  {compiled:7.1f}  {eager:7.1f}  {differences[-1]:7.1f}")
+    nothing = median(samples["nothing"])
+    print(
+        f"  an operator with the same arguments that does nothing, in compiled code: {nothing:.1f}"
+    )
     return max(differences)
 
 

@@ -96,7 +96,8 @@ class Bench:
             "configuration": configuration,
             "seed": seed,
             "local_steps": options.local_steps,
-            "warmup": options.steps // 10 // options.local_steps * options.local_steps,
+            # Ordinary steps at first, about as large a part as in the paper that proposed DiLoCo.
+            "warmup": options.steps // 4 // options.local_steps * options.local_steps,
             "evaluate": min(evaluate, options.steps),
             "result": str(self._result(configuration, seed)),
         }

@@ -36,14 +36,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sections", nargs="+", default=["speed", "allreduce", "quality"])
     parser.add_argument("--hosts", type=int, default=2, help="hosts, with one rank each (2)")
-    parser.add_argument("--links", nargs="+", default=["1gbit", "100mbit"])
+    parser.add_argument("--links", nargs="+", default=["1gbit", "100mbit/20ms"])
     parser.add_argument("--loopback", action="store_true", help="make no hosts, limit no links")
     parser.add_argument("--models", nargs="+", default=["mlp", "resnet18", "transformer"])
     parser.add_argument("--contenders", nargs="+", help="those of every section, if it has them")
     parser.add_argument("--local-steps", type=int, default=50, metavar="H")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (5)")
     parser.add_argument("--sizes", nargs="+", type=int, default=[16 << 20, 100 << 20])
-    parser.add_argument("--tasks", nargs="+", default=["digits", "text"])
+    parser.add_argument("--tasks", nargs="+", default=["digits", "pictures", "text"])
     parser.add_argument("--steps", type=int, default=1000, help="steps of a training (1000)")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each contender (3)")
     parser.add_argument("--timeout", type=positive, default=3600.0, metavar="SECONDS")
@@ -65,46 +65,65 @@ class Bench:
         program = [sys.executable, "-m", "benchmarks.local_steps_rank", text]
         return self.hosts.commands(program, FLAT, per_host=1)
 
+    def _output(self, name: str) -> Path:
+        """The folder for what the ranks of a job print."""
+        return self.folder / name.replace("/", " ")
+
     def _chosen(self, everybody: list[str]) -> list[str]:
         wanted = self.options.contenders
         return [one for one in everybody if wanted is None or one in wanted]
 
     def _take_turns(self, jobs: dict[str, Group], order: dict[str, Any]) -> dict[str, list[Any]]:
-        """What the slowest rank of each contender found, round by round."""
+        """What the slowest rank of each contender found, and the longest wait of all its ranks."""
         found: dict[str, list[Any]] = {name: [] for name in jobs}
         names = list(jobs)
         for _ in range(self.options.rounds):
             for name in names:
                 start = time.monotonic() + HEAD_START
                 answers = jobs[name].ask({**order, "start": start})
-                found[name].append(max(answers, key=lambda answer: answer["ms"]))
+                slowest = max(answers, key=lambda answer: answer["ms"])
+                wait = max(answer["wait"] for answer in answers)
+                found[name].append({**slowest, "wait": wait})
             names.append(names.pop(0))  # nobody is always the first
         return found
 
     def speed(self, link: str, model: str) -> None:
         """Contenders train the same model in turns of H steps, so that each has synchronised."""
         steps = self.options.local_steps
-        table = [[f"{model}, {link}", "ms/step", "speed", "bytes/step", "longest step"]]
+        table = [
+            [f"{model}, {link}", "ms/step", "CPU ms/step", "speed", "bytes/step", "longest wait"]
+        ]
         with ExitStack() as opened:
             jobs = {}
             for name in self._chosen(SPEED):
                 commands = self._commands(model=model, contender=name, local_steps=steps)
-                output = self.folder / f"{name}, {model}, {link}"
+                output = self._output(f"{name}, {model}, {link}")
                 jobs[name] = opened.enter_context(group(commands, output))
             found = self._take_turns(jobs, {"do": "turn", "steps": steps})
         for name, turns in found.items():
             pairs = zip(found.get("plain", turns), turns, strict=True)
             ratio = median(plain["ms"] / own["ms"] for plain, own in pairs)
-            ms, nbytes, longest = (
-                median(turn[key] for turn in turns) for key in ("ms", "bytes", "longest")
+            ms, cpu, nbytes = (
+                median(turn[key] for turn in turns) for key in ("ms", "cpu", "bytes")
             )
-            table.append([name, f"{ms:.2f}", f"{ratio:.2f}", f"{nbytes:,.0f}", f"{longest:.1f}x"])
-            self._note("speed", link, model, name, ms=ms, ratio=ratio, bytes=nbytes)
+            longest = max(turn["wait"] for turn in turns)
+            table.append(
+                [
+                    name,
+                    f"{ms:.2f}",
+                    f"{cpu:.2f}",
+                    f"{ratio:.2f}",
+                    f"{nbytes:,.0f}",
+                    f"{longest:.2f} steps",
+                ]
+            )
+            found_here = {"ms": ms, "cpu": cpu, "ratio": ratio, "bytes": nbytes, "wait": longest}
+            self._note("speed", link, model, name, **found_here)
         self._show(table)
 
     def allreduce(self, link: str) -> None:
         table = [[f"allreduce, {link}", "none", "bf16", "fp8", "int8", "fp8 against bf16"]]
-        with group(self._commands(), self.folder / f"allreduce, {link}") as job:
+        with group(self._commands(), self._output(f"allreduce, {link}")) as job:
             for nbytes in self.options.sizes:
                 found: dict[str, list[float]] = {name: [] for name in table[0][1:5]}
                 for _ in range(self.options.rounds + 1):
@@ -126,22 +145,28 @@ class Bench:
 
     def quality(self, task: str) -> None:
         options = self.options
-        table = [[f"{task}, H={options.local_steps}", "loss", "against every step", "seeds"]]
-        finals: dict[str, list[float]] = {}
+        titles = ["loss", "against every step", "accuracy", "difference", "accuracies"]
+        table = [[f"{task}, H={options.local_steps}", *titles]]
+        finals: dict[str, list[tuple[float, float]]] = {}  # loss and accuracy with each seed
         for name in self._chosen(QUALITY):
-            with group(self._commands(), self.folder / f"{name}, {task}") as job:
+            with group(self._commands(), self._output(f"{name}, {task}")) as job:
                 for seed in range(options.seeds):
                     order = {"do": "quality", "task": task, "contender": name, "seed": seed}
                     order |= {"local_steps": options.local_steps, "steps": options.steps}
                     curve = job.ask(order)[0]
                     finals.setdefault(name, []).append(curve[-1])
-                    for place, loss in enumerate(curve):
-                        self._note("quality", "", task, name, seed=seed, point=place, loss=loss)
-        usual = mean(finals["every"]) if "every" in finals else float("nan")
-        for name, losses in finals.items():
-            texts = " ".join(f"{loss:.4f}" for loss in losses)
-            change = f"{100 * (mean(losses) / usual - 1):+.1f} %"
-            table.append([name, f"{mean(losses):.4f}", change, texts])
+                    for point, (loss, accuracy) in enumerate(curve):
+                        found = {"seed": seed, "point": point, "loss": loss, "accuracy": accuracy}
+                        self._note("quality", "", task, name, **found)
+        means = {
+            name: tuple(mean(values) for values in zip(*found, strict=True))
+            for name, found in finals.items()
+        }
+        usual_loss, usual = means.get("every", (float("nan"), float("nan")))
+        for name, (loss, accuracy) in means.items():
+            row = [name, f"{loss:.4f}", f"{100 * (loss / usual_loss - 1):+.1f} %"]
+            row += [f"{100 * accuracy:.2f} %", f"{100 * (accuracy - usual):+.2f} %"]
+            table.append([*row, " ".join(f"{100 * each:.1f}" for _, each in finals[name])])
         self._show(table)
 
     def _note(self, section: str, link: str, item: str, contender: str, **found: Any) -> None:

@@ -13,8 +13,9 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
+from benchmarks.delayed_switch import DelayedSwitch
 from benchmarks.processes import Commands, free_port, torchrun_environment
 from horovod.common.topology import Slot
 from tests.hosts import INTERFACE, USER_PORT, Hosts, available, host_address, host_of, plan
@@ -32,7 +33,7 @@ class Network(ABC):
 
     @abstractmethod
     def limit(self, link: str) -> None:
-        """Let every host send no faster than that, e.g. 1gbit."""
+        """Let every host send no faster than that, e.g. 1gbit, or 100mbit/20ms with a latency."""
 
     @abstractmethod
     def _master(self) -> tuple[str, int]:
@@ -73,10 +74,20 @@ class NameSpaces(Network):
         super().__init__(hosts.count)
         self._hosts = hosts
         self._ports = itertools.count(USER_PORT)  # nobody else is there
+        self._switch: DelayedSwitch | None = None
 
     def limit(self, link: str) -> None:
+        rate, _, latency = link.partition("/")
         for host in range(self.hosts):
-            self._hosts.limit(host, None if link == UNLIMITED else link)
+            self._hosts.limit(host, None if rate == UNLIMITED else rate)
+        if latency and self._switch is None:
+            self._switch = DelayedSwitch([self._hosts.unplug(host) for host in range(self.hosts)])
+        if self._switch is not None:
+            self._switch.delay = float(latency.removesuffix("ms") or 0) / 1000
+
+    def close(self) -> None:
+        if self._switch is not None:
+            self._switch.close()
 
     def _master(self) -> tuple[str, int]:
         return host_address(0), next(self._ports)
@@ -125,8 +136,8 @@ def network(hosts: int, without: str | None) -> Iterator[Network]:
     if without is not None:
         yield Loopback(hosts, without)
         return
-    with Hosts(hosts) as made:
-        yield NameSpaces(made)
+    with Hosts(hosts) as made, closing(NameSpaces(made)) as spaces:
+        yield spaces
 
 
 def cores() -> int:

@@ -44,6 +44,9 @@ _CLONE_NEWUTS = 0x04000000
 _CLONE_NEWNET = 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _MNT_DETACH = 2
+_ETH_P_ALL, _SOL_PACKET, _PACKET_VNET_HDR = 3, 263, 15
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
+_PORT_BUFFER = 32 << 20  # bytes
 
 
 @functools.cache
@@ -114,6 +117,24 @@ class Hosts:
         """Let the host send no faster than `rate`, such as 1gbit; None: as fast as it can."""
         how = "noqueue" if rate is None else f"tbf rate {rate} burst 512kb latency 100ms"
         self._hosts[host].tc(f"qdisc replace dev {self.interfaces[host]} root {how}")
+
+    def unplug(self, host: int) -> socket.socket:
+        """Take the host off the bridge, and return a socket for all its packets, to a switch.
+
+        Each packet begins with its virtio header, so that the kernel need not cut it.
+        """
+        port = f"port{host}"
+
+        def opened() -> socket.socket:
+            packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
+            packets.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+            for option in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):
+                packets.setsockopt(socket.SOL_SOCKET, option, _PORT_BUFFER)
+            packets.bind((port, _ETH_P_ALL))
+            return packets
+
+        self._switch.ip(f"link set {port} nomaster")
+        return self._switch.do(opened)
 
     def popen(self, host: int, command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
         """Start a program on the host."""

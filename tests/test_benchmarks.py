@@ -592,8 +592,9 @@ def test_the_report_about_compiled_steps(capsys: pytest.CaptureFixture[str]):
     samples = times | {f"{name} eager": values for name, values in times.items()}
     assert compile_benchmark.show_steps("title", samples) == 1.5
     calls = {"in place": [20.0, 30.0], "new": [40.0, 40.0]}
-    calls |= {"in place eager": [12.0, 22.0], "new eager": [50.0, 30.0]}
+    calls |= {"in place eager": [12.0, 22.0], "new eager": [50.0, 30.0], "nothing": [9.0, 11.0]}
     assert compile_benchmark.show_operator(calls) == 8.0
     printed = capsys.readouterr().out
     assert re.search(r"exposed, ours +1\.00 ms +1\.00 ms", printed)
     assert "ddp / ours: 1.500" in printed
+    assert "in compiled code: 10.0" in printed

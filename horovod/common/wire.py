@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import hmac
 import json
 import secrets
@@ -47,6 +46,7 @@ _TAG_BYTES = 32
 _HELLO = _MAGIC + bytes([VERSION])
 _LENGTHS = struct.Struct("!II")
 _SEQUENCE = struct.Struct("!Q")
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _RECEIVE_BYTES = 1 << 18
 _LONGEST_WAIT = 2e6  # seconds; the operating system takes no more than 24 days
 
@@ -97,10 +97,7 @@ class Message:
 
 def _mac(key: bytes, *parts: bytes | bytearray | memoryview) -> bytes:
     """Return the HMAC of some bytes."""
-    mac = hmac.new(key, digestmod=hashlib.sha256)
-    for part in parts:
-        mac.update(part)
-    return mac.digest()
+    return hmac.digest(key, b"".join(parts), "sha256")
 
 
 class Session:
@@ -174,7 +171,7 @@ class Session:
         """
         if not self.established:
             raise WireError("no message can be sent before the handshake is complete")
-        text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+        text = _encode(header).encode()
         if len(text) + len(body) > self._max_frame:
             raise ValueError(
                 f"a message of {len(text) + len(body)} bytes is larger than the limit of "
@@ -269,12 +266,12 @@ class Session:
             expected = _mac(self._receive_key, _SEQUENCE.pack(self._received), view[:end])
             if not hmac.compare_digest(expected, bytes(view[end : end + _TAG_BYTES])):
                 raise WireError("a frame failed authentication: damaged, repeated or forged")
-            text = bytes(view[_LENGTHS.size : _LENGTHS.size + header_length])
+            text = view[_LENGTHS.size : _LENGTHS.size + header_length].tobytes()
             body = bytes(view[_LENGTHS.size + header_length : end])
         del self._input[: end + _TAG_BYTES]
         self._received += 1
         try:
-            header = json.loads(text)
+            header = json.loads(text.decode())
         except (ValueError, RecursionError):
             raise WireError("a frame's header is not JSON") from None
         if not isinstance(header, dict):

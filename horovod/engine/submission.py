@@ -170,12 +170,11 @@ def _checked(collective: Collective, tensors: Sequence[torch.Tensor], group: Gro
 
 
 def _is_plain_on_device(request: Request) -> bool:
-    """Return whether it is one tensor on a device, to be reduced in place."""
+    """Return whether it is one tensor on a device, which is reduced as it is."""
     tensors = request.tensors
     return (
         len(tensors) == 1
         and not tensors[0].is_cpu
-        and tensors is request.outputs
         and request.reduction.prescale_factor == 1.0
         and request.reduction.op is not ReduceOp.ADASUM
     )

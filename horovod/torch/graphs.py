@@ -22,6 +22,7 @@ from horovod.common.topology import Topology
 from horovod.engine.execution.capture import GraphCapture, shown_to
 from horovod.engine.execution.lane import Lane
 from horovod.engine.runtime import runtime
+from horovod.transport.device.farewells import none_under_way
 
 __all__ = ["GraphedStep", "graphed"]
 
@@ -142,7 +143,7 @@ class GraphedStep(Generic[R]):
         args, kwargs = tree_unflatten(self._inputs, form)
         graph = torch.cuda.CUDAGraph()
         with (
-            _no_garbage_collection(),
+            _nothing_else_ends(),
             shown_to(self._capture, is_on=True),
             torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
         ):
@@ -202,8 +203,8 @@ class GraphedStep(Generic[R]):
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Collect garbage now, and none inside the block.
+def _nothing_else_ends() -> Iterator[None]:
+    """Collect garbage now, wait for what ends with it, and let nothing end inside the block.
 
     The end of another graph or communicator, which the collector may find at any time, calls the
     driver in ways that end a capture with an error.
@@ -212,7 +213,8 @@ def _no_garbage_collection() -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with none_under_way():
+            yield
     finally:
         if was_enabled:
             gc.enable()

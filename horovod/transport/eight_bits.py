@@ -21,13 +21,13 @@ ROW = BLOCK + torch.float32.itemsize  # bytes
 FP8 = torch.float8_e4m3fn
 LARGEST: dict[torch.dtype, float] = {torch.int8: 127.0, FP8: 448.0}
 
-_IN_CACHE = 1024  # rows that are worked on at a time: more would leave the second-level cache
-# An e4m3 number is the leading bits of a float16, but for the bias of the exponent.
-_ABOVE_MANTISSA = 7
-_WITHOUT_BIT_14 = -16385
+_IN_CACHE = 512  # rows that are worked on at a time: more would leave the second-level cache
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # smaller ones have too few bits
+# An e4m3 number is the leading bits of a float16, but for the bias of the exponent. Constants are
+# tensors because torch would make one of a number each time.
+_TO_FLOAT16 = torch.tensor(1 << 7, dtype=torch.int16)
+_WITHOUT_BIT_14 = torch.tensor(-16385, dtype=torch.int16)
 _BIAS = 256.0
-
-_memory = threading.local()
 
 
 def is_coded(wire: torch.dtype | None) -> TypeGuard[torch.dtype]:
@@ -49,54 +49,71 @@ def in_blocks(flat: Tensor) -> Tensor:
     return wide.view(-1, BLOCK)
 
 
-def encode(blocks: Tensor, rows: Tensor, kind: torch.dtype) -> None:
-    """Write blocks of float32 into rows of bytes. The scale of a block with inf or NaN is such."""
-    step = _step(blocks)
-    for start in range(0, len(blocks), step):
-        some, target = blocks[start : start + step], rows[start : start + step]
-        numbers = _scratch(some, torch.float32)
-        scales = torch.abs(some, out=numbers).amax(1, keepdim=True).div_(LARGEST[kind])
-        # Dividing is exact where multiplying by a reciprocal is not: 127 scales stay 127.
-        torch.div(some, torch.where(scales > 0, scales, 1.0), out=numbers)
-        if kind is torch.int8:
-            numbers.round_().clamp_(-127, 127).nan_to_num_(0.0)
-        target[:, :BLOCK].view(kind).copy_(numbers)
-        target[:, BLOCK:] = scales.view(torch.uint8)
+class _Scratch(threading.local):
+    """Memory of one thread for the rows that it works on: fresh memory would cost more time."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.empty(_IN_CACHE, BLOCK)
+        self.halves = torch.empty(_IN_CACHE, BLOCK, dtype=torch.float16)
+        self.bits = self.halves.view(torch.int16)
 
 
-def decode(
-    rows: Tensor, blocks: Tensor, kind: torch.dtype, add: bool = False, factor: float = 1.0
-) -> None:
-    """Write the numbers of rows, times `factor`, into blocks of float32, or `add` them to these."""
-    step = _step(blocks)
-    for start in range(0, len(rows), step):
-        some, target = rows[start : start + step], blocks[start : start + step]
-        scales = some[:, BLOCK:].contiguous().view(torch.float32)
-        numbers: Tensor = some[:, :BLOCK].view(torch.int8)
-        if kind is not torch.int8:  # torch converts float8 ten times slower than float16
-            bits = _scratch(target, torch.int16).copy_(numbers)
-            bits.bitwise_left_shift_(_ABOVE_MANTISSA).bitwise_and_(_WITHOUT_BIT_14)
-            numbers = bits.view(torch.float16)
-            scales = scales * _BIAS
-        if factor != 1.0:
-            scales = scales * factor
-        if add:
-            target.add_(_scratch(target, torch.float32).copy_(numbers).mul_(scales))
-        else:
-            target.copy_(numbers).mul_(scales)
+_scratch = _Scratch()
 
 
-def _scratch(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory of this thread in the shape of `like`: fresh memory would cost more than the work."""
-    if not like.is_cpu:
-        return torch.empty_like(like, dtype=dtype)
-    memory: Tensor | None = getattr(_memory, str(dtype), None)
-    if memory is None:
-        memory = torch.empty(_IN_CACHE, BLOCK, dtype=dtype)
-        setattr(_memory, str(dtype), memory)
-    return memory[: len(like)]
+class Rows:
+    """Rows of 8-bit numbers, and the views of them that coding needs.
+
+    Making the views takes nearly as long as coding, so keep this object with the memory.
+
+    Args:
+        memory: The rows, as bytes.
+        kind: The 8-bit type.
+    """
+
+    def __init__(self, memory: Tensor, kind: torch.dtype) -> None:
+        self._kind = kind
+        self._largest = torch.tensor(LARGEST[kind])
+        # On a device all rows are worked on at once.
+        self._step = _IN_CACHE if memory.is_cpu else max(1, len(memory))
+        codes, words = memory[:, :BLOCK], memory.view(torch.float32)
+        self._codes = torch.split(codes.view(kind), self._step)
+        self._bits = torch.split(codes.view(torch.int8), self._step)
+        self._scales = torch.split(words[:, BLOCK // torch.float32.itemsize :], self._step)
+
+    def encode(self, blocks: Tensor) -> None:
+        """Write blocks of float32 into the rows. The scale of one with inf or NaN is such."""
+        parts = torch.split(blocks, self._step)
+        for part, codes, scales in zip(parts, self._codes, self._scales, strict=True):
+            numbers = _like(part, _scratch.numbers)
+            torch.amax(torch.abs(part, out=numbers), 1, True, out=scales)
+            scales.div_(self._largest).clamp_min_(_SMALLEST_SCALE)
+            # Dividing is exact where multiplying by a reciprocal is not: 127 scales stay 127.
+            torch.div(part, scales, out=numbers)
+            codes.copy_(numbers.round_() if self._kind is torch.int8 else numbers)
+
+    def decode(self, blocks: Tensor, add: bool = False, factor: float = 1.0) -> None:
+        """Write the numbers, times `factor`, into blocks of float32, or `add` them to these."""
+        is_float = self._kind is not torch.int8
+        scaling = torch.tensor(factor * _BIAS if is_float else factor)
+        parts = torch.split(blocks, self._step)
+        for part, codes, scales in zip(parts, self._bits, self._scales, strict=True):
+            numbers = _like(part, _scratch.numbers)
+            if is_float:  # torch converts float8 ten times slower than float16
+                bits = _like(part, _scratch.bits)
+                bits.copy_(codes).mul_(_TO_FLOAT16).bitwise_and_(_WITHOUT_BIT_14)
+                numbers.copy_(_scratch.halves if bits is _scratch.bits else bits.view(torch.half))
+            else:
+                numbers.copy_(codes)
+            scales = torch.mul(scales, scaling)
+            if add:
+                part.addcmul_(numbers, scales)
+            else:
+                torch.mul(numbers, scales, out=part)
 
 
-def _step(blocks: Tensor) -> int:
-    """Return how many blocks to work on at a time; on a device, all."""
-    return _IN_CACHE if blocks.is_cpu else max(1, len(blocks))
+def _like(part: Tensor, scratch: Tensor) -> Tensor:
+    """Return scratch memory in the shape of a part and on its device."""
+    if part.is_cpu:
+        return scratch if len(part) == _IN_CACHE else scratch[: len(part)]
+    return torch.empty_like(part, dtype=scratch.dtype)

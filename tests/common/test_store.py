@@ -72,6 +72,19 @@ def test_get_waits_for_a_counter(store: Store) -> None:
     assert values == [b"3"]
 
 
+def test_the_first_key_that_has_a_value(store: Store) -> None:
+    found: list[tuple[str, bytes]] = []
+    thread = threading.Thread(target=lambda: found.append(store.get_any(["a", "b", "c"], LONG)))
+    thread.start()
+    store.set("b", b"2")
+    thread.join(LONG)
+    store.set("a", b"1")
+    found.append(store.get_any(["c", "a", "b"], LONG))
+    assert found == [("b", b"2"), ("a", b"1")]
+    with pytest.raises(TimeoutError, match="missing"):
+        store.get_any(["missing", "neither"], SHORT)
+
+
 def test_add(store: Store) -> None:
     assert store.add("n", 5) == 5
     assert store.add("n", -7) == -2

@@ -131,6 +131,50 @@ def test_compression(gpus: GpuPools, job: str, name: str):
         assert bias == -3.0 * size_of(job)
 
 
+# -- torch.compile ------------------------------------------------------------------------------
+
+
+def compiled(mode: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Train with a compiled step and with the same step as it is; the weights of both."""
+    device = own_device()
+
+    def make_step() -> tuple[nn.Module, Callable[[Tensor], None]]:
+        torch.manual_seed(0)
+        # Odd sizes: a gradient that followed the one before at once would not be aligned.
+        model = nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 7)).to(device)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters()
+        )
+
+        def step(batch: Tensor) -> None:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+        return model, step
+
+    (model, step), (reference, plain_step) = make_step(), make_step()
+    generator = torch.Generator().manual_seed(hvd.rank())
+    batches = [torch.randn(16, 20, generator=generator).to(device) for _ in range(6)]
+    step(batches[0])  # so that there are momenta, which no CUDA graph may own
+    torch._dynamo.reset()
+    fast_step = torch.compile(step, mode=mode)
+    for batch in batches[1:]:
+        fast_step(batch)
+    for batch in batches:
+        plain_step(batch)
+    return weights_of(model), weights_of(reference)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_step(gpus: GpuPools, mode: str):
+    results = gpus.run("2 ranks", compiled, mode, timeout=180)
+    for weights, expected in results:
+        assert all(map(torch.equal, weights, results[0][0]))
+        for one, other in zip(weights, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 # -- accumulation -------------------------------------------------------------------------------
 
 

@@ -6,9 +6,12 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
+from contextlib import closing
 
 import pytest
 
+from benchmarks.network_hosts import NameSpaces
 from tests.hosts import LAUNCHER, Hosts, host_address, host_name, plan
 from tests.ranks import listen, tell
 
@@ -114,3 +117,38 @@ def test_a_link_has_the_rate_that_it_is_given(hosts: Hosts):
     assert b"rate 1Gbit" in shown()
     hosts.limit(1, None)
     assert b"rate" not in shown()
+
+
+_ECHO = """
+import socket, sys
+with socket.create_server((sys.argv[1], 29400)) as server:
+    print("ready", flush=True)
+    connection = server.accept()[0]
+    while data := connection.recv(1 << 16):
+        connection.sendall(data)
+"""
+_ASK = """
+import socket, sys, time
+began = time.monotonic()
+with socket.create_connection((sys.argv[1], 29400)) as connection:
+    print(time.monotonic() - began)
+    for number in range(8):
+        sent = bytes([number]) * 50_000
+        connection.sendall(sent)
+        assert connection.recv(len(sent), socket.MSG_WAITALL) == sent
+"""
+
+
+def test_links_between_hosts_may_take_their_time(hosts: Hosts):
+    with Hosts(2) as pair, closing(NameSpaces(pair)) as network:
+        network.limit("100mbit/30ms")
+        program = [sys.executable, "-c", _ECHO, host_address(0)]
+        server = pair.popen(0, program, stdout=subprocess.PIPE)
+        assert server.stdout is not None
+        with server, server.stdout:
+            assert server.stdout.readline() == b"ready\n"
+            program = [sys.executable, "-c", _ASK, host_address(0)]
+            with pair.popen(1, program, stdout=subprocess.PIPE) as client:
+                seconds = client.communicate(timeout=60)[0]
+    assert client.returncode == server.returncode == 0
+    assert float(seconds) >= 2 * 0.03  # there and back

@@ -9,6 +9,7 @@ import json
 import signal
 from typing import TYPE_CHECKING, Any
 
+from horovod.common.generations.decisions import DRIVER_LOST
 from tests.simulation.network import Socket
 from tests.simulation.processes import Host, Process
 
@@ -115,9 +116,12 @@ class Tools:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.plan = cluster.plan
+        self.disk = cluster.disk
         self.process: Any = None
 
     def note(self, text: str) -> None:
+        if self.disk is not None:
+            text = text.replace(str(self.disk.path), "disk")
         self._cluster.world.note(f"{self.process.name if self.process else '?'}: {text}")
 
     def check_error(self, error: BaseException) -> None:
@@ -128,6 +132,11 @@ class Tools:
         if type(error).__name__ != "HorovodInternalError" or not gave_up:
             what = f"{type(error).__name__}: {error}"
             self._cluster.breach(f"{self.process}: an error that nobody caught: {what}")
+
+    def check_status(self, code: int) -> None:
+        """Check that no program, which has no mistakes, ends with a status that blames it."""
+        if code not in (0, DRIVER_LOST):
+            self._cluster.breach(f"{self.process} ended itself with status {code}")
 
     def jitter(self) -> float:
         return self._cluster.world.random.uniform(0.5, 1.5)
@@ -142,6 +151,7 @@ class DriverTools(Tools):
         host = cluster.hosts[name]
         ours, theirs = Socket(self.process), AgentEnd(cluster, _Kernel(host))
         ours.peer, theirs.peer = theirs, ours
+        ours.of_agent = theirs.of_agent = True
         ours.setblocking(False)
         if not host.is_down:
             theirs.tell(kind="hello")
@@ -159,7 +169,8 @@ class DriverTools(Tools):
                 cluster.world.later(_KEEPALIVE, theirs.lose)  # it may never hear of that
                 return
             network = cluster.network
-            is_cut = network.is_cut(host, head) or network.is_cut(head, host)
+            pairs = (host, head), (head, host)
+            is_cut = any(network.is_cut(*pair, of_agent=True) for pair in pairs)
             silent = silent + 5.0 if is_cut or host.is_down or theirs.is_closed else 0.0
             if silent >= _KEEPALIVE:
                 ours._error = ConnectionResetError("no answer")

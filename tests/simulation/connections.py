@@ -164,12 +164,12 @@ class Poll:
         deadline = None if milliseconds is None else world.now + milliseconds / 1000
         world.pause()
         while True:
-            watched, ready = [], []
+            watched, ready = {}, []
             for fd, wanted in self._wanted.items():
                 sock = descriptors.get(fd)
                 if sock is not None:
-                    watched.append(sock)
-                    events = sock.events() & (wanted | always)
+                    watched[sock] = wanted | always
+                    events = sock.events() & watched[sock]
                     if events:
                         ready.append((fd, events))
             left = None if deadline is None else deadline - world.now
@@ -177,8 +177,8 @@ class Poll:
                 world.random.shuffle(ready)
                 return ready
             task = world.running()
-            for sock in watched:
-                sock.watch(task)
+            for sock, wanted in watched.items():
+                sock.watch(task, wanted)
             world.park("something to happen on a connection", left)
             for sock in watched:
                 sock.unwatch(task)

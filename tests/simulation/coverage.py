@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-from tests.simulation.plan import KINDS, Result
+from tests.simulation.plan import EVERYWHERE, KINDS, Result
 
 PHASES = ("starting", "forming", "training", "waiting", "ending")
 _YEAR = 365.25 * 24 * 3600
@@ -47,10 +47,10 @@ class Coverage:
         )
         yield "faults in each phase of a job:"
         yield f"  {'':26}" + "".join(f"{phase:>10}" for phase in PHASES)
-        for kind in KINDS:
+        for kind in (*KINDS, EVERYWHERE):
             counts = [self._kinds[phase, kind] for phase in PHASES]
             yield f"  {kind:26}" + "".join(f"{count or '-':>10}" for count in counts)
-        possible = len(KINDS) * (len(KINDS) + 1) // 2
+        possible = (len(KINDS) + 1) * (len(KINDS) + 2) // 2 - 1  # one kind comes only once
         yield f"pairs of faults within {_TOGETHER:g} s: {len(self._pairs)} of {possible}"
         for title, counts in (("decisions", self._decisions), ("jobs that", self._endings)):
             yield title + ":"

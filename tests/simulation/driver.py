@@ -25,7 +25,7 @@ from horovod.runner.elastic.driver import Driver
 from horovod.runner.elastic.job_state import Limits
 from horovod.runner.output.console import Console
 from horovod.runner.output.report import LaunchError, exit_status
-from horovod.runner.output.watcher import Status
+from horovod.runner.output.watcher import JobWatcher, Status
 
 _START_SECONDS = 30.0
 
@@ -173,8 +173,8 @@ class Discovery(HostDiscovery):
         return simulated.discover()
 
 
-class Events(Status):
-    """The status of the job, which is part of the story."""
+class Events(JobWatcher):
+    """The events of the job, which are part of the story."""
 
     def note(self, event: str, **details: Any) -> None:
         simulated.take_event(event, details)
@@ -196,7 +196,8 @@ def main() -> None:
             elastic_timeout=plan.elastic_timeout,
         )
         manager = HostManager(Discovery(), max_failures=1000)
-        outcome = job.run(hosts, Driver(job, hosts, limits, manager, Events(console)))
+        status = Status(console, watcher=Events())
+        outcome = job.run(hosts, Driver(job, hosts, limits, manager, status))
         hosts.close()
         job.close()
         simulated.ended(exit_status(outcome), outcome.problem)

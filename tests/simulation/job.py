@@ -6,9 +6,11 @@ What is checked, after every event that it speaks of:
 - ranks of a generation have the same model at the same step, run the same number of operations in
   it, and get the same results, which are right; with process sets, and when some have joined;
 - a worker never goes back behind a commit that was announced to it, and what was committed gets
-  lost only with a worker that has it: not when all of them leave in order;
+  lost only with a worker that has it: not when all of them leave in order; a commit that was
+  announced to be on disk is not even lost with all workers and the power of the disk;
 - no generation has fewer workers than the minimum, and without faults there is one, with all;
-- no thread ends with an error, and no worker with one that does not say that it cannot go on;
+- no thread ends with an error, and no worker with one that does not say that it cannot go on, or
+  with a status that blames its program;
 - nobody commits in a generation when a newer one has committed;
 - the model of an epoch's end has seen every sample once, and at most as many twice as the sampler
   repeats to give all ranks equally many;
@@ -29,9 +31,10 @@ from dataclasses import replace
 from typing import Any
 
 from tests.simulation.agents import AgentEnd, DriverTools, Tools
+from tests.simulation.disk import Disk
 from tests.simulation.modules import Patches, library
 from tests.simulation.network import Network
-from tests.simulation.plan import Fault, Plan, Result
+from tests.simulation.plan import EVERYWHERE, Fault, Plan, Result
 from tests.simulation.processes import Host, Process
 from tests.simulation.world import World
 
@@ -54,6 +57,9 @@ class Cluster:
         self.plan = plan
         self.world = World(plan.seed, library(patches))
         self.network = Network(self.world)
+        self.disk = Disk(self.world.random) if plan.uses_disk else None
+        self._step_on_disk = 0  # the newest that was announced to be there
+        self._outage: Fault | None = None  # that comes with the next one
         self.hosts: dict[str, Host] = {}
         self.broken = ""
         self.status: int | None = None
@@ -104,13 +110,15 @@ class Cluster:
             result.generations = len(self.formed)
             result.moments, result.decisions = self.moments, self.decisions
             self.world.close()
+            if self.disk is not None:
+                self.disk.remove()
         return result
 
     def _check_end(self, driver: Process) -> None:
         if not driver.is_gone:
             waits = {
                 str(process): [
-                    f"{task.name}: {task.waiting_for}"
+                    f"{task.name}: {task.describe_wait()}"
                     for task in self.world._tasks
                     if task.process is process and not task.is_done
                 ]
@@ -176,12 +184,17 @@ class Cluster:
         elif fault.kind == "power loss":
             self.hosts[host].lose_power()
             later(fault.seconds, self.hosts[host].boot)
+        elif fault.kind == EVERYWHERE and fault.target % 2:
+            self._outage = fault
+        elif fault.kind == EVERYWHERE:
+            self._lose_everything(fault)
         elif fault.kind.startswith("cut"):
-            for source, target in self._links_to_cut(fault, host):
-                network.cut(source, target)
+            for pair in self._links_to_cut(fault, host):
+                spares = fault.kind == "cut from the store"
+                network.cut(*pair, spares_agents=spares)
                 later(
                     fault.seconds,
-                    lambda source=source, target=target: network.heal(source, target),  # type: ignore[misc]
+                    lambda pair=pair, spares=spares: network.heal(*pair, spares_agents=spares),  # type: ignore[misc]
                 )
         elif fault.kind == "slow network":
             network.set_delay(host, 0.3)
@@ -193,6 +206,13 @@ class Cluster:
         else:
             self.hosts[host].clock_offset += self.world.random.uniform(-3600, 3600)
 
+    def _lose_everything(self, fault: Fault) -> None:
+        assert self.disk is not None
+        self.disk.lose_power()
+        for name in sorted(self._offered):
+            self.hosts[name].lose_power()
+            self.world.later(fault.seconds, self.hosts[name].boot)
+
     def _let_hang(self, worker: Process, kind: str) -> None:
         """Stop a worker for good, or its program, if that can be noticed: by others who train."""
         others = [each for each in self.workers.values() if not each.is_gone and each is not worker]
@@ -202,6 +222,12 @@ class Cluster:
                 worker.signal(signal.SIGSTOP)
             else:
                 worker.hang()
+            if self._phase == "ending":
+                self._end_by_hand(worker)
+
+    def _end_by_hand(self, worker: Process) -> None:
+        """Let a person end a worker that hangs after its last step, when nobody waits for it."""
+        self.world.later(_LONGEST_HANG, lambda: worker.signal(signal.SIGKILL))
 
     def _links_to_cut(self, fault: Fault, host: str) -> list[tuple[str, str]]:
         """Return from where to where nothing passes."""
@@ -240,8 +266,8 @@ class Cluster:
             self._phase = "training"
         elif event in ("done", "end"):
             self._phase = "ending"
-            for worker in self._hanging:  # if it hangs after its last step, a person ends it
-                self.world.later(_LONGEST_HANG, lambda each=worker: each.signal(signal.SIGKILL))  # type: ignore[misc]
+            for worker in self._hanging:
+                self._end_by_hand(worker)
 
     # -- processes ----------------------------------------------------------------------------
 
@@ -277,7 +303,16 @@ class Cluster:
             )
         self._newest_commit = max(self._newest_commit, decision)
 
+    def note_on_disk(self, step: int) -> None:
+        self._step_on_disk = max(self._step_on_disk, step)
+        fault, self._outage = self._outage, None
+        if fault is not None:
+            self.world.note("all hosts and the disk lose their power")
+            self.world.later(0.001, lambda: self._lose_everything(fault))
+
     def check_begin(self, worker: str, step: int) -> None:
+        if step < self._step_on_disk:
+            self.breach(f"{worker} begins at step {step}, though {self._step_on_disk} was on disk")
         if step < self.commits.get(worker, 0):
             self.breach(f"{worker} begins at step {step}, behind its commit {self.commits[worker]}")
         self._holders.setdefault(step, set()).add(worker)
@@ -345,6 +380,10 @@ class WorkerTools(Tools):
 
     def committed(self, version: int, step: int) -> None:
         self._cluster.note_commit(self._name, self._decision, version, step)
+
+    def on_disk(self, step: int) -> None:
+        self.note(f"has step {step} on disk")
+        self._cluster.note_on_disk(step)
 
     def finished(self, state: Any) -> None:
         self.note(f"has finished with {state}")

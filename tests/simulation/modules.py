@@ -45,27 +45,21 @@ class Variable:
     """A variable of a module that every process has for itself."""
 
     def __init__(self, module: ModuleType, name: str, value: Any) -> None:
-        self._values = vars(module)
-        self._name = name
+        self.values = vars(module)
+        self.name = name
         self._value = value  # the code that makes a new one
         # An object that other modules import by its name stays, and gets other attributes.
-        self._object: Any = None
+        self.object: Any = None
         if not name.startswith("_") and hasattr(vars(module)[name], "__dict__"):
-            self._object = vars(module)[name]
+            self.object = vars(module)[name]
 
     def get(self) -> Any:
-        return vars(self._object) if self._object is not None else self._values[self._name]
-
-    def set(self, value: Any) -> None:
-        if self._object is not None:
-            object.__setattr__(self._object, "__dict__", value)
-        else:
-            self._values[self._name] = value
+        return vars(self.object) if self.object is not None else self.values[self.name]
 
     def renew(self) -> Any:
         """Return the variable as a new process has it."""
-        value = eval(self._value, self._values)
-        return vars(value) if self._object is not None else value
+        value = eval(self._value, self.values)
+        return vars(value) if self.object is not None else value
 
 
 class Library:
@@ -78,7 +72,9 @@ class Library:
         self._patches = patches
         self._modules: dict[str, Any] = {}
         self._variables: list[Variable] = []
-        self._rebound: list[int] = []  # which of them functions rebind
+        self._names: list[tuple[int, dict[str, Any], str]] = []  # of those that are no objects
+        self._rebound: list[tuple[int, dict[str, Any], str]] = []  # those that functions rebind
+        self._objects: list[tuple[int, Any]] = []
         self._caches: list[Any] = []
         self._replaced = {name: _Replaced(self, name) for name in REPLACED}
         self._builtins = {**vars(builtins), "__import__": self._import}
@@ -102,17 +98,21 @@ class Library:
         owner = self._owner
         if owner is process:
             return
+        count = len(self._variables)
         if owner is not None:
-            for index in self._rebound:
-                if index < len(owner.variables):
-                    owner.variables[index] = self._variables[index].get()
-            for variable in self._variables[len(owner.variables) :]:  # of modules it has loaded
-                owner.variables.append(variable.get())
+            known = owner.variables
+            if len(known) < count:  # it has loaded modules
+                known += [variable.get() for variable in self._variables[len(known) :]]
+            for index, values, name in self._rebound:
+                known[index] = values[name]
         self._owner, self.system = process, process.system
-        for variable in self._variables[len(process.variables) :]:
-            process.variables.append(variable.renew())
-        for variable, value in zip(self._variables, process.variables, strict=True):
-            variable.set(value)
+        known = process.variables
+        if len(known) < count:
+            known += [variable.renew() for variable in self._variables[len(known) :]]
+        for index, values, name in self._names:
+            values[name] = known[index]
+        for index, each in self._objects:
+            object.__setattr__(each, "__dict__", known[index])
 
     def load(self, name: str) -> Any:
         """Return the module of that name."""
@@ -147,11 +147,15 @@ class Library:
         vars(module)["__builtins__"] = self._builtins
         exec(compile(tree, str(path), "exec"), vars(module))
         rebound = find_rebound(tree)
-        for variable, value in find_state(tree).items():
+        for name_, value in find_state(tree).items():
             code = compile(ast.Expression(value), str(path), "eval")
-            if variable in rebound:
-                self._rebound.append(len(self._variables))
-            self._variables.append(Variable(module, variable, code))
+            variable, index = Variable(module, name_, code), len(self._variables)
+            self._variables.append(variable)
+            if variable.object is not None:
+                self._objects.append((index, variable.object))
+            else:
+                self._names.append((index, variable.values, name_))
+                self._rebound += self._names[-1:] * (name_ in rebound)
         self._caches += [each for each in vars(module).values() if isinstance(each, _Cached)]
         return module
 
@@ -200,9 +204,13 @@ class _Replaced:
     def __init__(self, modules: Library, name: str) -> None:
         self._modules = modules
         self._name = name
+        self._real = None if name == "simulated" else importlib.import_module(name)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._modules.system[self._name], name)
+        value = getattr(self._modules.system[self._name], name)
+        if value is getattr(self._real, name, self):  # not simulated, so all processes share it
+            setattr(self, name, value)
+        return value
 
 
 class _Logging(ModuleType):

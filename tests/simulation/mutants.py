@@ -25,6 +25,7 @@ class Mutant(NamedTuple):
         return {self.module: ((self.before, self.after),)}
 
 
+_CHECKPOINT = "horovod.torch.elastic.checkpoint"
 _ELASTIC = "horovod.common.elastic"
 _GENERATION = "horovod.common.generations.generation"
 _MEMBERSHIP = "horovod.common.generations.membership"
@@ -221,6 +222,35 @@ MUTANTS = (
         "expected = process.is_dismissed or removed or (process.is_leaving and code == 0)",
         "expected = process.is_dismissed or removed",
     ),
+    # -- commits on disk ----------------------------------------------------------------------
+    Mutant(
+        "a checkpoint gets its name before its content is on disk",
+        "new",
+        _CHECKPOINT,
+        "                os.fsync(file.fileno())\n",
+        "",
+    ),
+    Mutant(
+        "the name of a checkpoint is not on disk",
+        "new",
+        _CHECKPOINT,
+        "            os.fsync(directory)  # the name, too, has to be on disk",
+        "            pass",
+    ),
+    Mutant(
+        "a commit counts as written before it is",
+        "new",
+        _CHECKPOINT,
+        "self._changed.wait_for(lambda: not (self._waiting or self._busy), timeout)",
+        "True",
+    ),
+    Mutant(
+        "a job that begins anew does not read the newest checkpoint",
+        "new",
+        _STATE,
+        "        found = newest_checkpoint(self._checkpoint_dir)",
+        "        found = None",
+    ),
     # -- others ----------------------------------------------------------------------------------
     Mutant(
         "training goes on with fewer workers than the minimum",
@@ -275,7 +305,7 @@ MUTANTS = (
         "a decision without a worker does not break the generation",
         "new",
         _MEMBERSHIP,
-        "        self.on_break(generation.broken, generation)",
+        "        self.on_break(generation.broken or decision.reason, generation)",
         "",
     ),
     Mutant(

@@ -28,6 +28,7 @@ _FIN, _RST = b"\0FIN", b"\0RST"  # objects that are compared by identity
 _LOOPBACK = "127.0.0.1"
 _RESETS = struct.pack("ii", 1, 0)  # what SO_LINGER says where closing resets the connection
 _TCP_INFO = struct.Struct("=2xBB52xI")  # repetitions, questions, milliseconds since an answer
+_DONTWAIT = int(real_socket.MSG_DONTWAIT)
 _RDHUP = getattr(real_select, "POLLRDHUP", 0)
 
 
@@ -38,8 +39,8 @@ class Network:
         self.world = world
         self.hosts: dict[str, Host] = {}  # by name and by address
         self.listeners: dict[tuple[str, int], Socket] = {}  # by the host's name and the port
-        self._cut: Counter[tuple[str, str]] = Counter()  # from one host to another
-        self._cut_since: dict[tuple[str, str], float] = {}
+        self._cut: Counter[tuple[str, str, bool]] = Counter()  # from a host to another: for agents?
+        self._cut_since: dict[tuple[str, str, bool], float] = {}
         self._held: list[Callable[[], None]] = []  # deliveries that wait for a link
         self._slow: dict[str, float] = {}
         self._ports = itertools.count(30000)
@@ -51,20 +52,25 @@ class Network:
         self.hosts[host.name] = self.hosts[address] = host
         return address
 
-    def cut(self, source: str, target: str) -> None:
-        """Let nothing pass from one host to another, until `heal`."""
-        self._cut[source, target] += 1
-        self._cut_since.setdefault((source, target), self.world.now)
+    def cut(self, source: str, target: str, *, spares_agents: bool = False) -> None:
+        """Let nothing pass from one host to another, until `heal`.
+
+        The connection to an agent may have a network of its own, and be spared.
+        """
+        for of_agent in (False, True)[: 1 + (not spares_agents)]:
+            self._cut[source, target, of_agent] += 1
+            self._cut_since.setdefault((source, target, of_agent), self.world.now)
         for name in (source, target):
             for process in self.hosts[name].processes:
                 process.ask_peers()
 
-    def heal(self, source: str, target: str) -> None:
+    def heal(self, source: str, target: str, *, spares_agents: bool = False) -> None:
         """Take a cut back: if it was the only one, the link works again."""
-        self._cut[source, target] -= 1
-        if not self._cut[source, target]:
-            del self._cut_since[source, target]
-            self.send_again()
+        for of_agent in (False, True)[: 1 + (not spares_agents)]:
+            self._cut[source, target, of_agent] -= 1
+            if not self._cut[source, target, of_agent]:
+                del self._cut_since[source, target, of_agent]
+                self.send_again()
 
     def send_again(self) -> None:
         """Try once more to deliver everything that waits."""
@@ -72,13 +78,13 @@ class Network:
         for deliver in held:
             self.world.later(self.world.random.uniform(0.0, 1.0), deliver)
 
-    def is_cut(self, source: Host, target: Host) -> bool:
-        return (source.name, target.name) in self._cut_since
+    def is_cut(self, source: Host, target: Host, *, of_agent: bool = False) -> bool:
+        return (source.name, target.name, of_agent) in self._cut_since
 
     def silent_since(self, host: Host, other: Host) -> float | None:
         """Return since when a host has had no answer of another; None if it gets answers."""
         since = [other.down_since] if other.is_down else []
-        pairs = (host.name, other.name), (other.name, host.name)
+        pairs = (host.name, other.name, False), (other.name, host.name, False)
         since += [self._cut_since[pair] for pair in pairs if pair in self._cut_since]
         return min(since, default=None)
 
@@ -109,6 +115,8 @@ class Network:
 class Socket:
     """`socket.socket`, as far as the code under test uses one."""
 
+    of_agent = False  # whether it connects the launcher with an agent
+
     def __init__(self, process: Process) -> None:
         self.process = process
         self.peer: Socket | None = None
@@ -120,7 +128,7 @@ class Socket:
         self._at_end = False  # the peer has said that nothing follows
         self._error: OSError | None = None
         self._timeout: float | None = None
-        self._waiting: list[Task] = []
+        self._waiting: dict[Task, int] = {}  # which of `events` each thread waits for
         self.selectors: dict[Selector, None] = {}  # that it is registered with
         self._outbox: deque[bytes] = deque()
         self._is_sending = False
@@ -165,16 +173,20 @@ class Socket:
     def recv(self, most: int, flags: int = 0) -> bytes:
         self._check_open()
         self.process.world.pause()
-        self._wait_until(self.is_readable, "bytes", flags)
-        if self._error is not None and not self._inbox:
-            error, self._error, self._at_end = self._error, None, True
-            raise error
+        if not self._inbox:
+            self._wait_until(self.is_readable, "bytes", flags)
+            if self._error is not None and not self._inbox:
+                error, self._error, self._at_end = self._error, None, True
+                raise error
         data = bytes(self._inbox[:most])
         del self._inbox[:most]
         return data
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        return self.recvmsg_into([buffer], 0, flags)[0]
+        view = memoryview(buffer).cast("B")
+        data = self.recv(len(view), flags)
+        view[: len(data)] = data
+        return len(data)
 
     def recvmsg_into(self, buffers: list[Any], _: int, flags: int) -> tuple[int, Any, int, Any]:
         views = [memoryview(each).cast("B") for each in buffers]
@@ -291,18 +303,19 @@ class Socket:
         elif since is None and self.peer.process.is_gone and not self._at_end:
             self._receive(_RST)  # its host has started again, and knows nothing of us
 
-    def watch(self, task: Task) -> None:
-        """Wake this thread when something changes."""
-        self._waiting.append(task)
+    def watch(self, task: Task, events: int) -> None:
+        """Wake this thread when one of these events is there."""
+        self._waiting[task] = events
 
     def unwatch(self, task: Task) -> None:
-        if task in self._waiting:
-            self._waiting.remove(task)
+        self._waiting.pop(task, None)
 
     def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for task in waiting:
-            self.process.world.wake(task)
+        if self._waiting:
+            found = self.events()
+            for task in [task for task, events in self._waiting.items() if events & found]:
+                del self._waiting[task]
+                self.process.world.wake(task)
         for selector in self.selectors:
             selector.notice(self._fd)
 
@@ -315,14 +328,14 @@ class Socket:
         world = self.process.world
         deadline = None if self._timeout is None else world.now + self._timeout
         while not is_there():
-            if self._timeout == 0.0 or flags & real_socket.MSG_DONTWAIT:
+            if self._timeout == 0.0 or flags & _DONTWAIT:
                 raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
             left = None if deadline is None else deadline - world.now
             if left is not None and left <= 0:
                 raise TimeoutError("timed out")
             task = world.running()
-            self.watch(task)
-            world.park(f"{what} from {self.peer and self.peer.process}", left)
+            self.watch(task, real_select.POLLIN)
+            world.park((what, "from", self.peer and self.peer.process), left)
             self.unwatch(task)
 
     # -- delivery ---------------------------------------------------------------------------
@@ -347,7 +360,7 @@ class Socket:
             self._outbox.clear()
             self._is_sending = False
             return
-        if host.network.is_cut(host, other) or other.is_down:
+        if host.network.is_cut(host, other, of_agent=self.of_agent) or other.is_down:
             host.network.wait_for_link(self._deliver)
             return
         data = self._outbox.popleft()

@@ -7,7 +7,7 @@ import json
 import random
 from dataclasses import dataclass, field
 
-VERSION = 3
+VERSION = 6
 """Counted up when a seed means another job than before."""
 
 KINDS = (
@@ -22,6 +22,7 @@ KINDS = (
     "cut from the launcher",
     "cut between hosts",
     "cut from everything",
+    "cut from the store",
     "slow network",
     "discovery fails",
     "discovery is late",
@@ -29,6 +30,13 @@ KINDS = (
     "host is not offered",
     "clock jumps",
 )
+
+
+EVERYWHERE = "power loss everywhere"
+"""A kind of fault that only jobs with commits on disk have: all workers are lost.
+
+With an odd target that happens just after the next commit that is announced to be on disk.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,8 @@ class Plan:
     batch: int = 1  # samples of a rank in a step
     uses_sets: bool = False
     uses_join: bool = False
-    elastic_timeout: float = 600.0
+    uses_disk: bool = False  # commits are written to disk
+    elastic_timeout: float = 360.0  # seconds; longer than all faults of a plan together
     stall_shutdown: float = 100.0  # seconds; without it nobody notices a program that hangs
 
     @property
@@ -87,21 +96,24 @@ class Plan:
         hosts = num_hosts or draw.randint(1, 4)
         slots = draw.randint(1, 2)
         epochs, batch = draw.randint(1, 3), draw.randint(1, 3)
-        steps, pace = draw.randint(6, 20), draw.choice([0.05, 0.5, 2.0, 5.0])
+        steps, pace = draw.randint(4, 12), draw.choice([0.05, 0.5, 2.0, 5.0])
         length = steps * pace + 10.0
         count = draw.randint(0, 10) if num_faults < 0 else num_faults
-        faults = sorted(
-            (
-                Fault(
-                    draw.choice(KINDS),
-                    draw.uniform(0.0, 1.5 * length),
-                    draw.choice([0.5, 5.0, 20.0, 45.0, 90.0]) * draw.uniform(0.5, 1.5),
-                    draw.randrange(1000),
-                )
-                for _ in range(count)
-            ),
-            key=lambda fault: fault.start,
-        )
+        faults = [
+            Fault(
+                draw.choice(KINDS),
+                draw.uniform(0.0, 1.5 * length),
+                draw.choice([0.5, 5.0, 20.0, 45.0, 90.0]) * draw.uniform(0.5, 1.5),
+                draw.randrange(1000),
+            )
+            for _ in range(count)
+        ]
+        disk = random.Random(f"disk {seed}")
+        uses_disk = count > 0 and disk.random() < 0.2
+        if uses_disk:
+            start, seconds = disk.uniform(3.0, length), disk.uniform(1.0, 30.0)
+            faults.append(Fault(EVERYWHERE, start, seconds, disk.randrange(2)))
+        faults.sort(key=lambda fault: fault.start)
         return cls(
             seed,
             hosts,
@@ -113,8 +125,9 @@ class Plan:
             faults=tuple(faults),
             epochs=epochs,
             batch=batch,
-            uses_sets=draw.random() < 0.3,
+            uses_sets=draw.random() < 0.3 and not uses_disk,  # they are lost with all workers
             uses_join=draw.random() < 0.3,
+            uses_disk=uses_disk,
         )
 
 

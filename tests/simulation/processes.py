@@ -136,7 +136,9 @@ class Process:
         try:
             function()
         except SystemExit as end:
-            return end.code if isinstance(end.code, int) else int(end.code is not None)
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            self.tools.check_status(code)
+            return code
         except GreenletExit:
             raise
         except BaseException as error:
@@ -187,7 +189,7 @@ class Process:
 
     def hang(self) -> None:
         """Stop the main thread for good: the other threads go on."""
-        self._main.is_frozen = True
+        self._main.is_frozen = self.world.has_stopped = True
 
     def signal(self, number: int) -> None:
         """Deliver a signal."""
@@ -197,7 +199,7 @@ class Process:
         if number == 0:
             return  # somebody asks whether it runs
         if number == real_signal.SIGSTOP:
-            self.is_stopped = True
+            self.is_stopped = self.world.has_stopped = True
         elif number == real_signal.SIGCONT:
             self.is_stopped = False
         elif number == real_signal.SIGKILL or handler is real_signal.SIG_DFL:
@@ -249,6 +251,11 @@ class _Os:
     def __getattr__(self, name: str) -> Any:
         return getattr(real_os, name)
 
+    def fsync(self, descriptor: int) -> None:
+        world = self._process.world
+        world.park("the disk", world.random.uniform(0.001, 0.2))
+        self._process.tools.disk.sync(descriptor)
+
     def getpid(self) -> int:
         return self._process.pid
 
@@ -262,6 +269,7 @@ class _Os:
     killpg = kill
 
     def _exit(self, code: int) -> None:
+        self._process.tools.check_status(code)
         self._process.end(code)
         raise GreenletExit
 

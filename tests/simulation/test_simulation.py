@@ -19,7 +19,7 @@ from tests.simulation.coverage import Coverage
 from tests.simulation.job import shortest, simulate
 from tests.simulation.modules import parse
 from tests.simulation.mutants import MUTANTS
-from tests.simulation.plan import Fault, Plan, Result
+from tests.simulation.plan import EVERYWHERE, Fault, Plan, Result
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,8 +89,19 @@ FOUND = {
         commit_every=2,
         faults=(Fault("cut from the launcher", 0.1, 12.0, 0),),
     ),
+    "a checkpoint gets its name before its content is on disk": Plan(
+        1,
+        2,
+        1,
+        1,
+        samples=30,
+        pace=0.5,
+        commit_every=2,
+        faults=(Fault(EVERYWHERE, 3.0, 10.0, 1),),
+        uses_disk=True,
+    ),
 }
-"""Jobs that have once broken a promise, by the mutant that has the mistake again.
+"""Jobs that have once broken a promise, by the mutant that has the mistake again, or once would.
 
 They find it with any order of threads, so that other changes of the code do not hide it.
 """
@@ -130,6 +141,7 @@ def test_hosts_that_are_lost_after_training_fail_the_job_and_are_named():
 def test_a_job_without_faults(plan: Plan):
     result = simulate(plan)
     assert (result.problem, result.status, result.generations) == ("", 0, 1), result.story()
+    assert result.decisions == ["start"]
 
 
 def test_the_same_seed_gives_the_same_events():

@@ -30,6 +30,9 @@ class State(TorchState):
     def on_commit(self) -> None:
         super().on_commit()
         simulated.committed(self._version, self.step)
+        writes = self._writer is not None and runtime.topology.rank == 0
+        if writes and simulated.flip() and self._writer.flush():
+            simulated.on_disk(self.step)
 
 
 def init() -> None:
@@ -131,7 +134,9 @@ def main() -> None:
     """Train to the end."""
     init()
     sampler = ElasticSampler(range(simulated.plan.samples), seed=simulated.plan.seed)
-    state = State(sampler=sampler, epoch=0, step=0, digest="", seen=(), most_ranks=1, has_set=False)
+    folder = simulated.disk and simulated.disk.path
+    start = {"epoch": 0, "step": 0, "digest": "", "seen": (), "most_ranks": 1, "has_set": False}
+    state = State(checkpoint_dir=folder, sampler=sampler, **start)
     run_fn(train, reset, this_worker)(state)
     simulated.finished([state.epoch, state.step, state.digest])
     runtime.shutdown()

@@ -40,11 +40,16 @@ class Task:
         self.thread: Any = None  # the object that the code under test knows it by
         self.is_done = False
         self.is_frozen = False  # never runs again
-        self.waiting_for = ""  # for the story of a job that hangs
+        self.waiting_for: object = ""  # for the story of a job that hangs
         self._wake_number = 0  # the time limit of an earlier wait has no effect
         self._is_parked = False
         self._was_woken = False
         self.greenlet = greenlet(function, parent=world.hub)
+
+    def describe_wait(self) -> str:
+        """Say what it waits for."""
+        what = self.waiting_for
+        return " ".join(map(str, what)) if isinstance(what, tuple) else str(what)
 
 
 class World:
@@ -53,6 +58,7 @@ class World:
     def __init__(self, seed: int, modules: Library) -> None:
         self.modules = modules
         modules.begin(self)
+        self.has_stopped = False  # whether a process or thread was ever stopped
         self.random = random.Random(seed)
         self.now = 1000.0
         self.hub = getcurrent()
@@ -87,11 +93,13 @@ class World:
             if self._timers and self._timers[0][0] <= self.now:
                 heapq.heappop(self._timers)[2]()
                 continue
-            candidates = [
-                task
-                for task in self._runnable
-                if not task.process.is_stopped and not task.is_frozen
-            ]
+            candidates = self._runnable
+            if self.has_stopped:
+                candidates = [
+                    task
+                    for task in candidates
+                    if not task.process.is_stopped and not task.is_frozen
+                ]
             if candidates:
                 task = candidates[self.random.randrange(len(candidates))]
                 self._runnable.remove(task)
@@ -113,7 +121,12 @@ class World:
         self.switches += 1
         self._pauses = 0
         self.now += _SWITCH_SECONDS
-        self.act(task, task.greenlet.switch)
+        self.current = task
+        self.modules.enter(task.process)
+        try:
+            task.greenlet.switch()
+        finally:
+            self.current = None
 
     def act(self, task: Task, call: Callable[[], Any]) -> None:
         """Call something as a thread."""
@@ -151,12 +164,13 @@ class World:
         """Perhaps let another thread go first."""
         task = self.running()
         self._pauses += 1
-        is_enough = self._pauses > _MOST_PAUSES
-        if is_enough or (self._preemption and self.random.random() < self._preemption):
+        if self._pauses > _MOST_PAUSES or (
+            self._preemption and self.random.random() < self._preemption
+        ):
             self._runnable.append(task)
             self._leave(task)
 
-    def park(self, reason: str, seconds: float | None = None) -> bool:
+    def park(self, reason: object, seconds: float | None = None) -> bool:
         """Wait until `wake`; return False if that does not come within this time."""
         task = self.running()
         task._wake_number += 1

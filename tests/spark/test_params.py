@@ -50,6 +50,7 @@ DEFAULTS = {
     "ReaderPoolType": "thread",
     "LabelShapes": None,
     "InMemoryCacheAll": False,
+    "DiskCache": True,  # upstream has none
     "UseGpu": True,
     "MpStartMethod": None,
     "BackwardPassesPerStep": 1,

@@ -346,6 +346,22 @@ def test_the_buckets_of_resnet_50_on_a_device():
     ]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        # A bias and the matrix after it: the bias alone is not worth a reduction.
+        ([4_000, 8_192_000, 9_437_184], [[0, 1], [2]]),
+        # An MLP 784-1024-1024-10, as its gradients arrive.
+        ([40, 40_960, 4_096, 4_194_304, 4_096, 3_211_264], [[0, 1, 2, 3], [4, 5]]),
+        # A first bucket that is worth one.
+        ([900_000, 8_192_000, 9_437_184], [[0], [1], [2]]),
+    ],
+)
+def test_little_goes_with_the_next_gradient(sizes: list[int], expected: list[list[int]]):
+    kinds = ["float32"] * len(sizes)
+    assert cut_for_device(sizes, kinds, DEVICE_BUCKET, 128 * MEBIBYTE) == expected
+
+
 def test_the_names_of_buckets():
     assert bucket_title(1, 2, ["0.weight"]) == "bucket 1 of 2 (0.weight)"
     assert bucket_title(2, 2, ["a", "b", "c"]) == "bucket 2 of 2 (a to c)"

@@ -33,7 +33,7 @@ def pair() -> Iterator[RankPool]:
 
 trainings = st.builds(
     Training,
-    width=st.sampled_from([8, 40, 200]),
+    width=st.sampled_from([8, 37, 200]),
     channels_last=st.booleans(),
     half=st.booleans(),
     compression=st.sampled_from(["none", "none", "bf16", "fp16"]),
@@ -92,14 +92,16 @@ def test_the_same_as_one_process_with_all_batches(pool: RankPool, training: Trai
 
 
 def gradients_are_views() -> list[Any]:
-    model = Training().model()
+    training = Training(width=37)  # so that there are gaps in the buffer
+    model = training.model()
     found: list[Any] = []
     with lanes():
         optimizer = distributed(model)
         for keeps in (False, False, True, True):
             optimizer.zero_grad(set_to_none=not keeps)
-            Training().loss(model, 0, 0, hvd.rank()).backward()
+            training.loss(model, 0, 0, hvd.rank()).backward()
             optimizer.step()
+            assert all(p.grad.data_ptr() % 16 == 0 for p in model.parameters())
             storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
             found.append((len(direct(optimizer).buckets), len(storages), sorted(storages)))
     return found

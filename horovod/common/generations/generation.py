@@ -11,16 +11,15 @@ import time
 from typing import Protocol
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.generations.decisions import Decision, formed_key
+from horovod.common.generations.decisions import Decision, decision_key, formed_key
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Slot
 
 _OVER = "over"  # the key that is set in a generation that a worker has left
-_FIRST_SLICE, _LONGEST_SLICE = 0.2, 2.0
-"""Seconds after which a wait for other workers checks whether it is still worth it.
+_SLICE = 2.0
+"""Seconds after which a wait for other workers looks for a reason in this process to end it.
 
-A tenth of the time waited so far lies between them: every check costs the driver two requests of
-each worker that waits, and a worker that hangs is waited for ten minutes.
+What happens elsewhere ends it at once: another worker gives up, or the driver decides anew.
 """
 
 
@@ -61,6 +60,7 @@ class Generation(PrefixStore):
         self.broken: str | None = None  # why its workers cannot go on
         self._member = member
         self._closed = False
+        self._next = decision.number + 1  # the decision that may end a wait
 
     def mark_formed(self) -> None:
         """Note that all workers are connected."""
@@ -73,27 +73,45 @@ class Generation(PrefixStore):
         if self.topology.rank == 0:
             self._member.store.set(formed_key(self.decision.number), b"")
 
+    def is_broken_by(self, decision: Decision) -> bool:
+        """Return whether a newer decision ends what this one began, and note why if so."""
+        is_broken = decision.breaks(self.decision)
+        if is_broken and self.broken is None:
+            self.broken = f"decision {decision.number}: {decision.reason}"
+        return is_broken
+
     def get(self, key: str, timeout: float) -> bytes:
-        begun = time.monotonic()
+        deadline = time.monotonic() + timeout
+        own, over = self._prefix + key, self._prefix + _OVER
         while True:
-            waited = time.monotonic() - begun
-            pause = min(max(_FIRST_SLICE, waited / 10), _LONGEST_SLICE)
-            left = timeout - waited
+            left = deadline - time.monotonic()
+            keys = [own, decision_key(self._next)] + [over] * (not self.is_formed)
             try:
                 # A value that is there is taken, whatever else happened: the others may have it
                 # too, and go on.
-                return super().get(key, max(0.0, min(left, pause)))
+                found, value = self._store.get_any(keys, max(0.0, min(left, _SLICE)))
             except TimeoutError:
                 self._check()
-                if left <= pause:
+                if left <= _SLICE:
                     raise TimeoutError(
                         f"nobody set {key!r} of {self} within {timeout:g} s"
                     ) from None
+                continue
+            if found == own:
+                return value
+            if found == over:
+                self._check_open()
+            else:
+                decision = Decision.decode(value)  # the watcher's thread may read it later
+                self._next = decision.number + 1
+                if self.is_broken_by(decision) or not self.is_formed:
+                    raise _came(decision)
 
     def try_get(self, key: str) -> bytes | None:
         value = super().try_get(key)
         if value is None and not self.is_formed:
             self._check()
+            self._check_open()
         return value
 
     def close(self) -> None:
@@ -106,21 +124,29 @@ class Generation(PrefixStore):
             self.set(_OVER, b"")
 
     def _check(self) -> None:
-        """Raise if it is of no use to wait for the other workers."""
+        """Raise if this worker knows a reason not to wait for the others."""
         if self.broken is not None:
             raise HorovodInternalError(self.broken)
         if self.is_formed:
             return
         newest = self._member.newest
         if newest.number > self.decision.number:
-            raise HorovodInternalError(f"decision {newest.number} came: {newest.reason}")
+            raise _came(newest)
         if self._member.may_leave:
             raise HorovodInternalError("this worker was told to leave")
-        if super().try_get(_OVER) is not None:
+
+    def _check_open(self) -> None:
+        """Raise if another worker has left before all were connected."""
+        if not self.is_formed and super().try_get(_OVER) is not None:
             raise HorovodInternalError("another worker has given up this attempt to meet")
 
     def __str__(self) -> str:
         return f"the generation of decision {self.decision.number}"
+
+
+def _came(decision: Decision) -> HorovodInternalError:
+    """Return the error of a wait that a newer decision has ended."""
+    return HorovodInternalError(f"decision {decision.number} came: {decision.reason}")
 
 
 def first_open_attempt(store: Store, number: int) -> int:

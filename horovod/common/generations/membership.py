@@ -282,12 +282,9 @@ class Membership:
             self._newest = decision
             generation = self.generation
             self._changed.notify_all()
-            if generation is None or not decision.breaks(generation.decision):
+            if generation is None or not generation.is_broken_by(decision):
                 return
-            generation.broken = (
-                generation.broken or f"decision {decision.number}: {decision.reason}"
-            )
-        self.on_break(generation.broken, generation)
+        self.on_break(generation.broken or decision.reason, generation)
 
     def _lose_driver(self, error: OSError) -> None:
         """End this worker, in order if possible: nobody decides about the job any more."""

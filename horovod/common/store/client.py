@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from horovod.common.store.memory import Store, derive, timeout_error
@@ -56,12 +57,14 @@ class StoreClient(Store):
     def set(self, key: str, value: bytes) -> None:
         self._request({"op": "set", "key": key}, bytes(value))
 
-    def get(self, key: str, timeout: float) -> bytes:
+    def get_any(self, keys: Sequence[str], timeout: float) -> tuple[str, bytes]:
         wait = min(timeout, _LONGEST_WAIT)
-        answer = self._request({"op": "get", "key": key, "timeout": wait}, wait=wait)
+        key, *others = keys
+        header = {"op": "get", "key": key, "others": others, "timeout": wait}
+        answer = self._request(header, wait=wait)
         if not answer.header["found"]:
             raise timeout_error(key, timeout)
-        return answer.body
+        return answer.header["key"], answer.body
 
     def try_get(self, key: str) -> bytes | None:
         answer = self._request({"op": "try_get", "key": key})

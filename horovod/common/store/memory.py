@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class Store(ABC):
@@ -21,12 +21,20 @@ class Store(ABC):
     def set(self, key: str, value: bytes) -> None:
         """Store a value under a key, in place of an earlier one."""
 
-    @abstractmethod
     def get(self, key: str, timeout: float) -> bytes:
         """Return a key's value, and wait until somebody sets it.
 
         Raises:
             TimeoutError: Nobody has set it within `timeout` seconds.
+        """
+        return self.get_any([key], timeout)[1]
+
+    @abstractmethod
+    def get_any(self, keys: Sequence[str], timeout: float) -> tuple[str, bytes]:
+        """Return the first of some keys that has a value, with the value; wait until one has.
+
+        Raises:
+            TimeoutError: Nobody has set one of them within `timeout` seconds.
         """
 
     @abstractmethod
@@ -85,6 +93,10 @@ class PrefixStore(Store):
     def get(self, key: str, timeout: float) -> bytes:
         return self._store.get(self._prefix + key, timeout)
 
+    def get_any(self, keys: Sequence[str], timeout: float) -> tuple[str, bytes]:
+        key, value = self._store.get_any([self._prefix + key for key in keys], timeout)
+        return key[len(self._prefix) :], value
+
     def try_get(self, key: str) -> bytes | None:
         return self._store.try_get(self._prefix + key)
 
@@ -121,14 +133,16 @@ class MemoryStore(Store):
             self._changed.notify_all()
         self._call_watchers(key)
 
-    def get(self, key: str, timeout: float) -> bytes:
+    def get_any(self, keys: Sequence[str], timeout: float) -> tuple[str, bytes]:
         deadline = time.monotonic() + timeout
         with self._changed:
-            while key not in self._values:
+            while True:
+                for key in keys:
+                    if key in self._values:
+                        return key, self._values[key]
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._changed.wait(min(left, threading.TIMEOUT_MAX)):
-                    raise timeout_error(key, timeout)
-            return self._values[key]
+                    raise timeout_error(keys[0], timeout)
 
     def try_get(self, key: str) -> bytes | None:
         with self._changed:

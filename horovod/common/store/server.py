@@ -274,13 +274,11 @@ class StoreServer:
         elif operation == "set":
             self.store.set(key, message.body)
             self._reply(connection, {})
-        elif operation in ("get", "try_get"):
+        elif operation == "get":
+            self._answer_get(connection, [key, *header.get("others", ())], header.get("timeout"))
+        elif operation == "try_get":
             value = self.store.try_get(key)
-            timeout = header.get("timeout", 0.0) if operation == "get" else 0.0
-            if value is None and isinstance(timeout, (int, float)) and timeout > 0:
-                self._parked.park(connection, key, time.monotonic() + timeout)
-            else:
-                self._reply(connection, {"found": value is not None}, value or b"")
+            self._reply(connection, {"found": value is not None}, value or b"")
         elif operation == "add" and isinstance(header.get("amount"), int):
             try:
                 self._reply(connection, {"total": self.store.add(key, header["amount"])})
@@ -293,12 +291,24 @@ class StoreServer:
         else:
             self._reject(connection, f"an unknown request {operation!r}")
 
+    def _answer_get(self, connection: _Connection, keys: list[str], timeout: Any) -> None:
+        """Send the value of the first key that has one, now or when somebody has set one."""
+        for key in keys:
+            value = self.store.try_get(key)
+            if value is not None:
+                self._reply(connection, {"found": True, "key": key}, value)
+                return
+        if isinstance(timeout, (int, float)) and timeout > 0:
+            self._parked.park(connection, keys, time.monotonic() + timeout)
+        else:
+            self._reply(connection, {"found": False})
+
     def _release(self, key: str) -> None:
         """Answer the requests that wait for a key, if it has a value."""
         value = self.store.try_get(key)
         if value is not None:
             for connection in self._parked.take(key):
-                self._reply(connection, {"found": True}, value)
+                self._reply(connection, {"found": True, "key": key}, value)
 
     def _reply(self, connection: _Connection, header: dict[str, Any], body: bytes = b"") -> None:
         """Send an answer."""

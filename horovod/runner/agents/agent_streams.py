@@ -5,37 +5,81 @@ before the agent started. Frames follow: u32 length of the content, u8 kind, con
 because Slurm's srun passes on whole lines only. The kinds `STDOUT` and `STDERR` carry output of a
 worker: its u32 id, then bytes, of which there are none at the end of the stream. `EVENT` carries an
 event of the agent in JSON. In the launcher `host_agent` reads the stream with a `FrameReader`.
+Commands for the agent, made by `command_frame`, are a u32 length and a dict in the format of
+`marshal`, which costs the least to read. It is for bytes that can be trusted, and the agent's own
+source comes from the same place; the launcher does not read it from hosts.
 
 On the host `agent` uses a `LauncherOutput` for its events and the workers' output, and a
-`WorkerInput` for a worker that gets the launcher's stdin (``horovodrun --attach``). Nothing here
-blocks: bytes that the other side does not take yet are kept. Beyond a limit the workers' pipes are
-not read either, so that the workers wait and the agent does not.
+`WorkerInput` for a worker that gets the launcher's stdin (``horovodrun --attach``). Only its
+`Poller` blocks: bytes that the other side does not take yet are kept. Beyond a limit the workers'
+pipes are not read either, so that the workers wait and the agent does not.
+
+`Poller` and `to_json` do a small part of what `selectors` and `json` do, because importing those
+takes longer than everything else that an agent does before it is up.
 """
 
 from __future__ import annotations
 
-import json
+import marshal
 import os
-import selectors
-import struct
+import select
+
+TYPE_CHECKING = False  # as in typing, whose import would delay the agent's start
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+    from typing import Any
 
 MARK = b"\nhorovod-agent-1\n"
 EVENT, STDOUT, STDERR = 0, 1, 2
 STREAMS = {STDOUT: "stdout", STDERR: "stderr"}
 
-_FRAME = struct.Struct("!IB")
-_WORKER = struct.Struct("!I")
+MARSHAL_VERSION = 4
+"""The format of `marshal` that every Python from 3.4 on reads, as long as it has no code in it."""
+
+_LENGTH_BYTES = 4
+_HEADER_BYTES = _LENGTH_BYTES + 1
+_WORKER_BYTES = 4
 _END = b"\n"
 
 
 def event_frame(content: bytes) -> bytes:
     """Return the frame of an event in JSON."""
-    return _FRAME.pack(len(content), EVENT) + content + _END
+    return _header(len(content), EVENT) + content + _END
 
 
 def output_frame(kind: int, worker: int, data: bytes) -> bytes:
     """Return the frame of a worker's output; ``kind`` is `STDOUT` or `STDERR`."""
-    return _FRAME.pack(_WORKER.size + len(data), kind) + _WORKER.pack(worker) + data + _END
+    header = _header(_WORKER_BYTES + len(data), kind)
+    return header + worker.to_bytes(_WORKER_BYTES, "big") + data + _END
+
+
+def _header(length: int, kind: int) -> bytes:
+    return length.to_bytes(_LENGTH_BYTES, "big") + bytes([kind])
+
+
+def command_frame(command: dict[str, Any]) -> bytes:
+    """Return the frame of a command; it may have anything in it that JSON has, and bytes."""
+    content = marshal.dumps(command, MARSHAL_VERSION)
+    return len(content).to_bytes(_LENGTH_BYTES, "big") + content
+
+
+class CommandReader:
+    """Cuts the stream from the launcher into commands."""
+
+    def __init__(self) -> None:
+        self._input = b""
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """Return the commands that ``data`` completes."""
+        self._input += data
+        commands = []
+        while len(self._input) >= _LENGTH_BYTES:
+            end = _LENGTH_BYTES + int.from_bytes(self._input[:_LENGTH_BYTES], "big")
+            if len(self._input) < end:
+                break
+            commands.append(marshal.loads(self._input[_LENGTH_BYTES:end]))
+            self._input = self._input[end:]
+        return commands
 
 
 class FrameReader:
@@ -53,17 +97,17 @@ class FrameReader:
             return []
         frames = []
         start = 0
-        while len(self._input) - start >= _FRAME.size:
-            length, kind = _FRAME.unpack_from(self._input, start)
-            content = start + _FRAME.size
-            end = content + length
+        while len(self._input) - start >= _HEADER_BYTES:
+            content = start + _HEADER_BYTES
+            kind = self._input[content - 1]
+            end = content + int.from_bytes(self._input[start : content - 1], "big")
             if len(self._input) < end + len(_END):
                 break
             worker = 0
             start = end + len(_END)
             if kind != EVENT:
-                (worker,) = _WORKER.unpack_from(self._input, content)
-                content += _WORKER.size
+                worker = int.from_bytes(self._input[content : content + _WORKER_BYTES], "big")
+                content += _WORKER_BYTES
             frames.append((kind, worker, bytes(self._input[content:end])))
         del self._input[:start]
         return frames
@@ -77,18 +121,54 @@ class FrameReader:
         return self._begun
 
 
-TYPE_CHECKING = False  # as in typing, whose import would delay the agent's start
-if TYPE_CHECKING:
-    from collections.abc import Container
-    from typing import Any
+def to_json(value: Any) -> str:
+    """Return a value as JSON; the keys of a dict must be strings."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{to_json(key)}:{to_json(value[key])}' for key in value)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(to_json, value))}]"
+    if isinstance(value, int):
+        return str(value).lower()
+    if isinstance(value, str) and value.isascii() and value.isprintable() and "\\" not in value:
+        return '"' + value.replace('"', '\\"') + '"'
+    import json
+
+    return json.dumps(value)
+
+
+class Poller:
+    """Calls a function when a descriptor is ready."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._callbacks: dict[int, Callable[[], object]] = {}
+
+    def register(self, fd: int, callback: Callable[[], object], *, writing: bool = False) -> None:
+        """Call ``callback`` whenever the descriptor can be read, or written, without blocking."""
+        self._poll.register(fd, select.POLLOUT if writing else select.POLLIN)
+        self._callbacks[fd] = callback
+
+    def unregister(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        del self._callbacks[fd]
+
+    def __contains__(self, fd: int) -> bool:
+        return fd in self._callbacks
+
+    def wait(self, seconds: float | None) -> None:
+        """Wait until a descriptor is ready, or for this time; call what was registered for it."""
+        for fd, _ in self._poll.poll(None if seconds is None else seconds * 1000):
+            callback = self._callbacks.get(fd)  # none if a callback has just unregistered it
+            if callback is not None:
+                callback()
 
 
 class WorkerInput:
     """The writing end of a worker's stdin."""
 
-    def __init__(self, fd: int, selector: selectors.BaseSelector) -> None:
+    def __init__(self, fd: int, poller: Poller) -> None:
         self._fd = fd
-        self._selector = selector
+        self._poller = poller
         self._unsent = bytearray()
         self._ended = False
         self._closed = False
@@ -103,8 +183,8 @@ class WorkerInput:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            if self._fd in self._selector.get_map():
-                self._selector.unregister(self._fd)
+            if self._fd in self._poller:
+                self._poller.unregister(self._fd)
             os.close(self._fd)
 
     def _flush(self) -> None:
@@ -114,15 +194,15 @@ class WorkerInput:
             while self._unsent:
                 del self._unsent[: os.write(self._fd, self._unsent)]
         except BlockingIOError:
-            if self._fd not in self._selector.get_map():
-                self._selector.register(self._fd, selectors.EVENT_WRITE, self._flush)
+            if self._fd not in self._poller:
+                self._poller.register(self._fd, self._flush, writing=True)
             return
         except OSError:
             self._ended = True  # nobody reads any more
         if self._ended:
             self.close()
-        elif self._fd in self._selector.get_map():
-            self._selector.unregister(self._fd)
+        elif self._fd in self._poller:
+            self._poller.unregister(self._fd)
 
 
 _CHUNK = 1 << 16
@@ -142,8 +222,8 @@ class _Stream:
 class LauncherOutput:
     """Writes everything that goes to the launcher, on descriptor 1."""
 
-    def __init__(self, selector: selectors.BaseSelector) -> None:
-        self._selector = selector
+    def __init__(self, poller: Poller) -> None:
+        self._poller = poller
         self._streams: list[_Stream] = []
         self._paused = False
         self._unsent = bytearray(MARK)
@@ -151,7 +231,7 @@ class LauncherOutput:
 
     def emit(self, event: dict[str, Any]) -> None:
         """Send an event to the launcher."""
-        self._send(event_frame(json.dumps(event).encode()))
+        self._send(event_frame(to_json(event).encode()))
 
     def follow(self, fd: int, worker: int, kind: int) -> None:
         """Pass on what a worker writes into a pipe, until its end.
@@ -185,7 +265,7 @@ class LauncherOutput:
         self._flush()
 
     def _listen(self, stream: _Stream) -> None:
-        self._selector.register(stream.fd, selectors.EVENT_READ, lambda: self._forward(stream))
+        self._poller.register(stream.fd, lambda: self._forward(stream))
 
     def _forward(self, stream: _Stream) -> bool:
         """Pass on one chunk; return False if there is nothing to read, now or ever."""
@@ -196,7 +276,7 @@ class LauncherOutput:
         self._send(output_frame(stream.kind, stream.worker, data))
         if not data:
             if not self._paused:
-                self._selector.unregister(stream.fd)
+                self._poller.unregister(stream.fd)
             os.close(stream.fd)
             self._streams.remove(stream)
         return bool(data)
@@ -213,11 +293,11 @@ class LauncherOutput:
             pass
         except OSError:
             self._unsent.clear()  # the launcher is gone, which the end of stdin reports
-        waiting = 1 in self._selector.get_map()
+        waiting = 1 in self._poller
         if self._unsent and not waiting:
-            self._selector.register(1, selectors.EVENT_WRITE, self._flush)
+            self._poller.register(1, self._flush, writing=True)
         elif waiting and not self._unsent:
-            self._selector.unregister(1)
+            self._poller.unregister(1)
         self._pause(len(self._unsent) > (_MOST_UNSENT // 2 if self._paused else _MOST_UNSENT))
 
     def _pause(self, pause: bool) -> None:
@@ -226,6 +306,6 @@ class LauncherOutput:
         self._paused = pause
         for stream in self._streams:
             if pause:
-                self._selector.unregister(stream.fd)
+                self._poller.unregister(stream.fd)
             else:
                 self._listen(stream)

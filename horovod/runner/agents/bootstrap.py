@@ -1,10 +1,10 @@
 """Bring the agent's modules into a process that has no Horovod, through its stdin.
 
-`host_agent` packs them with `pack_modules`. It sends this file first, then a call of `load_modules`
-with the packed modules. Because they come from the launcher, the agent is of the launcher's version
-on every host, whatever is installed there. Compiled code travels along with the source, for hosts
-that have exactly the launcher's Python: hundreds may start at once, and compiling takes longer than
-loading.
+`host_agent` packs them with `pack_modules`. It sends this file with them, and the agent's command
+line runs it and calls `run_agent`. Because they come from the launcher, the agent is of the
+launcher's version on every host, whatever is installed there. Compiled code travels along with the
+source, for hosts that have exactly the launcher's Python: hundreds may start at once, and compiling
+takes longer than loading.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TYPE_CHECKING = False  # as in typing, whose import would delay the agent's star
 if TYPE_CHECKING:
     from typing import Any
 
-Packed = tuple[str, list[tuple[str, str, str]]]
+Packed = tuple[str, list[tuple[str, str, bytes]]]
 """Python's version, and each module's name, source and code."""
 
 
@@ -29,7 +29,7 @@ def pack_modules(*names: str) -> Packed:
         spec = find_spec(name)
         assert spec is not None
         loader: Any = spec.loader  # its code comes from Python's cache, if there is one
-        code = marshal.dumps(loader.get_code(name)).hex()
+        code = marshal.dumps(loader.get_code(name))
         packed.append((name, loader.get_source(name), code))
     return sys.version, packed
 
@@ -46,6 +46,12 @@ def load_modules(packed: Packed) -> None:
                 sys.modules[package].__path__ = []
         module = sys.modules[name] = type(sys)(name)
         if version == sys.version:
-            exec(marshal.loads(bytes.fromhex(code)), module.__dict__)
+            exec(marshal.loads(code), module.__dict__)
         else:
             exec(compile(source, f"<{name}>", "exec"), module.__dict__)
+
+
+def run_agent(packed: Packed, parent: int) -> None:
+    """Run the agent, which is the last of the packed modules; see its `main`."""
+    load_modules(packed)
+    sys.modules[packed[1][-1][0]].main(parent)

@@ -8,9 +8,9 @@ the other side, and `starters` for the commands that lead to other machines.
 
 from __future__ import annotations
 
-import base64
 import functools
 import json
+import marshal
 import os
 import sys
 from collections import deque
@@ -18,7 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod.runner.agents.agent_streams import EVENT, STREAMS, FrameReader
+from horovod.runner.agents.agent_streams import (
+    EVENT,
+    MARSHAL_VERSION,
+    STREAMS,
+    FrameReader,
+    command_frame,
+)
 from horovod.runner.agents.bootstrap import Packed, pack_modules
 from horovod.runner.agents.starters import NO_INPUT, AgentLink, ProcessLink, Starter
 from horovod.runner.output.report import LaunchError
@@ -196,7 +202,7 @@ class HostAgent:
 
     def feed(self, worker: int, data: bytes) -> None:
         """Send data to the stdin of a worker that takes input; empty data closes it."""
-        self._command({"input": worker, "data": base64.b64encode(data).decode()})
+        self._command({"input": worker, "data": data})
 
     def probe(self, request: Mapping[str, Any]) -> None:
         """Ask which addresses the host can reach (see `probe`); "probed" is the answer."""
@@ -242,8 +248,8 @@ class HostAgent:
         self._given_up = why
         self.abandon()
 
-    def _command(self, command: Mapping[str, Any]) -> None:
-        self._write(json.dumps(command).encode() + b"\n")
+    def _command(self, command: dict[str, Any]) -> None:
+        self._write(command_frame(command))
 
     def _write(self, data: bytes) -> None:
         self._commands.append(memoryview(data))
@@ -261,25 +267,23 @@ def agent_command(name: str, starter: Starter | None, length: int | None = None)
 
 
 def agent_arguments(length: int) -> list[str]:
-    """Return the arguments with which Python runs a program of ``length`` bytes from stdin."""
+    """Return Python's arguments for running `agent_source`, whose length this is, from stdin."""
     program = (
-        f'import os;s=b"";exec("while len(s)<{length}:'
-        f's+=os.read(0,{length}-len(s))or os._exit({NO_INPUT})");exec(s)'
+        f'import marshal,os,sys;s=b"";exec("while len(s)<{length}:'
+        f's+=os.read(0,{length}-len(s))or os._exit({NO_INPUT})");'
+        "version,source,code,*arguments=marshal.loads(s);"
+        "exec(marshal.loads(code)if version==sys.version else source);run_agent(*arguments)"
     )
     return ["-I", "-S", "-X", "utf8", "-c", program, "horovodrun-agent"]
 
 
+@functools.cache
 def agent_source(parent: int) -> bytes:
     """Return the agent's program; ``parent`` is the launcher's pid on the same host, else 0."""
-    return _agent_prelude() + f"main({parent})\n".encode()
-
-
-@functools.cache
-def _agent_prelude() -> bytes:
-    packed = _packed(*_AGENT_MODULES)
-    load = f"load_modules({packed!a})\nfrom horovod.runner.agents.agent import main\n"
-    (source,) = (source for name, source, _ in packed[1] if name.endswith(".bootstrap"))
-    return f"{source}\n{load}".encode()
+    version, modules = _packed(*_AGENT_MODULES)
+    _, source, code = modules[0]
+    program: Any = (version, source, code, (version, modules), parent)
+    return marshal.dumps(program, MARSHAL_VERSION)
 
 
 @functools.cache

@@ -3,27 +3,37 @@
 The agent gets this file with the question, and calls `probe`. An address counts as reached when the
 peer there proves that it knows the job's key, by the handshake of `horovod.common.wire`. That
 handshake is repeated here, because its module takes longer to load than all else that the agent
-does, which counts when hundreds of hosts start at once.
+does, which counts when hundreds of hosts start at once. For the same reason this module uses the
+inner modules of `socket`, `threading` and `hashlib`, which loads OpenSSL.
 """
 
 from __future__ import annotations
 
+import _socket as socket
+import _thread
 import fcntl
-import hashlib
-import hmac
 import os
-import socket
-import struct
-import threading
+from _operator import _compare_digest
+from _queue import SimpleQueue
 
 TYPE_CHECKING = False  # as in typing, whose import would delay the agent
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from hashlib import sha256
     from typing import Any
+else:
+    try:
+        from _sha2 import sha256  # since Python 3.12
+    except ImportError:
+        try:
+            from _sha256 import sha256
+        except ImportError:
+            from hashlib import sha256
 
 _HELLO = b"HVDW\x01"  # with the version of the protocol
 _NONCE_BYTES = 32
 _TAG_BYTES = 32
+_BLOCK_BYTES = 64  # of SHA-256
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # for asking the routing table; nothing is sent there
 
@@ -67,12 +77,14 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
 def source_towards(address: str) -> str:
     """Return the source address of packets to ``address``; an empty string without a route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect((address, _ANY_PORT))
-            return str(sock.getsockname()[0])
-        except OSError:
-            return ""
+    sock = socket.socket(family, socket.SOCK_DGRAM)
+    try:
+        sock.connect((address, _ANY_PORT))
+        return str(sock.getsockname()[0])
+    except OSError:
+        return ""
+    finally:
+        sock.close()
 
 
 def reserve_port(address: str) -> socket.socket:
@@ -95,36 +107,35 @@ def keep_port(address: str) -> int:
 
 def interface_address(name: str) -> str:
     """Return the IPv4 address of an interface; an empty string if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        request = struct.pack("256s", name.encode()[:15])
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24])
-        except OSError:
-            return ""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    request = name.encode()[:15].ljust(256, b"\0")
+    try:
+        return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24])
+    except OSError:
+        return ""
+    finally:
+        sock.close()
 
 
 def _try_all(
     endpoints: Sequence[Sequence[Any]], key: bytes, timeout: float
 ) -> tuple[Sequence[Any] | None, list[list[Any]]]:
     """Try all endpoints at once; return the first that answers, and why others failed."""
-    answers: list[tuple[Sequence[Any], str]] = []
-    answered = threading.Semaphore(0)
+    answers: SimpleQueue[tuple[Sequence[Any], str]] = SimpleQueue()
 
     def try_one(endpoint: Sequence[Any]) -> None:
         try:
             _knock(endpoint[0], endpoint[1], key, timeout)
         except OSError as error:
-            answers.append((endpoint, str(error) or type(error).__name__))
+            answers.put((endpoint, str(error) or type(error).__name__))
         else:
-            answers.append((endpoint, ""))
-        answered.release()
+            answers.put((endpoint, ""))
 
     for endpoint in endpoints:
-        threading.Thread(target=try_one, args=(endpoint,), daemon=True).start()
+        _thread.start_new_thread(try_one, (endpoint,))
     failures: list[list[Any]] = []
-    for index in range(len(endpoints)):
-        answered.acquire()
-        endpoint, reason = answers[index]
+    for _ in endpoints:
+        endpoint, reason = answers.get()
         if not reason:
             return endpoint, failures
         failures.append([*endpoint, reason])
@@ -134,7 +145,12 @@ def _try_all(
 def _knock(address: str, port: int, key: bytes, timeout: float) -> None:
     """Do the handshake with a store; raise `OSError` unless it knows the key."""
     mine = os.urandom(_NONCE_BYTES)
-    with socket.create_connection((address, port), timeout=timeout) as sock:
+    host = address.encode()  # text would be encoded by a module that takes 10 ms to import
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.settimeout(timeout)
+        sock.connect(target)
         sock.sendall(_HELLO + mine)
         answer = b""
         while len(answer) < len(_HELLO) + _NONCE_BYTES + _TAG_BYTES:
@@ -143,7 +159,15 @@ def _knock(address: str, port: int, key: bytes, timeout: float) -> None:
                 raise ConnectionResetError("the connection was closed without an answer")
             answer += data
         nonces = mine + answer[len(_HELLO) : -_TAG_BYTES]
-        proof = hmac.new(key, b"server" + nonces, hashlib.sha256).digest()
-        if not hmac.compare_digest(answer[-_TAG_BYTES:], proof):
+        if not _compare_digest(answer[-_TAG_BYTES:], authenticate(key, b"server" + nonces)):
             raise PermissionError("somebody else answers there, who does not know this job's key")
-        sock.sendall(hmac.new(key, b"client" + nonces, hashlib.sha256).digest())
+        sock.sendall(authenticate(key, b"client" + nonces))
+    finally:
+        sock.close()
+
+
+def authenticate(key: bytes, message: bytes) -> bytes:
+    """Return the HMAC-SHA256 of a message (RFC 2104), with a key of at most 64 bytes."""
+    padded = key.ljust(_BLOCK_BYTES, b"\0")
+    inner = sha256(bytes(byte ^ 0x36 for byte in padded) + message).digest()
+    return sha256(bytes(byte ^ 0x5C for byte in padded) + inner).digest()

@@ -8,6 +8,7 @@ closed.
 
 from __future__ import annotations
 
+import _socket
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ class StoreEndpoints:
         self.key = key
         self.store = MemoryStore() if store is None else store
         self._servers: dict[str, StoreServer] = {}
-        self._reserved: list[socket.socket] = []
+        self._reserved: list[_socket.socket] = []
 
     @property
     def endpoints(self) -> list[Endpoint]:

@@ -88,6 +88,7 @@ class ParquetDataModule(DataModule):
         edit_fields: Sequence[Any] | None = None,
         removed_fields: Sequence[str] | None = None,
         refuse_nan_in: Sequence[str] = (),
+        disk_cache: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -98,6 +99,7 @@ class ParquetDataModule(DataModule):
         self._edit_fields = edit_fields
         self._removed = list(removed_fields or ())
         self._refuse_nan_in = refuse_nan_in
+        self._disk_cache = disk_cache and self.num_train_epochs > 1
         self._train: ParquetReader | None = None
         self._val: ParquetReader | None = None
 
@@ -128,6 +130,7 @@ class ParquetDataModule(DataModule):
             workers_count=self._workers[what],
             storage_options=self.storage_options,
             refuse_nan_in=self._refuse_nan_in,
+            disk_cache=self._disk_cache and self._passes_of(what) != 1,
         )
 
     def _passes_of(self, what: str) -> int | None:

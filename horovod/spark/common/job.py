@@ -142,6 +142,7 @@ class TrainingJob:
             edit_fields=self["transformation_edit_fields"],
             removed_fields=self["transformation_removed_fields"],
             refuse_nan_in=self._targets() if self["nan_labels"] != "keep" else (),
+            disk_cache=self["disk_cache"],
             feature_columns=self.feature_columns,
             label_columns=self.label_columns,
             sample_weight_col=sample_weights,

@@ -148,6 +148,7 @@ def _fresh(default: Any) -> Any:
     Spec("reader_pool_type", "thread", "what the readers are; threads, whatever is set", _STRING),
     Spec("label_shapes", None, "the shape of each label; -1 stands for the batch"),
     Spec("inmemory_cache_all", False, "whether ranks keep all rows", _BOOL, "InMemoryCacheAll"),
+    Spec("disk_cache", True, "whether ranks keep decoded rows on their local disks", _BOOL),
     Spec("use_gpu", True, "whether to train on GPUs where there are any", _BOOL),
     Spec("mp_start_method", None, "how reader processes start; readers are threads", _STRING),
     Spec("backward_passes_per_step", 1, "batches whose gradients are added up for a step", _INT),

@@ -14,7 +14,8 @@ from horovod.spark.common.datamodule import ParquetDataModule
 from horovod.spark.common.reading.columns import Rows
 from horovod.spark.torch.feeding import Batch
 
-BATCHES_AHEAD = 4  # that wait for the training loop
+BATCHES_AHEAD = 8  # that wait for the training loop, if they do not take more than these bytes
+BYTES_AHEAD = 2 * 1024 * 1024
 
 
 def tensors(rows: Rows) -> Batch:
@@ -30,13 +31,14 @@ def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-class _Loader(BaseDataLoader):
-    """So many batches of a source, each time it is iterated over."""
+class _GroupLoader(BaseDataLoader):
+    """Lists of batches of a source, together `steps` batches each time it is iterated over."""
 
     def __init__(
-        self, steps: int, source: Callable[[], Iterator[Rows]], ends_early: bool = False
+        self, ahead: int, steps: int, source: Callable[[], Iterator[Rows]], ends_early: bool
     ) -> None:
         self._ends_early = ends_early  # which is an error: the other ranks would wait
+        self._ahead = max(1, ahead)
         self._steps = steps
         self._source = source
         super().__init__()
@@ -44,11 +46,15 @@ class _Loader(BaseDataLoader):
     def __len__(self) -> int:
         return self._steps
 
-    def _iterate(self) -> Iterator[Any]:
+    def _iterate(self) -> Iterator[list[Batch]]:
         done = 0
-        for rows in itertools.islice(self._source(), self._steps):
-            yield tensors(rows)
-            done += 1
+        source = itertools.islice(self._source(), self._steps)
+        for rows in source:
+            size = max(1, sum(array.nbytes for array in rows.values()))
+            more = min(self._ahead, max(1, BYTES_AHEAD // size)) - 1
+            group = [tensors(rows), *map(tensors, itertools.islice(source, more))]
+            done += len(group)
+            yield group
         if self._ends_early and done < self._steps:
             raise RuntimeError(
                 f"the data ended after {done} of {self._steps} batches of this epoch: leave "
@@ -56,8 +62,35 @@ class _Loader(BaseDataLoader):
             )
 
 
-class AsyncLoader(AsyncDataLoaderMixin, _Loader):
-    """The same, read ahead by a thread."""
+class AsyncLoader(AsyncDataLoaderMixin, _GroupLoader):
+    """Batches of a source, read ahead by a thread.
+
+    The thread hands over several batches at once: each time it does costs a switch between threads,
+    and Python's lock, for which the training loop would wait.
+
+    Args:
+        ahead: Number of batches to read ahead, fewer if they are large; 0 uses no thread.
+        debug: Whether to log when the training loop waits for data.
+        steps: Number of batches of an epoch.
+        source: Function that returns the iterator over batches for one epoch.
+        ends_early: Whether it is an error if there are fewer batches.
+    """
+
+    def __init__(
+        self,
+        ahead: int,
+        debug: bool,
+        steps: int,
+        source: Callable[[], Iterator[Rows]],
+        ends_early: bool = False,
+    ) -> None:
+        super().__init__(min(1, ahead), debug, ahead, steps, source, ends_early)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for group in super().__iter__():
+            group.reverse()
+            while group:  # not more of them are kept than have to be
+                yield group.pop()
 
 
 class PetastormDataModule(ParquetDataModule):

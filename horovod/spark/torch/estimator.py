@@ -76,7 +76,7 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
         random_seed: Seed for shuffling, for choosing validation rows, and for the framework. By
             default they are random.
         shuffle_buffer_size: Deprecated: number of rows to shuffle among. By default as many as fit
-            into 32 MiB; 0 does not shuffle.
+            into 24 MiB; 0 does not shuffle.
         shuffle: Whether to shuffle the rows of training. The default is True.
         partitions_per_process: Number of Parquet files for each process. The default is 10.
         run_id: Name of this run. A run of the same name goes on from its checkpoint. By default a
@@ -105,6 +105,9 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
         nan_labels: What happens to rows with NaN in a label or weight: "refuse" raises an error
             that counts them, "drop" leaves them out and says how many, "keep" trains with them.
             The default is "refuse".
+        disk_cache: Whether each process keeps the rows that it has decoded in a temporary file of
+            Spark's local folders, so that it decodes them in the first epoch only. It does while a
+            tenth of the disk stays free. The default is True.
 
     Raises:
         ValueError: A value has the wrong type. What is missing or does not fit is found by `fit`,
@@ -162,6 +165,7 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
         mp_start_method: str | None = None,
         backward_passes_per_step: int = 1,
         nan_labels: str = "refuse",
+        disk_cache: bool = True,
     ) -> None:
         super().__init__()
         self._set_given(self._input_kwargs)

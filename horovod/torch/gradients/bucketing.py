@@ -236,7 +236,7 @@ def cut_for_device(
         # A large gradient takes what little there is along, and the last few bytes of all, which
         # are not worth a bucket of their own, go with those before.
         goes_along = size + nbytes <= limit and (
-            (size <= most // _LITTLE and nbytes > most) or left < LAST_DEVICE_BUCKETS // 2
+            left < LAST_DEVICE_BUCKETS // 2 or (bucket and size <= limits[kind] // _LITTLE)
         )
         if bucket and size + nbytes > limits[kind] and not goes_along:
             buckets.append(bucket)

@@ -7,6 +7,10 @@ on the way, and from then on *is* a view of that tensor, so that nothing is copi
 soon as the program drops the gradients, as with `zero_grad(set_to_none=True)`. A program that keeps
 them (`set_to_none=False`) lets the next backward add to the views, and then nothing is copied.
 
+Each part begins at a multiple of 16 bytes, as memory of its own would: torch.compile makes kernels
+that fail where a tensor does not, and others are slower there. What lies between the parts is
+reduced along, and nobody reads it.
+
 Gradients that cannot be replaced, because they are part of a graph, and those that travel in a
 narrower type are copied back into their own memory instead.
 """
@@ -16,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import add
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -27,6 +32,8 @@ from horovod.torch.gradients.layouts import is_dense, laid_out_like
 from horovod.transport.device.process_group import DeviceWork
 
 Tensor = torch.Tensor
+
+ALIGNMENT = 16  # bytes
 
 CHANGED = (
     "{what} was changed between backward() and step(), while it was being "
@@ -59,13 +66,21 @@ class DeviceBucket:
         self.device, self.dtype = first.device, first.dtype
         wire = reduction.wire
         self.wire = None if wire is None or wire.itemsize >= first.dtype.itemsize else wire
-        self.counts = [param.numel() for _, param in params]
-        self.count = sum(self.counts)
-        self.nbytes = self.count * first.dtype.itemsize
+        counts = [param.numel() for _, param in params]
+        self.num_elements = sum(counts)  # of all gradients
+        self.nbytes = self.num_elements * first.dtype.itemsize
         self.begins_in_backward = False  # as soon as all of its gradients have arrived
         self._prescale_factor, self._scale = reduction.prescale_factor, reduction.scale
         self._contiguous = all(param.is_contiguous() for _, param in params)
-        self._offsets = [0, *accumulate(self.counts)]
+        gaps = [*(-count % (ALIGNMENT // first.dtype.itemsize) for count in counts[:-1]), 0]
+        self._offsets = [0, *accumulate(map(add, counts, gaps))]
+        self.count = self._offsets.pop()  # elements of the buffer, with the gaps between its parts
+        self._buffer_bytes: int = self.count * first.dtype.itemsize
+        self._forms: list[Tensor] = []  # tensors of the shapes of all parts and gaps in the buffer
+        self._parts_at: list[int] = []  # which of them are parts
+        for (_, param), gap in zip(params, gaps, strict=True):
+            self._parts_at.append(len(self._forms))
+            self._forms += [param, torch.empty(gap, device="meta")] if gap else [param]
         self.reset()
 
     def reset(self) -> None:
@@ -202,40 +217,41 @@ class DeviceBucket:
         first = gradients[0]
         if self.wire is not None or first is None:
             return None
-        if len(gradients) > 1 and first.untyped_storage().nbytes() != self.nbytes:
+        if len(gradients) > 1 and first.untyped_storage().nbytes() != self._buffer_bytes:
             return None
-        address = first.data_ptr()
-        for (_, param), gradient, count in zip(self.params, gradients, self.counts, strict=True):
+        start = first.data_ptr()
+        for (_, param), gradient, offset in zip(self.params, gradients, self._offsets, strict=True):
             if (
                 gradient is None
-                or gradient.data_ptr() != address
+                or gradient.data_ptr() != start + offset * self.dtype.itemsize
                 or gradient.dtype is not param.dtype
                 or gradient.requires_grad
                 or laid_out_like(param, gradient) is not gradient
             ):
                 return None
-            address += count * self.dtype.itemsize
         return first.detach().as_strided((self.count,), (1,))
 
     def _lies_at(self, gradient: Tensor, position: int) -> bool:
         """Whether it seems to be a view of a buffer of an earlier step: `pack` looks closely."""
         return (
             gradient.storage_offset() == self._offsets[position]
-            and gradient.untyped_storage().nbytes() == self.nbytes
+            and gradient.untyped_storage().nbytes() == self._buffer_bytes
         )
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
         """Return the parts of a flat tensor, shaped and laid out like the parameters."""
-        params = [param for _, param in self.params]
         if self._contiguous:
             unflatten: Any = torch._utils._unflatten_dense_tensors
-            return list(unflatten(buffer, params))
-        parts = torch.split_with_sizes(buffer, self.counts)
+            parts = unflatten(buffer, self._forms)
+            return [parts[index] for index in self._parts_at]
+        flat_parts = torch.split_with_sizes(buffer, [form.numel() for form in self._forms])
         return [
             part.as_strided(param.shape, param.stride(), part.storage_offset())
             if is_dense(param)
             else part.view(param.shape)
-            for part, param in zip(parts, params, strict=True)
+            for (_, param), part in zip(
+                self.params, (flat_parts[index] for index in self._parts_at), strict=True
+            )
         ]
 
     def _note(self, buffer: Tensor | None, gradients: Sequence[Tensor | None]) -> None:

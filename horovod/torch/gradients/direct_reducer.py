@@ -220,7 +220,7 @@ class DirectReducer:
         if counters is not None:
             counters.operations += len(self._order)
             for bucket in self._order:
-                on_wire = bucket.count * bucket.wire_dtype.itemsize
+                on_wire = bucket.num_elements * bucket.wire_dtype.itemsize
                 counters.count_on_device(bucket.nbytes, on_wire)
             if self._measured is not None:
                 counters.timings.append(self._measured)

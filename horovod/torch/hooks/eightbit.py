@@ -9,7 +9,7 @@ import torch
 
 from horovod.torch.hooks.base import GradientBucket
 from horovod.torch.hooks.compressing import FeedbackHook, allreduce_traffic
-from horovod.transport.eight_bits import BLOCK, FP8, ROW, decode, encode, in_blocks, num_rows
+from horovod.transport.eight_bits import BLOCK, FP8, ROW, Rows, in_blocks, num_rows
 
 Tensor = torch.Tensor
 
@@ -95,13 +95,13 @@ class EightBit(FeedbackHook):
 
 def _encoded(blocks: Tensor, kind: torch.dtype) -> Tensor:
     rows = torch.empty(len(blocks), ROW, dtype=torch.uint8, device=blocks.device)
-    encode(blocks, rows, kind)
+    Rows(rows, kind).encode(blocks)
     return rows
 
 
 def _decoded(rows: Tensor, kind: torch.dtype) -> Tensor:
     blocks = torch.empty(len(rows), BLOCK, device=rows.device)
-    decode(rows, blocks, kind)
+    Rows(rows, kind).decode(blocks)
     return blocks
 
 

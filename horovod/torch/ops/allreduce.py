@@ -215,7 +215,9 @@ def reduce_into_new(
 def _reduce_copy(
     tensor: Tensor, name: str | None, reduction: Reduction, process_set: ProcessSet
 ) -> Tensor | None:
-    """Reduce a copy of a small tensor the shortest way, if one like it went before by this name.
+    """Reduce a copy of a tensor the shortest way, if one like it went before by this name.
+
+    In host memory only small ones: copying a large one costs more than a request.
 
     Returns:
         The copy, or None if nothing was done.
@@ -225,7 +227,7 @@ def _reduce_copy(
         return None
     if (
         not isinstance(tensor, Tensor)
-        or tensor.nbytes > SMALL
+        or (tensor.is_cpu and tensor.nbytes > SMALL)
         or tensor.shape != prepared.shapes[0]
     ):
         return None

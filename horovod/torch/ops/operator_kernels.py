@@ -24,10 +24,11 @@ from horovod.engine.arguments import (
 from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 from horovod.engine.submission import check_scattered
+from horovod.torch.ops.shortcuts import shorten
 
 Tensor = torch.Tensor
 
-SMALL = 16 * 1024  # bytes of a tensor for which a copy costs less than a request
+SMALL = 16 * 1024  # bytes in host memory of which a copy costs less than a request
 _library: Any = torch.library.Library("horovod", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 _FACTORS = "str? name, int op, float prescale_factor, float postscale_factor, int process_set"
@@ -74,12 +75,10 @@ def _allreduce(
     postscale_factor: float,
     process_set: int,
 ) -> None:
-    if len(tensors) == 1 and tensors[0].nbytes <= SMALL and name in runtime.prepared:
-        (output,) = outputs
-        output.copy_(tensors[0])
-        if _reduce_again(output, name, op, prescale_factor, postscale_factor, process_set):
-            return
-    reduction = Reduction(ReduceOp(op), prescale_factor, postscale_factor)
+    factors = prescale_factor, postscale_factor
+    if _allreduce_again(tensors, outputs, order, name, op, *factors, process_set):
+        return
+    reduction = Reduction(ReduceOp(op), *factors)
     _reduce(reduction_inputs(tensors, reduction), outputs, name, reduction, process_set)
 
 
@@ -93,7 +92,7 @@ def _allreduce_in_place(
     process_set: int,
 ) -> None:
     factors = prescale_factor, postscale_factor
-    if len(tensors) == 1 and _reduce_again(tensors[0], name, op, *factors, process_set):
+    if _allreduce_in_place_again(tensors, order, name, op, *factors, process_set):
         return
     reduction = Reduction(ReduceOp(op), *factors)
     buffers = reduction_inputs(tensors, reduction)
@@ -117,8 +116,29 @@ def _reduce(
     runtime.submit(collective, sources, outputs, background=False).wait()
 
 
-def _reduce_again(
-    tensor: Tensor,
+def _allreduce_again(
+    tensors: list[Tensor],
+    outputs: list[Tensor],
+    order: Tensor,
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: int,
+) -> bool:
+    """Reduce a copy of a tensor the shortest way, if one like it went before under this name."""
+    if len(tensors) != 1 or name not in runtime.prepared:
+        return False
+    if tensors[0].is_cpu and tensors[0].nbytes > SMALL:
+        return False
+    outputs[0].copy_(tensors[0])
+    factors = prescale_factor, postscale_factor
+    return _allreduce_in_place_again(outputs, order, name, op, *factors, process_set)
+
+
+def _allreduce_in_place_again(
+    tensors: list[Tensor],
+    order: Tensor,
     name: str | None,
     op: int,
     prescale_factor: float,
@@ -127,9 +147,9 @@ def _reduce_again(
 ) -> bool:
     """Reduce a tensor in place the shortest way, if one like it went before under this name."""
     prepared = runtime.prepared.get(name)
-    if prepared is None or prescale_factor != 1.0:
+    if prepared is None or prescale_factor != 1.0 or len(tensors) != 1:
         return False
-    return prepared.reduce(tensor, op, postscale_factor, process_set)
+    return prepared.reduce(tensors[0], op, postscale_factor, process_set)
 
 
 def _allgather_rows(
@@ -323,6 +343,8 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 _unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=() if _unsafe is None else (_unsafe,))
+shorten(torch.ops.horovod.allreduce.default, _allreduce_again)
+shorten(torch.ops.horovod.allreduce_.default, _allreduce_in_place_again)
 for _name, (_implementation, _fake) in _OPERATORS.items():
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"horovod::{_name}", _fake, lib=_library)

@@ -10,25 +10,85 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from horovod.transport import eight_bits
 from horovod.transport.base import Transport
 from horovod.transport.division import split_evenly
+from horovod.transport.eight_bits import Rows
 from horovod.transport.network.shares import ShareBlock, SharePlan
 from horovod.transport.network.streams import MessageStream
 
 Tensor = torch.Tensor
 
 AHEAD = 2  # blocks of each peer that may wait for the same blocks of other peers
-BLOCK_BYTES = 1024 * eight_bits.ROW  # of one block, coded
+BLOCK_ROWS = 1024  # of one block, at most
 
 
-def plan_rows(counts: Sequence[int], size: int) -> SharePlan:
-    """Return which rank adds up which rows of tensors with these numbers of elements."""
-    rows = [eight_bits.num_rows(count) for count in counts]
-    return SharePlan(rows, eight_bits.ROW, size, BLOCK_BYTES)
+class CodedBlock(NamedTuple):
+    """Rows that travel and are added up together."""
+
+    share: ShareBlock
+    rows: Rows
+    buffer: Any  # their memory, as the kernel takes it
+
+
+class CodedPlan:
+    """Which rank adds up which rows of some tensors, and the memory for it.
+
+    It follows from the sizes of the tensors, and is kept from step to step.
+
+    Args:
+        counts: The number of elements of each tensor.
+        rank: Our rank.
+        size: The number of ranks.
+        kind: The 8-bit type.
+        rows: Memory for all rows of all tensors.
+        arriving: Memory for AHEAD blocks of every rank.
+        total: Memory for the sum of a block.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        rank: int,
+        size: int,
+        kind: torch.dtype,
+        rows: Tensor,
+        arriving: Tensor,
+        total: Tensor,
+    ) -> None:
+        row_counts = [eight_bits.num_rows(count) for count in counts]
+        shares = SharePlan(row_counts, eight_bits.ROW, size, BLOCK_ROWS * eight_bits.ROW)
+        self.kind = kind
+        self.blocks: list[list[CodedBlock]] = []  # of every rank's share
+        start = 0
+        for blocks in shares.blocks:
+            self.blocks.append([])
+            for block in blocks:
+                end = start + block.edges[-1]
+                self.blocks[-1].append(_coded_block(block, rows[start:end], kind))
+                start = end
+        self.own = self.blocks[rank]
+        # Where the rows of each peer arrive for each of our blocks.
+        self.arriving = [
+            {
+                peer: _coded_block(
+                    block.share, arriving[peer, number % AHEAD, : block.share.edges[-1]], kind
+                )
+                for peer in range(size)
+                if peer != rank
+            }
+            for number, block in enumerate(self.own)
+        ]
+        self.totals = [total[: block.share.edges[-1]] for block in self.own]
+
+
+def _coded_block(share: ShareBlock, memory: Tensor, kind: torch.dtype) -> CodedBlock:
+    """Return a block whose rows are in this memory."""
+    return CodedBlock(share, Rows(memory, kind), memory.numpy())
 
 
 class CodedReduction:
@@ -37,134 +97,103 @@ class CodedReduction:
     Args:
         rank: Our rank.
         streams: The messages of each peer.
-        plan: Which rank adds up which rows, see `plan_rows`.
+        plan: Which rank adds up which rows, and where.
         tensors: What to add up, in place.
         scale: The factor for the result.
-        kind: The 8-bit type.
-        rows: Memory for all rows of all tensors.
     """
 
     def __init__(
         self,
         rank: int,
         streams: Mapping[int, MessageStream],
-        plan: SharePlan,
+        plan: CodedPlan,
         tensors: Sequence[Tensor],
         scale: float,
-        kind: torch.dtype,
-        rows: Tensor,
     ) -> None:
         self._rank = rank
         self._streams = streams
         self._plan = plan
         self._tensors = [tensor.view(-1) for tensor in tensors]
         self._scale = scale
-        self._kind = kind
-        self._rows = rows
-        self._own_blocks = plan.blocks[rank]
-        self._operands: list[dict[int, Tensor]] = [{} for _ in self._own_blocks]  # by rank
-        # Memory for the blocks that arrive and for their sum, used again for each: the pages of
-        # fresh memory would cost as much as the arithmetic.
-        most = max((block.edges[-1] for block in self._own_blocks), default=0)
-        self._arriving = torch.empty(len(streams), AHEAD, most, eight_bits.ROW, dtype=torch.uint8)
-        self._total = torch.empty(most, eight_bits.BLOCK)
-        starts, first = [], 0
-        for tensor in self._tensors:
-            starts.append(first)
-            first += eight_bits.num_rows(tensor.numel())
-        self._first_rows = starts
+        self._arrived = [0 for _ in plan.own]  # peers whose rows are there, of each block
 
     def begin(self) -> None:
         """Queue the first messages."""
         for peer, stream in self._streams.items():
             for block in self._plan.blocks[peer]:
-                rows = self._rows_of(block)
-                stream.send([rows.numpy()], block.nbytes, partial(self._encode, block, rows))
-        for number in range(min(AHEAD, len(self._own_blocks))):
+                stream.send([block.buffer], block.share.nbytes, partial(self._encode, block))
+        for number in range(min(AHEAD, len(self._plan.own))):
             self._expect(number)
-        if not self._own_blocks:
+        if not self._plan.own:
             for peer, stream in self._streams.items():
                 self._expect_results(peer, stream)
 
-    def _rows_of(self, block: ShareBlock) -> Tensor:
-        """Return the memory of a block, whose spans follow each other."""
-        first = block.spans[0]
-        start = self._first_rows[first.tensor] + first.start
-        return self._rows[start : start + block.edges[-1]]
-
-    def _numbers(self, block: ShareBlock) -> Tensor:
+    def _numbers(self, share: ShareBlock) -> Tensor:
         """Return this rank's numbers of a block, as float32: where they are, or copied."""
-        parts = self._parts(block)
+        parts = self._parts(share)
         if _fills_rows(parts):
             return parts[0].view(-1, eight_bits.BLOCK)
         return torch.cat([eight_bits.in_blocks(part) for part in parts])
 
-    def _parts(self, block: ShareBlock) -> list[Tensor]:
+    def _parts(self, share: ShareBlock) -> list[Tensor]:
         """Return the elements of the tensors that a block covers."""
         width = eight_bits.BLOCK
         return [
             self._tensors[span.tensor][span.start * width : (span.start + span.elements) * width]
-            for span in block.spans
+            for span in share.spans
         ]
 
-    def _encode(self, block: ShareBlock, rows: Tensor) -> None:
-        """Write this rank's numbers of a block into rows, just before they are sent."""
-        eight_bits.encode(self._numbers(block), rows, self._kind)
+    def _encode(self, block: CodedBlock) -> None:
+        """Write this rank's numbers of a block into its rows, just before they are sent."""
+        block.rows.encode(self._numbers(block.share))
 
-    def _decode(self, block: ShareBlock, rows: Tensor) -> None:
+    def _decode(self, block: CodedBlock) -> None:
         """Write the result of a block into the tensors."""
-        parts = self._parts(block)
-        is_whole = _fills_rows(parts)
-        blocks = (
-            parts[0].view(-1, eight_bits.BLOCK)
-            if is_whole
-            else torch.empty(len(rows), eight_bits.BLOCK)
-        )
-        eight_bits.decode(rows, blocks, self._kind, factor=self._scale)
-        if is_whole:
+        parts = self._parts(block.share)
+        if _fills_rows(parts):
+            block.rows.decode(parts[0].view(-1, eight_bits.BLOCK), factor=self._scale)
             return
-        for edge, part in zip(block.edges, parts, strict=False):
+        blocks = torch.empty(block.share.edges[-1], eight_bits.BLOCK)
+        block.rows.decode(blocks, factor=self._scale)
+        for edge, part in zip(block.share.edges, parts, strict=False):
             part.copy_(blocks[edge:].view(-1)[: part.numel()])
 
     def _expect(self, number: int) -> None:
         """Expect every peer's rows for a block of our share, and results after the last block."""
-        block = self._own_blocks[number]
-        for index, (peer, stream) in enumerate(self._streams.items()):
-            theirs = self._arriving[index, number % AHEAD, : block.edges[-1]]
-            stream.receive(
-                [theirs.numpy()], block.nbytes, partial(self._on_arrival, number, peer, theirs)
-            )
-            if number == len(self._own_blocks) - 1:
+        nbytes = self._plan.own[number].share.nbytes
+        arriving = self._plan.arriving[number]
+        for peer, stream in self._streams.items():
+            stream.receive([arriving[peer].buffer], nbytes, partial(self._on_arrival, number))
+            if number == len(self._plan.own) - 1:
                 self._expect_results(peer, stream)
 
     def _expect_results(self, peer: int, stream: MessageStream) -> None:
         """Expect the coded results of a peer's share."""
         for block in self._plan.blocks[peer]:
-            rows = self._rows_of(block)
-            stream.receive([rows.numpy()], block.nbytes, partial(self._decode, block, rows))
+            stream.receive([block.buffer], block.share.nbytes, partial(self._decode, block))
 
-    def _on_arrival(self, number: int, peer: int, theirs: Tensor) -> None:
+    def _on_arrival(self, number: int) -> None:
         """Add up a block and send the sum, once the rows of all peers have arrived."""
-        arrived = self._operands[number]
-        arrived[peer] = theirs
-        if len(arrived) < len(self._streams):
+        self._arrived[number] += 1
+        if self._arrived[number] < len(self._streams):
             return
-        block = self._own_blocks[number]
-        rows = self._rows_of(block)
-        total = self._total[: len(rows)]
-        for rank in range(len(self._streams) + 1):  # in rank order, whichever rank adds up
-            if rank != self._rank:
-                eight_bits.decode(arrived[rank], total, self._kind, add=rank > 0)
-            elif rank:
-                total.add_(self._numbers(block))
-            else:
-                total.copy_(self._numbers(block))
-        arrived.clear()
-        eight_bits.encode(total, rows, self._kind)
+        block, total = self._plan.own[number], self._plan.totals[number]
+        arrived = self._plan.arriving[number]
+        # In rank order, whichever rank adds up. The first two may change places: their sum is the
+        # same, and ours need not be copied.
+        others = list(arrived)
+        arrived[others[0]].rows.decode(total)
+        if self._rank <= 1:
+            total.add_(self._numbers(block.share))
+        for rank in others[1:]:
+            arrived[rank].rows.decode(total, add=True)
+            if rank + 1 == self._rank:
+                total.add_(self._numbers(block.share))
+        block.rows.encode(total)
         for stream in self._streams.values():
-            stream.send([rows.numpy()], block.nbytes)
-        self._decode(block, rows)
-        if number + AHEAD < len(self._own_blocks):
+            stream.send([block.buffer], block.share.nbytes)
+        self._decode(block)
+        if number + AHEAD < len(self._plan.own):
             self._expect(number + AHEAD)
 
 
@@ -181,7 +210,7 @@ def add_up_among_many(
     flat = tensor.view(-1)
     blocks = eight_bits.in_blocks(flat)
     rows = torch.empty(len(blocks), eight_bits.ROW, dtype=torch.uint8)
-    eight_bits.encode(blocks, rows, kind)
+    Rows(rows, kind).encode(blocks)
     shares = split_evenly(len(blocks), transport.size)
     mine = shares[transport.rank]
     nbytes = [share * eight_bits.ROW for share in shares]
@@ -190,12 +219,12 @@ def add_up_among_many(
     transport.alltoall(rows.view(-1), theirs.view(-1), nbytes, received)
     total = torch.zeros(mine, eight_bits.BLOCK)
     for each in theirs:
-        eight_bits.decode(each, total, kind, add=True)
+        Rows(each, kind).decode(total, add=True)
     own = torch.empty(mine, eight_bits.ROW, dtype=torch.uint8)
-    eight_bits.encode(total, own, kind)
+    Rows(own, kind).encode(total)
     transport.allgather(own.view(-1), rows.view(-1), nbytes)
     results = torch.empty(len(blocks), eight_bits.BLOCK)
-    eight_bits.decode(rows, results, kind)
+    Rows(rows, kind).decode(results)
     flat.copy_(results.view(-1)[: flat.numel()])
     if scale != 1.0:
         flat.mul_(scale)

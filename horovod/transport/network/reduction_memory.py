@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from horovod.transport.arithmetic import as_blocks
-from horovod.transport.eight_bits import ROW
+from horovod.transport.eight_bits import BLOCK, ROW, num_rows
+from horovod.transport.network import coded_reduction
+from horovod.transport.network.coded_reduction import CodedPlan
 from horovod.transport.network.direct_reduction import AHEAD, BlockBuffer
 from horovod.transport.network.shares import SharePlan
 
@@ -34,15 +36,17 @@ class ReductionMemory:
         self._size = size
         self._block = BLOCK_TOTAL // size // 64 * 64
         self._plans: OrderedDict[tuple[Any, ...], SharePlan] = OrderedDict()
+        self._coded_plans: dict[tuple[Any, ...], CodedPlan] = {}
         self._block_buffers: dict[tuple[Any, ...], BlockBuffer] = {}
         self.clear()
 
     def clear(self) -> None:
         """Release the memory."""
         self._block_buffers.clear()
+        self._coded_plans.clear()
         self._blocks = torch.empty(0, dtype=torch.uint8)
         self._narrow = torch.empty(0)
-        self._rows = torch.empty(0, ROW, dtype=torch.uint8)
+        self._rows = self._arriving = self._total = torch.empty(0)
 
     def plan(self, tensors: Sequence[torch.Tensor]) -> SharePlan:
         """Return the plan for tensors of these sizes."""
@@ -82,11 +86,27 @@ class ReductionMemory:
             part.copy_(tensor)
         return narrow
 
-    def rows(self, count: int) -> torch.Tensor:
-        """Return memory for `count` rows of `eight_bits`."""
-        if len(self._rows) < count:
-            self._rows = torch.empty(count, ROW, dtype=torch.uint8)
-        return self._rows[:count]
+    def coded_plan(
+        self, tensors: Sequence[torch.Tensor], rank: int, kind: torch.dtype
+    ) -> CodedPlan:
+        """Return the plan, with its memory, for a sum of such tensors that travels in 8 bits."""
+        counts = tuple([tensor.numel() for tensor in tensors])
+        plan = self._coded_plans.get((kind, counts))
+        if plan is None:
+            count = sum([num_rows(each) for each in counts])
+            if len(self._rows) < count:
+                self._coded_plans.clear()  # they would keep the old memory
+                self._rows = torch.empty(count, ROW, dtype=torch.uint8)
+            if len(self._coded_plans) >= _KEPT:
+                self._coded_plans.clear()
+            if not self._total.numel():
+                shape = (self._size, coded_reduction.AHEAD, coded_reduction.BLOCK_ROWS, ROW)
+                self._arriving = torch.empty(shape, dtype=torch.uint8)
+                self._total = torch.empty(coded_reduction.BLOCK_ROWS, BLOCK)
+            memory = (self._rows[:count], self._arriving, self._total)
+            plan = CodedPlan(counts, rank, self._size, kind, *memory)
+            self._coded_plans[kind, counts] = plan
+        return plan
 
 
 def widen(narrow: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float) -> None:

@@ -31,8 +31,8 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.transport import pairwise
 from horovod.transport.arithmetic import ignore_overflow
 from horovod.transport.base import WORD, Group
-from horovod.transport.eight_bits import is_coded, num_rows
-from horovod.transport.network.coded_reduction import CodedReduction, add_up_among_many, plan_rows
+from horovod.transport.eight_bits import is_coded
+from horovod.transport.network.coded_reduction import CodedReduction, add_up_among_many
 from horovod.transport.network.direct_reduction import DirectReduction
 from horovod.transport.network.links import Links, connection_failure
 from horovod.transport.network.lost_connections import explain_end
@@ -274,11 +274,9 @@ class TcpTransport(PairwiseTransport):
         self, tensors: Sequence[torch.Tensor], scale: float, kind: torch.dtype
     ) -> None:
         """Queue the messages of a sum that travels in 8 bits, among few ranks."""
-        counts = [tensor.numel() for tensor in tensors]
-        plan = plan_rows(counts, self.size)
-        rows = self._memory.rows(sum(num_rows(count) for count in counts))
+        plan = self._memory.coded_plan(tensors, self.rank, kind)
         streams = {peer: self._stream(peer) for peer in self._peers}
-        CodedReduction(self.rank, streams, plan, tensors, scale, kind, rows).begin()
+        CodedReduction(self.rank, streams, plan, tensors, scale).begin()
 
     # -- failure ---------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import json
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.runner.agents.agent_streams import (
@@ -10,10 +12,14 @@ from horovod.runner.agents.agent_streams import (
     MARK,
     STDERR,
     STDOUT,
+    CommandReader,
     FrameReader,
+    command_frame,
     event_frame,
     output_frame,
+    to_json,
 )
+from tests.effort import examples
 
 FRAMES = st.lists(
     st.tuples(st.sampled_from([EVENT, STDOUT, STDERR]), st.integers(0, 2**32 - 1), st.binary())
@@ -46,3 +52,23 @@ def test_endless_noise_does_not_fill_the_memory():
         assert reader.feed(b"x" * 10_000) == []
     assert len(reader.before) <= 4000
     assert reader.feed(MARK + event_frame(b"{}")) == [(EVENT, 0, b"{}")]
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.text(max_size=9)
+RECORDS = st.dictionaries(st.text(max_size=3), SCALARS | st.lists(SCALARS, max_size=3), max_size=3)
+
+
+@settings(max_examples=examples(100))
+@given(event=RECORDS)
+def test_events_are_json(event):
+    assert json.loads(to_json({"kind": event})) == {"kind": event}
+    assert json.loads(to_json(tuple(event))) == list(event)
+
+
+@settings(max_examples=examples(100))
+@given(commands=st.lists(RECORDS, max_size=3), data=st.data())
+def test_commands_arrive_whole(commands, data):
+    sent = b"".join(map(command_frame, commands))
+    cut = data.draw(st.integers(0, len(sent)))
+    reader = CommandReader()
+    assert reader.feed(sent[:cut]) + reader.feed(sent[cut:]) == commands

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
+import os
 import socket
 import threading
 
@@ -10,7 +12,7 @@ import pytest
 
 from horovod.common.store import MemoryStore, StoreClient
 from horovod.common.wire import new_key
-from horovod.runner.agents.probe import probe
+from horovod.runner.agents.probe import authenticate, probe
 from horovod.runner.agents.store_endpoints import (
     StoreEndpoints,
     addresses_towards,
@@ -114,6 +116,12 @@ def test_a_door_of_somebody_else_is_none(place: StoreEndpoints):
     ((address, port, reason),) = answer["failures"]
     assert (address, port) == endpoint
     assert "key" in reason
+
+
+@pytest.mark.parametrize("length", [0, 1, 55, 56, 70, 1000])
+def test_what_a_host_proves_its_knowledge_with_is_an_hmac(length: int):
+    key, message = new_key(), os.urandom(length)
+    assert authenticate(key, message) == hmac.digest(key, message, "sha256")
 
 
 def test_problems_for_people():

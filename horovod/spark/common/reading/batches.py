@@ -17,11 +17,14 @@ from horovod.spark.common.reading.row_buffer import (
     row_count,
 )
 
-BUFFER_BYTES = 32 * 1024 * 1024  # of rows that a rank shuffles among
+BUFFER_BYTES = 24 * 1024 * 1024  # of rows that a rank shuffles among
 # Of large rows, such as images, at least these, as far as they fit in eight times the bytes.
 BUFFER_ROWS = 1024
 
-_DRAWN = 1024  # rows drawn at once, if batches are smaller: a draw has a cost of its own
+# A draw has a cost of its own, so several small batches are drawn at once: of at most so many rows
+# that are shuffled, or come in order and need not be copied, and of at most so many bytes.
+_DRAWN_SHUFFLED, _DRAWN_IN_ORDER = 4096, 1024
+_DRAWN_BYTES = 2 * 1024 * 1024
 
 
 def rows_that_fit(row_bytes: int) -> int:
@@ -46,25 +49,23 @@ def batches(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-    several = batch_size * max(1, _DRAWN // batch_size)
-    for layout, arrays in _blocks(passes, several, capacity, np.random.default_rng(seed)):
+    for layout, arrays in _blocks(passes, batch_size, capacity, np.random.default_rng(seed)):
         for start in range(0, len(arrays[0]), batch_size):
             yield layout.columns([array[start : start + batch_size] for array in arrays])
 
 
 def _blocks(
     passes: Iterable[Iterator[Rows]],
-    rows_in_block: int,
+    batch_size: int,
     wanted: int | Callable[[int], int],
     random: np.random.Generator,
 ) -> Iterator[tuple[RowLayout, list[Array]]]:
-    """Blocks of so many rows, the last one may be smaller."""
+    """Blocks of some batches each; the last one may be smaller, and end with a part of a batch."""
     ending: RowBuffer | RowQueue | None = None  # holds the rows left of the pass before
     storage: RowStorage | None = None  # which the rows of two passes share
     parts: list[list[Array]] = []  # draws for a block that one draw could not fill
-    lacking = rows_in_block
     layout: RowLayout | None = None
-    capacity = 0
+    capacity = rows_in_block = lacking = 0
 
     for chunks in passes:
         filling: RowBuffer | RowQueue | None = None
@@ -74,6 +75,7 @@ def _blocks(
             if layout is None:
                 layout = RowLayout(rows)
                 capacity = wanted if isinstance(wanted, int) else wanted(layout.row_bytes)
+                lacking = rows_in_block = _rows_at_once(batch_size, capacity, layout.row_bytes)
             if filling is None:
                 if capacity and storage is None:
                     storage = RowStorage(layout, capacity + rows_in_block + row_count(rows))
@@ -105,6 +107,13 @@ def _blocks(
         if not lacking or not ending.size:
             yield layout, join(parts, layout)
             parts, lacking = [], rows_in_block
+
+
+def _rows_at_once(batch_size: int, capacity: int, row_bytes: int) -> int:
+    """Return the rows of as many batches as are drawn at once."""
+    most = min(capacity, _DRAWN_SHUFFLED) if capacity else _DRAWN_IN_ORDER
+    most = min(most, _DRAWN_BYTES // max(1, row_bytes))
+    return batch_size * max(1, most // batch_size)
 
 
 def in_memory(rows: Rows, batch_size: int, *, shuffle: bool, seed: int | None) -> Iterator[Rows]:

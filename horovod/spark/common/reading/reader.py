@@ -3,7 +3,8 @@
 The rows of a dataset, in the order of its files and row groups, are cut into `shard_count` ranges
 whose lengths differ by one row at most, so ranks end up with equal shares whatever the row groups
 are. Worker threads decode row groups piece by piece; what waits to be consumed is bounded. They go
-on with the next pass while this one is consumed, but never beyond `num_epochs`.
+on with the next pass while this one is consumed, but never beyond `num_epochs`. What they have
+decoded once they may keep on the local disk for later passes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from horovod.spark.common.reading.columns import ColumnError, Rows, check_nan, rows_of, to_numpy
 from horovod.spark.common.reading.parquet_files import ParquetFiles, Piece
+from horovod.spark.common.reading.piece_file import PieceFile, local_folder
 from horovod.spark.common.reading.row_buffer import packed
 
 __all__ = ["ParquetReader"]
@@ -53,6 +55,8 @@ class ParquetReader:
         workers_count: Number of threads that decode. The default is 2.
         storage_options: Options of fsspec's file system for the URL. By default none.
         refuse_nan_in: Names of columns in which a NaN is an error. By default none.
+        disk_cache: Whether to keep decoded rows on the local disk for later passes, unless
+            `transform_fn` is given, which may make other rows in each. The default is False.
 
     Raises:
         ColumnError: A column is not in the data, or no model can be fed with it.
@@ -78,6 +82,7 @@ class ParquetReader:
         workers_count: int = 2,
         storage_options: dict[str, Any] | None = None,
         refuse_nan_in: Sequence[str] = (),
+        disk_cache: bool = False,
     ) -> None:
         if not 0 <= cur_shard < shard_count:
             raise ValueError(f"cur_shard must be from 0 to {shard_count - 1}, not {cur_shard}")
@@ -109,6 +114,9 @@ class ParquetReader:
         self._removed = list(removed_fields)
         self._refuse_nan_in = list(refuse_nan_in)
         self._workers_count = workers_count
+        self._kept: PieceFile | None = None
+        if disk_cache and transform_fn is None:
+            self._kept = PieceFile(local_folder(cur_shard))
         self._chunk_rows = min(65536, max(16, CHUNK_BYTES // self.files.bytes_per_row))
         self._run: _Run | None = None
         self._in_pass = False
@@ -135,7 +143,7 @@ class ParquetReader:
             self.stop()
         self._in_pass = True
         if self._run is None:
-            self._run = _Run(self._orders(), self._decode, self._workers_count)
+            self._run = _Run(self._orders(), self._read, self._workers_count)
             self._passes_in_run = 0
         yield from self._run.next_pass(len(self._pieces))
         self._in_pass = False
@@ -152,6 +160,12 @@ class ParquetReader:
                 order = np.random.default_rng([int(seed), self._passes]).permutation(order)
             self._passes += 1
             yield from (self._pieces[index] for index in order)
+
+    def _read(self, piece: Piece) -> Iterator[Rows]:
+        """Yield the rows of a piece, packed."""
+        if self._kept is None:
+            return map(packed, self._decode(piece))
+        return self._kept.chunks(piece, lambda piece: map(packed, self._decode(piece)))
 
     def _decode(self, piece: Piece) -> Iterator[Rows]:
         for batch in self.files.read(piece, self.columns, self._chunk_rows):
@@ -210,10 +224,10 @@ class _Run:
     """
 
     def __init__(
-        self, pieces: Iterator[Piece], decode: Callable[[Piece], Iterator[Rows]], workers: int
+        self, pieces: Iterator[Piece], read: Callable[[Piece], Iterator[Rows]], workers: int
     ) -> None:
         self._pieces = pieces
-        self._decode = decode
+        self._read = read
         self._stopped = threading.Event()
         self._dealt: collections.deque[_Output] = collections.deque()
         self._ready = threading.Condition()
@@ -234,11 +248,11 @@ class _Run:
                 self._dealt.append(mine)
                 self._ready.notify()
             try:
-                for rows in self._decode(piece):
-                    mine.room.acquire()  # first: decoded and packed rows both take memory
+                for rows in self._read(piece):
+                    mine.room.acquire()
                     if self._stopped.is_set():
                         return
-                    mine.items.put(packed(rows))
+                    mine.items.put(rows)
                     del rows  # before more are decoded
                 mine.room.acquire()  # the chunk was taken: another piece may be decoded
                 mine.items.put(_End)
