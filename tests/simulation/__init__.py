@@ -5,9 +5,9 @@
 
 `world` has the virtual clock and decides which thread runs next; `network` has links and sockets;
 `connections` and `threads` are what Python's modules for these become inside the simulation;
-`processes` has hosts, processes and the other system modules. `modules` loads Horovod with those in
-place of Python's own, so the code under test is the one that ships, unchanged. `plan` draws a job
-with faults from a seed, `driver`, `agents` and `worker` are its programs, and `job` runs it and
-checks what docs/reliability.md promises. `coverage` counts what was tried; `mutants` has mistakes
-that it must find.
+`processes` has hosts, processes and the other system modules; `disk` forgets what was not synced.
+`modules` loads Horovod with those in place of Python's own, so the code under test is the one that
+ships, unchanged. `plan` draws a job with faults from a seed, `driver`, `agents` and `worker` are
+its programs, and `job` runs it and checks what docs/reliability.md promises. `coverage` counts what
+was tried; `mutants` has mistakes that it must find.
 """

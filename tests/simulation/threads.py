@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation.world import Task, World
 
 if TYPE_CHECKING:
+    from tests.simulation.modules import Library
     from tests.simulation.processes import Process
 
 
@@ -174,14 +175,23 @@ class Event:
 
 
 class Local:
-    """`threading.local`."""
+    """`threading.local`, also as a base class: `__init__` runs once in every thread."""
 
-    def __init__(self, world: World) -> None:
-        object.__setattr__(self, "_own", (world, {}))
+    _modules: Library
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Local:
+        self = super().__new__(cls)
+        by_task: dict[Task | None, dict[str, Any]] = {cls._modules.world.current: {}}
+        object.__setattr__(self, "_own", (by_task, args, kwargs))
+        return self
 
     def _values(self) -> dict[str, Any]:
-        world, by_task = object.__getattribute__(self, "_own")
-        values: dict[str, Any] = by_task.setdefault(world.current, {})
+        by_task, args, kwargs = object.__getattribute__(self, "_own")
+        task = self._modules.world.current
+        if task not in by_task:
+            by_task[task] = {}
+            type(self).__init__(self, *args, **kwargs)
+        values: dict[str, Any] = by_task[task]
         return values
 
     def __getattr__(self, name: str) -> Any:
@@ -272,7 +282,7 @@ class Threading:
         self.RLock = lambda: RLock(world)
         self.Condition = lambda lock=None: Condition(world, lock)
         self.Event = lambda: Event(world)
-        self.local = lambda: Local(world)
+        self.local = type("local", (Local,), {"_modules": world.modules})
 
     def begin(self, main: Task) -> None:
         """Take a task for the main thread."""
