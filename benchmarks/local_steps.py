@@ -74,14 +74,16 @@ class Bench:
         return [one for one in everybody if wanted is None or one in wanted]
 
     def _take_turns(self, jobs: dict[str, Group], order: dict[str, Any]) -> dict[str, list[Any]]:
-        """What the slowest rank of each contender found, round by round."""
+        """What the slowest rank of each contender found, and the longest wait of all its ranks."""
         found: dict[str, list[Any]] = {name: [] for name in jobs}
         names = list(jobs)
         for _ in range(self.options.rounds):
             for name in names:
                 start = time.monotonic() + HEAD_START
                 answers = jobs[name].ask({**order, "start": start})
-                found[name].append(max(answers, key=lambda answer: answer["ms"]))
+                slowest = max(answers, key=lambda answer: answer["ms"])
+                wait = max(answer["wait"] for answer in answers)
+                found[name].append({**slowest, "wait": wait})
             names.append(names.pop(0))  # nobody is always the first
         return found
 
@@ -101,9 +103,10 @@ class Bench:
         for name, turns in found.items():
             pairs = zip(found.get("plain", turns), turns, strict=True)
             ratio = median(plain["ms"] / own["ms"] for plain, own in pairs)
-            ms, cpu, nbytes, longest = (
-                median(turn[key] for turn in turns) for key in ("ms", "cpu", "bytes", "wait")
+            ms, cpu, nbytes = (
+                median(turn[key] for turn in turns) for key in ("ms", "cpu", "bytes")
             )
+            longest = max(turn["wait"] for turn in turns)
             table.append(
                 [
                     name,

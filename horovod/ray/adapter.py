@@ -11,52 +11,34 @@ from typing import Any
 
 from horovod.ray.params import BaseParams
 
-__all__ = ["Adapter", "BaseParams", "Callback", "Call"]
+__all__ = ["Adapter", "BaseParams", "Call", "Callback", "Executable"]
 
 Callback = Callable[[Any], object]
+
+Executable = tuple[type | None, Sequence[Any] | None, Mapping[str, Any] | None]
+"""The object that each worker makes for itself: its class, if there is one, args and kwargs."""
 
 
 class Adapter(ABC):
     """Starts workers, and has functions called on them."""
 
     @abstractmethod
-    def start(
-        self,
-        executable_cls: type | None = None,
-        executable_args: Sequence[Any] | None = None,
-        executable_kwargs: Mapping[str, Any] | None = None,
-        extra_env_vars: Mapping[str, str] | None = None,
-    ) -> None:
-        """Start the workers, each with an object of its own if `executable_cls` is given."""
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        callbacks: Sequence[Callback] | None = None,
-    ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every worker; what each returned, by rank."""
-        return self.execute(Call(fn, args, kwargs), callbacks)
-
-    @abstractmethod
-    def run_remote(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Like `run`, but returns at once: one ObjectRef for each rank."""
+    def start(self, executable: Executable, env: Mapping[str, str]) -> None:
+        """Start the workers, each with an object of its own and these environment variables."""
 
     @abstractmethod
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None
     ) -> list[Any]:
-        """Call ``fn(executable)`` on every worker; what each returned, by rank."""
+        """Call ``fn(executable)`` on every worker; return what each returned, by rank."""
+
+    @abstractmethod
+    def execute_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """Like `execute`, but return at once: one ObjectRef for each rank."""
 
     @abstractmethod
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Call ``fn(executable)`` on rank 0 alone."""
+        """Call ``fn(executable)`` on rank 0 alone; return what it returned."""
 
     @abstractmethod
     def shutdown(self) -> None:

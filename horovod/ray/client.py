@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from horovod.ray.adapter import Adapter, Callback
+from horovod.ray.adapter import Adapter, Callback, Executable
 from horovod.ray.cluster import kill
 
 _POLL_SECONDS = 0.2
@@ -27,14 +27,14 @@ class _AdapterActor:
         self._adapter = kind(settings, params)  # type: ignore[call-arg]
         self._logged: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def start(self, *args: Any) -> None:
-        self._adapter.start(*args)
+    def start(self, executable: Executable, env: Mapping[str, str]) -> None:
+        self._adapter.start(executable, env)
 
     def execute(self, fn: Callable[[Any], Any], logged: bool) -> list[Any]:
         return self._adapter.execute(fn, [self._logged.put] if logged else None)
 
-    def run_remote(self, fn: Any, args: Any, kwargs: Any) -> list[Any]:
-        return self._adapter.run_remote(fn, args, kwargs)
+    def execute_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
+        return self._adapter.execute_remote(fn)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         return self._adapter.execute_single(fn)
@@ -56,30 +56,15 @@ class RemoteAdapter(Adapter):
         actor = ray.remote(_AdapterActor).options(num_cpus=0, max_concurrency=2)
         self._actor = actor.remote(kind, settings, params)
 
-    def start(
-        self,
-        executable_cls: type | None = None,
-        executable_args: Sequence[Any] | None = None,
-        executable_kwargs: Mapping[str, Any] | None = None,
-        extra_env_vars: Mapping[str, str] | None = None,
-    ) -> None:
+    def start(self, executable: Executable, env: Mapping[str, str]) -> None:
         try:
-            _get(
-                self._actor.start.remote(
-                    executable_cls, executable_args, executable_kwargs, extra_env_vars
-                )
-            )
+            _get(self._actor.start.remote(executable, env))
         except BaseException:
             kill([self._actor])
             raise
 
-    def run_remote(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        return list(_get(self._actor.run_remote.remote(fn, args, kwargs)))
+    def execute_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
+        return list(_get(self._actor.execute_remote.remote(fn)))
 
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None

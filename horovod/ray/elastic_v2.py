@@ -16,7 +16,7 @@ import ray
 
 from horovod.common.config import Config
 from horovod.common.store import MemoryStore
-from horovod.ray.adapter import Adapter, Callback
+from horovod.ray.adapter import Adapter, Callback, Executable
 from horovod.ray.cluster import INTERRUPTED, require_ray, say
 from horovod.ray.coordinator import watch
 from horovod.ray.discovery import RayHostDiscovery, TestDiscovery
@@ -49,24 +49,14 @@ class ElasticAdapter(Adapter):
     def __init__(self, settings: Any, params: ElasticParams) -> None:
         self.settings = settings
         self.params = params
-        self._env: dict[str, str] = {}
-        self._executable: tuple[Any, Any, Any] = (None, None, None)
-        self._started = False
+        self._env: Mapping[str, str] = {}
+        self._executable: Executable = (None, None, None)
 
-    def start(
-        self,
-        executable_cls: type | None = None,
-        executable_args: Sequence[Any] | None = None,
-        executable_kwargs: Mapping[str, Any] | None = None,
-        extra_env_vars: Mapping[str, str] | None = None,
-    ) -> None:
+    def start(self, executable: Executable, env: Mapping[str, str]) -> None:
         """Remember what workers need; they start with the function, which is what they live for."""
-        require_ray()
-        self._env = {name: str(value) for name, value in (extra_env_vars or {}).items()}
-        self._executable = executable_cls, executable_args, executable_kwargs
-        self._started = True
+        self._executable, self._env = executable, env
 
-    def run_remote(self, fn: Any, args: Any = None, kwargs: Any = None) -> NoReturn:
+    def execute_remote(self, fn: Any) -> NoReturn:
         raise NotImplementedError(
             "an elastic job has no workers to refer to before it ends: use run(), or num_workers "
             "instead of min_workers"
@@ -82,8 +72,6 @@ class ElasticAdapter(Adapter):
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None
     ) -> list[Any]:
         """What the workers that finished returned, by rank."""
-        if not self._started:
-            raise RuntimeError("the executor has not been started: call start() first")
         require_ray()
         params = self.params
         discovery, names = self._discovery()
@@ -128,8 +116,7 @@ class ElasticAdapter(Adapter):
         return [end.value for end in sorted(finished, key=lambda end: end.rank or 0)]
 
     def shutdown(self) -> None:
-        """Nothing is left after a function has ended."""
-        self._started = False
+        """Do nothing: nothing is left after a function has ended."""
 
     def _discovery(self) -> tuple[HostDiscovery, RayHostDiscovery]:
         """Where hosts come from, and who knows which node is meant by a host's name."""

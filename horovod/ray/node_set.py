@@ -22,6 +22,7 @@ from horovod.common.generations.membership import WORKER_ID
 from horovod.common.joining.launcher_store import SECRET_KEY
 from horovod.common.topology import Slot
 from horovod.common.wire import encode_key
+from horovod.ray.adapter import Executable
 from horovod.ray.cluster import (
     SILENT_SECONDS,
     describe_amounts,
@@ -61,7 +62,7 @@ class ActorRequest:
     settings: Any
     needs: BaseParams
     env: Mapping[str, str]
-    executable: tuple[Any, Any, Any]  # class, args and kwargs
+    executable: Executable
     call: Any  # the function, as a reference to an object in Ray
 
 

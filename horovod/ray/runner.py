@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from horovod.ray.adapter import Adapter, BaseParams, Callback
+from horovod.ray.adapter import Adapter, BaseParams, Call, Callback
 from horovod.ray.client import RemoteAdapter
 from horovod.ray.cluster import require_ray, restore_sigterm, through_client
 from horovod.ray.coordinator import Coordinator
@@ -186,7 +186,8 @@ class RayExecutor:
             adapter = RemoteAdapter(kind, self.settings, self.params)
         else:
             adapter = kind(self.settings, self.params)  # type: ignore[call-arg]
-        adapter.start(executable_cls, executable_args, executable_kwargs, extra_env_vars)
+        env = {name: str(value) for name, value in (extra_env_vars or {}).items()}
+        adapter.start((executable_cls, executable_args, executable_kwargs), env)
         self.adapter = adapter
 
     def run(
@@ -215,7 +216,7 @@ class RayExecutor:
             RuntimeError: `start` was not called.
             RemoteError: A worker died.
         """
-        return self._running().run(fn, args, kwargs, callbacks)
+        return self._running().execute(Call(fn, args, kwargs), callbacks)
 
     def run_remote(
         self,
@@ -233,7 +234,7 @@ class RayExecutor:
         Returns:
             A list with one ObjectRef for each rank.
         """
-        return self._running().run_remote(fn, args, kwargs)
+        return self._running().execute_remote(Call(fn, args, kwargs))
 
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None

@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.ray.adapter import Adapter, Call, Callback
-from horovod.ray.cluster import INTERRUPTED, kill, require_ray, say
+from horovod.ray.adapter import Adapter, Callback, Executable
+from horovod.ray.cluster import INTERRUPTED, kill, say
 from horovod.ray.coordinator import Coordinator
 from horovod.ray.logs import Messages
 from horovod.ray.params import StaticParams
@@ -43,27 +43,11 @@ class StaticAdapter(Adapter):
 
     # -- start and end ---------------------------------------------------------------------
 
-    def start(
-        self,
-        executable_cls: type | None = None,
-        executable_args: Sequence[Any] | None = None,
-        executable_kwargs: Mapping[str, Any] | None = None,
-        extra_env_vars: Mapping[str, str] | None = None,
-    ) -> None:
-        require_ray()
-        if self.strategy is not None:
-            raise RuntimeError("this executor has been started: call shutdown() first")
+    def start(self, executable: Executable, env: Mapping[str, str]) -> None:
         self._broken = ""
         try:
-            self._start(extra_env_vars or {})
-            if executable_cls is not None:
-                refs = [
-                    worker.start_executable.remote(
-                        executable_cls, executable_args, executable_kwargs
-                    )
-                    for worker in self.workers
-                ]
-                self._collect(refs)
+            self._start(env)
+            self._collect([worker.start_executable.remote(*executable) for worker in self.workers])
         except BaseException:
             self.shutdown()
             raise
@@ -139,14 +123,9 @@ class StaticAdapter(Adapter):
 
     # -- functions -------------------------------------------------------------------------
 
-    def run_remote(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
+    def execute_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
         self._require_started()
-        call = ray.put(Call(fn, args, kwargs))
+        call = ray.put(fn)
         return [worker.execute.remote(call) for worker in self.workers]
 
     def execute(
@@ -154,8 +133,7 @@ class StaticAdapter(Adapter):
     ) -> list[Any]:
         messages = self._require_started()
         with messages.deliver(callbacks):
-            call = ray.put(fn)
-            return self._collect([worker.execute.remote(call) for worker in self.workers])
+            return self._collect(self.execute_remote(fn))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         self._require_started()

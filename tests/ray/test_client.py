@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.forked_python import forked_python
 from tests.ray.conftest import ROOT
 
 pytestmark = pytest.mark.timeout(900)
@@ -72,7 +72,7 @@ def test_everything_through_ray_client(cluster: Any, tmp_path: Path):
     script.write_text(PROGRAM)
     for _ in range(_ATTEMPTS):
         done = subprocess.run(
-            [*forked_python(), str(script), f"ray://127.0.0.1:{cluster.client_port}"],
+            [sys.executable, str(script), f"ray://127.0.0.1:{cluster.client_port}"],
             cwd=ROOT,
             capture_output=True,
             text=True,

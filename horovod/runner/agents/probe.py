@@ -145,7 +145,8 @@ def _try_all(
 def _knock(address: str, port: int, key: bytes, timeout: float) -> None:
     """Do the handshake with a store; raise `OSError` unless it knows the key."""
     mine = os.urandom(_NONCE_BYTES)
-    family, kind, protocol, _, target = socket.getaddrinfo(address, port, 0, socket.SOCK_STREAM)[0]
+    host = address.encode()  # text would be encoded by a module that takes 10 ms to import
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
     try:
         sock.settimeout(timeout)
