@@ -32,8 +32,8 @@ RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WARM_UP = 3
 TEXT_LENGTH, TEXTS = 64, 8  # bytes of one text of the small GPT, and texts of one batch
 DISTINCT_BATCHES = 8
-# The steps by which the learning rate of the qualities rises; training begins with these together.
-RISE = 0.05
+# Of the steps of a quality: by these its learning rate rises, and these are ordinary ones at first.
+RISE, TOGETHER = 0.05, 0.25
 
 
 def options(contender: str, steps: int) -> dict[str, Any]:
@@ -205,10 +205,9 @@ def quality(
     model = make()
     generator = torch.Generator().manual_seed(1000 * seed + RANK)
     inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    rise = max(1, int(RISE * steps))
     chosen = options(contender, local_steps)
     if "local_steps" in chosen:
-        chosen = {**chosen, "warmup_steps": rise, "average_buffers": model}
+        chosen = {**chosen, "warmup_steps": max(1, int(TOGETHER * steps)), "average_buffers": model}
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **chosen)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps, pct_start=RISE)
