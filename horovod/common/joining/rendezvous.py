@@ -168,6 +168,8 @@ class _ServedByRankZero:
             raise
         withdraw = _Withdrawal(bootstrap)
         atexit.register(withdraw)
+        # A rank whose last value this process has seen gets its answer, too, before the end.
+        atexit.register(server.close)
         threading.Thread(
             target=self._withdraw_when_all_arrived,
             args=(server, withdraw),

@@ -7,6 +7,8 @@ may still submit what is missing this is not certain: then `stall` warns in its 
 
 from __future__ import annotations
 
+import concurrent.futures.thread
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,8 +25,10 @@ _OTHERS = (
     "_pin_memory_loop",  # torch's DataLoader
     "_AsyncWriterThread",  # tensorboard
     "_monitor_loop",
+    "_read_thread",  # torch.compile's, up to torch 2.4
     "pydevd",
 )
+_POOL_LOOP = concurrent.futures.thread._worker.__code__
 
 
 def is_stuck(queue: Sequence[Request]) -> bool:
@@ -39,9 +43,17 @@ def is_stuck(queue: Sequence[Request]) -> bool:
 
 def _may_submit(thread: threading.Thread) -> bool:
     names = (thread.name, type(thread).__name__)
-    return not thread.name.startswith(_OURS) and not any(
-        known in name for known in _OTHERS for name in names
-    )
+    is_known = any(known in name for known in _OTHERS for name in names)
+    return not (thread.name.startswith(_OURS) or is_known or _is_idle(thread))
+
+
+def _is_idle(thread: threading.Thread) -> bool:
+    """Return whether a thread of a ThreadPoolExecutor waits until another gives it something to do.
+
+    torch.compile leaves such threads behind.
+    """
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code is _POOL_LOOP
 
 
 def describe_deadlock(waiting: Sequence[Mapping[str, Mapping[str, Any]]], group: Group) -> str:
